@@ -29,6 +29,8 @@ ITERATION = re.compile(
     r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
 )
 TAIL_LINES = 30
+FULL_VALUES = ("compression.value_bits=null", "scheme.sum_bits=null")
+"""So that rows differ by nothing but scheme and density; overrides may say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ class Setting:
         """Of `train`, for one row."""
         nodes = 1 if self.mbit is None else self.ranks
         scheme = variant.scheme
+        has_preset = any(text.startswith("preset=") for text in self.overrides)
         how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
         if variant.parameters not in (None, "auto"):
             how.append(f"parameters.method={variant.parameters}")
@@ -131,6 +134,7 @@ class Setting:
             f"runs_dir={out}",
             *how,
             f"compression.density={variant.density:g}",
+            *([] if has_preset else FULL_VALUES),
             f"cluster.nodes={nodes}",
             f"cluster.ranks_per_node={self.ranks // nodes}",
             "cluster.device=cpu",

@@ -134,11 +134,11 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             got=scheme.format,
             remedy="leave scheme.format out, or choose another scheme",
         )
-    if chosen is not None and chosen.own_format and config.compression.value_bits is not None:
+    if chosen is not None and chosen.own_format and config.compression.given_value_bits is not None:
         raise ConfigError(
             f"scheme.name={scheme.name} has messages of its own format, with full values",
             expected="compression.value_bits=null",
-            got=config.compression.value_bits,
+            got=config.compression.given_value_bits,
             remedy="leave compression.value_bits out, or choose another scheme",
         )
     if chosen is not None and chosen.sends_whole and scheme.wire_dtype is not None:
@@ -214,7 +214,7 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
 
 def _check_windows(config: SparseConfig) -> None:
     """Windows of peer memory have no records of format Rice."""
-    scheme, bits = config.scheme, config.compression.value_bits
+    scheme, bits = config.scheme, config.compression.given_value_bits
     named = [scheme.name, *(config.planner.schemes or ())]
     in_windows = [name for name in named if name in SCHEMES and SCHEMES[name].needs_windows]
     if in_windows and (bits is not None or scheme.format == "rice"):
@@ -227,7 +227,7 @@ def _check_windows(config: SparseConfig) -> None:
 
 
 def _check_engine(config: SparseConfig, *, has_engine: bool) -> None:
-    scheme, bits = config.scheme, config.compression.value_bits
+    scheme, bits = config.scheme, config.compression.given_value_bits
     if scheme.nccl_engine and (bits is not None or scheme.format == "rice"):
         raise ConfigError(
             "scheme.nccl_engine=true has no records of format rice",

@@ -65,7 +65,7 @@ class SparseSum:
         block_size: int = DEFAULT_BLOCK_SIZE,
         whole: bool = False,
     ) -> None:
-        bucket, sum_bits = exchange.bucket, exchange.options.sum_bits
+        bucket, sum_bits = exchange.bucket, exchange.options.given_sum_bits
         self._bucket, self._message = bucket, message
         self._exchange, self._timer = exchange, exchange.timer
         self._form, self._block_size = form, block_size

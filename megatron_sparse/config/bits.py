@@ -2,11 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
 QUANTISED_FORMATS = ("auto", "rice")
 """Formats that `compression.value_bits` goes with; `auto` is then `rice`."""
+AUTO_VALUE_BITS, AUTO_SUM_BITS = 4, 8
+"""What `auto` stands for where messages take values in few bits: as in the preset `safe`."""
+FULL_VALUE_SCHEMES = ("omnireduce", "peer_two_shot", "zen")
+"""Sparse schemes without records of format Rice. The registry has them; a test compares."""
+DENSE_SCHEMES = (
+    "dense",
+    "dense_ring",
+    "dense_rhd",
+    "dense_allpairs",
+    "dense_broadcast",
+    "dense_hierarchical",
+    "straggler",
+)
+"""Schemes that send the gradient as it is."""
+
+
+def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
+    """Whether a scheme, or what `auto` may take, sends its values in full.
+
+    Args:
+        scheme: `scheme.name`.
+        candidates: `planner.schemes`. One without values in few bits suffices: with them the
+            planner could not take it. None: there are enough others.
+
+    Example:
+        >>> sends_full_values("zen", None), sends_full_values("auto", ["direct", "zen"])
+        (True, True)
+        >>> sends_full_values("direct", None), sends_full_values("auto", ["direct", "dense"])
+        (False, False)
+    """
+    named = set(candidates or ()) if scheme == "auto" else {scheme}
+    has_full = not named.isdisjoint(FULL_VALUE_SCHEMES)
+    return has_full or (len(named) > 0 and named.issubset(DENSE_SCHEMES))
+
+
+def auto_value_bits(
+    compression: CompressionConfig, form: str, wire_dtype: str | None
+) -> int | None:
+    """`compression.value_bits=auto` as far as the scheme allows it: 4, or None where 4 is refused.
+
+    Args:
+        compression: whose `value_bits` do not count.
+        form: `scheme.format`.
+        wire_dtype: `scheme.wire_dtype`.
+    """
+    if not compression.enabled or compression.density == 1:
+        return None  # Every element travels as it is, unless the user asks for few bits.
+    try:
+        check_value_bits(replace(compression, value_bits=AUTO_VALUE_BITS), form, wire_dtype)
+    except ConfigError:
+        return None
+    return AUTO_VALUE_BITS
+
+
+def auto_sum_bits(compression: CompressionConfig, scheme: str, form: str) -> int | None:
+    """`scheme.sum_bits=auto`: 8 beside values in few bits; None where it is refused.
+
+    Args:
+        compression: whose `value_bits` are resolved.
+        scheme: `scheme.name`.
+        form: `scheme.format`.
+    """
+    if compression.given_value_bits is None:
+        return None
+    try:
+        check_sum_bits(compression, scheme, form, AUTO_SUM_BITS)
+    except ConfigError:
+        return None
+    return AUTO_SUM_BITS
 
 
 def check_value_bits(compression: CompressionConfig, form: str, wire_dtype: str | None) -> None:
@@ -20,7 +92,7 @@ def check_value_bits(compression: CompressionConfig, form: str, wire_dtype: str 
     Raises:
         ConfigError: names the keys.
     """
-    bits = compression.value_bits
+    bits = compression.given_value_bits
     if bits is None:
         return
     if form not in QUANTISED_FORMATS:
@@ -55,12 +127,12 @@ def check_sum_bits(
     """
     if sum_bits is None:
         return
-    if form != "rice" and compression.value_bits is None:
+    if form != "rice" and compression.given_value_bits is None:
         raise ConfigError(
             f"scheme.sum_bits={sum_bits} needs records with values of few bits",
             expected="scheme.format=rice, or compression.value_bits",
             got=f"scheme.format={form}",
-            remedy="set scheme.format=rice, or leave scheme.sum_bits out",
+            remedy="set scheme.format=rice, or scheme.sum_bits=null",
         )
     if compression.residual_dtype != "fp32" or scheme == "hierarchical":
         raise ConfigError(

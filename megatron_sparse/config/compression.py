@@ -15,7 +15,7 @@ METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
 SHARED_THRESHOLD_METHODS = ("topk", "dgc")
 """Methods that sample in every step, so that a tensor-parallel group can agree on a threshold."""
 VALUE_BITS = (8, 4, 3, 2)
-"""Allowed values of `compression.value_bits`, besides null."""
+"""Allowed values of `compression.value_bits`, besides null and `auto`."""
 DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
 RAMP_SHAPES = ("exponential", "linear", "staircase")
@@ -52,7 +52,10 @@ class CompressionConfig:
         value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
             group of 128; elements that are sent whole travel in bf16. What rounding leaves goes to
             the residual. The warm-up's dense gradients travel so too, in 8 or 4 bits (`dense_q`).
-            null: in `scheme.wire_dtype`. See docs/choosing-density.md.
+            null: in `scheme.wire_dtype`. `auto` is 4 where the messages take such values, and null
+            elsewhere: with `scheme.wire_dtype`, a `scheme.format` other than `rice`,
+            `scheme.nccl_engine` or `lossless_patterns`, where `scheme.name` or `planner.schemes`
+            names a scheme without them, and at density 1. See docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. The kept count's relative
             error is about sqrt((1 - density) / (density * samples)).
@@ -91,8 +94,8 @@ class CompressionConfig:
 
     enabled: bool = True
     method: str = "topk"
-    density: float = 0.01
-    value_bits: int | None = None
+    density: float = 0.22
+    value_bits: int | str | None = "auto"
     leak: float = 1.0
     samples: int = 40_000
     threshold_scope: str = "parameter"
@@ -117,7 +120,7 @@ class CompressionConfig:
         one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
         if self.value_bits is not None:
-            one_of("compression.value_bits", self.value_bits, VALUE_BITS)
+            one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS))
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
@@ -147,6 +150,11 @@ class CompressionConfig:
         self._check_method()
         self._check_bits()
 
+    @property
+    def given_value_bits(self) -> int | None:
+        """Bits of a value; None: in full, as `auto` outside a `SparseConfig` is."""
+        return None if isinstance(self.value_bits, str) else self.value_bits
+
     def _check_method(self) -> None:
         """Refuses options that the method does not support."""
         if self.threshold_scope == "tp_group" and self.method not in SHARED_THRESHOLD_METHODS:
@@ -167,7 +175,7 @@ class CompressionConfig:
 
     def _check_bits(self) -> None:
         """Refuses values in few bits where they would not do as documented."""
-        if self.value_bits is None:
+        if self.given_value_bits is None:
             return
         if self.density == 1 and self.value_bits not in DENSE_VALUE_BITS:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """The typed configuration of the plugin: with `config.compression`, `config.parameters`,
-`config.straggler` and `config.tracking` the only place where its defaults are.
+`config.planner`, `config.straggler` and `config.tracking` the only place where its defaults are.
+They are those of the preset `safe`.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
@@ -15,10 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_sparse.config.bits import check_sum_bits, check_value_bits
+from megatron_sparse.config.bits import (
+    auto_sum_bits,
+    auto_value_bits,
+    check_sum_bits,
+    check_value_bits,
+    sends_full_values,
+)
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
 from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
@@ -85,7 +93,8 @@ class SchemeConfig:
         sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
             (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
             owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
-            fp32 residual. null: in full. A reduce-scatter gathers no sums.
+            fp32 residual. null: in full. `auto` is 8 where `compression.value_bits` is a number and
+            the residual allows it, else null. A reduce-scatter gathers no sums.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
@@ -117,7 +126,7 @@ class SchemeConfig:
     watch_peers: bool = True
     nccl_errors: str = "torch"
     nccl_engine: bool = False
-    sum_bits: int | None = None
+    sum_bits: int | str | None = "auto"
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -148,7 +157,7 @@ class SchemeConfig:
         is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
         if self.sum_bits is not None:
-            one_of("scheme.sum_bits", self.sum_bits, VALUE_BITS)
+            one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS))
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.nccl_engine", self.nccl_engine)
         is_flag("scheme.deterministic", self.deterministic)
@@ -158,6 +167,11 @@ class SchemeConfig:
     def given_capacity(self) -> float | None:
         """The factor that the user has set; None for `auto` and null."""
         return None if isinstance(self.capacity, str) else self.capacity
+
+    @property
+    def given_sum_bits(self) -> int | None:
+        """Bits of a gathered sum; None: in full, as `auto` outside a `SparseConfig` is."""
+        return None if isinstance(self.sum_bits, str) else self.sum_bits
 
     def capacity_on(self, device_type: str, *, takes_slots: bool) -> float | None:
         """The factor that fixes a bucket's message size; None: sizes are exchanged.
@@ -189,54 +203,12 @@ class SchemeConfig:
 
 
 @dataclass
-class PlannerConfig:
-    """How `scheme.name=auto` chooses for each bucket. See docs/planner.md.
-
-    Attributes:
-        cluster: the costs of links and codecs: a file that `megatron-sparse calibrate` wrote, or
-            the name of a shipped cluster model. `train cluster=NAME` sets it to the costs of that
-            cluster where they are known. null compares bytes instead of times; of the options
-            below only `pin` then has an effect.
-        schemes: names of candidate schemes; `dense` is always a candidate. null takes all but
-            `peer_two_shot`, whose windows need memory, and without `compression.value_bits`
-            `dense_q`, which rounds.
-        profile_iters: steps at the beginning of ramp and target that sample each bucket's
-            sparsity.
-        profile_every: steps between later samples; 0 takes none.
-        hysteresis: a bucket changes its scheme only if the new one's predicted time is shorter by
-            more than this fraction of the current one's.
-        replan_every: steps between comparisons of measured with predicted times on all ranks; not
-            with `scheme.deterministic`, which takes no decision from timing.
-        retry_after: steps for which a scheme measured slower than dense is not tried again, and
-            after which dense is measured again.
-        pin: a `plan.json` whose schemes are used, whatever they cost.
-    """
-
-    cluster: str | None = None
-    schemes: list[str] | None = None
-    profile_iters: int = 3
-    profile_every: int = 200
-    hysteresis: float = 0.05
-    replan_every: int = 50
-    retry_after: int = 1000
-    pin: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.schemes is not None and not self.schemes:
-            raise ConfigError(
-                "planner.schemes is empty",
-                expected="names of schemes, or null for all of them",
-                got="[]",
-            )
-        for name in ("profile_iters", "replan_every", "retry_after"):
-            in_range(f"planner.{name}", getattr(self, name), 1, math.inf, integer=True)
-        in_range("planner.profile_every", self.profile_every, 0, math.inf, integer=True)
-        in_range("planner.hysteresis", self.hysteresis, 0, 1)
-
-
-@dataclass
 class SparseConfig:
-    """The plugin's configuration, which `install`, `attach` and `ddp_hook` take."""
+    """The plugin's configuration, which `install`, `attach` and `ddp_hook` take.
+
+    The defaults are those of the preset `safe`. `auto` in `compression.value_bits` and
+    `scheme.sum_bits` is replaced here by a number or null.
+    """
 
     compression: CompressionConfig = field(default_factory=CompressionConfig)
     scheme: SchemeConfig = field(default_factory=SchemeConfig)
@@ -256,9 +228,10 @@ class SparseConfig:
                 remedy="pin the plan of another run, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
             )
+        self._resolve_bits()
         scheme = self.scheme
         check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
-        check_sum_bits(self.compression, scheme.name, scheme.format, scheme.sum_bits)
+        check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
         capacity, most = self.scheme.given_capacity, REUSE_BAND[1]
         method = self.compression.method
         if method == "threshold_reuse" and capacity and capacity <= most:
@@ -286,6 +259,17 @@ class SparseConfig:
                 remedy="set scheme.deterministic=false, or name the straggler: "
                 "straggler.mode=pinned straggler.rank=RANK",
             )
+
+    def _resolve_bits(self) -> None:
+        """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`."""
+        scheme = self.scheme
+        if self.compression.value_bits == "auto":
+            full = sends_full_values(scheme.name, self.planner.schemes) or scheme.nccl_engine
+            bits = auto_value_bits(self.compression, scheme.format, scheme.wire_dtype)
+            self.compression = replace(self.compression, value_bits=None if full else bits)
+        if scheme.sum_bits == "auto":
+            bits = auto_sum_bits(self.compression, scheme.name, scheme.format)
+            self.scheme = replace(scheme, sum_bits=bits)
 
     @classmethod
     def given(

@@ -140,11 +140,11 @@ class PricedPlanner(FixedPlanner):
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
         """Prices all candidates, and keeps or changes the scheme."""
         shape = BucketShape(
-            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.value_bits)
+            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.given_value_bits)
         )
         profile = state.profile or prior(shape, density)
         names = runnable(
-            candidates(self._config.schemes, self._compression.value_bits),
+            candidates(self._config.schemes, self._compression.given_value_bits),
             self._options,
             bucket.grad_N.device.type,
             has_windows=bucket.has_windows,
@@ -205,7 +205,7 @@ class PricedPlanner(FixedPlanner):
         """See `Planner`: for a group that is one node by the cluster's links."""
         named = any(
             SCHEMES[name].needs_windows
-            for name in candidates(self._config.schemes, self._compression.value_bits)
+            for name in candidates(self._config.schemes, self._compression.given_value_bits)
         )
         has_tier = self._cluster.has_peer_memory(transport.world_size)
         wanted = named and has_tier and transport.world_size > 1
@@ -307,7 +307,7 @@ class PricedPlanner(FixedPlanner):
             choice = _settled(state, step)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
-            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.value_bits),
+            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.given_value_bits),
             "density": plan.density,
             "predicted_us": state.predicted_us,
             "measured_us": state.measured_us,

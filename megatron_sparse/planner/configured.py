@@ -60,7 +60,7 @@ def basis(config: SparseConfig) -> str:
         "scheme auto takes the least predicted time, with the links and codecs of "
         f"{planner.cluster} ({kind})"
     )
-    is_rice = config.compression.value_bits is not None or config.scheme.format == "rice"
+    is_rice = config.compression.given_value_bits is not None or config.scheme.format == "rice"
     if is_rice and cluster.estimates_rice:
         said += "; it has no times of rice records, which are estimated from others"
     return said

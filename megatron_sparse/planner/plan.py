@@ -64,7 +64,9 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
-        bits = self.value_bits if scheme.own_format is None else None
+        # Neither takes records of format Rice: only a pinned plan names them beside few bits.
+        full = scheme.own_format is not None or scheme.needs_windows
+        bits = None if full else self.value_bits
         if scheme.sends_whole:
             bits = dense_value_bits(bits)
         form = scheme.message_format(options)
@@ -201,7 +203,7 @@ class FixedPlanner:
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
         if phase is Phase.WARMUP and self._rounds(bucket):
-            bits = dense_value_bits(self._compression.value_bits)
+            bits = dense_value_bits(self._compression.given_value_bits)
             choice = Choice("dense_q", f"warm-up in {bits} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
             choice = Choice("dense", self._dense_reason(phase))
@@ -217,7 +219,7 @@ class FixedPlanner:
             sharded=SCHEMES[choice.scheme].is_sharded(bucket.op),
             reason=choice.reason,
             predicted_us=choice.predicted_us,
-            value_bits=self._compression.value_bits,
+            value_bits=self._compression.given_value_bits,
         )
 
     def _rounds(self, bucket: Bucket) -> bool:
@@ -226,7 +228,7 @@ class FixedPlanner:
         if bucket.world_size == 1 or (named is not None and named.takes is Input.DENSE):
             return False
         sends_whole = named is not None and named.sends_whole
-        return sends_whole or self._compression.value_bits is not None
+        return sends_whole or self._compression.given_value_bits is not None
 
     def _dense_reason(self, phase: Phase) -> str:
         """The reason for a phase that is dense in every bucket."""
@@ -242,7 +244,9 @@ class FixedPlanner:
         name = self._scheme.name
         if name != "auto":
             return Choice(name, f"scheme={name}")
-        wire_bytes = predicted_bytes(bucket, density, self._scheme, self._compression.value_bits)
+        wire_bytes = predicted_bytes(
+            bucket, density, self._scheme, self._compression.given_value_bits
+        )
         dense_bytes = wire_bytes.pop("dense")
         name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
         reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
@@ -299,7 +303,7 @@ class FixedPlanner:
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """See `Planner`."""
         plan = self.plan_for(bucket, step)
-        bits = self._compression.value_bits
+        bits = self._compression.given_value_bits
         wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, bits)
         return {
             "bucket": bucket.name,

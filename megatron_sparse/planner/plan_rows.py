@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
@@ -26,6 +26,8 @@ from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 Row = dict[str, Any]
+ASSUMED_DENSITY = 0.01
+"""Of buckets by size, where none is given."""
 
 
 @dataclass(frozen=True)
@@ -215,5 +217,5 @@ def rows(
         raise ConfigError(
             "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"
         )
-    density = CompressionConfig().density if density is None else density
+    density = ASSUMED_DENSITY if density is None else density
     return of_sizes(sizes, pricing, ranks, density, op)

@@ -74,7 +74,7 @@ def predicted_bytes(
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message
-        direct = shares * (message + message_bytes(sum_density, scheme.sum_bits))
+        direct = shares * (message + message_bytes(sum_density, scheme.given_sum_bits))
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}

@@ -87,9 +87,9 @@ class DryRun:
     def gathered_sums(self) -> RecordFormat | BlockFormat:
         """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
         form = self.format()
-        if self.options.sum_bits is None or not isinstance(form, RecordFormat):
+        if self.options.given_sum_bits is None or not isinstance(form, RecordFormat):
             return form
-        return replace(form, value_bits=self.options.sum_bits)
+        return replace(form, value_bits=self.options.given_sum_bits)
 
     def messages(self, name: str) -> RecordFormat | BlockFormat:
         """Records of a rank's own message in a format, as `Message` has them."""
@@ -103,7 +103,7 @@ class DryRun:
 
     def whole_sums(self) -> RecordFormat:
         """Records of complete sums of such messages."""
-        bits = self.options.sum_bits
+        bits = self.options.given_sum_bits
         return RecordFormat("dense", self.cluster, None if bits is None else dense_value_bits(bits))
 
     def message_density(self, parts: int = 1) -> np.ndarray:

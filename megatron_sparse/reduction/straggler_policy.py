@@ -125,7 +125,7 @@ class StragglerPolicy:
     ) -> None:
         self._config = config.straggler
         self._scheme = config.scheme
-        self._value_bits = config.compression.value_bits
+        self._value_bits = config.compression.given_value_bits
         self._transport = transport
         self._sink = sink
         self._history = History(config.straggler.history)

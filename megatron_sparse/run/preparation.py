@@ -35,6 +35,8 @@ MEGATRON_SGD_MOMENTUM = 0.9
 def decide(config: RunConfig) -> RunConfig:
     """Replaces `auto` in `cluster.device` and `training.precision` by this machine's values.
 
+    So it does with what `auto` of `compression.value_bits` and `scheme.sum_bits` stands for.
+
     Raises:
         ConfigError: the run needs more GPUs than this machine has.
     """
@@ -52,7 +54,11 @@ def decide(config: RunConfig) -> RunConfig:
             remedy=f"set cluster.ranks_per_node={gpus}" if gpus else "set cluster.device=cpu",
         )
     cluster = dataclasses.replace(config.cluster, device=device)
-    return with_precision(dataclasses.replace(config, cluster=cluster))
+    config = with_precision(dataclasses.replace(config, cluster=cluster))
+    if not config.plugin:
+        return config
+    sparse = config.sparse
+    return dataclasses.replace(config, compression=sparse.compression, scheme=sparse.scheme)
 
 
 def with_precision(config: RunConfig) -> RunConfig:
@@ -262,6 +268,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     else:
         first = config.compression.warmup_iters + config.compression.ramp_iters + 1
         how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"
+        bits = config.sparse.compression.given_value_bits
+        how += f" in {bits} bits" if bits is not None else ""
         how += f" from iteration {first} on"
         if first > training.iterations:
             how += ", which is after the end of the run"

@@ -418,7 +418,12 @@ def _train(rank, world_size, schemes):
     for name, op in schemes:
         config = SparseConfig(
             CompressionConfig(
-                density=0.05, warmup_iters=0, ramp_iters=0, samples=300, keep_below_numel=0
+                density=0.05,
+                value_bits=None,
+                warmup_iters=0,
+                ramp_iters=0,
+                samples=300,
+                keep_below_numel=0,
             ),
             SchemeConfig(name=name, capacity=1.0, timeout_s=30),
         )

@@ -258,7 +258,7 @@ class TestRun:
         assert config.cluster.world_size == 8
         assert config.data_parallel == 2
         assert config.global_batch_size == 6
-        assert config.sparse.compression is config.compression
+        assert config.sparse.parameters is config.parameters
 
     @pytest.mark.parametrize(
         ("values", "words"),

@@ -31,7 +31,9 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
         ranks.step(step)
     settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
     config = SparseConfig.from_overrides(
-        **{"density": 0.1} | settings | {k: v for k, v in overrides.items() if k != "dtype"}
+        **{"density": 0.1, "value_bits": None}
+        | settings
+        | {k: v for k, v in overrides.items() if k != "dtype"}
     )
     for rank in range(RANKS):
         reducer, bucket = ranks._reducers[rank], ranks.buckets[rank]

@@ -38,6 +38,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 NUMEL, STEPS = 3000, 2
 SETTINGS: dict[str, Any] = {
     "density": 0.1,
+    "value_bits": None,
     "warmup_iters": 0,
     "ramp_iters": 0,
     "samples": 200,

@@ -59,7 +59,8 @@ class Ranks:
         self, op: CollectiveOp, dtype: torch.dtype = torch.float32, **overrides: Any
     ) -> None:
         settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
-        config = SparseConfig.from_overrides(density=0.1, **settings | overrides)
+        settings |= {"density": 0.1, "value_bits": None, "sum_bits": None}
+        config = SparseConfig.from_overrides(**settings | overrides)
         self._cluster = VirtualCluster(RANKS, device=GPU)
         self._reducers = [
             GradientReducer(

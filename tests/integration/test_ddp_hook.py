@@ -68,7 +68,7 @@ def _ddp(model, hook, state_dict=None, sink=None, **options):
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB, **wrapper)
     if not hook:
         return ddp, None
-    state = megatron_sparse.DDPState(ddp, sink=sink, **options)
+    state = megatron_sparse.DDPState(ddp, sink=sink, **{"value_bits": None} | options)
     if state_dict is not None:
         state.load_state_dict(state_dict)
     ddp.register_comm_hook(state, megatron_sparse.ddp_hook)

@@ -16,6 +16,7 @@ MODES = ("full", "sum", "none")
 STEPS = 3
 OPTIONS = {
     "density": 0.05,
+    "value_bits": None,
     "scheme": "agsparse",
     "warmup_iters": 0,
     "ramp_iters": 0,

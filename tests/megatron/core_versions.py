@@ -16,7 +16,7 @@ import sys
 from tests.ranks import run_ranks
 
 STEPS = 5
-AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
+AT_TARGET = {"value_bits": None, "warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 KINDS = {
     "megatron": None,
     "dense": {"scheme": "dense"},

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 STEPS = 5
 COMBINATIONS = list(itertools.product((False, True), (False, True)))
-AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
+AT_TARGET = {"value_bits": None, "warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 
 
 def _train(setting, steps=STEPS, **plugin):

@@ -217,6 +217,7 @@ def _round_trip(layout, folder):
 
     options = {
         "density": 0.1,
+        "value_bits": None,
         "scheme": "agsparse",
         "warmup_iters": 0,
         "ramp_iters": 0,

@@ -23,6 +23,7 @@ STEPS, VOCABULARY = 2, 512
 NAME = "embedding.word_embeddings.weight"
 AT_TARGET: dict[str, Any] = {
     "density": 0.02,
+    "value_bits": None,
     "warmup_iters": 0,
     "ramp_iters": 0,
     "samples": 2000,

@@ -26,6 +26,7 @@ STEPS = 3
 """Warm-up, ramp and target. Undo copies are made in the second step."""
 OPTIONS = {
     "density": 0.05,
+    "value_bits": None,
     "warmup_iters": 0,
     "ramp_iters": 0,
     "samples": 20_000,

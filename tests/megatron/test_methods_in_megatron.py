@@ -24,6 +24,7 @@ SGD = SmallGPTConfig(optimizer="sgd", overlap=True)
 AT_TARGET = {
     "scheme": "agsparse",
     "density": 0.05,
+    "value_bits": None,
     "warmup_iters": 0,
     "ramp_iters": 0,
     "samples": 2000,

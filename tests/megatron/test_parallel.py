@@ -17,7 +17,12 @@ from tests.ranks import run_ranks
 
 STEPS = 3
 WORLD_SIZE = 4
-AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
+AT_TARGET = {
+    "value_bits": None,
+    "warmup_iters": 0,
+    "ramp_iters": 0,
+    "keep_below_numel": PRUNED_FROM,
+}
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 
@@ -104,7 +109,7 @@ def _train(layout, **plugin):
     model, sent = ParallelGPT(layout), Records()
     attachment = None
     if plugin:
-        attachment = attach(model.chunks, model.optimizer, sink=sent, **AT_TARGET, **plugin)
+        attachment = attach(model.chunks, model.optimizer, sink=sent, **(AT_TARGET | plugin))
     losses = [model.step() for _ in range(STEPS)]
     result = {"losses": losses, "weights": model.weights(), "sent": sent, "model": model}
     if attachment is not None:

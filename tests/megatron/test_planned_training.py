@@ -19,6 +19,7 @@ PLANNED = (
     "compression.warmup_iters=1",
     "compression.ramp_iters=0",
     "compression.density=0.02",
+    "compression.value_bits=null",
     "training.save_interval=3",
 )
 

@@ -20,6 +20,7 @@ TIMEOUT_S = 500.0
 SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
 PLUGIN = {
     "density": 0.05,
+    "value_bits": None,
     "scheme": "agsparse",
     "warmup_iters": 0,
     "ramp_iters": 0,

@@ -38,6 +38,7 @@ AT_TARGET = (
     "compression.warmup_iters=1",
     "compression.ramp_iters=1",
     "compression.density=0.02",
+    "compression.value_bits=null",
 )
 ITERATIONS = 5
 TIMEOUT_S = 400

@@ -19,6 +19,7 @@ TARGET = (
     "compression.warmup_iters=1",
     "compression.ramp_iters=1",
     "compression.density=0.02",
+    "compression.value_bits=null",
     f"training.save_interval={SAVED_AT}",
 )
 PLANNED = (

@@ -18,6 +18,7 @@ SLOW = (
     "compression.warmup_iters=0",
     "compression.ramp_iters=0",
     "compression.density=0.05",
+    "compression.value_bits=null",
     "straggler.inject_rank=2",
     f"straggler.inject_delay_ms={SLOW_MS}",
 )

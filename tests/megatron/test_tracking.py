@@ -43,6 +43,7 @@ def run(tmp_path_factory) -> Path:
             "compression.warmup_iters=2",
             "compression.ramp_iters=1",
             "compression.density=0.02",
+            "compression.value_bits=null",
             "training.overlap_grad_reduce=true",
             "training.use_distributed_optimizer=true",
             "parameters.method=exact",

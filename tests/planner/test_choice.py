@@ -228,7 +228,18 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
     assert isinstance(planner, PinnedPlanner)
     found = plan(planner, 1)
     assert (found.scheme, found.predicted_us) == ("ssar_rd", 70.0)
-    assert plan(planner, 0).scheme == "dense"
+    assert plan(planner, 0).scheme == "dense_q"
+
+
+@pytest.mark.parametrize("name", ["zen", "peer_two_shot", "direct"])
+def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, name):
+    path = _written(tmp_path, chosen=name)
+    config = SparseConfig.from_overrides(
+        warmup_iters=0, ramp_iters=0, planner=PlannerConfig(pin=str(path))
+    )
+    found = plan(planner_of(config, logs=False), 0)
+    spec = found.message_spec(a_bucket(), config.scheme)
+    assert (found.scheme, spec.value_bits) == (name, 4 if name == "direct" else None)
 
 
 @pytest.mark.parametrize(

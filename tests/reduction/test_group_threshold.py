@@ -95,6 +95,7 @@ def _reduce(rank, world_size):
     config = SparseConfig.from_overrides(
         scheme="direct",
         density=0.1,
+        value_bits=None,
         warmup_iters=0,
         ramp_iters=0,
         threshold_scope="tp_group",

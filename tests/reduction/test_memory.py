@@ -31,10 +31,13 @@ def bucket(name: str = "0", *, device: str = "cuda", numel: int = NUMEL) -> Buck
     return Bucket(name, grad_N, pieces, CollectiveOp.ALL_REDUCE, RANKS)
 
 
+TOPK99 = {"density": 0.01, "value_bits": None, "sum_bits": None}
+
+
 def at_target(**overrides: Any) -> SparseConfig:
     """A configuration without warm-up and ramp."""
     return SparseConfig.from_overrides(
-        **{"scheme": "direct", "warmup_iters": 0, "ramp_iters": 0} | overrides
+        **{"scheme": "direct", "warmup_iters": 0, "ramp_iters": 0} | TOPK99 | overrides
     )
 
 

@@ -83,6 +83,7 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
     config = SparseConfig(
         CompressionConfig(
             density=density,
+            value_bits=None,
             warmup_iters=0,
             ramp_iters=0,
             samples=500,

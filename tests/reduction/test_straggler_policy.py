@@ -217,7 +217,12 @@ def _gloo_config(mode, scheme, timeout_s=20.0):
     rank = 1 if mode == "pinned" else None
     return SparseConfig(
         CompressionConfig(
-            density=0.05, warmup_iters=0, ramp_iters=0, samples=500, keep_below_numel=0
+            density=0.05,
+            value_bits=None,
+            warmup_iters=0,
+            ramp_iters=0,
+            samples=500,
+            keep_below_numel=0,
         ),
         SchemeConfig(name=scheme, deterministic=False, timeout_s=timeout_s),
         planner=PlannerConfig(),

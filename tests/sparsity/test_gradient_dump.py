@@ -214,7 +214,8 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     """One rank, three steps: steps count from 0 and iterations from 1; the first step is dense."""
     (transport,) = VirtualCluster(1).transports
     config = SparseConfig(
-        CompressionConfig(warmup_iters=1, ramp_iters=0, density=0.1), SchemeConfig(name="agsparse")
+        CompressionConfig(warmup_iters=1, ramp_iters=0, density=0.1, value_bits=None),
+        SchemeConfig(name="agsparse"),
     )
     progress = ProgressThread(torch.device("cpu"), 30.0)
     reducer = GradientReducer(

@@ -1,7 +1,8 @@
-"""The settings of `bench convergence`: each changes one factor of the default compression.
+"""The settings of `bench convergence`: each changes one factor of `compression=topk99`, or is a
+preset, a rival, or dense.
 
-The default is that of `config.CompressionConfig`, with warm-up and ramp scaled to the length of the
-run. A setting that trains with SGD is compared with dense SGD, every other one with dense Adam.
+Warm-up and ramp are those of `config.CompressionConfig`, scaled to the length of the run. A setting
+that trains with SGD is compared with dense SGD, every other one with dense Adam.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from megatron_sparse.bench.options import check_arguments, known
 
-DENSE, DEFAULT = "dense", "topk1"
+DENSE = "dense"
 SGD_DENSE = "sgd_dense"
 WARMUP_SHARE, RAMP_SHARE = 0.15, 0.3
 """Shares of a run's iterations: those synchronised densely, and those in which the density falls to
@@ -30,8 +31,10 @@ _LOSSY = (
     "training.use_distributed_optimizer=true",
     "parameters.method=lossy",
 )
-_IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4")
+_FULL_SUMS = "scheme.sum_bits=null"
+_IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4", _FULL_SUMS)
 """Every element; what a rival does after it is its own."""
+_TOPK99 = "compression=topk99"
 _OWN, _PRESETS = "fp32 values", "presets"
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
 
@@ -102,7 +105,7 @@ def _in_bits(percent: int, bits: int) -> Setting:
     return Setting(
         f"q{bits}_{percent}",
         f"{percent} %, {bits} bits",
-        (f"compression.density={percent / 100:g}", f"compression.value_bits={bits}"),
+        (f"compression.density={percent / 100:g}", f"compression.value_bits={bits}", _FULL_SUMS),
         tier=3,
         curve=f"{bits} bits",
     )
@@ -120,7 +123,7 @@ def _power_sgd(rank: int) -> Setting:
 
 SETTINGS = (
     Setting(DENSE, "dense", ("compression=dense",)),
-    Setting(DEFAULT, "1 % (default)", curve=_OWN),
+    Setting("topk1", "1 %", (_TOPK99,), curve=_OWN),
     Setting("topk01", "0.1 %", ("compression=topk999",), curve=_OWN),
     Setting("topk5", "5 %", ("compression=topk95",), curve=_OWN),
     Setting("safe", "preset safe", ("preset=safe",), curve=_PRESETS),
@@ -135,14 +138,14 @@ SETTINGS = (
     _masked("moment22", "22 %, masks of m", 0.22, owners=False),
     _masked("owners5", "5 %, owners' masks", 0.05, owners=True),
     _masked("owners22", "22 %, owners' masks", 0.22, owners=True),
-    Setting("leak09", "1 %, leak 0.9", ("compression.leak=0.9",), tier=2),
-    Setting("cold", "1 %, no warm-up, no ramp", warmup=0, ramp=0, tier=2),
+    Setting("leak09", "1 %, leak 0.9", (_TOPK99, "compression.leak=0.9"), tier=2),
+    Setting("cold", "1 %, no warm-up, no ramp", (_TOPK99,), warmup=0, ramp=0, tier=2),
     Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),
     Setting("lossy8", "dense, parameters in 8 bits", (*_LOSSY, "parameters.bits=8"), tier=2),
-    Setting("noramp", "1 %, warm-up, no ramp", ramp=0, tier=3),
-    Setting("longramp", "1 %, ramp of 70 %", ramp=LONG_RAMP_SHARE, tier=3),
+    Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0, tier=3),
+    Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE, tier=3),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
-    Setting("sgd_topk1", "SGD, 1 %", _SGD, baseline=SGD_DENSE, tier=3),
+    Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE, tier=3),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 CORPORA = {"gpt": "prose", "starcoder": "code"}

@@ -52,7 +52,7 @@ SETTINGS = (
     Setting(
         "dense_q4",
         "gradients and parameters in 4 bits",
-        ("scheme=dense_q", "compression.value_bits=4", *_LOSSY),
+        ("scheme=dense_q", "compression.value_bits=4", "scheme.sum_bits=null", *_LOSSY),
         warmup=0,
         ramp=0,
     ),

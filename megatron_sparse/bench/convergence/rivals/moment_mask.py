@@ -101,11 +101,11 @@ class MomentMaskRival:
     def _round(self, mask: _Mask, values_K: torch.Tensor, given: Contribution) -> torch.Tensor:
         """What is left of the values when they have been sent; counts their bytes."""
         count = values_K.numel()
-        if self._config.value_bits is None:
+        if self._config.given_value_bits is None:
             given.count(count, values_K.nbytes)
             return torch.zeros_like(values_K)
         mask.values.grad_N.copy_(values_K)
-        bits = dense_value_bits(self._config.value_bits)
+        bits = dense_value_bits(self._config.given_value_bits)
         spec = MessageSpec(1.0, format="rice", value_bits=bits, whole=True)
         message = mask.selector.select(
             mask.values, spec, step=given.record.step, timer=given.record.timer
