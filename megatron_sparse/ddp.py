@@ -278,7 +278,7 @@ class DDPState:
         self._buckets[index] = bucket
         self._placed.add(index)
         for store, waiting in self._unplaced.items():
-            mine = {p.name: waiting.pop(p.name) for p in slices if p.name in waiting}
+            mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
             if mine:
                 self._method.stores[store].load([bucket], mine)
         return bucket
