@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
@@ -277,7 +278,7 @@ class Attachment:
 
     def restore(
         self,
-        stores: dict[str, dict[str, torch.Tensor]],
+        stores: Mapping[str, Mapping[SliceKey, torch.Tensor]],
         *,
         step: int,
         enabled: bool,
@@ -285,12 +286,12 @@ class Attachment:
         gradient_factor: float | None,
         planner: dict[str, Any],
         method: dict[str, Any],
-    ) -> set[str]:
-        """Restores a checkpoint's state; returns the names of parameters that no bucket has.
+    ) -> None:
+        """Restores a checkpoint's state.
 
         Args:
-            stores: store -> parameter -> 1-D tensor. Parameters that are missing start at zero;
-                stores that the method does not have are ignored.
+            stores: store -> slice -> 1-D tensor; slices are cut as those of `residual_bucket`.
+                Missing ones start at zero; stores that the method does not have are ignored.
             step: steps taken so far.
             enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
@@ -298,9 +299,11 @@ class Attachment:
             planner: the planner's state, empty for none.
             method: the result of `method_state` on this rank, empty for none.
         """
-        unused: set[str] = set()
+        held = [
+            self.residual_bucket(group, each) for group in self.groups for each in group.buckets
+        ]
         for name, store in self.stores().items():
-            unused |= store.load(self.buckets, stores.get(name, {}))
+            store.load(held, stores.get(name, {}))
         self.step = step
         self.parameters.forget()
         self.planner.enabled = enabled
@@ -308,7 +311,10 @@ class Attachment:
         self.load_method_state(method)
         self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
-        return unused
+
+    def residual_bucket(self, group: GroupBuckets, bucket: Bucket) -> Bucket:
+        """The bucket of the stores whose residuals belong to one of Megatron's buckets."""
+        return bucket
 
     def stores(self) -> dict[str, ResidualStore]:
         """The method's stores, by name, residuals included; checkpoints hold all of them."""
