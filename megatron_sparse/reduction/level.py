@@ -56,7 +56,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.instances import until_queued
 from megatron_sparse.reduction.job import GATE, Stage
 from megatron_sparse.transport import Transport
@@ -97,17 +97,20 @@ class Level(Protocol):
         """
         ...
 
-    def inside(self, bucket: Bucket, step: int, timer: StageTimer) -> Stage[int]:
-        """Step 1: fills the part's gradient; returns the bytes sent. Overwrites the bucket's."""
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Step 1: fills the part's gradient. Overwrites the bucket's; adds to the record."""
         ...
 
-    def after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
-        """Runs the steps of the exchange of the part, then step 3; returns the bytes of both.
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
 
         Args:
             steps: of the exchange.
             exchange: with which it was started: its bucket is the part.
             bucket: the whole bucket, which gets the result.
+            record: gets the bytes of step 3.
         """
         ...
 
@@ -165,12 +168,13 @@ class RankLevel:
         """See `Level`: the bucket itself."""
         return bucket
 
-    def inside(self, bucket: Bucket, step: int, timer: StageTimer) -> Stage[int]:
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`: nothing."""
         yield from ()
-        return 0
 
-    def after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
         """See `Level`: nothing follows."""
         return steps
 
@@ -203,22 +207,21 @@ class _DenseInside:
             identity = Identity("inside", bucket, str(bucket.grad_N.dtype), step)
             yield from exchange_sizes([], identity, self._group)
 
-    def _scatter(
-        self, shard_M: torch.Tensor, region: Bucket, step: int, timer: StageTimer
-    ) -> Stage[int]:
+    def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
         """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
         values_N = region.grad_N
         if not region.fp32_sums or values_N.dtype == torch.float32:
             yield self._group.reduce_scatter(shard_M, values_N)
-            return _ring_bytes(values_N, self._group.world_size)
-        exchange = Exchange(region, self._group, self._buffers, timer, self._options)
-        steps = dense_allpairs(exchange, values_N, step)
+            record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
+            return
+        exchange = Exchange(region, self._group, self._buffers, record.timer, self._options)
+        steps = dense_allpairs(exchange, values_N, record.step)
         sent_bytes = yield from until_queued(steps)
         assert sent_bytes is not None, "it reads no reports"
+        record.inside_bytes += sent_bytes
         own_M = values_N[region.shard(self._group.rank)]
         if shard_M.data_ptr() != own_M.data_ptr():
             shard_M.copy_(own_M)
-        return sent_bytes
 
 
 class NodeLevel(_DenseInside):
@@ -261,33 +264,32 @@ class NodeLevel(_DenseInside):
         stop = bucket.numel if place == m - 1 else (place + 1) * piece
         return [slice(place * piece, stop)]
 
-    def inside(self, bucket: Bucket, step: int, timer: StageTimer) -> Stage[int]:
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
         yield GATE
-        yield from self._agree(bucket, step)
+        yield from self._agree(bucket, record.step)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            return (yield from self._shards_inside(bucket, step, timer))
+            yield from self._shards_inside(bucket, record)
+            return
         m, place = self._group.world_size, self._group.rank
         self.part(bucket).grad_N = bucket.grad_N[self._cuts(bucket)[0]]
         piece = bucket.numel // m
-        sent_bytes = 0
         if piece:
             even_N = bucket.grad_N[: m * piece]
             yield self._group.reduce_scatter(even_N[place * piece : (place + 1) * piece], even_N)
-            sent_bytes += _ring_bytes(even_N, m)
+            record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
             yield self._group.all_reduce_(rest)
-            sent_bytes += 2 * _ring_bytes(rest, m)
-        return sent_bytes
+            record.inside_bytes += 2 * _ring_bytes(rest, m)
 
-    def _shards_inside(self, bucket: Bucket, step: int, timer: StageTimer) -> Stage[int]:
-        m, place = self._group.world_size, self._group.rank
+    def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Of a reduce-scatter: the sums of this rank's shards, back to back."""
+        m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         on_cuda = grad_N.device.type == "cuda"
         purpose = "node_sum" if on_cuda else f"node_sum:{bucket.name}"
         part.grad_N = self._buffers.take(purpose, part.numel, grad_N.device, grad_N.dtype)
-        sent_bytes = 0
         for i in range(self.across.world_size):
             shards = slice(bucket.shard(i * m).start, bucket.shard(i * m + m - 1).stop)
             region = Bucket(
@@ -298,34 +300,36 @@ class NodeLevel(_DenseInside):
                 m,
                 fp32_sums=bucket.fp32_sums,
             )
-            sent_bytes += yield from self._scatter(part.grad_N[part.shard(i)], region, step, timer)
-        assert place == self._group.rank
-        return sent_bytes
+            yield from self._scatter(part.grad_N[part.shard(i)], region, record)
 
-    def after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
         """See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             return self._shard_after(steps, exchange, bucket)
-        return self._gather_after(steps, exchange, bucket)
+        return self._gather_after(steps, exchange, bucket, record)
 
     def _shard_after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
-        """Puts the shard at its place. The next bucket may post when this one has posted all."""
+        """Puts the shard at its place; `steps` may be queued before their end."""
         part, lane = exchange.bucket, self.across.rank
-        own = bucket.shard(lane * self._group.world_size + self._group.rank)
-        copied = False
+        own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
+        is_queued = False
         while True:
             try:
                 outcome = next(steps)
             except StopIteration as end:
-                if not copied:
-                    bucket.grad_N[own].copy_(part.grad_N[part.shard(lane)])
+                if not is_queued:
+                    own_M.copy_(part.grad_N[part.shard(lane)])
                 return end.value
             if outcome is QUEUED:
-                copied = True
-                bucket.grad_N[own].copy_(part.grad_N[part.shard(lane)])
+                is_queued = True
+                own_M.copy_(part.grad_N[part.shard(lane)])
             yield outcome
 
-    def _gather_after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+    def _gather_after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
         """Gathers the parts of all ranks of the node.
 
         The markers of `steps` are held back: ranks would else meet in the gathers of two buckets in
@@ -334,23 +338,22 @@ class NodeLevel(_DenseInside):
         part, m = exchange.bucket, self._group.world_size
         sent_bytes = yield from until_queued(steps)
         piece = bucket.numel // m
-        gathered_bytes = 0
         if piece:
             even_N = bucket.grad_N[: m * piece]
             yield self._group.all_gather(even_N, part.grad_N[:piece])
-            gathered_bytes += _ring_bytes(even_N, m)
+            record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
             # Only the last rank's are right; they are fewer than m elements.
             rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
             yield self._group.all_gather(rests, rest)
             rest.copy_(rests[-rest.numel() :])
-            gathered_bytes += _ring_bytes(rests, m)
+            record.inside_bytes += _ring_bytes(rests, m)
         if sent_bytes is None:
             # What is left only reads reports, after the gather has been queued.
             yield QUEUED
             sent_bytes = yield from steps
-        return sent_bytes + gathered_bytes
+        return sent_bytes
 
 
 class InstanceLevel(_DenseInside):
@@ -380,15 +383,17 @@ class InstanceLevel(_DenseInside):
             Reduction.SUM,
         )
 
-    def inside(self, bucket: Bucket, step: int, timer: StageTimer) -> Stage[int]:
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
         yield GATE
-        yield from self._agree(bucket, step)
+        yield from self._agree(bucket, record.step)
         part = self.part(bucket)
         part.grad_N = bucket.grad_N[bucket.shard(self._group.rank)]
-        return (yield from self._scatter(part.grad_N, bucket, step, timer))
+        yield from self._scatter(part.grad_N, bucket, record)
 
-    def after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
         """See `Level`: the sum is in its place."""
         return steps
 

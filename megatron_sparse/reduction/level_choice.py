@@ -80,11 +80,10 @@ def choose_level(config: SparseConfig, nodes: Sequence[int], instances: int = 1)
 
 
 def _never_prunes(config: SparseConfig) -> bool:
-    """Whether the run is plainly dense, in whole values."""
-    if not config.compression.enabled:
-        return False  # may be switched on
+    """Whether the whole run is dense, with full values."""
     name = config.scheme.name
-    return name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
+    is_dense = name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
+    return is_dense or not config.compression.enabled
 
 
 def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:

@@ -320,7 +320,7 @@ class GradientReducer:
     def synchronise(self, job: BucketJob) -> Stage[None]:
         """The pipeline; see the module's docstring. Run by the progress thread."""
         self._average(job)
-        job.record.inside_bytes = yield from self._level.inside(job.whole, job.step, job.timer)
+        yield from self._level.inside(job.whole, job.record)
         self._listen(job)
         selected = yield from self._select(job)
         yield GATE
@@ -404,7 +404,7 @@ class GradientReducer:
             steps = SCHEMES[job.plan.scheme].run(exchange, selected)
         else:
             steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
-        steps = self._level.after(steps, exchange, job.whole)
+        steps = self._level.after(steps, exchange, job.whole, job.record)
         whole = replace(exchange, bucket=job.whole, transport=self.transport)
         return self._second_half.after(steps, whole, job.step)
 

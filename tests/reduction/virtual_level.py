@@ -119,8 +119,24 @@ class VirtualRanks:
             whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
         return whole_N
 
-    def step(self, gradients: list[torch.Tensor], step: int, *, accepted: bool = True) -> Outcomes:
-        """Synchronises a gradient of each rank."""
+    def bytes_between_nodes(self) -> list[int]:
+        """Bytes that each node has sent to others."""
+        nodes = self.cluster.topology.nodes
+        sent = [0] * (max(nodes) + 1)
+        for (source, target), nbytes in self.cluster.link_bytes.items():
+            if nodes[source] != nodes[target]:
+                sent[nodes[source]] += nbytes
+        return sent
+
+    def step(
+        self,
+        gradients: list[torch.Tensor],
+        step: int,
+        *,
+        accepted: bool = True,
+        reported: bool = True,
+    ) -> Outcomes:
+        """Synchronises a gradient of each rank; `reported`: then the optimizer has its say."""
         before = [self.residual(rank) for rank in range(self.n)]
         records = {}
         for bucket, gradient in zip(self.buckets, gradients, strict=True):
@@ -135,7 +151,7 @@ class VirtualRanks:
 
         self.cluster.run(pipeline)
         for rank in range(self.n):
-            for store in self.reducers[rank].selector.method.stores.values():
+            for store in self.reducers[rank].selector.method.stores.values() if reported else ():
                 store.commit() if accepted else store.rollback()
         found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
         found.records = [records[rank] for rank in range(self.n)]
