@@ -51,7 +51,7 @@ class ParameterSlice:
     A parameter with `keep` is always sent whole. Of one with `lossless` exactly the elements that
     are not zero are sent. All others are pruned. `name` is stable across runs and independent of
     how parameters are grouped into buckets. `offset` is the element of the parameter at which the
-    slice begins: not 0 only in buckets that hold parts of parameters.
+    slice begins: a part of a bucket may hold several slices of one parameter.
     """
 
     name: str
