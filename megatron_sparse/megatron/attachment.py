@@ -52,7 +52,7 @@ from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.memory import MemoryAccount, account, held
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
@@ -116,7 +116,7 @@ class Attachment:
         self.method = method_of(config.compression, self.residuals)
         # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
-        self._transports = Transports(config.scheme, device)
+        self._transports = Transports(config, device)
         tensor_parallel = None
         if config.compression.threshold_scope == "tp_group":
             tensor_parallel = self._transports.make(tensor_parallel_group())
@@ -181,19 +181,14 @@ class Attachment:
     def _reducer_of(self, group: GroupBuckets) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            transport = self._transports.make(
-                group.process_group, nccl_engine=self.config.scheme.nccl_engine
-            )
+            groups = self._transports.groups_of(group, self._tensor_parallel)
             ranks = dist.get_process_group_ranks(group.process_group)
-            instances = None
-            if group.instances_group is not None:
-                instances = self._transports.make(group.instances_group)
             writer = GradientDumpWriter.of(
-                self.config.tracking, self.run_dir, ranks, transport.rank
+                self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
             )
             self._reducers[key] = GradientReducer(
                 self.config,
-                Groups(transport, self._tensor_parallel, instances),
+                groups,
                 self.planner,
                 self.method,
                 self.sink,
@@ -238,7 +233,7 @@ class Attachment:
         self.parameters.plan(
             self.groups,
             self.config,
-            lambda group: self._reducers[id(group.process_group)].transport,
+            self.reducer,
             self.progress,
             self._chunks,
             optimizer,
@@ -255,7 +250,7 @@ class Attachment:
     def launch(self, group: GroupBuckets) -> Handle:
         """Starts the synchronisation of one bucket group. Called by its `start_grad_sync`."""
         self._count_launch(group)
-        reducer = self._reducers[id(group.process_group)]
+        reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # Without an optimizer nobody confirms the sums later.
         return Handle(pending, None if self._optimizer is None else self._sums)
@@ -290,7 +285,7 @@ class Attachment:
         """Restores a checkpoint's state.
 
         Args:
-            stores: store -> slice -> 1-D tensor; slices are cut as those of `residual_bucket`.
+            stores: store -> slice -> 1-D tensor; slices are cut as those of the reducers' parts.
                 Missing ones start at zero; stores that the method does not have are ignored.
             step: steps taken so far.
             enabled: see the attribute of this name.
@@ -299,9 +294,7 @@ class Attachment:
             planner: the planner's state, empty for none.
             method: the result of `method_state` on this rank, empty for none.
         """
-        held = [
-            self.residual_bucket(group, each) for group in self.groups for each in group.buckets
-        ]
+        held = [self.reducer(group).part(each) for group in self.groups for each in group.buckets]
         for name, store in self.stores().items():
             store.load(held, stores.get(name, {}))
         self.step = step
@@ -312,9 +305,9 @@ class Attachment:
         self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
 
-    def residual_bucket(self, group: GroupBuckets, bucket: Bucket) -> Bucket:
-        """The bucket of the stores whose residuals belong to one of Megatron's buckets."""
-        return bucket
+    def reducer(self, group: GroupBuckets) -> GradientReducer:
+        """The reducer of a bucket group."""
+        return self._reducers[id(group.process_group)]
 
     def stores(self) -> dict[str, ResidualStore]:
         """The method's stores, by name, residuals included; checkpoints hold all of them."""
@@ -368,7 +361,7 @@ class Attachment:
     def plan_rows(self) -> list[dict[str, Any]]:
         """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""
         return [
-            self._reducers[id(group.process_group)].report(bucket, self.step)
+            self.reducer(group).report(bucket, self.step)
             for group in self.groups
             for bucket in group.buckets
         ]

@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
 from megatron_sparse.compression.residual import SliceKey, check_size
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.checkpoint_layout import Place, RowLayouts
@@ -80,7 +81,16 @@ class HeldSlice:
 
 def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
     """This rank's row of a group's parameters."""
-    return Row("rank", *Place.here().row(group.expert))
+    level = attachment.reducer(group).level_groups
+    # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
+    if level is None or level.across.world_size == 1:
+        return Row(RANK, *Place.here().row(group.expert))
+    index, count = level.across.rank, level.across.world_size
+    others = group.instances_group
+    if level.level == NODE and others is not None:
+        index += count * dist.get_rank(others)
+        count *= dist.get_world_size(others)
+    return Row(level.level, index, count)
 
 
 def rows_here(attachment: Attachment) -> dict[str, Row]:
@@ -102,7 +112,7 @@ def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
         row = row_of(attachment, group)
         for host in group.buckets:
             numels = {piece.name: piece.stop - piece.start for piece in host.parameters}
-            bucket = attachment.residual_bucket(group, host)
+            bucket = attachment.reducer(group).part(host)
             for piece in bucket.parameters:
                 numel, whole_numel = piece.stop - piece.start, numels[piece.name]
                 yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
@@ -150,7 +160,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
         for group in attachment.groups:
             rank, size = here.row(group.expert)
             for host in group.buckets:
-                bucket = attachment.residual_bucket(group, host)
+                bucket = attachment.reducer(group).part(host)
                 values_N = store.settled(bucket)
                 if values_N is None:
                     continue

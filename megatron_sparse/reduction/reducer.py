@@ -221,6 +221,7 @@ class GradientReducer:
     ) -> None:
         self._config = config
         self.transport = groups.data_parallel
+        self.level_groups = groups.level
         self.planner = planner
         planner.join(self.transport)
         self.progress = progress
