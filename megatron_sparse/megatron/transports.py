@@ -66,7 +66,7 @@ class Transports:
         whole = self.make(group.process_group, nccl_engine=engine)
         choice = choose_level(config, whole.nodes, count)
         if config.compression.level != RANK and whole.rank == 0:
-            logger.info("compression at the level of a %s: %s", choice.level, choice.reason)
+            logger.info("gradients are compressed at level %s: %s", choice.level, choice.reason)
         if choice.level == INSTANCE:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
