@@ -15,7 +15,6 @@ from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
-from megatron_sparse.transport.groups import group_to_borrow
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -33,8 +32,10 @@ class Transports:
         self._device = device
         self._made: list[ProcessGroupTransport] = []
 
-    def make(self, group: dist.ProcessGroup, *, nccl_engine: bool = False) -> ProcessGroupTransport:
-        """A transport over the ranks of a group. Collective over them."""
+    def make(
+        self, group: dist.ProcessGroup | Sequence[int], *, nccl_engine: bool = False
+    ) -> ProcessGroupTransport:
+        """A transport over the ranks of a group, or over global ranks. Collective over them."""
         scheme = self._config.scheme
         transport = ProcessGroupTransport(
             group,
@@ -77,18 +78,12 @@ class Transports:
 
     def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
         """The node and the lane of rank `rank` of the group of these global ranks."""
-        scheme = self._config.scheme
+        engine = self._config.scheme.nccl_engine
         inside, across = (
-            group_to_borrow(
-                [ranks[member] for member in members],
-                dist.get_backend(),
-                scheme.timeout_s,
-            )
+            [ranks[member] for member in members]
             for members in (choice.inside(rank), choice.across(rank))
         )
-        return LevelGroups(
-            self.make(inside), self.make(across, nccl_engine=scheme.nccl_engine), NODE
-        )
+        return LevelGroups(self.make(inside), self.make(across, nccl_engine=engine), NODE)
 
     def lost_rank(self) -> str | None:
         """In words, the first rank of any group that is known to have died or stopped."""

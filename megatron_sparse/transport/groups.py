@@ -52,16 +52,6 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
     return group
 
 
-def group_to_borrow(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A group of these global ranks, for a caller that makes a transport over it.
-
-    It is the one that the transport then borrows. Collective over `ranks`.
-    """
-    group = borrow_group(ranks, backend, timeout_s)
-    return_group(group)
-    return group
-
-
 @contextmanager
 def _named(ranks: list[int]) -> Iterator[None]:
     """Gives `new_group` a name on which all members agree; it has no parameter for one."""

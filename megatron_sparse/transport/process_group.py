@@ -144,7 +144,8 @@ class ProcessGroupTransport:
     Making one is collective over the group.
 
     Args:
-        group: the group whose ranks take part; a second group over the same ranks is made.
+        group: the group whose ranks take part; a second group over the same ranks is made. Or the
+            global ranks themselves, this one among them.
         timeout_s: seconds after which an operation fails.
         device: CPU for gloo, the current CUDA device for NCCL.
         liveness: notice ranks that die or stop, by a side channel (`liveness`).
@@ -160,14 +161,16 @@ class ProcessGroupTransport:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Sequence[int],
         timeout_s: float,
         device: torch.device,
         *,
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        backend = dist.get_backend(group)
+        host = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        assert host is not None, "torch.distributed is initialised"
+        backend = dist.get_backend(host)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
                 "the gradients' device does not fit the group's backend",
@@ -176,11 +179,11 @@ class ProcessGroupTransport:
                 remedy="choose --distributed-backend to match",
             )
         if nccl_engine and device.type == "cuda":
-            require_supported(ENGINE, group, group.group_desc)
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+            require_supported(ENGINE, host, host.group_desc)
+        ranks = dist.get_process_group_ranks(host) if host is group else list(group)
+        self.rank = ranks.index(dist.get_rank())
+        self.world_size = len(ranks)
         self.device = device
-        ranks = dist.get_process_group_ranks(group)
         self.group = borrow_group(ranks, backend, timeout_s)
         self._timeout_s = timeout_s
         self._liveness: PeerLiveness | None = None

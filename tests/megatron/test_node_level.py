@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.run.local_ranks import run_loopback
 from megatron_sparse.transport.membership import NODE_VARIABLE
+from tests.megatron.checkpoint_cases import saved_tensors
 from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
 from tests.megatron.test_parallel import Records, _assert_equal_copies, _copies
+from tests.megatron.test_pretrain import ITERATIONS, ROOT, SMALL, losses
+from tests.megatron.test_resume import SAVED_AT, TARGET
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -285,6 +290,51 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
     for rank in four:
         found = rank[f"checkpoint {name}"]
         assert [case for case, holds in found.items() if not holds] == []
+
+
+def _train_on_two_nodes(folder, name, *overrides):
+    """A run whose 4 ranks are started on this machine and count as 2 nodes; its folder."""
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        *SMALL,
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=2",
+        "compression.level=node",
+        "training.overlap_grad_reduce=true",
+        "training.use_distributed_optimizer=true",
+        "parameters.method=exact",
+        "parameters.verify_every=1",
+        f"name={name}",
+        f"runs_dir={folder}",
+        f"training.iterations={ITERATIONS}",
+        *TARGET,
+        *overrides,
+    ]
+    with (folder / f"{name}.log").open("w") as log:
+        code = run_loopback(command, 4, log)
+    assert code == 0, (folder / f"{name}.log").read_text()[-6000:]
+    return folder / name
+
+
+def test_resuming_is_bit_exact(tmp_path):
+    whole = _train_on_two_nodes(tmp_path, "whole")
+    resumed = _train_on_two_nodes(
+        tmp_path,
+        "resumed",
+        f"training.load={whole / 'checkpoints'}",
+        f"megatron.ckpt_step={SAVED_AT}",
+    )
+    expected = losses(whole)
+    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
+    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    residuals = [value for name, value in tensors.items() if ".residual." in name]
+    assert residuals
+    assert all(len(rows) == 2 for rows in residuals), "one for each node"
+    assert all(any(bool(rows[row].any()) for rows in residuals) for row in range(2))
+    assert f"level node: {TWO_OF_TWO}" in (tmp_path / "whole.log").read_text()
 
 
 @pytest.mark.parametrize("name", LARGE)
