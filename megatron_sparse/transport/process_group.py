@@ -168,8 +168,10 @@ class ProcessGroupTransport:
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        host = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-        assert host is not None, "torch.distributed is initialised"
+        if isinstance(group, dist.ProcessGroup):
+            host, ranks = group, dist.get_process_group_ranks(group)
+        else:
+            host, ranks = dist.distributed_c10d._get_default_group(), list(group)
         backend = dist.get_backend(host)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
@@ -180,7 +182,6 @@ class ProcessGroupTransport:
             )
         if nccl_engine and device.type == "cuda":
             require_supported(ENGINE, host, host.group_desc)
-        ranks = dist.get_process_group_ranks(host) if host is group else list(group)
         self.rank = ranks.index(dist.get_rank())
         self.world_size = len(ranks)
         self.device = device
