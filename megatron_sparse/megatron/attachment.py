@@ -151,6 +151,11 @@ class Attachment:
         return [bucket for group in groups for bucket in group.buckets]
 
     @property
+    def lines(self) -> list[str]:
+        """What was chosen at the start and why: the level of compression, parameters' gathers."""
+        return [*self._transports.lines, *self.parameters.lines]
+
+    @property
     def enabled(self) -> bool:
         """Switches compression during the run. Off: buckets are sent dense, residual included.
 
@@ -368,11 +373,11 @@ class Attachment:
 
     def memory_account(self) -> MemoryAccount:
         """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        groups = []
+        shares = []
         for key, reducer in self._reducers.items():
             wholes = self._buckets_of(key)
-            groups.append(Share(reducer.across.rank, list(map(reducer.part, wholes)), wholes))
-        return account(self.config, groups, undo=self.residuals.undo)
+            shares.append(Share(reducer.across.rank, list(map(reducer.part, wholes)), wholes))
+        return account(self.config, shares, undo=self.residuals.undo)
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""

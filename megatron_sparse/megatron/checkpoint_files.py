@@ -159,7 +159,7 @@ def _moved(attachment: Attachment, states: list[dict[str, Any]]) -> Stores:
     Raises:
         CheckpointError: a parameter has another size.
     """
-    # By store and row, all that the ranks of the row have saved.
+    # By store and row, all that the ranks of the row have saved: the same parameters in each.
     rows: dict[tuple[str, int], dict[SliceKey, torch.Tensor]] = {}
     for state in states:
         for store, values in state["stores"].items():
@@ -168,10 +168,11 @@ def _moved(attachment: Attachment, states: list[dict[str, Any]]) -> Stores:
     result: Stores = {}
     for store in attachment.stores():
         for held in held_slices(attachment):
-            taken = [rows.get((store, row), {}) for row in held.row.takes(count)]
-            parts = [cut(row, held) for row in taken if has_parameter(row, held)]
-            if parts:
-                result.setdefault(store, {})[held.key] = add_rows(parts)
+            if has_parameter(rows.get((store, 0), {}), held):
+                parts = [cut(rows[store, row], held) for row in held.row.takes(count)]
+                # A row that takes none over is zero, but exists: all ranks save the same ones.
+                value_M = add_rows(parts) if parts else torch.zeros(held.numel)
+                result.setdefault(store, {})[held.key] = value_M
     return result
 
 

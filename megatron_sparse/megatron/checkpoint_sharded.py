@@ -168,12 +168,13 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         saved.method = own["method"] if same and saved.has_rows(row_layouts(attachment)) else {}
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:
+        # A row that takes none over is zero, but exists: all ranks save the same parameters.
+        value_M = torch.zeros(piece.held.numel)
         if piece.template:
-            rows = [row.view(-1) for row in loaded[piece.label].values()]
-            value_M = add_rows(rows)
-            if saved.mode == "sum":
-                value_M = part_of_sum(value_M, piece.held)
-            saved.stores.setdefault(piece.store, {})[piece.held.key] = value_M
+            value_M = add_rows([row.view(-1) for row in loaded[piece.label].values()])
+        if saved.mode == "sum":
+            value_M = part_of_sum(value_M, piece.held)
+        saved.stores.setdefault(piece.store, {})[piece.held.key] = value_M
     if stores:
         saved.unknown = _unknown(attachment, here, found)
     return saved

@@ -25,11 +25,15 @@ class Transports:
     Args:
         config: timeouts, how dead ranks are noticed, and the level of compression.
         device: of the gradients.
+
+    Attributes:
+        lines: the levels of compression and why, in words; none with `compression.level=rank`.
     """
 
     def __init__(self, config: SparseConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
+        self.lines: list[str] = []
         self._made: list[ProcessGroupTransport] = []
 
     def make(
@@ -66,8 +70,8 @@ class Transports:
         engine = config.scheme.nccl_engine
         whole = self.make(group.process_group, nccl_engine=engine)
         choice = choose_level(config, whole.nodes, count)
-        if config.compression.level != RANK and whole.rank == 0:
-            logger.info("gradients are compressed at level %s: %s", choice.level, choice.reason)
+        if config.compression.level != RANK:
+            self._say(f"gradients are compressed at level {choice.level}: {choice.reason}", whole)
         if choice.level == INSTANCE:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
@@ -75,6 +79,12 @@ class Transports:
         instances = None if others is None else self.make(others)
         level = self._node_groups(ranks, choice, whole.rank) if choice.level == NODE else None
         return Groups(whole, tensor_parallel, instances, level)
+
+    def _say(self, line: str, whole: ProcessGroupTransport) -> None:
+        if line not in self.lines:
+            self.lines.append(line)
+            if whole.rank == 0:
+                logger.info(line)
 
     def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
         """The node and the lane of rank `rank` of the group of these global ranks."""
