@@ -169,7 +169,8 @@ def _moved(attachment: Attachment, states: list[dict[str, Any]]) -> Stores:
     for store in attachment.stores():
         for held in held_slices(attachment):
             if has_parameter(rows.get((store, 0), {}), held):
-                parts = [cut(rows[store, row], held) for row in held.row.takes(count)]
+                taken = [rows.get((store, row), {}) for row in held.row.takes(count)]
+                parts = [cut(row, held) for row in taken]
                 # A row that takes none over is zero, but exists: all ranks save the same ones.
                 value_M = add_rows(parts) if parts else torch.zeros(held.numel)
                 result.setdefault(store, {})[held.key] = value_M

@@ -223,15 +223,8 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
 
 
 def has_parameter(saved: Mapping[SliceKey, torch.Tensor], held: HeldSlice) -> bool:
-    """Whether a row has the parameter of `held`; if so, `saved` holds all of its elements.
-
-    Raises:
-        CheckpointError: the parameter has another size.
-    """
-    numels = [values_M.numel() for (name, _), values_M in saved.items() if name == held.piece.name]
-    if numels:
-        check_size(held.piece.name, sum(numels), held.whole_numel)
-    return bool(numels)
+    """Whether a row has the parameter of `held`."""
+    return any(name == held.piece.name for name, _ in saved)
 
 
 def cut(saved: Mapping[SliceKey, torch.Tensor], held: HeldSlice) -> torch.Tensor:
@@ -240,11 +233,15 @@ def cut(saved: Mapping[SliceKey, torch.Tensor], held: HeldSlice) -> torch.Tensor
     Args:
         saved: all of one row; slices of other parameters are passed over.
         held: the slice.
+
+    Raises:
+        CheckpointError: the parameter has another size, or is not all there.
     """
     first, last = held.piece.offset, held.piece.offset + held.numel
     parts = [
         (start, values_M) for (name, start), values_M in saved.items() if name == held.piece.name
     ]
+    check_size(held.piece.name, sum(values_M.numel() for _, values_M in parts), held.whole_numel)
     for start, values_M in parts:
         if start <= first and last <= start + values_M.numel():
             return values_M[first - start : last - start]

@@ -46,7 +46,7 @@ def test_a_row_without_the_parameter_is_left_out():
 
 def test_a_parameter_of_another_size_is_refused():
     with pytest.raises(CheckpointError, match="does not fit"):
-        has_parameter(_saved((0, 4), (4, 10)), _held(0, 5))
+        cut(_saved((0, 4), (4, 10)), _held(0, 5))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
