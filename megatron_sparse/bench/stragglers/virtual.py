@@ -102,7 +102,4 @@ def _row(
         [[delay_s if rank == straggler else 0.0, ranks.clock_s[rank], r.wire_bytes, r.nnz]]
         for rank, r in enumerate(outcome.record for outcome in outcomes)
     ]
-        ]
-        for rank, o in enumerate(outcomes)
-    ]
     return row.measured(torch.tensor(figures, dtype=torch.float64), link)
