@@ -50,6 +50,7 @@ LAYOUTS = {
     "instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "instance"),
 }
 """Name -> layout and level, on 4 ranks."""
+CHECKPOINTS = ("all_reduce", "overlap", "instances")
 ONE_EACH = {"tensor": (Layout(tensor=2, ddp=OVERLAP), "node")}
 """Two nodes with one data-parallel rank of each group: they run at level `rank`, and say so."""
 ONE_NODE = {"pipeline": (Layout(pipeline=2, microbatches=2, ddp=OVERLAP), "node")}
@@ -114,9 +115,9 @@ def _four(rank, world_size, folder):
     for name, (layout, level) in (LAYOUTS | ONE_EACH | ONE_NODE).items():
         with parallel_state_of(layout):
             reports[name] = _report(layout, level)
-    for name in ("all_reduce", "overlap"):
+    for name in CHECKPOINTS:
         with parallel_state_of(LAYOUTS[name][0]):
-            reports[f"checkpoint {name}"] = _checkpoints(LAYOUTS[name][0], Path(folder, name))
+            reports[f"checkpoint {name}"] = _checkpoints(*LAYOUTS[name], Path(folder, name))
     return reports
 
 
@@ -201,9 +202,9 @@ def _rounded(totals):
     return {name: values.float() for name, values in totals.items()}
 
 
-def _checkpoints(layout, folder):
+def _checkpoints(layout, level, folder):
     """Whether residuals survive, by what was saved and what loads it."""
-    run = _Run(layout, "node")
+    run = _Run(layout, level)
     for _ in range(2):
         run.model.step()
     held, totals = run.held(), run.totals()
@@ -213,14 +214,14 @@ def _checkpoints(layout, folder):
         run.save_files(folder / f"{mode} files", mode)
     run.end()
     for case in ("full", "full files"):
-        again = _Run(layout, "node").load(folder / case)
+        again = _Run(layout, level).load(folder / case)
         found[f"{case}: own slices"] = _equal(again.held(), held)
         again.model.step()
         again.end()
-    for level in ("node", "rank"):
+    for other in (level, "rank"):
         for case in ("sum", "sum files"):
-            again = _Run(layout, level).load(folder / case)
-            found[f"{case}: total at {level}"] = _equal(_rounded(again.totals()), _rounded(totals))
+            again = _Run(layout, other).load(folder / case)
+            found[f"{case}: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
             again.end()
     for kind in ("full", "full files"):
         ranks = _Run(layout, "rank").load(folder / kind)
@@ -228,8 +229,8 @@ def _checkpoints(layout, folder):
         save = ranks.save if kind == "full" else ranks.save_files
         save(folder / f"{kind} of ranks", "full")
         ranks.end()
-        again = _Run(layout, "node").load(folder / f"{kind} of ranks")
-        found[f"{kind} of ranks: back at node"] = _equal(again.held(), held)
+        again = _Run(layout, level).load(folder / f"{kind} of ranks")
+        found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
         again.end()
     return found
 
@@ -298,7 +299,7 @@ def test_a_group_on_one_node_is_dense(four, name):
     assert all("2 ranks on one node" in line for line in said)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "overlap"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
     for rank in four:
         found = rank[f"checkpoint {name}"]
@@ -314,6 +315,8 @@ def _train_on_two_nodes(folder, name, *overrides):
         "cluster.nodes=2",
         "cluster.ranks_per_node=2",
         "compression.level=node",
+        "scheme=direct",
+        "training.global_batch_size=8",
         "training.overlap_grad_reduce=true",
         "training.use_distributed_optimizer=true",
         "parameters.method=exact",
