@@ -28,6 +28,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
@@ -90,6 +91,7 @@ class DDPState:
         _check_no_step_is_undone(self.config, ddp)
         _check_state_is_own(self.config)
         _check_nothing_is_gathered(self.config)
+        _check_level(self.config)
         self.step = 0
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
@@ -278,7 +280,7 @@ class DDPState:
         self._buckets[index] = bucket
         self._placed.add(index)
         for store, waiting in self._unplaced.items():
-            mine = {p.name: waiting.pop(p.name) for p in slices if p.name in waiting}
+            mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
             if mine:
                 self._method.stores[store].load([bucket], mine)
         return bucket
@@ -419,6 +421,18 @@ def _check_nothing_is_gathered(config: SparseConfig) -> None:
             expected="parameters.method=auto or raw",
             got=config.parameters.method,
             remedy="leave it out; it is for Megatron's distributed optimizer",
+        )
+
+
+def _check_level(config: SparseConfig) -> None:
+    """DDP makes new buckets after the first step, and their parts would lie on other ranks."""
+    if config.compression.level in (NODE, INSTANCE):
+        raise ConfigError(
+            f"compression.level={config.compression.level} does not go with plain DDP",
+            expected="compression.level=rank or auto, which takes rank",
+            got=config.compression.level,
+            remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
+            "hierarchical adds up inside a node what its ranks have selected",
         )
 
 

@@ -10,7 +10,7 @@ and of the factor that gradients are multiplied by after their sum (`commit` fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 
 import torch
@@ -19,6 +19,8 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import CheckpointError, SelectionError
 
 RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SliceKey = tuple[str, int]
+"""A parameter's name, and the element of it at which a slice begins."""
 
 
 class Outcome(Enum):
@@ -187,28 +189,33 @@ class ResidualStore:
         return self._residuals.get(name)
 
     def by_parameter(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Views of the residual of each parameter, pending selections included.
+        """As `slices`, by the parameter's name alone; a name may come more than once."""
+        for (name, _), view in self.slices():
+            yield name, view
 
-        Names and offsets within a parameter do not change with the bucket size, with overlap or
-        with the data-parallel size; bucket numbers and padding do.
+    def slices(self) -> Iterator[tuple[SliceKey, torch.Tensor]]:
+        """Views of the residual of each slice of a parameter, pending selections included.
+
+        Names and offsets within a parameter do not change with the bucket size or with overlap;
+        bucket numbers and padding do.
         """
         for name, residual_N in self._residuals.items():
             for piece in self._buckets[name].parameters:
-                yield piece.name, residual_N[piece.start : piece.stop]
+                yield (piece.name, piece.offset), residual_N[piece.start : piece.stop]
 
-    def load(self, buckets: Iterable[Bucket], saved: dict[str, torch.Tensor]) -> set[str]:
-        """Sets residuals from `saved` (parameter name -> 1-D tensor); the others become zero.
+    def load(self, buckets: Iterable[Bucket], saved: Mapping[SliceKey, torch.Tensor]) -> None:
+        """Sets residuals from `saved`, slice by slice; those of all other slices become zero.
 
-        Returns:
-            Names in `saved` that no bucket has.
+        Args:
+            buckets: of this store. One of which nothing is saved has no residual afterwards.
+            saved: 1-D tensors, cut as the slices of the buckets are.
 
         Raises:
-            CheckpointError: a parameter's size differs from the saved one.
+            CheckpointError: a slice's size differs from the saved one.
         """
-        unused = set(saved)
         self._pending.clear()
         for bucket in buckets:
-            pieces = [p for p in bucket.parameters if p.name in saved]
+            pieces = [p for p in bucket.parameters if (p.name, p.offset) in saved]
             if not pieces:
                 self._residuals.pop(bucket.name, None)
                 continue
@@ -219,15 +226,27 @@ class ResidualStore:
             )
             residual_N.zero_()
             for piece in pieces:
-                value = saved[piece.name]
-                if value.numel() != piece.stop - piece.start:
-                    raise CheckpointError(
-                        f"the saved residual of {piece.name} does not fit the parameter",
-                        expected=f"{piece.stop - piece.start} elements",
-                        got=value.numel(),
-                        remedy="resume with the same model and tensor-parallel size, or set "
-                        "compression.residual_checkpoint=none",
-                    )
+                value = saved[piece.name, piece.offset]
+                check_size(piece.name, value.numel(), piece.stop - piece.start)
                 residual_N[piece.start : piece.stop].copy_(value)
-                unused.discard(piece.name)
-        return unused
+
+
+def check_size(parameter: str, saved: int, wanted: int) -> None:
+    """Refuses a saved residual of another size.
+
+    Args:
+        parameter: its name.
+        saved: elements in the checkpoint.
+        wanted: elements of the model's parameter, or of the slice of it.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+    if saved != wanted:
+        raise CheckpointError(
+            f"the saved residual of {parameter} does not fit the parameter",
+            expected=f"{wanted} elements",
+            got=saved,
+            remedy="resume with the same model and tensor-parallel size, or set "
+            "compression.residual_checkpoint=none",
+        )

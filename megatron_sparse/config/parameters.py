@@ -34,7 +34,9 @@ class ParametersConfig:
             or `auto`, the one that is predicted to take less time.
         per_node: whether a record crosses to each other node once, and travels raw inside it.
             `auto` does so where it is predicted to take less time, which it is for `exact` only;
-            it makes no difference on one node, or with one rank on each.
+            it makes no difference on one node, or with one rank on each. Where gradients are
+            compressed at `compression.level=node`, `auto` is `always`, for `lossy` too: parameters
+            take the gradients' lanes.
         bits: of `lossy`: 4 or 8 for each number; 128 numbers have a scale of 16 bits.
         verify_every: of `exact` and `lossy`: every so many gathers of a bucket, ranks compare
             hashes of what they hold. 1 compares in each gather, for tests.

@@ -36,7 +36,8 @@ class ClusterConfig:
     """Where a run takes place: processes, devices, environment variables.
 
     Attributes:
-        nodes: machines. On more than one, start the ranks with `srun` or `torchrun`.
+        nodes: machines. On more than one, start the ranks with `srun` or `torchrun`. If all are
+            started on one machine, it counts as this many nodes; see docs/parallelism.md.
         ranks_per_node: processes on each machine, one for each GPU.
         device: `cuda`, `cpu`, or `auto`: GPUs if each rank of a node has one, else CPU. The run
             prints its choice and keeps it in `config.yaml`.

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
@@ -50,8 +51,8 @@ from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.reduction.memory import MemoryAccount, account, held
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
@@ -115,7 +116,7 @@ class Attachment:
         self.method = method_of(config.compression, self.residuals)
         # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
-        self._transports = Transports(config.scheme, device)
+        self._transports = Transports(config, device)
         tensor_parallel = None
         if config.compression.threshold_scope == "tp_group":
             tensor_parallel = self._transports.make(tensor_parallel_group())
@@ -150,6 +151,11 @@ class Attachment:
         return [bucket for group in groups for bucket in group.buckets]
 
     @property
+    def lines(self) -> list[str]:
+        """What was chosen at the start and why: the level of compression, parameters' gathers."""
+        return [*self._transports.lines, *self.parameters.lines]
+
+    @property
     def enabled(self) -> bool:
         """Switches compression during the run. Off: buckets are sent dense, residual included.
 
@@ -180,19 +186,14 @@ class Attachment:
     def _reducer_of(self, group: GroupBuckets) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            transport = self._transports.make(
-                group.process_group, nccl_engine=self.config.scheme.nccl_engine
-            )
+            groups = self._transports.groups_of(group, self._tensor_parallel)
             ranks = dist.get_process_group_ranks(group.process_group)
-            instances = None
-            if group.instances_group is not None:
-                instances = self._transports.make(group.instances_group)
             writer = GradientDumpWriter.of(
-                self.config.tracking, self.run_dir, ranks, transport.rank
+                self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
             )
             self._reducers[key] = GradientReducer(
                 self.config,
-                Groups(transport, self._tensor_parallel, instances),
+                groups,
                 self.planner,
                 self.method,
                 self.sink,
@@ -237,7 +238,7 @@ class Attachment:
         self.parameters.plan(
             self.groups,
             self.config,
-            lambda group: self._reducers[id(group.process_group)].transport,
+            self.reducer,
             self.progress,
             self._chunks,
             optimizer,
@@ -254,7 +255,7 @@ class Attachment:
     def launch(self, group: GroupBuckets) -> Handle:
         """Starts the synchronisation of one bucket group. Called by its `start_grad_sync`."""
         self._count_launch(group)
-        reducer = self._reducers[id(group.process_group)]
+        reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # Without an optimizer nobody confirms the sums later.
         return Handle(pending, None if self._optimizer is None else self._sums)
@@ -277,7 +278,7 @@ class Attachment:
 
     def restore(
         self,
-        stores: dict[str, dict[str, torch.Tensor]],
+        stores: Mapping[str, Mapping[SliceKey, torch.Tensor]],
         *,
         step: int,
         enabled: bool,
@@ -285,12 +286,12 @@ class Attachment:
         gradient_factor: float | None,
         planner: dict[str, Any],
         method: dict[str, Any],
-    ) -> set[str]:
-        """Restores a checkpoint's state; returns the names of parameters that no bucket has.
+    ) -> None:
+        """Restores a checkpoint's state.
 
         Args:
-            stores: store -> parameter -> 1-D tensor. Parameters that are missing start at zero;
-                stores that the method does not have are ignored.
+            stores: store -> slice -> 1-D tensor; slices are cut as those of the reducers' parts.
+                Missing ones start at zero; stores that the method does not have are ignored.
             step: steps taken so far.
             enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
@@ -298,9 +299,9 @@ class Attachment:
             planner: the planner's state, empty for none.
             method: the result of `method_state` on this rank, empty for none.
         """
-        unused: set[str] = set()
+        held = [self.reducer(group).part(each) for group in self.groups for each in group.buckets]
         for name, store in self.stores().items():
-            unused |= store.load(self.buckets, stores.get(name, {}))
+            store.load(held, stores.get(name, {}))
         self.step = step
         self.parameters.forget()
         self.planner.enabled = enabled
@@ -308,7 +309,10 @@ class Attachment:
         self.load_method_state(method)
         self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
-        return unused
+
+    def reducer(self, group: GroupBuckets) -> GradientReducer:
+        """The reducer of a bucket group."""
+        return self._reducers[id(group.process_group)]
 
     def stores(self) -> dict[str, ResidualStore]:
         """The method's stores, by name, residuals included; checkpoints hold all of them."""
@@ -362,18 +366,18 @@ class Attachment:
     def plan_rows(self) -> list[dict[str, Any]]:
         """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""
         return [
-            self._reducers[id(group.process_group)].report(bucket, self.step)
+            self.reducer(group).report(bucket, self.step)
             for group in self.groups
             for bucket in group.buckets
         ]
 
     def memory_account(self) -> MemoryAccount:
         """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        groups = [
-            (reducer.transport.rank, self._buckets_of(key))
-            for key, reducer in self._reducers.items()
-        ]
-        return account(self.config, groups, undo=self.residuals.undo)
+        shares = []
+        for key, reducer in self._reducers.items():
+            wholes = self._buckets_of(key)
+            shares.append(Share(reducer.across.rank, list(map(reducer.part, wholes)), wholes))
+        return account(self.config, shares, undo=self.residuals.undo)
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""

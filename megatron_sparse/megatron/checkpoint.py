@@ -7,8 +7,9 @@ With `--ckpt-format torch_dist`, Megatron's default, all of it travels in Megatr
 Policies, each with a line in the log:
 
 - If the plugin's state of any rank is missing, residuals start at zero.
-- With another data-parallel size, new rank r takes the sum of the old rows j with j mod size = r.
-  So the total over ranks, which error feedback still has to send, is preserved.
+- With another number of rows, new row r takes the sum of the old rows j with j mod count = r. So
+  the total over rows, which error feedback still has to send, is preserved. A row is a rank's, or
+  with `compression.level` a node's or an instance's; see `residual_rows`.
 - Residuals move between buckets by parameter name.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size is an error.
@@ -30,6 +31,7 @@ from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_files import save
 from megatron_sparse.megatron.checkpoint_layout import (
     Place,
+    RowLayouts,
     Saved,
     bucket_sizes,
     check_structure,
@@ -37,6 +39,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import sharded_state
 from megatron_sparse.megatron.parameter_masters import masters_from
+from megatron_sparse.megatron.residual_rows import row_layouts
 from megatron_sparse.parameters.agreement import LOSSY
 
 __all__ = ["KEY", "check_structure", "load", "save", "sharded_state"]
@@ -78,7 +81,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         )
         return
     assert saved is not None
-    unused = attachment.restore(
+    attachment.restore(
         saved.stores,
         step=saved.step,
         enabled=saved.enabled,
@@ -88,8 +91,9 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         method=saved.method,
     )
     lines = _restore_masters(attachment, saved)
-    if unused:
-        logger.warning("residuals of unknown parameters dropped: %s", ", ".join(sorted(unused)))
+    if saved.unknown:
+        names = ", ".join(sorted(saved.unknown))
+        logger.warning("residuals of unknown parameters dropped: %s", names)
     if dist.get_rank() == 0:
         for line in [*_applied_policies(attachment, checkpoint, saved), *lines]:
             logger.info(line)
@@ -142,6 +146,12 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "
             "spread, their total is the same; thresholds of the method start anew"
         )
+    elif saved.rows is not None and not saved.has_rows(row_layouts(attachment)):
+        before, now = (_in_words(rows) for rows in (saved.rows, row_layouts(attachment)))
+        lines.append(
+            f"residuals were {before} and are {now}: they are added up or spread, their total is "
+            "the same; thresholds of the method start anew"
+        )
     if saved.buckets is not None and saved.buckets != bucket_sizes(attachment):
         lines.append(
             f"buckets were {len(saved.buckets)} and are {len(attachment.buckets)}, cut in another "
@@ -150,3 +160,8 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     if not (config.enabled and attachment.enabled):
         lines.append("compression is switched off: the next step sends the residuals")
     return lines
+
+
+def _in_words(rows: RowLayouts) -> str:
+    """For example `of 2 nodes (dense parameters)`."""
+    return ", ".join(f"of {count} {level}s ({kind})" for kind, (level, count) in rows.items())

@@ -1,8 +1,9 @@
 """The plugin's state in files of its own, one for each rank, beside Megatron's.
 
 `<checkpoint>/iter_0000100/megatron_sparse/rank_00000.pt`, for checkpoint formats that cannot hold
-it. Tensors and plain containers, read with `weights_only`. Files of version 1 (without sums,
-method state and bucket sizes) are read as well.
+it. Tensors and plain containers, read with `weights_only`. A store holds values by (parameter,
+first element). Files of version 2 (whole parameters, by name) and version 1 (without sums, method
+state and bucket sizes too) are read as well.
 """
 
 from __future__ import annotations
@@ -15,25 +16,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.compression.residual import SliceKey, check_size
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
+    READABLE,
     VERSION,
     Place,
     Saved,
     Stores,
-    add_rows,
     common_state,
     expert_parameters,
-    part_of_sum,
     rank_state,
-    rows_for,
-    store_contents,
 )
 from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
+from megatron_sparse.megatron.residual_rows import (
+    add_rows,
+    cut,
+    has_parameter,
+    held_slices,
+    part_of_sum,
+    row_layouts,
+    rows_here,
+    saved_slices,
+    summed_parameters,
+)
 
 FOLDER = "megatron_sparse"
-READABLE = (1, VERSION)
+READABLE_FILES = (1, *READABLE)
 
 
 def save(attachment: Attachment, checkpoint: Path) -> Path:
@@ -43,13 +53,20 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
     collective over all ranks.
     """
     stores: Stores = {name: {} for name in attachment.stores()}
-    for name, parameter, view in store_contents(attachment):
-        stores[name][parameter] = view.detach().cpu().clone()
+    mode = attachment.config.compression.residual_checkpoint
+    if mode == "full":
+        for name, held, view_M in saved_slices(attachment):
+            stores[name][held.key] = view_M.detach().cpu().clone()
+    elif mode == "sum":
+        for each in summed_parameters(attachment):
+            stores[each.store][each.name, 0] = each.total_P
     masters = [
         (part.name, part.start, part.expert, part.values_M.detach().cpu().clone())
         for part in saved_parts(attachment.parameters.lossy)
     ]
     state = common_state(attachment) | rank_state(attachment) | {"masters": masters}
+    rows = rows_here(attachment)
+    state |= {"rows": row_layouts(attachment), "row": {kind: rows[kind].index for kind in rows}}
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{dist.get_rank():05d}.pt"
@@ -91,27 +108,31 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         own["mode"],
         own["kept"],
         own["planner"],
-        own["method"] if same else {},
-        own["buckets"],
+        buckets=own["buckets"],
+        rows=own["rows"],
     )
+    same = same and saved.has_rows(row_layouts(attachment))
+    saved.method = own["method"] if same else {}
     saved.masters = _masters(attachment, here, states)
     if not stores:
         return saved
-    experts = expert_parameters(attachment)
+    known = {each.piece.name for each in held_slices(attachment)}
+    for values in own["stores"].values():
+        saved.unknown |= {name for name, _ in values} - known
     if saved.mode == "sum":
-        saved.stores = _parts_of_sums(here, states, experts)
+        saved.stores = _parts_of_sums(attachment, here, states)
     elif same:
         saved.stores = own["stores"]
-    elif experts:
+    elif expert_parameters(attachment):
         raise CheckpointError(
-            "residuals of expert parameters cannot be moved to another data-parallel size",
-            expected=f"data-parallel size {old_size}",
-            got=here.data_size,
+            "residuals of expert parameters cannot be moved to other ranks, nodes or levels",
+            expected=f"data-parallel size {old_size}, rows {saved.rows or 'of ranks'}",
+            got=f"{here.data_size}, {row_layouts(attachment)}",
             remedy="resume with the same size, or set compression.residual_checkpoint=none; "
             "checkpoints of --ckpt-format torch_dist can be moved",
         )
     else:
-        saved.stores = _rows([mine[j][1] for j in rows_for(here.data, here.data_size, old_size)])
+        saved.stores = _moved(attachment, [state for _, state in mine])
     return saved
 
 
@@ -132,30 +153,50 @@ def _masters(
     return needed
 
 
-def _rows(states: list[dict[str, Any]]) -> Stores:
-    """The sum over `states`, by parameter."""
-    rows: dict[tuple[str, str], list[torch.Tensor]] = {}
+def _moved(attachment: Attachment, states: list[dict[str, Any]]) -> Stores:
+    """The slices of this rank, from rows that lie in another way.
+
+    Raises:
+        CheckpointError: a parameter has another size.
+    """
+    # By store and row, all that the ranks of the row have saved: the same parameters in each.
+    rows: dict[tuple[str, int], dict[SliceKey, torch.Tensor]] = {}
     for state in states:
         for store, values in state["stores"].items():
-            for name, value in values.items():
-                rows.setdefault((store, name), []).append(value)
+            rows.setdefault((store, state["row"]["dense"]), {}).update(values)
+    count = 1 + max((row for _, row in rows), default=-1)
     result: Stores = {}
-    for (store, name), values in rows.items():
-        result.setdefault(store, {})[name] = add_rows(values)
+    for store in attachment.stores():
+        for held in held_slices(attachment):
+            if has_parameter(rows.get((store, 0), {}), held):
+                taken = [rows.get((store, row), {}) for row in held.row.takes(count)]
+                parts = [cut(row, held) for row in taken]
+                # A row that takes none over is zero, but exists: all ranks save the same ones.
+                value_M = add_rows(parts) if parts else torch.zeros(held.numel)
+                result.setdefault(store, {})[held.key] = value_M
     return result
 
 
 def _parts_of_sums(
-    here: Place, states: list[tuple[Place, dict[str, Any]]], experts: set[str]
+    attachment: Attachment, here: Place, states: list[tuple[Place, dict[str, Any]]]
 ) -> Stores:
+    sums = {
+        (expert, store, name): total_P
+        for place, state in states
+        for store, values in state["stores"].items()
+        for (name, _), total_P in values.items()
+        for expert in (False, True)
+        if place.shard(expert) == here.shard(expert)
+    }
     result: Stores = {}
-    for place, state in states:
-        for store, values in state["stores"].items():
-            for name, total_N in values.items():
-                expert = name in experts
-                if place.shard(expert) == here.shard(expert):
-                    part_N = part_of_sum(total_N, *here.row(expert))
-                    result.setdefault(store, {})[name] = part_N
+    for store in attachment.stores():
+        for held in held_slices(attachment):
+            name, start = held.key
+            total_P = sums.get((held.expert, store, name))
+            if total_P is not None:
+                check_size(name, total_P.numel(), held.whole_numel)
+                part_M = part_of_sum(total_P[start : start + held.numel], held)
+                result.setdefault(store, {})[held.key] = part_M
     return result
 
 
@@ -188,14 +229,16 @@ def _read_all(folder: Path) -> list[dict[str, Any]]:
                 got=error,
                 remedy=f"delete {folder} to start with zero residuals",
             ) from error
-        if version not in READABLE:
+        if version not in READABLE_FILES:
             raise CheckpointError(
                 f"{path} was written by another version",
-                expected=" or ".join(map(str, READABLE)),
+                expected=" or ".join(map(str, READABLE_FILES)),
                 got=version,
                 remedy="resume with that version of megatron_sparse",
             )
-        states.append(state if version == VERSION else _of_version_1(state))
+        if version == 1:
+            state = _of_version_1(state)
+        states.append(_of_version_2(state) if version < VERSION else state)
     return states
 
 
@@ -209,3 +252,12 @@ def _of_version_1(state: dict[str, Any]) -> dict[str, Any]:
         "method": {},
         "buckets": None,
     }
+
+
+def _of_version_2(state: dict[str, Any]) -> dict[str, Any]:
+    """Every rank had a row of its own, of whole parameters."""
+    stores = {
+        store: {(name, 0): value_P for name, value_P in values.items()}
+        for store, values in state["stores"].items()
+    }
+    return state | {"stores": stores, "rows": None, "row": {"dense": state["place"]["data"]}}

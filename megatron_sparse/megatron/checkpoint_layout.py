@@ -1,28 +1,29 @@
-"""The layout of the plugin's state in a checkpoint: places, rows, and each rank's part.
+"""The plugin's state in a checkpoint apart from residuals, and the places of ranks.
 
-Ranks that differ only in their data-parallel coordinate hold the same parameters and each a
-residual of its own: a *row*. Expert parameters have rows of their own, one for each rank of the
-expert data-parallel group. Bucket layouts change with overlap, bucket size and data-parallel size,
-so everything here goes by parameter name.
+Bucket layouts change with overlap, bucket size and data-parallel size, so everything here goes by
+parameter name. Residuals: `residual_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_sparse.compression.residual import SliceKey
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.parameter_masters import Parts
 
-VERSION = 2
-Stores = dict[str, dict[str, torch.Tensor]]
-"""Store -> parameter -> 1-D tensor."""
+VERSION = 3
+READABLE = (2, VERSION)
+"""Version 2 had a row for each rank, without saying so."""
+Stores = dict[str, dict[SliceKey, torch.Tensor]]
+"""Store -> parameter and first element -> 1-D tensor."""
+RowLayouts = dict[str, tuple[str, int]]
+"""`dense` and `expert` -> the level of compression, and the rows of residuals; see `Row`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Place:
         return f"tp{self.tensor}.pp{self.pipeline}"
 
     def row(self, expert: bool) -> tuple[int, int]:
-        """This rank's row among those of its parameters, and the number of rows."""
+        """This rank's number among those that hold its parameters, and their number."""
         if expert:
             return self.expert_data, self.expert_data_size
         return self.data, self.data_size
@@ -82,8 +83,10 @@ class Place:
 class Saved:
     """One rank's part of a checkpoint.
 
-    `data_size` and `kept` are of the run that wrote it: its data-parallel size and its stores.
-    `masters` are the parts of `parameters.method=lossy` that overlap with this rank's shards.
+    `data_size`, `kept` and `rows` are of the run that wrote it: its data-parallel size, its stores,
+    and how their rows lie, if the checkpoint says it. `unknown` names parameters that this run does
+    not have. `masters` are the parts of `parameters.method=lossy` that overlap with this rank's
+    shards.
     """
 
     step: int
@@ -96,8 +99,15 @@ class Saved:
     planner: dict[str, Any] = field(default_factory=dict)
     method: dict[str, Any] = field(default_factory=dict)
     buckets: dict[str, int] | None = None
+    rows: RowLayouts | None = None
     stores: Stores = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
     masters: Parts = field(default_factory=dict)
+
+    def has_rows(self, rows: RowLayouts) -> bool:
+        """Whether residuals lie in rows as in the run that wrote the checkpoint."""
+        before = {kind: tuple(layout) for kind, layout in (self.rows or {}).items()}
+        return all(before.get(kind, ("rank", rows[kind][1])) == rows[kind] for kind in rows)
 
 
 def check_structure(*, constant: bool, mode: str) -> None:
@@ -158,75 +168,3 @@ def expert_parameters(attachment: Attachment) -> set[str]:
         for bucket in group.buckets
         for piece in bucket.parameters
     }
-
-
-def store_contents(attachment: Attachment) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """The tensors that this rank saves: name of the store, name of the parameter, and 1-D values.
-
-    With `residual_checkpoint=full`: views of its own row. With `sum`: for the parameters assigned
-    to this rank, the sums over all rows, in fp32 on the host; this is collective over all ranks,
-    with one all-reduce and one copy to the host for each bucket. With `none`: nothing.
-    """
-    mode = attachment.config.compression.residual_checkpoint
-    if mode == "none":
-        return
-    here = Place.here()
-    for name, store in attachment.stores().items():
-        turn = 0
-        for group in attachment.groups:
-            rank, size = here.row(group.expert)
-            for bucket in group.buckets:
-                values_N = store.settled(bucket)
-                if values_N is None:
-                    continue
-                if mode == "sum":
-                    values_N = values_N.to(torch.float32, copy=True)
-                    dist.all_reduce(values_N, group=_rows_group(group.expert))
-                for piece in bucket.parameters:
-                    piece_N = values_N[piece.start : piece.stop]
-                    if mode == "full":
-                        yield name, piece.name, piece_N
-                    elif turn % size == rank:
-                        yield name, piece.name, piece_N.cpu().clone()
-                    turn += 1
-
-
-def _rows_group(expert: bool) -> dist.ProcessGroup:
-    if expert:
-        group = parallel_state.get_expert_data_parallel_group()
-    else:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member of its own"
-    return group
-
-
-def rows_for(row: int, size: int, saved_size: int) -> range:
-    """The saved rows that row `row` of `size` takes over.
-
-    Example:
-        >>> list(rows_for(1, 2, 5))
-        [1, 3]
-    """
-    return range(row, saved_size, size)
-
-
-def add_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of rows, in fp32; a single row unchanged, in its own dtype."""
-    if len(rows) == 1:
-        return rows[0]
-    return torch.stack([row.float() for row in rows]).sum(0)
-
-
-def part_of_sum(total_N: torch.Tensor, row: int, size: int) -> torch.Tensor:
-    """Row `row`'s part of a sum: every `size`-th element, whole, and zero elsewhere.
-
-    So the parts add up to the sum exactly; equal parts would do so only if `size` is a power of
-    two. Also, only one rank sends each element, instead of all ranks.
-
-    Example:
-        >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), 0, 2).tolist()
-        [1.0, 0.0, 3.0]
-    """
-    part_N = torch.zeros_like(total_N)
-    part_N[row::size] = total_N[row::size]
-    return part_N

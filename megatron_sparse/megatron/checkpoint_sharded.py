@@ -5,14 +5,16 @@ asynchronous writing apply. `read` lists the checkpoint's keys before it loads a
 raises no error for a missing key or another data-parallel size.
 
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
-data-parallel rank) and `<store>.<part of the model>.<parameter>`: one row of the parameter's
-elements for each data-parallel rank, or with `residual_checkpoint=sum` the sum of all rows, once.
+data-parallel rank) and `<store>.<part of the model>.<parameter>`: a table of rows x elements
+(`residual_rows`), of which a rank writes its slices; or with `residual_checkpoint=sum` the sum of
+all rows, once.
 With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>.<start>`, for
 each part of a parameter that a rank owns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,22 +27,27 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_sparse.compression.residual import check_size
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_files import check_sizes
 from megatron_sparse.megatron.checkpoint_layout import (
-    VERSION,
+    READABLE,
     Place,
     Saved,
-    add_rows,
     common_state,
-    expert_parameters,
-    part_of_sum,
     rank_state,
-    rows_for,
-    store_contents,
 )
 from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
+from megatron_sparse.megatron.residual_rows import (
+    HeldSlice,
+    add_rows,
+    held_slices,
+    part_of_sum,
+    row_layouts,
+    saved_slices,
+    summed_parameters,
+)
 
 PREFIX = "megatron_sparse"
 MASTER = "master"
@@ -61,22 +68,13 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
         "rank": ShardedObject(
-            _state_key(here), rank_state(attachment), (here.data_size,), (here.data,)
+            _state_key(here),
+            rank_state(attachment) | {"rows": row_layouts(attachment)},
+            (here.data_size,),
+            (here.data,),
         ),
     }
-    experts = expert_parameters(attachment)
-    mode = attachment.config.compression.residual_checkpoint
-    for store, name, view in store_contents(attachment):
-        expert = name in experts
-        key = f"{_store_key(store, here, expert)}{name}"
-        if mode == "sum":
-            tensor = ShardedTensor.from_rank_offsets(key, view)
-        else:
-            row, size = here.row(expert)
-            # Asynchronous writers copy GPU memory at once, but may read host memory later.
-            view = view.clone() if view.device.type == "cpu" else view
-            tensor = ShardedTensor.from_rank_offsets(key, view, (0, row, size), prepend_axis_num=1)
-        state[f"{store}.{name}"] = tensor
+    state |= dict(_sharded_residuals(attachment, here))
     for part in saved_parts(attachment.parameters.lossy):
         key = f"{_store_key(MASTER, here, part.expert)}{part.name}.{part.start}"
         values_M = part.values_M.clone()
@@ -84,6 +82,35 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
             key, values_M, replica_id=part.instance
         )
     return state
+
+
+def _sharded_residuals(attachment: Attachment, here: Place) -> Iterator[tuple[str, ShardedTensor]]:
+    mode = attachment.config.compression.residual_checkpoint
+    if mode == "full":
+        for store, held, view_M in saved_slices(attachment):
+            # Asynchronous writers copy GPU memory at once, but may read host memory later.
+            values_M = view_M.clone() if view_M.device.type == "cpu" else view_M
+            name, start = held.key
+            key = f"{_store_key(store, here, held.expert)}{name}"
+            table = (held.row.count, held.whole_numel)
+            yield (
+                f"{store}.{name}.{start}",
+                _part_of_table(key, values_M, table, (held.row.index, start)),
+            )
+    elif mode == "sum":
+        for each in summed_parameters(attachment):
+            key = f"{_store_key(each.store, here, each.expert)}{each.name}"
+            yield (
+                f"{each.store}.{each.name}",
+                ShardedTensor.from_rank_offsets(key, each.total_P),
+            )
+
+
+def _part_of_table(
+    key: str, values_M: torch.Tensor, table: tuple[int, int], at: tuple[int, int]
+) -> ShardedTensor:
+    """Values in one row of a table, from the element `at` on. Parts may be of different sizes."""
+    return ShardedTensor(key, values_M[None], values_M.dtype, (1, len(values_M)), table, at, None)
 
 
 def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
@@ -105,10 +132,10 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     if header_object.unique_key not in found:
         return None
     header = _load(checkpoint, {"header": header_object})["header"]
-    if header["version"] != VERSION:
+    if header["version"] not in READABLE:
         raise CheckpointError(
             f"the plugin's state in {checkpoint} was written by another version",
-            expected=VERSION,
+            expected=" or ".join(map(str, READABLE)),
             got=header["version"],
             remedy="resume with that version of megatron_sparse",
         )
@@ -127,8 +154,8 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     rank_object = ShardedObject(
         _state_key(here), None, (saved.data_size,), (here.data if same else 0,)
     )
-    pieces = _pieces(attachment, here, found, saved.mode) if stores else []
-    template: dict[str, Any] = {f"{p.store}.{p.name}": p.template for p in pieces if p.template}
+    pieces = list(_pieces(attachment, here, found, saved.mode)) if stores else []
+    template: dict[str, Any] = {piece.label: piece.template for piece in pieces if piece.template}
     masters = _master_entries(attachment, here, found)
     template |= {entry.key: _whole(entry) for entry in masters.values()}
     # Missing only for a model with another layout, whose residuals are not read.
@@ -136,16 +163,20 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         template["rank"] = rank_object
     loaded = _load(checkpoint, template) if template else {}
     if "rank" in loaded:
-        saved.planner, saved.buckets = loaded["rank"]["planner"], loaded["rank"]["buckets"]
-        saved.method = loaded["rank"]["method"] if same else {}
+        own = loaded["rank"]
+        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own.get("rows")
+        saved.method = own["method"] if same and saved.has_rows(row_layouts(attachment)) else {}
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:
+        # A row that takes none over is zero, but exists: all ranks save the same parameters.
+        value_M = torch.zeros(piece.held.numel)
         if piece.template:
-            rows = [row.view(-1) for row in loaded[f"{piece.store}.{piece.name}"].values()]
-            value = add_rows(rows)
-            if saved.mode == "sum":
-                value = part_of_sum(value, piece.row, piece.size)
-            saved.stores.setdefault(piece.store, {})[piece.name] = value
+            value_M = add_rows([row.view(-1) for row in loaded[piece.label].values()])
+        if saved.mode == "sum":
+            value_M = part_of_sum(value_M, piece.held)
+        saved.stores.setdefault(piece.store, {})[piece.held.key] = value_M
+    if stores:
+        saved.unknown = _unknown(attachment, here, found)
     return saved
 
 
@@ -176,27 +207,63 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
 
 @dataclass
 class _Piece:
-    """A parameter of a store, and the saved rows of it that this rank takes over."""
+    """A slice of a store, and the saved rows of it that this rank takes over."""
 
     store: str
-    name: str
-    row: int
-    size: int
+    held: HeldSlice
     template: dict[str, ShardedTensor]
+
+    @property
+    def label(self) -> str:
+        name, start = self.held.key
+        return f"{self.store}.{name}.{start}"
 
 
 def _pieces(
     attachment: Attachment, here: Place, found: dict[str, _Entry], mode: str
-) -> list[_Piece]:
-    pieces = []
+) -> Iterator[_Piece]:
+    """What this rank reads.
+
+    Raises:
+        CheckpointError: a parameter has another size.
+    """
+    held = list(held_slices(attachment))
     for store in attachment.stores():
-        for expert in (False, True):
-            prefix, (row, size) = _store_key(store, here, expert), here.row(expert)
-            for key, entry in found.items():
-                if key.startswith(prefix):
-                    template = _whole(entry) if mode == "sum" else _rows(entry, row, size)
-                    pieces.append(_Piece(store, key.removeprefix(prefix), row, size, template))
-    return pieces
+        for each in held:
+            name, start = each.key
+            entry = found.get(f"{_store_key(store, here, each.expert)}{name}")
+            if entry is None:
+                continue
+            check_size(name, entry.shape[-1], each.whole_numel)
+            empty_M = torch.empty(each.numel, dtype=entry.dtype)
+            if mode == "sum":
+                sums = ShardedTensor(
+                    entry.key, empty_M, empty_M.dtype, (each.numel,), entry.shape, (start,), None
+                )
+                yield _Piece(store, each, {"sum": sums})
+                continue
+            table = (entry.shape[0], entry.shape[1])
+            template = {
+                str(row): _part_of_table(entry.key, torch.empty_like(empty_M), table, (row, start))
+                for row in each.row.takes(table[0])
+            }
+            yield _Piece(store, each, template)
+
+
+def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> set[str]:
+    """Saved parameters that this run does not have."""
+    known = {(each.expert, each.piece.name) for each in held_slices(attachment)}
+    prefixes = {
+        _store_key(store, here, expert): expert
+        for store in attachment.stores()
+        for expert in (False, True)
+    }
+    return {
+        key.removeprefix(prefix)
+        for prefix, expert in prefixes.items()
+        for key in found
+        if key.startswith(prefix) and (expert, key.removeprefix(prefix)) not in known
+    }
 
 
 def _master_entries(
@@ -217,20 +284,9 @@ def _master_entries(
 
 
 def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
-    """The request for a whole tensor: a sum, or a part of a master."""
+    """The request for a whole tensor."""
     empty = torch.empty(entry.shape, dtype=entry.dtype)
     return {"whole": ShardedTensor.from_rank_offsets(entry.key, empty)}
-
-
-def _rows(entry: _Entry, row: int, size: int) -> dict[str, ShardedTensor]:
-    """The request for the rows that row `row` of `size` takes over; empty if there are fewer."""
-    count, numel = entry.shape
-    return {
-        str(j): ShardedTensor.from_rank_offsets(
-            entry.key, torch.empty(numel, dtype=entry.dtype), (0, j, count), prepend_axis_num=1
-        )
-        for j in rows_for(row, size, count)
-    }
 
 
 def _state_key(place: Place) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.config.level import NODE
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
@@ -39,6 +41,7 @@ from megatron_sparse.parameters.price import MOVE_BITS
 from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.recording import GatherRecord, RecordSink
 from megatron_sparse.reduction.job import Progress
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
 
 logger = logging.getLogger("megatron_sparse")
@@ -125,7 +128,7 @@ class ParameterGathers:
         self,
         groups: Sequence[GroupBuckets],
         config: SparseConfig,
-        transport_of: Callable[[GroupBuckets], Transport],
+        reducer_of: Callable[[GroupBuckets], GradientReducer],
         progress: Progress,
         chunks: Iterable[Any],
         optimizer: Any,
@@ -137,7 +140,8 @@ class ParameterGathers:
         Args:
             groups: of the attachment.
             config: `parameters` and `planner.cluster` are read.
-            transport_of: the transport of a group's ranks.
+            reducer_of: the reducer of a group, whose ranks and level of compression are taken. At
+                level `node` a parameter crosses to each other node once, in the gradients' lanes.
             progress: drives the gathers.
             chunks: the model; whenever parameters of it are loaded, the next gather is raw.
             optimizer: Megatron's; its updates are wrapped until `close` if any bucket is lossy.
@@ -155,7 +159,7 @@ class ParameterGathers:
         if method == LOSSY:
             spans = optimizer_spans(optimizer)
             reasons = [
-                _agreed(masters_elsewhere(group, spans), transport_of(group))
+                _agreed(masters_elsewhere(group, spans), reducer_of(group).transport)
                 if reason is None
                 else reason
                 for group, reason in zip(groups, reasons, strict=True)
@@ -164,9 +168,10 @@ class ParameterGathers:
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
                 continue
-            key, transport = id(group.process_group), transport_of(group)
+            key, reducer = id(group.process_group), reducer_of(group)
+            transport = reducer.transport
             if key not in choosers:
-                choosers[key] = GatherChooser(config, transport)
+                choosers[key] = GatherChooser(_in_lanes(config, reducer), transport)
                 if method in COMPRESSED:
                     _refuse(method, [choosers[key].missing])
             tensors = [host.param_data.view(-1) for host in group.host.buckets]
@@ -315,6 +320,14 @@ def _on_gpu(group: GroupBuckets) -> str | None:
     buffers = (host.param_data for host in group.host.buckets)
     on_gpu = any(values is not None and values.is_cuda for values in buffers)
     return "lossy gathers have no CUDA kernels yet" if on_gpu else None
+
+
+def _in_lanes(config: SparseConfig, reducer: GradientReducer) -> SparseConfig:
+    """With `per_node=auto` at level `node`, parameters take the way of the gradients."""
+    level = reducer.level_groups
+    if level is None or level.level != NODE or config.parameters.per_node != "auto":
+        return config
+    return replace(config, parameters=replace(config.parameters, per_node="always"))
 
 
 def _refuse(method: str, reasons: Sequence[str | None]) -> None:

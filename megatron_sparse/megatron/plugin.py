@@ -191,7 +191,7 @@ class Plugin:
         self._optimizer_bound = True
         if _is_writer():
             account = self.attachment.memory_account().line()
-            print(account, *self.attachment.parameters.lines, sep="\n", flush=True)
+            print(account, *self.attachment.lines, sep="\n", flush=True)
         self._add_state_to(optimizer)
         return optimizer
 

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.config.level import INSTANCE, NODE, RANK
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.reduction.groups import Groups
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.transport import ProcessGroupTransport
+
+logger = logging.getLogger("megatron_sparse")
 
 
 class Transports:
     """Makes transports, and closes all of them.
 
     Args:
-        scheme: timeouts, and how dead ranks are noticed.
+        config: timeouts, how dead ranks are noticed, and the level of compression.
         device: of the gradients.
+
+    Attributes:
+        lines: the levels of compression and why, in words; none with `compression.level=rank`.
     """
 
-    def __init__(self, scheme: SchemeConfig, device: torch.device) -> None:
-        self._scheme = scheme
+    def __init__(self, config: SparseConfig, device: torch.device) -> None:
+        self._config = config
         self._device = device
+        self.lines: list[str] = []
         self._made: list[ProcessGroupTransport] = []
 
-    def make(self, group: dist.ProcessGroup, *, nccl_engine: bool = False) -> ProcessGroupTransport:
-        """A transport over the ranks of a group. Collective over them."""
-        scheme = self._scheme
+    def make(
+        self, group: dist.ProcessGroup | Sequence[int], *, nccl_engine: bool = False
+    ) -> ProcessGroupTransport:
+        """A transport over the ranks of a group, or over global ranks. Collective over them."""
+        scheme = self._config.scheme
         transport = ProcessGroupTransport(
             group,
             scheme.timeout_s,
@@ -34,6 +50,50 @@ class Transports:
         )
         self._made.append(transport)
         return transport
+
+    def groups_of(
+        self, group: GroupBuckets, tensor_parallel: ProcessGroupTransport | None
+    ) -> Groups:
+        """The groups with which buckets of a bucket group are synchronised.
+
+        Collective over their data-parallel ranks. Rank 0 of them logs the level of compression,
+        unless `compression.level=rank`.
+
+        Args:
+            group: the bucket group.
+            tensor_parallel: the ranks that agree on thresholds, if any do.
+        """
+        config = self._config
+        ranks = dist.get_process_group_ranks(group.process_group)
+        others = group.instances_group
+        count = 1 if others is None else dist.get_world_size(others)
+        engine = config.scheme.nccl_engine
+        whole = self.make(group.process_group, nccl_engine=engine)
+        choice = choose_level(config, whole.nodes, count)
+        if config.compression.level != RANK:
+            self._say(f"gradients are compressed at level {choice.level}: {choice.reason}", whole)
+        if choice.level == INSTANCE:
+            assert others is not None, "the choice needs several instances"
+            level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
+            return Groups(whole, tensor_parallel, None, level)
+        instances = None if others is None else self.make(others)
+        level = self._node_groups(ranks, choice, whole.rank) if choice.level == NODE else None
+        return Groups(whole, tensor_parallel, instances, level)
+
+    def _say(self, line: str, whole: ProcessGroupTransport) -> None:
+        if line not in self.lines:
+            self.lines.append(line)
+            if whole.rank == 0:
+                logger.info(line)
+
+    def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
+        """The node and the lane of rank `rank` of the group of these global ranks."""
+        engine = self._config.scheme.nccl_engine
+        inside, across = (
+            [ranks[member] for member in members]
+            for members in (choice.inside(rank), choice.across(rank))
+        )
+        return LevelGroups(self.make(inside), self.make(across, nccl_engine=engine), NODE)
 
     def lost_rank(self) -> str | None:
         """In words, the first rank of any group that is known to have died or stopped."""

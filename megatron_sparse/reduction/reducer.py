@@ -2,6 +2,7 @@
 
     prepare     divide the gradient by the number of ranks, if the average is wanted and the
                 backend does not divide
+    inside      at a level above `rank`: add up inside the node or instance (`level`)
     select      sparse plan: gradient + residual -> message to send and new residual
                 dense plan: gradient + residual, whole
                 -- the gate: before it a bucket works locally, after it it may use the network;
@@ -27,6 +28,9 @@ branches for them. They are chosen once, when the reducer is made:
   skip one. With `straggler.mode=off` it does nothing.
 - `ThresholdSource`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
   threshold; otherwise each rank uses its own.
+- `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
+  their gradients before the selection, behind the gate; what follows happens to this rank's part
+  of that sum.
 - `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, and the second half sums the shards of all instances.
 - `GradientListener`s see gradients and selections, for instance to dump them.
@@ -38,12 +42,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.selection import Selector
@@ -53,9 +57,12 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
+from megatron_sparse.reduction.bucket_job import BucketJob
 from megatron_sparse.reduction.group_threshold import threshold_source
+from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.instances import second_half
 from megatron_sparse.reduction.job import GATE, Progress, Stage
+from megatron_sparse.reduction.level import alone, level_of
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
@@ -75,56 +82,6 @@ class GradientListener(Protocol):
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
         """The message holds the selection; not called for a dense plan."""
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of ranks with which a bucket is synchronised.
-
-    Attributes:
-        data_parallel: the ranks whose gradients are summed.
-        tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
-        instances: the ranks that own the same shard in the other instances of the distributed
-            optimizer; None if there is one instance.
-    """
-
-    data_parallel: Transport
-    tensor_parallel: Transport | None = None
-    instances: Transport | None = None
-
-
-@dataclass(frozen=True)
-class BucketJob:
-    """A bucket that was launched, with the plan it follows and the record that it fills."""
-
-    bucket: Bucket
-    plan: Plan
-    step: int
-    record: BucketRecord
-
-    @property
-    def averages(self) -> bool:
-        """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
-
-        The shards that other ranks own then keep their values in the gradient buffer. Follows from
-        the plan and the bucket alone, so all ranks agree.
-        """
-        bucket, plan = self.bucket, self.plan
-        is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
-        is_plain = not bucket.fp32_sums and not plan.narrows(bucket)
-        return bucket.reduction is Reduction.AVG and is_own and is_plain
-
-    @property
-    def divisor(self) -> int:
-        """The number of ranks whose gradients are averaged; 1 for a sum."""
-        bucket = self.bucket
-        is_average = bucket.reduction is Reduction.AVG
-        return bucket.world_size * bucket.instances if is_average else 1
-
-    @property
-    def timer(self) -> StageTimer:
-        """Receives the time of every stage."""
-        return self.record.timer
 
 
 class PendingReduction:
@@ -205,6 +162,7 @@ class GradientReducer:
     ) -> None:
         self._config = config
         self.transport = groups.data_parallel
+        self.level_groups = groups.level
         self.planner = planner
         planner.join(self.transport)
         self.progress = progress
@@ -215,8 +173,9 @@ class GradientReducer:
         self.windows: PeerMemory | None = None
         self.selector = Selector(method, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
+        self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self._second_half = second_half(groups.instances)
-        self._stragglers = StragglerPolicy(config, self.transport, sink)
+        self._stragglers = StragglerPolicy(config, self._level.across, sink)
 
     def open_windows(self, buckets: Sequence[Bucket]) -> None:
         """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
@@ -233,7 +192,20 @@ class GradientReducer:
             HostError: the ranks cannot access one another's memory.
             DependencyError: this version of torch has no peer memory.
         """
-        self.windows = windows_for(buckets, self._config, self.planner, self.transport)
+        parts = [self.part(bucket) for bucket in buckets]
+        self.windows = windows_for(parts, self._config, self.planner, self._level.across)
+
+    def part(self, bucket: Bucket) -> Bucket:
+        """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
+
+        Always the same object for a bucket. See `reduction.level` for the others.
+        """
+        return self._level.part(bucket)
+
+    @property
+    def across(self) -> Transport:
+        """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
+        return self._level.across
 
     @property
     def window_bytes(self) -> int:
@@ -254,24 +226,10 @@ class GradientReducer:
             on_done: called when the pipeline has ended; see `Progress.submit`.
         """
         self._stragglers.begin_step(step)
-        # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
-        plan = self._stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
-        record = BucketRecord(
-            bucket=bucket.name,
-            step=step,
-            scheme=self._stragglers.scheme_of(plan, None),
-            phase=plan.phase,
-            density=plan.density,
-            numel=bucket.numel,
-            timer=StageTimer(bucket.grad_N.device),
-            dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
-            predicted_us=plan.predicted_us,
-            dense_us=self.planner.dense_us(bucket),
-            launched_s=time.perf_counter(),
-        )
+        job = self.job(bucket, step)
+        record = job.record
         # The planner compares its predictions with the times that the pipeline records.
         self.planner.follow(record)
-        job = BucketJob(bucket, plan, step, record)
         pending = self._turns.launch(
             bucket,
             lambda after: self.progress.submit(
@@ -282,9 +240,35 @@ class GradientReducer:
         self._stragglers.launched(self.progress)
         return PendingReduction(pending, record, self._sink)
 
+    def job(self, bucket: Bucket, step: int) -> BucketJob:
+        """Plans the synchronisation of `bucket`, which `synchronise` runs."""
+        part = self.part(bucket)
+        # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
+        plan = self._stragglers.adapt(part, self._plan_for(part, step))
+        record = BucketRecord(
+            bucket=bucket.name,
+            step=step,
+            scheme=self._stragglers.scheme_of(plan, None),
+            phase=plan.phase,
+            density=plan.density,
+            numel=part.numel,
+            timer=StageTimer(bucket.grad_N.device),
+            dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
+            predicted_us=plan.predicted_us,
+            dense_us=self.planner.dense_us(bucket),
+            launched_s=time.perf_counter(),
+        )
+        return BucketJob(part, plan, step, record, bucket)
+
+    def _plan_for(self, part: Bucket, step: int) -> Plan:
+        plan = self.planner.plan_for(part, step)
+        return alone(plan) if self._level.is_alone else plan
+
     def synchronise(self, job: BucketJob) -> Stage[None]:
         """The pipeline; see the module's docstring. Run by the progress thread."""
-        self._prepare(job)
+        self._average(job)
+        yield from self._level.inside(job.whole, job.record)
+        self._listen(job)
         selected = yield from self._select(job)
         yield GATE
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
@@ -292,15 +276,18 @@ class GradientReducer:
         sent_bytes = yield from self._exchange(job, selected, exchange)
         self._finish(job, selected, sent_bytes)
 
-    def _prepare(self, job: BucketJob) -> None:
+    def _average(self, job: BucketJob) -> None:
         """Averages before selection: residuals are contributions to the averaged gradient.
 
         The time counts to the timer's stage `prune`.
         """
-        bucket = job.bucket
         if job.divisor > 1 and not job.averages:
             with job.timer.stage("prune"):
-                bucket.grad_N.div_(job.divisor)
+                job.whole.grad_N.div_(job.divisor)
+
+    def _listen(self, job: BucketJob) -> None:
+        """Shows the gradient to the listeners, divided."""
+        bucket = job.bucket
         if self._listeners and job.averages:
             bucket = replace(bucket, grad_N=bucket.grad_N / job.divisor)
         for listener in self._listeners:
@@ -339,7 +326,7 @@ class GradientReducer:
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
         exchange = Exchange(
             bucket,
-            self.transport,
+            self._level.across,
             self.buffers,
             job.timer,
             self._config.scheme,
@@ -364,7 +351,9 @@ class GradientReducer:
             steps = SCHEMES[job.plan.scheme].run(exchange, selected)
         else:
             steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
-        return self._second_half.after(steps, exchange, job.step)
+        steps = self._level.after(steps, exchange, job.whole, job.record)
+        whole = replace(exchange, bucket=job.whole, transport=self.transport)
+        return self._second_half.after(steps, whole, job.step)
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
         """Completes the record.
@@ -373,10 +362,11 @@ class GradientReducer:
         the collective reads it.
         """
         job.record.message_bytes = selected.nbytes
-        job.record.wire_bytes = sent_bytes
+        job.record.wire_bytes = job.record.inside_bytes + sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
-        row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
-        return row | {"straggler": self._stragglers.report(bucket, plan)}
+        part = self.part(bucket)
+        row, plan = self.planner.report(part, step), self._plan_for(part, step)
+        return row | {"straggler": self._stragglers.report(part, plan)}

@@ -22,6 +22,7 @@ from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
+from megatron_sparse.transport.membership import node_of_cluster
 
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _NOTHING_LEFT = "-"
@@ -91,6 +92,8 @@ def run_started(config: RunConfig, command: str) -> int:
         )
     config = preparation.decide(config)
     os.environ.update(preparation.rank_environment(config))
+    cluster = config.cluster
+    os.environ.update(node_of_cluster(os.environ, cluster.nodes, cluster.ranks_per_node))
     store, rank = _meet()
     run_dir = None
     try:

@@ -18,7 +18,7 @@ timeouts.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import secrets
 import socket
 import time
@@ -33,6 +33,7 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
+from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
 from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
@@ -143,7 +144,8 @@ class ProcessGroupTransport:
     Making one is collective over the group.
 
     Args:
-        group: the group whose ranks take part; a second group over the same ranks is made.
+        group: the group whose ranks take part; a second group over the same ranks is made. Or the
+            global ranks themselves, this one among them.
         timeout_s: seconds after which an operation fails.
         device: CPU for gloo, the current CUDA device for NCCL.
         liveness: notice ranks that die or stop, by a side channel (`liveness`).
@@ -151,21 +153,26 @@ class ProcessGroupTransport:
 
     Raises:
         ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU or with a
-            backend that the engine does not support (`nccl_backends`).
+            backend that the engine does not support (`nccl_backends`), or the ranks disagree on
+            which of them share a node (`membership`).
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Sequence[int],
         timeout_s: float,
         device: torch.device,
         *,
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        backend = dist.get_backend(group)
+        if isinstance(group, dist.ProcessGroup):
+            host, ranks = group, dist.get_process_group_ranks(group)
+        else:
+            host, ranks = dist.distributed_c10d._get_default_group(), list(group)
+        backend = dist.get_backend(host)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
                 "the gradients' device does not fit the group's backend",
@@ -174,21 +181,26 @@ class ProcessGroupTransport:
                 remedy="choose --distributed-backend to match",
             )
         if nccl_engine and device.type == "cuda":
-            require_supported(ENGINE, group, group.group_desc)
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
+            require_supported(ENGINE, host, host.group_desc)
+        self.rank = ranks.index(dist.get_rank())
+        self.world_size = len(ranks)
         self.device = device
-        ranks = dist.get_process_group_ranks(group)
         self.group = borrow_group(ranks, backend, timeout_s)
         self._timeout_s = timeout_s
         self._liveness: PeerLiveness | None = None
         self._waiters = Waiters(WAITERS)
         self._arrival_counters: list[StoreArrivalCounter] = []
+        self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:
             self._liveness = open_liveness(ranks, dist.get_rank(), timeout_s, self._broadcast)
         # After the side channel: once the host names are gathered, all ranks have joined it.
-        self.nodes = self._find_nodes()
-        self.communicator = self._make_communicator() if nccl_engine else None
+        try:
+            self.nodes = self._find_nodes()
+        except ConfigError:
+            self.close()
+            raise
+        if nccl_engine:
+            self.communicator = self._make_communicator()
 
     def _make_communicator(self) -> NcclCommunicator:
         if self.device.type != "cuda":
@@ -218,13 +230,12 @@ class ProcessGroupTransport:
         return bytes(words.tolist())
 
     def _find_nodes(self) -> tuple[int, ...]:
-        """Compares host names: the host waits for one small all-gather."""
-        digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest()
-        own = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=self.device)
-        gathered = own.new_empty(self.world_size)
+        """See `membership`: the host waits for one small all-gather."""
+        row = NodeAnswer.of(os.environ, socket.gethostname()).row()
+        own = torch.tensor(row, dtype=torch.int64, device=self.device)
+        gathered = own.new_empty(self.world_size * len(row))
         self.all_gather(gathered, own).finish()
-        hosts = gathered.tolist()
-        return tuple(hosts.index(host) for host in hosts)
+        return agreed_nodes(gathered.view(self.world_size, -1).tolist())
 
     def open_arrival_counter(self) -> StoreArrivalCounter:
         """See `Transport`. Opens another connection to the store at which the processes met."""

@@ -156,7 +156,7 @@ def test_a_restored_rank_goes_on_bit_for_bit(method):
     resumed = Rank(method)
     bucket = Bucket("b", _gradient(0), PIECES, CollectiveOp.ALL_REDUCE, 1)
     for name, store in whole.method.stores.items():
-        saved = {key: view.clone() for key, view in store.by_parameter()}
+        saved = {key: view.clone() for key, view in store.slices()}
         resumed.method.stores[name].load([bucket], saved)
     resumed.method.load_state_dict(whole.method.state_dict())
     for step in range(4, 9):

@@ -92,21 +92,34 @@ def test_state_moves_between_bucket_layouts_by_parameter_name():
     residual = store.begin(first)
     residual[:] = torch.arange(first.numel, dtype=torch.float32)
     store.commit()
-    saved = {name: view.clone() for name, view in store.by_parameter()}
+    saved = {key: view.clone() for key, view in store.slices()}
     other = _store()
     pieces = [ParameterSlice("w1", 0, 6), ParameterSlice("w0", 8, 12)]
     bucket = Bucket("two", torch.zeros(16), pieces, CollectiveOp.ALL_REDUCE, 1)
-    assert other.load([bucket], saved | {"gone": torch.ones(3)}) == {"gone"}
+    other.load([bucket], saved | {("gone", 0): torch.ones(3)})
     moved = other.begin(bucket)
-    assert torch.equal(moved[0:6], saved["w1"])
-    assert torch.equal(moved[8:12], saved["w0"])
+    assert torch.equal(moved[0:6], saved["w1", 0])
+    assert torch.equal(moved[8:12], saved["w0", 0])
     assert not moved[6:8].any()
+
+
+def test_two_slices_of_one_parameter_are_told_apart():
+    pieces = [ParameterSlice("w", 0, 3, offset=2), ParameterSlice("w", 3, 7, offset=10)]
+    bucket = Bucket("part", torch.zeros(7), pieces, CollectiveOp.ALL_REDUCE, 1)
+    store = _store()
+    store.begin(bucket).copy_(torch.arange(7.0))
+    saved = {key: view.clone() for key, view in store.slices()}
+    assert saved.keys() == {("w", 2), ("w", 10)}
+    assert [name for name, _ in store.by_parameter()] == ["w", "w"]
+    other = _store()
+    other.load([bucket], {("w", 10): saved["w", 10]})
+    assert other.begin(bucket).tolist() == [0, 0, 0, 3, 4, 5, 6]
 
 
 def test_a_saved_residual_of_another_size_is_refused():
     store = _store()
     with pytest.raises(CheckpointError, match="does not fit"):
-        store.load([_bucket()], {"w0": torch.zeros(5)})
+        store.load([_bucket()], {("w0", 0): torch.zeros(5)})
 
 
 def test_loading_replaces_residuals_and_pending_selections():

@@ -258,7 +258,8 @@ def _faults(rank, world_size):
     exact = {"parameters": ParametersConfig("exact")}
     kept_apart = {"residual_checkpoint": "sum"}
     named = {"config": "saef"}
-    for options in ({"densty": 1}, {"undo": "always"}, kept_apart, exact, both, named):
+    level = {"level": "node"}
+    for options in ({"densty": 1}, {"undo": "always"}, kept_apart, exact, level, both, named):
         try:
             megatron_sparse.DDPState(DistributedDataParallel(Linear()), **options)
         except ConfigError as error:
@@ -288,19 +289,20 @@ def _faults(rank, world_size):
 
 def test_errors_are_typed_those_of_a_backward_pass_too():
     for rank, errors in enumerate(run_ranks(_faults, 2)):
-        assert errors[:9] == [
+        assert errors[:10] == [
             "unknown option 'densty'",
             "compression.undo=always does not go with plain DDP",
             "compression.residual_checkpoint=sum does not go with plain DDP",
             "parameters.method=exact does not go with plain DDP",
+            "compression.level=node does not go with plain DDP",
             "DDPState got both a config and single options",
             "preset is unknown",
             "this model was not wrapped by DDP",
             "fp16 parameters do not go with plain DDP",
             "ddp_hook was called outside a backward pass",
         ]
-        assert f"rank {1 - rank} of the group is not in the same collective" in errors[9]
-        assert "bucket bucket0" in errors[9]
+        assert f"rank {1 - rank} of the group is not in the same collective" in errors[10]
+        assert "bucket bucket0" in errors[10]
 
 
 def _killed_peer(rank, world_size, report):

@@ -58,8 +58,19 @@ def _rewrite(folder, change):
         torch.save(state, path)
 
 
+def _to_version_2(state):
+    """Stores held whole parameters, by name."""
+    state["stores"] = {
+        store: {name: value for (name, _), value in values.items()}
+        for store, values in state["stores"].items()
+    }
+    del state["rows"], state["row"]
+    state["version"] = 2
+
+
 def _to_version_1(state):
     """The plugin's files in their first version, which held only residuals."""
+    _to_version_2(state)
     state["residuals"] = state.pop("stores")["residual"]
     for key in ("mode", "kept", "gradient_factor", "method", "buckets"):
         del state[key]
@@ -72,6 +83,7 @@ def _load_all(rank, world_size, cases):
     return {name: load_and_go_on(Path(path), **options) for name, (path, options) in cases.items()}
 
 
+OLD = {"version 1": _to_version_1, "version 2": _to_version_2}
 REFUSED = {
     "layout": "another model-parallel layout",
     "version": "written by another version",
@@ -85,7 +97,7 @@ def loaded(saved, tmp_path_factory):
     """The state that two ranks restore from the checkpoint, intact and damaged in several ways."""
     whole = saved[0] / "full"
     folder = tmp_path_factory.mktemp("spoilt")
-    for name in (*REFUSED, "missing", "version 1"):
+    for name in (*REFUSED, "missing", *OLD):
         _copy(whole, folder / name)
     (folder / "missing/megatron_sparse/rank_00001.pt").unlink()
     _rewrite(folder / "layout/megatron_sparse", lambda s: s["place"].update(tensor_size=2))
@@ -96,10 +108,11 @@ def loaded(saved, tmp_path_factory):
             {name: value[:-1] for name, value in s["stores"]["residual"].items()}
         ),
     )
-    _rewrite(folder / "version 1/megatron_sparse", _to_version_1)
+    for name, change in OLD.items():
+        _rewrite(folder / name / "megatron_sparse", change)
     for path in (folder / "damaged/megatron_sparse").iterdir():
         path.write_bytes(path.read_bytes()[:100])
-    cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing", "version 1")}
+    cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing", *OLD)}
     cases["other buckets"] = (str(whole), {"bucket_size": None})
     cases["sum"] = (str(saved[0] / "sum"), {})
     _copy(whole, folder / "method")
@@ -108,9 +121,9 @@ def loaded(saved, tmp_path_factory):
     return run_ranks(_load_all, 2, cases, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("case", ["other buckets", "version 1"])
+@pytest.mark.parametrize("case", ["other buckets", *OLD])
 def test_the_same_size_gives_every_rank_its_own_back(saved, loaded, case):
-    """With any buckets, and from files of the first version too."""
+    """With any buckets, and from files of earlier versions too."""
     for results, own in zip(loaded, saved[1], strict=True):
         result = results[case]
         assert result["step"] == STEPS

@@ -1,0 +1,152 @@
+"""Which ranks of a group are on one node; all of them agree.
+
+A rank's node is, by the first of these that its environment has:
+
+    MEGATRON_SPARSE_NODE    a number, given by `cluster.nodes` where one machine stands for several
+    GROUP_RANK              of torchrun and other launchers of torch's elastic agent
+    SLURM_NODEID            of srun
+    the host's name         else
+
+Every rank of a group sends its answer to every other, so all compute the same nodes, and all
+raise the same error if the answers contradict one another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_sparse.errors import ConfigError
+
+NODE_VARIABLE = "MEGATRON_SPARSE_NODE"
+_HOST = "the host's name"
+_SOURCES = (NODE_VARIABLE, "GROUP_RANK", "SLURM_NODEID", _HOST)
+_LOCAL_RANKS = "LOCAL_WORLD_SIZE"
+"""How many ranks the launcher has started on this node; said by torchrun."""
+_UNKNOWN = 0
+
+
+@dataclass(frozen=True)
+class NodeAnswer:
+    """A rank's answer to the question of its node.
+
+    Attributes:
+        node: a number; equal for ranks of one node.
+        host: a number that stands for the host's name.
+        source: index of the variable that said it.
+        local_ranks: ranks on the node by the launcher; 0 if it does not say.
+    """
+
+    node: int
+    host: int
+    source: int
+    local_ranks: int = _UNKNOWN
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], host: str) -> NodeAnswer:
+        """This rank's answer.
+
+        Raises:
+            ConfigError: a variable is not a number.
+
+        Example:
+            >>> here = NodeAnswer.of({"GROUP_RANK": "3", "LOCAL_WORLD_SIZE": "8"}, "gpu-17")
+            >>> here.node, here.local_ranks
+            (3, 8)
+        """
+        digest = hashlib.blake2b(host.encode(), digest_size=7).digest()
+        host_number = int.from_bytes(digest)
+        for source, variable in enumerate(_SOURCES[:-1]):
+            if variable in environment:
+                # A launcher's count of ranks is about its own nodes.
+                of_launcher = variable == "GROUP_RANK"
+                local = _number(environment, _LOCAL_RANKS) if of_launcher else _UNKNOWN
+                return cls(_number(environment, variable), host_number, source, local)
+        return cls(host_number, host_number, len(_SOURCES) - 1)
+
+    def row(self) -> list[int]:
+        """The answer as numbers below 2^63, for an all-gather."""
+        return [self.node, self.host, self.source, self.local_ranks]
+
+
+def _number(environment: Mapping[str, str], variable: str) -> int:
+    value = environment.get(variable, str(_UNKNOWN))
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{variable} does not say which node this rank is on",
+            expected="a number, 0 or more",
+            got=value,
+            remedy="unset it, or let the launcher set it",
+        )
+    return int(value)
+
+
+def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """For each rank of a group the node that it is on: the first rank there.
+
+    Args:
+        rows: each rank's `NodeAnswer.row`.
+
+    Raises:
+        ConfigError: the answers contradict one another. The same on every rank.
+
+    Example:
+        >>> agreed_nodes([[7, 1, 0, 0], [9, 1, 0, 0], [7, 1, 0, 0]])
+        (0, 1, 0)
+    """
+    answers = [NodeAnswer(*row) for row in rows]
+    first = answers[0]
+    nodes = [answer.node for answer in answers]
+    counts = Counter(nodes)
+    for rank, answer in enumerate(answers):
+        if answer.source != first.source:
+            raise ConfigError(
+                "ranks learn from different sources which node they are on",
+                expected=f"rank 0 of the group: {_SOURCES[first.source]}",
+                got=f"rank {rank}: {_SOURCES[answer.source]}",
+                remedy=f"start all ranks by the same launcher, or set {NODE_VARIABLE} for each",
+            )
+        same = nodes.index(answer.node)
+        if answer.host != answers[same].host:
+            raise ConfigError(
+                f"{_SOURCES[answer.source]} puts ranks of different hosts on one node",
+                expected=f"ranks {same} and {rank} of the group on one host, as node {answer.node}",
+                got="different host names",
+                remedy="number ranks node by node (srun --distribution=block), give each "
+                f"machine's launcher a node rank of its own, or set {NODE_VARIABLE}",
+            )
+        if _UNKNOWN < answer.local_ranks < counts[answer.node]:
+            raise ConfigError(
+                f"node {answer.node} has more ranks than its launcher has started",
+                expected=f"at most {_LOCAL_RANKS}={answer.local_ranks}",
+                got=f"{counts[answer.node]} ranks of the group",
+                remedy="give each launcher a node rank of its own (torchrun --node-rank), or set "
+                f"{NODE_VARIABLE} for each rank",
+            )
+    return tuple(nodes.index(node) for node in nodes)
+
+
+def node_of_cluster(
+    environment: Mapping[str, str], nodes: int, ranks_per_node: int
+) -> dict[str, str]:
+    """The variable that says this rank's node where one machine stands for several.
+
+    Empty if the configuration has one node, if the variable is set already, or if the launcher's
+    nodes are those of the configuration.
+
+    Args:
+        environment: with RANK.
+        nodes: `cluster.nodes`.
+        ranks_per_node: `cluster.ranks_per_node`.
+
+    Example:
+        >>> on_one_machine = {"RANK": "3", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
+        >>> node_of_cluster(on_one_machine, nodes=2, ranks_per_node=2)
+        {'MEGATRON_SPARSE_NODE': '1'}
+    """
+    local_ranks = _number(environment, _LOCAL_RANKS)
+    if nodes == 1 or NODE_VARIABLE in environment or local_ranks <= ranks_per_node:
+        return {}
+    return {NODE_VARIABLE: str(_number(environment, "RANK") // ranks_per_node)}

@@ -1,0 +1,364 @@
+"""compression.level=node and instance in Megatron: gloo ranks that count as nodes of two ranks.
+
+One launch of 4 ranks has the layouts in which a node has two data-parallel ranks, and the
+checkpoints; one of 8 ranks has tensor parallelism inside a node, and nodes inside an instance.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.run.local_ranks import run_loopback
+from megatron_sparse.transport.membership import NODE_VARIABLE
+from tests.megatron.checkpoint_cases import saved_tensors
+from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
+from tests.megatron.test_parallel import Records, _assert_equal_copies, _copies
+from tests.megatron.test_pretrain import ITERATIONS, ROOT, SMALL, losses
+from tests.megatron.test_resume import SAVED_AT, TARGET
+from tests.ranks import run_ranks
+
+STEPS = 3
+AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
+OVERLAP = {"overlap_grad_reduce": True}
+SHARDED = {"use_distributed_optimizer": True}
+TWO_OF_TWO = "2 nodes of 2 ranks"
+
+LAYOUTS = {
+    "all_reduce": (Layout(ddp=OVERLAP), "node"),
+    "reduce_scatter": (Layout(ddp=SHARDED), "node"),
+    "overlap": (Layout(microbatches=2, ddp=SHARDED | OVERLAP), "node"),
+    "param_gather": (
+        Layout(precision="bf16", ddp=SHARDED | OVERLAP | {"overlap_param_gather": True}),
+        "auto",
+    ),
+    "average": (Layout(ddp=SHARDED | OVERLAP | {"average_in_collective": True}), "node"),
+    "fp16": (Layout(precision="fp16", ddp=SHARDED | OVERLAP), "node"),
+    "fp32_accumulation": (
+        Layout(
+            precision="bf16",
+            ddp=SHARDED | OVERLAP | {"reduce_scatter_with_fp32_accumulation": True},
+        ),
+        "node",
+    ),
+    "instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "instance"),
+}
+"""Name -> layout and level, on 4 ranks."""
+CHECKPOINTS = ("all_reduce", "overlap", "instances")
+ONE_EACH = {"tensor": (Layout(tensor=2, ddp=OVERLAP), "node")}
+"""Two nodes with one data-parallel rank of each group: they run at level `rank`, and say so."""
+ONE_NODE = {"pipeline": (Layout(pipeline=2, microbatches=2, ddp=OVERLAP), "node")}
+"""Each data-parallel group is on one node, where nothing is compressed."""
+LARGE = {
+    "tensor": (Layout(tensor=2, ddp=SHARDED | OVERLAP), "node"),
+    "expert": (Layout(expert=2, experts=4, ddp=OVERLAP), "node"),
+    "nodes_in_instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node"),
+}
+"""On 8 ranks in nodes of 4, or for the last one of 2."""
+
+
+def _train(layout, level, **plugin):
+    from megatron_sparse.megatron import attach, detach
+
+    model, sent, lines = ParallelGPT(layout), Records(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("megatron_sparse")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    options = AT_TARGET | plugin
+    attachment = attach(model.chunks, model.optimizer, sink=sent, level=level, **options)
+    logger.removeHandler(handler)
+    losses = [model.step() for _ in range(STEPS)]
+    numel = sum(bucket.numel for bucket in attachment.buckets)
+    result = {
+        "losses": losses,
+        "copies": {name: (_copies(model)[name], w) for name, w in model.weights().items()},
+        "pruned": {n for n, held in attachment.residuals.by_parameter() if held.any()},
+        "residual": attachment.residuals.nbytes - attachment.residuals.undo_nbytes,
+        "account": attachment.memory_account().nbytes["residual"],
+        "whole": 4 * numel,
+        "lines": [line for line in lines if "compressed at level" in line],
+        "bytes": (sent.wire, sent.dense),
+    }
+    detach(attachment)
+    return result
+
+
+def _report(layout, level):
+    plain = ParallelGPT(layout)
+    losses = [plain.step() for _ in range(STEPS)]
+    del plain
+    return {
+        "plain": losses,
+        "dense": _train(layout, level, scheme="dense")["losses"],
+        "whole": _train(layout, level, scheme="direct", density=1.0)["losses"],
+        "sparse": _train(layout, level, scheme="direct", density=0.1),
+        "bits": _train(layout, level, scheme="direct", density=0.1, value_bits=3, sum_bits=4),
+    }
+
+
+def _on_node(rank, ranks_per_node):
+    os.environ[NODE_VARIABLE] = str(rank // ranks_per_node)
+
+
+def _four(rank, world_size, folder):
+    cpu_mode.enable()
+    _on_node(rank, 2)
+    reports = {}
+    for name, (layout, level) in (LAYOUTS | ONE_EACH | ONE_NODE).items():
+        with parallel_state_of(layout):
+            reports[name] = _report(layout, level)
+    for name in CHECKPOINTS:
+        with parallel_state_of(LAYOUTS[name][0]):
+            reports[f"checkpoint {name}"] = _checkpoints(*LAYOUTS[name], Path(folder, name))
+    return reports
+
+
+def _eight(rank, world_size):
+    cpu_mode.enable()
+    reports = {}
+    for name, (layout, level) in LARGE.items():
+        _on_node(rank, 2 if name == "nodes_in_instances" else 4)
+        with parallel_state_of(layout):
+            reports[name] = _report(layout, level)
+    return reports
+
+
+class _Run:
+    """A model at a level, its checkpoints, and the sums of its residuals over all ranks."""
+
+    def __init__(self, layout, level):
+        from megatron_sparse.megatron import attach
+
+        self.model = ParallelGPT(layout)
+        self.attachment = attach(
+            self.model.chunks,
+            self.model.optimizer,
+            level=level,
+            scheme="direct",
+            density=0.1,
+            **AT_TARGET,
+        )
+
+    def held(self):
+        store = self.attachment.residuals
+        return {key: view.clone() for key, view in store.slices()}
+
+    def totals(self):
+        """The residual of each parameter, whole, in fp64: exact for sums of two fp32 numbers."""
+        whole = {
+            piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
+            for bucket in self.attachment.buckets
+            for piece in bucket.parameters
+        }
+        for (name, start), view in self.held().items():
+            whole[name][start : start + view.numel()] += view
+        for values in whole.values():
+            torch.distributed.all_reduce(values)
+        return whole
+
+    def save(self, folder, mode):
+        from megatron.core import dist_checkpointing
+
+        from megatron_sparse.megatron import checkpoint
+
+        self.attachment.config.compression.residual_checkpoint = mode
+        folder.mkdir(exist_ok=True, parents=True)
+        torch.distributed.barrier()
+        state = {checkpoint.KEY: checkpoint.sharded_state(self.attachment)}
+        dist_checkpointing.save(state, str(folder))
+
+    def save_files(self, folder, mode):
+        from megatron_sparse.megatron import checkpoint
+
+        self.attachment.config.compression.residual_checkpoint = mode
+        checkpoint.save(self.attachment, folder)
+        torch.distributed.barrier()
+
+    def load(self, folder):
+        from megatron_sparse.megatron import checkpoint
+
+        checkpoint.load(self.attachment, folder, iteration=77)
+        return self
+
+    def end(self):
+        from megatron_sparse.megatron import detach
+
+        detach(self.attachment)
+
+
+def _equal(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def _rounded(totals):
+    return {name: values.float() for name, values in totals.items()}
+
+
+def _checkpoints(layout, level, folder):
+    """Whether residuals survive, by what was saved and what loads it."""
+    run = _Run(layout, level)
+    for _ in range(2):
+        run.model.step()
+    held, totals = run.held(), run.totals()
+    found = {"any": any(values.any() for values in totals.values())}
+    for mode in ("full", "sum"):
+        run.save(folder / mode, mode)
+        run.save_files(folder / f"{mode} files", mode)
+    run.end()
+    for case in ("full", "full files"):
+        again = _Run(layout, level).load(folder / case)
+        found[f"{case}: own slices"] = _equal(again.held(), held)
+        again.model.step()
+        again.end()
+    for other in (level, "rank"):
+        for case in ("sum", "sum files"):
+            again = _Run(layout, other).load(folder / case)
+            found[f"{case}: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
+            again.end()
+    for kind in ("full", "full files"):
+        ranks = _Run(layout, "rank").load(folder / kind)
+        found[f"{kind}: total at rank"] = _equal(ranks.totals(), totals)
+        save = ranks.save if kind == "full" else ranks.save_files
+        save(folder / f"{kind} of ranks", "full")
+        ranks.end()
+        again = _Run(layout, level).load(folder / f"{kind} of ranks")
+        found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
+        again.end()
+    return found
+
+
+TIMEOUT_S = 1500.0
+"""A test machine may be many times slower than a quiet one."""
+pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run_ranks(_four, 4, str(tmp_path_factory.mktemp("level")), timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return run_ranks(_eight, 8, timeout_s=TIMEOUT_S)
+
+
+def _assert_trains(ranks, name, layout):
+    # As in test_parallel: the same numbers added in another order, and Adam's division.
+    rtol = 1e-5 if layout.precision == "fp32" else 5e-3
+    for rank in ranks:
+        report = rank[name]
+        assert report["dense"] == report["plain"], "dense runs are Megatron's, bit for bit"
+        assert report["whole"] == pytest.approx(report["plain"], rel=rtol)
+        assert report["sparse"]["losses"] != report["plain"]
+        assert any("mlp" in parameter for parameter in report["sparse"]["pruned"])
+    for run in ("sparse", "bits"):
+        _assert_equal_copies([rank[name][run]["copies"] for rank in ranks])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_trains(four, name):
+    layout, level = LAYOUTS[name]
+    if layout.precision != "fp16":  # whose first steps overflow and are skipped
+        _assert_trains(four, name, layout)
+    _assert_equal_copies([rank[name]["sparse"]["copies"] for rank in four])
+    for rank in four:
+        sparse = rank[name]["sparse"]
+        assert sparse["residual"] == sparse["account"] == sparse["whole"] // 2
+    said = [line for rank in four for line in rank[name]["sparse"]["lines"]]
+    expected = "level instance" if level == "instance" else f"level node: {TWO_OF_TWO}"
+    assert said
+    assert all(expected in line for line in said)
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_nodes_with_one_rank_of_a_group_run_at_level_rank(four, name):
+    for rank in four:
+        sparse = rank[name]["sparse"]
+        assert sparse["residual"] == sparse["whole"]
+    said = [line for rank in four for line in rank[name]["sparse"]["lines"]]
+    assert said
+    assert all("level rank: each node has one rank" in line for line in said)
+
+
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_a_group_on_one_node_is_dense(four, name):
+    for rank in four:
+        report = rank[name]
+        assert report["sparse"]["losses"] == report["bits"]["losses"] == report["plain"]
+        assert report["sparse"]["residual"] == 0
+    said = [line for rank in four for line in rank[name]["sparse"]["lines"]]
+    assert said
+    assert all("2 ranks on one node" in line for line in said)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
+    for rank in four:
+        found = rank[f"checkpoint {name}"]
+        assert [case for case, holds in found.items() if not holds] == []
+
+
+def _train_on_two_nodes(folder, name, *overrides):
+    """A run whose 4 ranks are started on this machine and count as 2 nodes; its folder."""
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "train.py"),
+        *SMALL,
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=2",
+        "compression.level=node",
+        "scheme=direct",
+        "training.global_batch_size=8",
+        "training.overlap_grad_reduce=true",
+        "training.use_distributed_optimizer=true",
+        "parameters.method=exact",
+        "parameters.verify_every=1",
+        f"name={name}",
+        f"runs_dir={folder}",
+        f"training.iterations={ITERATIONS}",
+        *TARGET,
+        *overrides,
+    ]
+    with (folder / f"{name}.log").open("w") as log:
+        code = run_loopback(command, 4, log)
+    assert code == 0, (folder / f"{name}.log").read_text()[-6000:]
+    return folder / name
+
+
+def test_resuming_is_bit_exact(tmp_path):
+    whole = _train_on_two_nodes(tmp_path, "whole")
+    resumed = _train_on_two_nodes(
+        tmp_path,
+        "resumed",
+        f"training.load={whole / 'checkpoints'}",
+        f"megatron.ckpt_step={SAVED_AT}",
+    )
+    expected = losses(whole)
+    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
+    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    residuals = [value for name, value in tensors.items() if ".residual." in name]
+    assert residuals
+    assert all(len(rows) == 2 for rows in residuals), "one for each node"
+    assert all(any(bool(rows[row].any()) for rows in residuals) for row in range(2))
+    said = (tmp_path / "whole.log").read_text()
+    assert f"level node: {TWO_OF_TWO}" in said
+    assert "once per node" in said, "parameters take the lanes"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_layout_of_eight_ranks_trains(eight, name):
+    _assert_trains(eight, name, LARGE[name][0])
+    for rank in eight:
+        sparse = rank[name]["sparse"]
+        # Of experts each node has one rank of the expert data-parallel group's two.
+        assert sparse["residual"] <= sparse["whole"] * (1 if name == "expert" else 0.5)

@@ -1,0 +1,99 @@
+"""Which ranks share a node: the sources, and answers that contradict one another."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.transport.membership import (
+    NODE_VARIABLE,
+    NodeAnswer,
+    agreed_nodes,
+    node_of_cluster,
+)
+from tests.ranks import run_ranks
+
+TORCHRUN = {"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_NODEID": "1", "SLURM_PROCID": "3"}
+
+
+def _nodes(*ranks):
+    """The nodes of ranks that are given as (environment, host)."""
+    return agreed_nodes([NodeAnswer.of(*rank).row() for rank in ranks])
+
+
+def test_host_names_decide_where_no_launcher_does():
+    assert _nodes(({}, "a"), ({}, "b"), ({}, "a")) == (0, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("variable", "launcher"), [("GROUP_RANK", TORCHRUN), ("SLURM_NODEID", SRUN)]
+)
+def test_a_launchers_nodes_come_before_host_names(variable, launcher):
+    """As in containers that all have one name, or two launchers on one machine."""
+    first = launcher | {variable: "0"}
+    assert _nodes((first, "x"), (first, "x"), (launcher, "x"), (launcher, "x")) == (0, 0, 2, 2)
+
+
+def test_a_given_number_comes_before_the_launchers():
+    given = [({NODE_VARIABLE: str(node)} | TORCHRUN, "x") for node in (0, 0, 0, 5)]
+    assert _nodes(*given) == (0, 0, 0, 3)
+
+
+def test_different_sources_are_refused():
+    with pytest.raises(ConfigError, match="different sources") as caught:
+        _nodes((TORCHRUN, "a"), ({}, "a"))
+    assert "rank 1: the host's name" in str(caught.value)
+
+
+def test_one_node_on_two_hosts_is_refused():
+    with pytest.raises(ConfigError, match="ranks of different hosts on one node"):
+        _nodes((SRUN, "a"), (SRUN, "b"))
+
+
+def test_more_ranks_than_the_launcher_started_are_refused():
+    """Two launchers on one machine with the same node rank."""
+    with pytest.raises(ConfigError, match="more ranks than its launcher has started"):
+        _nodes(*[(TORCHRUN, "a")] * 3)
+
+
+def test_a_variable_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match=f"{NODE_VARIABLE} does not say"):
+        NodeAnswer.of({NODE_VARIABLE: "first"}, "a")
+
+
+def test_one_machine_stands_for_the_nodes_of_the_configuration():
+    started = [{"RANK": str(rank), "LOCAL_WORLD_SIZE": "4"} for rank in range(4)]
+    found = [node_of_cluster(each, 2, 2).get(NODE_VARIABLE) for each in started]
+    assert found == ["0", "0", "1", "1"]
+    assert node_of_cluster(started[0], 1, 4) == {}
+    assert node_of_cluster(started[0] | {"LOCAL_WORLD_SIZE": "2"}, 2, 2) == {}
+    assert node_of_cluster(started[0] | {NODE_VARIABLE: "7"}, 2, 2) == {}
+
+
+def _group_nodes(rank, world_size, given):
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_sparse.transport import ProcessGroupTransport
+
+    os.environ |= given[rank]
+    try:
+        transport = ProcessGroupTransport(dist.group.WORLD, 30.0, torch.device("cpu"))
+    except ConfigError as error:
+        return str(error)
+    nodes = transport.nodes
+    transport.close()
+    return nodes
+
+
+def test_gloo_ranks_agree():
+    given = [{NODE_VARIABLE: str(rank // 2)} for rank in range(4)]
+    assert run_ranks(_group_nodes, 4, given) == [(0, 0, 2, 2)] * 4
+
+
+def test_gloo_ranks_all_raise_the_error():
+    errors = run_ranks(_group_nodes, 2, [{NODE_VARIABLE: "0"}, {}])
+    assert all("different sources" in error for error in errors)
