@@ -54,7 +54,7 @@ from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.recording import INSIDE_TIER, BucketRecord
 from megatron_sparse.reduction.instances import until_queued
 from megatron_sparse.reduction.job import GATE, Stage
 from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
@@ -210,12 +210,14 @@ class _DenseInside:
         """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
         values_N = region.grad_N
         if not region.fp32_sums or values_N.dtype == torch.float32:
-            yield self._group.reduce_scatter(shard_M, values_N)
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
             return
         exchange = Exchange(region, self._group, self._buffers, record.timer, self._options)
         steps = dense_allpairs(exchange, values_N, record.step)
-        sent_bytes = yield from until_queued(steps)
+        with record.timer.tier(INSIDE_TIER):
+            sent_bytes = yield from until_queued(steps)
         assert sent_bytes is not None, "it reads no reports"
         record.inside_bytes += sent_bytes
         own_M = values_N[region.shard(self._group.rank)]
@@ -247,11 +249,14 @@ class NodeLevel(_DenseInside):
         piece = bucket.numel // m
         if piece:
             even_N = bucket.grad_N[: m * piece]
-            yield self._group.reduce_scatter(even_N[place * piece : (place + 1) * piece], even_N)
+            with record.timer.tier(INSIDE_TIER):
+                own_M = even_N[place * piece : (place + 1) * piece]
+                yield self._group.reduce_scatter(own_M, even_N)
             record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
-            yield self._group.all_reduce_(rest)
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.all_reduce_(rest)
             record.inside_bytes += 2 * _ring_bytes(rest, m)
 
     def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
@@ -311,13 +316,15 @@ class NodeLevel(_DenseInside):
         piece = bucket.numel // m
         if piece:
             even_N = bucket.grad_N[: m * piece]
-            yield self._group.all_gather(even_N, part.grad_N[:piece])
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.all_gather(even_N, part.grad_N[:piece])
             record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
             # Only the last rank's are right; they are fewer than m elements.
             rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
-            yield self._group.all_gather(rests, rest)
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.all_gather(rests, rest)
             rest.copy_(rests[-rest.numel() :])
             record.inside_bytes += _ring_bytes(rests, m)
         if sent_bytes is None:
