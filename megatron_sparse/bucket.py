@@ -50,7 +50,8 @@ class ParameterSlice:
 
     A parameter with `keep` is always sent whole. Of one with `lossless` exactly the elements that
     are not zero are sent. All others are pruned. `name` is stable across runs and independent of
-    how parameters are grouped into buckets.
+    how parameters are grouped into buckets. `offset` is the element of the parameter at which the
+    slice begins: a part of a bucket may hold several slices of one parameter.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ParameterSlice:
     stop: int
     keep: bool = False
     lossless: bool = False
+    offset: int = 0
 
     @property
     def pruned(self) -> bool:

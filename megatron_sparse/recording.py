@@ -47,6 +47,8 @@ class BucketRecord:
             plan the bytes of its values.
         wire_bytes: bytes that this rank sent in pairwise messages; for `dense`, whose messages the
             backend chooses, those of a ring.
+        inside_bytes: those of `wire_bytes` that added up gradients inside the node or instance,
+            dense, and gathered sums there: 0 at level `rank`.
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
             such model chose the scheme.
         dense_us: predicted microseconds of the backend's own collective on the whole gradient;
@@ -74,6 +76,7 @@ class BucketRecord:
     dense_bytes: int = 0
     message_bytes: int = 0
     wire_bytes: int = 0
+    inside_bytes: int = 0
     predicted_us: float | None = None
     dense_us: float | None = None
     launched_s: float = 0.0

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_sparse.config.checks import are_patterns, in_range, is_flag, one_of
+from megatron_sparse.config.level import RANK, check_level
 from megatron_sparse.errors import ConfigError
 
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
@@ -43,6 +44,13 @@ class CompressionConfig:
 
     Attributes:
         enabled: False synchronises densely; the first dense step also sends the residual.
+        level: which ranks' gradients are added up, dense, before anything is selected from them.
+            `rank`: none, each rank selects from its own. `node`: those of a node; each of its m
+            ranks selects from its m-th of the sum, and only selections cross between nodes.
+            `instance`: those of an instance of Megatron's distributed optimizer; the sum over
+            the instances is compressed. `auto`: `node` where several nodes have equally many
+            ranks, more than one, and links inside that are fast enough (`planner.cluster`); else
+            `rank`. The start says which level runs and why; see docs/compression.md.
         method: how gradients accumulate and thresholds are found; docs/compression.md compares
             the methods. `topk`: leaky error feedback; every step samples the thresholds.
             `threshold_reuse`: the same, but a threshold serves for several steps. `sidco`: the
@@ -90,6 +98,7 @@ class CompressionConfig:
     """
 
     enabled: bool = True
+    level: str = RANK
     method: str = "topk"
     density: float = 0.01
     value_bits: int | None = None
@@ -114,6 +123,7 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         is_flag("compression.enabled", self.enabled)
+        check_level(self.level)
         one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
         if self.value_bits is not None:

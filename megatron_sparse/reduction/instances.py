@@ -69,7 +69,7 @@ class SumOverInstances:
         Raises:
             CommunicationError: an instance means another bucket or step.
         """
-        sent_bytes = yield from _until_queued(steps)
+        sent_bytes = yield from until_queued(steps)
         shard = shard_bucket(exchange.bucket, exchange.transport.rank)
         if exchange.averages:
             shard.grad_N.div_(exchange.bucket.instances)
@@ -100,7 +100,7 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
     )
 
 
-def _until_queued(steps: Steps) -> Generator[Yielded, None, int | None]:
+def until_queued(steps: Steps) -> Generator[Yielded, None, int | None]:
     """Drives a collective to its end, or to `QUEUED` (None); passes no marker on."""
     while True:
         try:

@@ -2,6 +2,7 @@
 
     prepare     divide the gradient by the number of ranks, if the average is wanted and the
                 backend does not divide
+    inside      at a level above `rank`: add up inside the node or instance (`level`)
     select      sparse plan: gradient + residual -> message to send and new residual
                 dense plan: gradient + residual, whole
                 -- the gate: before it a bucket works locally, after it it may use the network;
@@ -27,6 +28,9 @@ branches for them. They are chosen once, when the reducer is made:
   skip one. With `straggler.mode=off` it does nothing.
 - `ThresholdSource`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
   threshold; otherwise each rank uses its own.
+- `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
+  their gradients before the selection, behind the gate; what follows happens to this rank's part
+  of that sum.
 - `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, and the second half sums the shards of all instances.
 - `GradientListener`s see gradients and selections, for instance to dump them.
@@ -56,6 +60,7 @@ from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.group_threshold import threshold_source
 from megatron_sparse.reduction.instances import second_half
 from megatron_sparse.reduction.job import GATE, Progress, Stage
+from megatron_sparse.reduction.level import LevelGroups, alone, level_of
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
@@ -85,22 +90,33 @@ class Groups:
         data_parallel: the ranks whose gradients are summed.
         tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
         instances: the ranks that own the same shard in the other instances of the distributed
-            optimizer; None if there is one instance.
+            optimizer; None if there is one instance, or if the level is `instance`.
+        level: of a level above `rank`; None for `rank`.
     """
 
     data_parallel: Transport
     tensor_parallel: Transport | None = None
     instances: Transport | None = None
+    level: LevelGroups | None = None
 
 
 @dataclass(frozen=True)
 class BucketJob:
-    """A bucket that was launched, with the plan it follows and the record that it fills."""
+    """A bucket that was launched, with the plan it follows and the record that it fills.
+
+    Attributes:
+        bucket: what is selected from and exchanged: the whole bucket, or this rank's part of it.
+        plan: of `bucket`.
+        step: the training step.
+        record: of `bucket`.
+        whole: the launched bucket; the same as `bucket` at level `rank`.
+    """
 
     bucket: Bucket
     plan: Plan
     step: int
     record: BucketRecord
+    whole: Bucket
 
     @property
     def averages(self) -> bool:
@@ -117,7 +133,7 @@ class BucketJob:
     @property
     def divisor(self) -> int:
         """The number of ranks whose gradients are averaged; 1 for a sum."""
-        bucket = self.bucket
+        bucket = self.whole
         is_average = bucket.reduction is Reduction.AVG
         return bucket.world_size * bucket.instances if is_average else 1
 
@@ -215,8 +231,9 @@ class GradientReducer:
         self.windows: PeerMemory | None = None
         self.selector = Selector(method, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
+        self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self._second_half = second_half(groups.instances)
-        self._stragglers = StragglerPolicy(config, self.transport, sink)
+        self._stragglers = StragglerPolicy(config, self._level.across, sink)
 
     def open_windows(self, buckets: Sequence[Bucket]) -> None:
         """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
@@ -233,7 +250,15 @@ class GradientReducer:
             HostError: the ranks cannot access one another's memory.
             DependencyError: this version of torch has no peer memory.
         """
-        self.windows = windows_for(buckets, self._config, self.planner, self.transport)
+        parts = [self.part(bucket) for bucket in buckets]
+        self.windows = windows_for(parts, self._config, self.planner, self._level.across)
+
+    def part(self, bucket: Bucket) -> Bucket:
+        """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
+
+        Always the same object for a bucket. See `reduction.level` for the others.
+        """
+        return self._level.part(bucket)
 
     @property
     def window_bytes(self) -> int:
@@ -254,24 +279,10 @@ class GradientReducer:
             on_done: called when the pipeline has ended; see `Progress.submit`.
         """
         self._stragglers.begin_step(step)
-        # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
-        plan = self._stragglers.adapt(bucket, self.planner.plan_for(bucket, step))
-        record = BucketRecord(
-            bucket=bucket.name,
-            step=step,
-            scheme=self._stragglers.scheme_of(plan, None),
-            phase=plan.phase,
-            density=plan.density,
-            numel=bucket.numel,
-            timer=StageTimer(bucket.grad_N.device),
-            dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
-            predicted_us=plan.predicted_us,
-            dense_us=self.planner.dense_us(bucket),
-            launched_s=time.perf_counter(),
-        )
+        job = self.job(bucket, step)
+        record = job.record
         # The planner compares its predictions with the times that the pipeline records.
         self.planner.follow(record)
-        job = BucketJob(bucket, plan, step, record)
         pending = self._turns.launch(
             bucket,
             lambda after: self.progress.submit(
@@ -282,9 +293,35 @@ class GradientReducer:
         self._stragglers.launched(self.progress)
         return PendingReduction(pending, record, self._sink)
 
+    def job(self, bucket: Bucket, step: int) -> BucketJob:
+        """Plans the synchronisation of `bucket`, which `synchronise` runs."""
+        part = self.part(bucket)
+        # `adapt` replaces the scheme by a variant that can skip a rank, if there is one.
+        plan = self._stragglers.adapt(part, self._plan_for(part, step))
+        record = BucketRecord(
+            bucket=bucket.name,
+            step=step,
+            scheme=self._stragglers.scheme_of(plan, None),
+            phase=plan.phase,
+            density=plan.density,
+            numel=part.numel,
+            timer=StageTimer(bucket.grad_N.device),
+            dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
+            predicted_us=plan.predicted_us,
+            dense_us=self.planner.dense_us(bucket),
+            launched_s=time.perf_counter(),
+        )
+        return BucketJob(part, plan, step, record, bucket)
+
+    def _plan_for(self, part: Bucket, step: int) -> Plan:
+        plan = self.planner.plan_for(part, step)
+        return alone(plan) if self._level.is_alone else plan
+
     def synchronise(self, job: BucketJob) -> Stage[None]:
         """The pipeline; see the module's docstring. Run by the progress thread."""
-        self._prepare(job)
+        self._average(job)
+        yield from self._level.inside(job.whole, job.record)
+        self._listen(job)
         selected = yield from self._select(job)
         yield GATE
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
@@ -292,15 +329,18 @@ class GradientReducer:
         sent_bytes = yield from self._exchange(job, selected, exchange)
         self._finish(job, selected, sent_bytes)
 
-    def _prepare(self, job: BucketJob) -> None:
+    def _average(self, job: BucketJob) -> None:
         """Averages before selection: residuals are contributions to the averaged gradient.
 
         The time counts to the timer's stage `prune`.
         """
-        bucket = job.bucket
         if job.divisor > 1 and not job.averages:
             with job.timer.stage("prune"):
-                bucket.grad_N.div_(job.divisor)
+                job.whole.grad_N.div_(job.divisor)
+
+    def _listen(self, job: BucketJob) -> None:
+        """Shows the gradient to the listeners, divided."""
+        bucket = job.bucket
         if self._listeners and job.averages:
             bucket = replace(bucket, grad_N=bucket.grad_N / job.divisor)
         for listener in self._listeners:
@@ -339,7 +379,7 @@ class GradientReducer:
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
         exchange = Exchange(
             bucket,
-            self.transport,
+            self._level.across,
             self.buffers,
             job.timer,
             self._config.scheme,
@@ -364,7 +404,9 @@ class GradientReducer:
             steps = SCHEMES[job.plan.scheme].run(exchange, selected)
         else:
             steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
-        return self._second_half.after(steps, exchange, job.step)
+        steps = self._level.after(steps, exchange, job.whole, job.record)
+        whole = replace(exchange, bucket=job.whole, transport=self.transport)
+        return self._second_half.after(steps, whole, job.step)
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
         """Completes the record.
@@ -373,10 +415,11 @@ class GradientReducer:
         the collective reads it.
         """
         job.record.message_bytes = selected.nbytes
-        job.record.wire_bytes = sent_bytes
+        job.record.wire_bytes = job.record.inside_bytes + sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
-        row, plan = self.planner.report(bucket, step), self.planner.plan_for(bucket, step)
-        return row | {"straggler": self._stragglers.report(bucket, plan)}
+        part = self.part(bucket)
+        row, plan = self.planner.report(part, step), self._plan_for(part, step)
+        return row | {"straggler": self._stragglers.report(part, plan)}

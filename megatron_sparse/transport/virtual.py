@@ -34,7 +34,12 @@ from megatron_sparse.transport.virtual_arrival_counter import (
     VirtualArrivalCounter,
     Visit,
 )
-from megatron_sparse.transport.virtual_rank import VirtualTransport, VirtualWork
+from megatron_sparse.transport.virtual_rank import (
+    TAG_OF_COLLECTIVES,
+    ReductionKey,
+    VirtualTransport,
+    VirtualWork,
+)
 
 POISON = 0xFF
 
@@ -117,12 +122,14 @@ class VirtualCluster:
         self.link_bytes: Counter[tuple[int, int]] = Counter()
         self.link_messages: Counter[tuple[int, int]] = Counter()
         self.clock_s = [0.0] * world_size
-        self.transports = [VirtualTransport(self, rank) for rank in range(world_size)]
+        everyone = tuple(range(world_size))
+        self.transports = [VirtualTransport(self, rank, everyone) for rank in everyone]
         self._halves: dict[tuple[int, int, int, bool], deque[_Half]] = defaultdict(deque)
         self._matched: list[tuple[float, int, _Half, _Half]] = []
         self._numbers = count()
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
-        self._reductions: dict[int, _Reduction] = {}
+        self._reductions: dict[ReductionKey, _Reduction] = {}
+        self._group_tags = count(TAG_OF_COLLECTIVES - 1, -1)
         self._ended: list[VirtualWork] = []
         self.pending_arrivals: dict[Visit, list[VirtualArrival]] = {}
 
@@ -134,6 +141,20 @@ class VirtualCluster:
     def sent_bytes(self, rank: int) -> int:
         """Bytes that a rank has sent, on all its links."""
         return sum(size for (source, _), size in self.link_bytes.items() if source == rank)
+
+    def group(self, ranks: Sequence[int]) -> list[VirtualTransport]:
+        """A group of these ranks: its transports, in the order of `ranks`.
+
+        They share the clock, the ports and the byte counters of the cluster, and their messages
+        meet those of no other group. A rank uses them in the generator that `run` drives.
+
+        Example:
+            >>> inside = VirtualCluster(4).group([2, 3])
+            >>> inside[1].rank, inside[1].world_size
+            (1, 2)
+        """
+        tag = next(self._group_tags)
+        return [VirtualTransport(self, place, tuple(ranks), tag) for place in range(len(ranks))]
 
     def run(self, start: Callable[[VirtualTransport], Steps]) -> list[Any]:
         """Drives one generator for each rank to its end.
@@ -234,10 +255,10 @@ class VirtualCluster:
         heapq.heappush(self._matched, (posted_s, number, send, receive))
 
     def post_reduction(
-        self, number: int, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
+        self, key: ReductionKey, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
     ) -> None:
         """Takes one rank's part of a backend's own reduction; called by the transports."""
-        reduction = self._reductions.setdefault(number, _Reduction(work.what, {}, {}, {}))
+        reduction = self._reductions.setdefault(key, _Reduction(work.what, {}, {}, {}))
         for rank, values in reduction.inputs.items():
             if reduction.kind != work.what or values.nbytes != values_N.nbytes:
                 raise CommunicationError(
@@ -249,22 +270,24 @@ class VirtualCluster:
         reduction.inputs[work.rank] = values_N
         reduction.outputs[work.rank] = output
         reduction.works[work.rank] = work
-        world = range(self.topology.world_size)
-        missing = [rank for rank in world if rank not in reduction.inputs]
+        ranks, *_ = key
+        missing = [rank for rank in ranks if rank not in reduction.inputs]
         for other in reduction.works.values():
             other.waits_for = Counter(f"rank {rank} to join" for rank in missing)
         if not missing:
-            del self._reductions[number]
-            self._reduce(reduction)
+            del self._reductions[key]
+            self._reduce(reduction, ranks)
 
-    def open_arrival_counter(self, rank: int) -> VirtualArrivalCounter:
+    def open_arrival_counter(self, rank: int, ranks: Sequence[int]) -> VirtualArrivalCounter:
         """See `Transport`; called by the transports."""
-        return VirtualArrivalCounter(rank, self.clock_s, self.pending_arrivals, self._ended.extend)
+        return VirtualArrivalCounter(
+            rank, ranks, self.clock_s, self.pending_arrivals, self._ended.extend
+        )
 
-    def _reduce(self, reduction: _Reduction) -> None:
+    def _reduce(self, reduction: _Reduction, ranks: Sequence[int]) -> None:
         """Adds in rank order; counts and times the steps of a ring over the ranks."""
-        n = self.topology.world_size
-        parts = [reduction.inputs[rank] for rank in range(n)]
+        n = len(ranks)
+        parts = [reduction.inputs[rank] for rank in ranks]
         sum_N = parts[0].clone()
         for part in parts[1:]:
             sum_N += part
@@ -272,21 +295,23 @@ class VirtualCluster:
         sizes = [(cuts[i + 1] - cuts[i]) * sum_N.element_size() for i in range(n)]
         scatter = reduction.kind == "reduce_scatter"
         step_s = 0.0
-        for rank in range(n if n > 1 else 0):
-            after = (rank + 1) % n
+        for place, rank in enumerate(ranks if n > 1 else ()):
+            following = (place + 1) % n
+            after = ranks[following]
             # In a ring a rank passes on every piece except the one that ends with it
             # (reduce-scatter), then every piece except its successor's own (all-gather).
-            sent = sum(sizes) - sizes[rank] + (0 if scatter else sum(sizes) - sizes[after])
+            sent = sum(sizes) - sizes[place] + (0 if scatter else sum(sizes) - sizes[following])
             self.link_bytes[rank, after] += sent
             self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)
             link = self.topology.link(rank, after)
             piece_s = link.beta_s * self.message_scale * max(sizes)
             step_s = max(step_s, link.alpha_s + piece_s)
-        start_s = max(self.clock_s[rank] for rank in range(n))
+        start_s = max(self.clock_s[rank] for rank in ranks)
         done_s = start_s + step_s * (n - 1) * (1 if scatter else 2)
-        for rank, work in reduction.works.items():
-            own = slice(cuts[rank], cuts[rank + 1]) if scatter else slice(None)
+        for place, rank in enumerate(ranks):
+            own = slice(cuts[place], cuts[place + 1]) if scatter else slice(None)
             reduction.outputs[rank].copy_(sum_N[own])
+            work = reduction.works[rank]
             work.undelivered, work.done_s = 0, done_s
             self._ended.append(work)
 

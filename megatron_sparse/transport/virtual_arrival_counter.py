@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from megatron_sparse.transport.arrival_counter import Grace
 from megatron_sparse.transport.virtual_rank import VirtualWork
 
-Visit = tuple[str, int]
-"""A bucket's name, and how many times a rank has arrived at it."""
+Visit = tuple[tuple[int, ...], str, int]
+"""The ranks of a group, a bucket's name, and how many times a rank has arrived at it."""
 
 
 class VirtualArrival(VirtualWork):
@@ -46,7 +46,8 @@ class VirtualArrivalCounter:
 
     Args:
         rank: in the cluster.
-        clock_s: the modelled clock of each rank, in seconds.
+        ranks: of the group, in order: the cluster's ranks that arrive.
+        clock_s: the modelled clock of each rank of the cluster, in seconds.
         pending: the arrivals of every visit at which ranks are missing, shared by all ranks.
             Mutated.
         resume: called with the arrivals of each visit that has been decided.
@@ -55,11 +56,13 @@ class VirtualArrivalCounter:
     def __init__(
         self,
         rank: int,
+        ranks: Sequence[int],
         clock_s: list[float],
         pending: dict[Visit, list[VirtualArrival]],
         resume: Callable[[list[VirtualArrival]], None],
     ) -> None:
         self._rank = rank
+        self._ranks = tuple(ranks)
         self._clock_s = clock_s
         self._pending = pending
         self._resume = resume
@@ -68,13 +71,13 @@ class VirtualArrivalCounter:
     def arrive(self, bucket: str, grace: Grace | None) -> VirtualArrival:
         """See `ArrivalCounter`."""
         self._visits[bucket] += 1
-        visit = bucket, self._visits[bucket]
+        visit = self._ranks, bucket, self._visits[bucket]
         own = VirtualArrival(self._rank, self._clock_s, grace)
         arrived = self._pending.setdefault(visit, [])
         arrived.append(own)
-        if len(arrived) == len(self._clock_s):
+        if len(arrived) == len(self._ranks):
             del self._pending[visit]
-            _decide(arrived)
+            _decide(arrived, self._ranks)
             self._resume(arrived)
         return own
 
@@ -82,13 +85,14 @@ class VirtualArrivalCounter:
         """See `ArrivalCounter`; nothing to close here."""
 
 
-def _decide(arrived: list[VirtualArrival]) -> None:
+def _decide(arrived: list[VirtualArrival], ranks: Sequence[int]) -> None:
     """Decides in the order of modelled time; at equal times the higher rank is first."""
     arrived = sorted(arrived, key=lambda arrival: (arrival.came_s, -arrival.rank))
     last, second = arrived[-1], arrived[-2:][0]
-    grace_s = math.inf if second.grace is None else second.grace(last.rank)
+    straggler = ranks.index(last.rank)
+    grace_s = math.inf if second.grace is None else second.grace(straggler)
     named_s = second.came_s + grace_s
     is_named = len(arrived) > 1 and last.came_s > named_s
     for arrival in arrived:
-        straggler, done_s = (last.rank, named_s) if is_named else (None, last.came_s)
-        arrival.decide(straggler, done_s, last.came_s)
+        named, done_s = (straggler, named_s) if is_named else (None, last.came_s)
+        arrival.decide(named, done_s, last.came_s)

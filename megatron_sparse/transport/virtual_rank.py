@@ -1,4 +1,4 @@
-"""One rank's side of a `VirtualCluster`: its transport, and its works."""
+"""One rank's side of a `VirtualCluster`: its transports, and its works."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import Topology
 
 TAG_OF_COLLECTIVES = -1
+"""Of the whole cluster's all-gathers; those of `VirtualCluster.group` count down from it."""
 
 
 class VirtualWork:
-    """See `Work`. Done when the cluster has delivered everything that belongs to it."""
+    """See `Work`. Done when the cluster has delivered everything that belongs to it.
+
+    Args:
+        rank: in the cluster.
+        clock_s: the modelled clock of each rank of the cluster, in seconds.
+        what: the operation, for errors.
+    """
 
     def __init__(self, rank: int, clock_s: list[float], what: str) -> None:
         self.rank = rank
@@ -39,6 +46,10 @@ class VirtualWork:
         self._clock_s[self.rank] = max(self._clock_s[self.rank], self.done_s)
 
 
+ReductionKey = tuple[tuple[int, ...], int, int]
+"""The ranks of a group, the tag of its collectives, and the number of the reduction in it."""
+
+
 class Cluster(Protocol):
     """The part of a `VirtualCluster` that its ranks' transports use."""
 
@@ -46,7 +57,7 @@ class Cluster(Protocol):
     device: torch.device
     clock_s: list[float]
 
-    def open_arrival_counter(self, rank: int) -> ArrivalCounter:
+    def open_arrival_counter(self, rank: int, ranks: Sequence[int]) -> ArrivalCounter:
         """See `Transport`."""
         ...
 
@@ -57,32 +68,48 @@ class Cluster(Protocol):
         ...
 
     def post_reduction(
-        self, number: int, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
+        self, key: ReductionKey, work: VirtualWork, values_N: torch.Tensor, output: torch.Tensor
     ) -> None:
-        """Takes one rank's part of the group's `number`-th reduction."""
+        """Takes one rank's part of a group's reduction."""
         ...
 
 
 class VirtualTransport:
-    """See `Transport`; one rank of a `VirtualCluster`."""
+    """See `Transport`; one rank of a `VirtualCluster`, or of a group of its ranks.
 
-    def __init__(self, cluster: Cluster, rank: int) -> None:
+    Args:
+        cluster: moves the messages.
+        rank: in the group.
+        ranks: the cluster's rank of each rank of the group, in order.
+        tag: of the group's all-gathers, below 0.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        rank: int,
+        ranks: tuple[int, ...],
+        tag: int = TAG_OF_COLLECTIVES,
+    ) -> None:
         self.rank = rank
-        self.world_size = cluster.topology.world_size
+        self.ranks = ranks
+        self.world_size = len(ranks)
         self.device = cluster.device
-        self.nodes = cluster.topology.nodes
+        self.nodes = tuple(cluster.topology.nodes[each] for each in ranks)
         self.communicator: NcclCommunicator | None = None
         self.may_post = True
         self._cluster = cluster
+        self._own = ranks[rank]
+        self._tag = tag
         self._reductions = 0
 
     def charge(self, seconds: float) -> None:
         """Adds local work to this rank's modelled clock."""
-        self._cluster.clock_s[self.rank] += seconds
+        self._cluster.clock_s[self._own] += seconds
 
     def open_arrival_counter(self) -> ArrivalCounter:
         """See `Transport`."""
-        return self._cluster.open_arrival_counter(self.rank)
+        return self._cluster.open_arrival_counter(self._own, self.ranks)
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
         """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
@@ -104,7 +131,7 @@ class VirtualTransport:
             "all_gather",
             [(peer, own_M) for peer in peers],
             [(peer, places[peer]) for peer in peers],
-            TAG_OF_COLLECTIVES,
+            self._tag,
         )
 
     def exchange(
@@ -126,18 +153,19 @@ class VirtualTransport:
     ) -> VirtualWork:
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
-        work = VirtualWork(self.rank, cluster.clock_s, what)
+        work = VirtualWork(self._own, cluster.clock_s, what)
         for peer, data in receives:
             if data.numel():
-                cluster.post_half(work, peer, data, tag, is_send=False)
+                cluster.post_half(work, self.ranks[peer], data, tag, is_send=False)
         for peer, data in sends:
             if data.numel():
-                cluster.post_half(work, peer, data, tag, is_send=True)
+                cluster.post_half(work, self.ranks[peer], data, tag, is_send=True)
         return work
 
     def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
         assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
-        work = VirtualWork(self.rank, self._cluster.clock_s, kind)
-        self._cluster.post_reduction(self._reductions, work, values_N, output)
+        work = VirtualWork(self._own, self._cluster.clock_s, kind)
+        key = self.ranks, self._tag, self._reductions
+        self._cluster.post_reduction(key, work, values_N, output)
         self._reductions += 1
         return work

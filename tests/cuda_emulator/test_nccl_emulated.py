@@ -104,7 +104,7 @@ class Rank:
         record = BucketRecord(
             "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=self.timer
         )
-        yield from self.reducer.synchronise(BucketJob(self.bucket, plan, step, record))
+        yield from self.reducer.synchronise(BucketJob(self.bucket, plan, step, record, self.bucket))
         return record
 
 

@@ -101,7 +101,7 @@ class Ranks:
         record = BucketRecord(
             "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=StageTimer()
         )
-        for outcome in reducer.synchronise(BucketJob(bucket, plan, step, record)):
+        for outcome in reducer.synchronise(BucketJob(bucket, plan, step, record, bucket)):
             if outcome is not GATE:
                 yield outcome
         return record

@@ -1,0 +1,431 @@
+"""Levels: which ranks' gradients are added up, dense, before anything is selected from them.
+
+    rank       nothing is added up: each rank selects from its own gradient
+    node       the ranks of a node add up; each of them selects from its part of the node's sum
+    instance   the ranks of an instance of the distributed optimizer add up; each of them selects
+               from its own shard
+
+A level above `rank` has three steps, on n = m k ranks in k nodes of m:
+
+1. Inside: the backend's reduce-scatter of the gradient over the m ranks of the node. Rank (i, j),
+   at place j of node i, gets its part of the node's sum.
+2. Across: the part is a bucket of its own. Everything that happens to a bucket at level `rank`
+   happens to it: residual, selection, exchange. The k ranks with the same place in their nodes, a
+   lane, are its group. So `sent + residual == node's gradient + residual before`, element by
+   element, and the m ranks of a node together hold one residual of the model.
+3. After an all-reduce: the backend's all-gather of the parts over the ranks of the node.
+
+For an all-reduce, part j is the j-th of m contiguous pieces of floor(N / m) elements, and the last
+part has the rest as well: fewer than m elements, which the ranks of a node all-reduce. For a
+reduce-scatter, rank (i, j) must end with Megatron's shard i m + j. Its part is the shards j, m + j,
+2 m + j, ..., back to back: k reduce-scatters over m adjacent shards each, and no permutation. The
+lane's reduce-scatter of it leaves shard i m + j on rank (i, j).
+
+`instance` is step 1 over the n ranks of an instance, and step 2 as an all-reduce over the ranks
+that own the same shard in each instance.
+
+Gradients are divided once, before step 1, as at level `rank`. Step 1 adds in the gradient's dtype,
+as Megatron does; with `Bucket.fp32_sums` in fp32.
+
+Cost of N elements of b bytes on a rank: (m - 1) / m N b bytes inside, twice for an all-reduce; and
+across what the scheme sends of N / m elements. All steps of a bucket are posted behind the gate, so
+the selection comes after it. An all-reduce holds back the next bucket until its step 3 is posted.
+
+Shape suffixes: N elements of the bucket, M of one shard or part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.collectives.base import (
+    QUEUED,
+    Exchange,
+    Identity,
+    Steps,
+    exchange_sizes,
+)
+from megatron_sparse.collectives.dense_allpairs import dense_allpairs
+from megatron_sparse.config.level import INSTANCE, NODE
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner import Plan
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.instances import until_queued
+from megatron_sparse.reduction.job import GATE, Stage
+from megatron_sparse.transport import Transport
+
+
+@dataclass(frozen=True)
+class LevelGroups:
+    """The groups of a level above `rank`; see the module's docstring.
+
+    Attributes:
+        inside: the ranks that add up before the selection: of this rank's node, or instance.
+        across: the ranks that exchange selections: this rank's lane, in the order of the nodes, or
+            the ranks that own the same shard in the other instances.
+        level: `node` or `instance`.
+    """
+
+    inside: Transport
+    across: Transport
+    level: str = NODE
+
+
+class Level(Protocol):
+    """The steps before and after the exchange of a bucket's part.
+
+    Attributes:
+        across: the group that exchanges selections.
+        is_alone: this rank's node is the only one: buckets are synchronised dense.
+    """
+
+    across: Transport
+    is_alone: bool
+
+    def part(self, bucket: Bucket) -> Bucket:
+        """What this rank selects from: the same object for the same bucket.
+
+        Its gradient has the right size, dtype and device; its content is that of the sum only
+        while the bucket is under way.
+        """
+        ...
+
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Step 1: fills the part's gradient. Overwrites the bucket's; adds to the record."""
+        ...
+
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
+
+        Args:
+            steps: of the exchange.
+            exchange: with which it was started: its bucket is the part.
+            bucket: the whole bucket, which gets the result.
+            record: gets the bytes of step 3.
+        """
+        ...
+
+
+def level_of(
+    data_parallel: Transport,
+    groups: LevelGroups | None,
+    options: SchemeConfig,
+    buffers: MessageBuffers,
+) -> Level:
+    """The level of a reducer.
+
+    Args:
+        data_parallel: all ranks.
+        groups: of the level; None for `rank`.
+        options: `scheme` of the configuration.
+        buffers: where the parts of a reduce-scatter live.
+    """
+    if groups is None:
+        return RankLevel(data_parallel)
+    if groups.level == INSTANCE:
+        return InstanceLevel(groups, options, buffers)
+    if groups.across.world_size == 1:
+        return RankLevel(data_parallel, is_alone=True)
+    return NodeLevel(groups, options, buffers)
+
+
+def alone(plan: Plan) -> Plan:
+    """The plan on one node, where there is nothing to compress across: the backend's collective."""
+    return replace(
+        plan,
+        scheme="dense",
+        density=1.0,
+        wire_dtype=None,
+        sharded=False,
+        reason="all ranks are on one node",
+        predicted_us=None,
+        value_bits=None,
+    )
+
+
+class RankLevel:
+    """Each rank selects from its own gradient: there are no steps before and after.
+
+    Args:
+        data_parallel: all ranks.
+        is_alone: see `Level`.
+    """
+
+    def __init__(self, data_parallel: Transport, *, is_alone: bool = False) -> None:
+        self.across = data_parallel
+        self.is_alone = is_alone
+
+    def part(self, bucket: Bucket) -> Bucket:
+        """See `Level`: the bucket itself."""
+        return bucket
+
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """See `Level`: nothing."""
+        yield from ()
+
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """See `Level`: nothing follows."""
+        return steps
+
+
+class _DenseInside:
+    """What `node` and `instance` share: parts that are kept, and sums over the inner group."""
+
+    def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
+        self.across = groups.across
+        self.is_alone = False
+        self._group = groups.inside
+        self._options = options
+        self._buffers = buffers
+        self._parts: dict[str, tuple[Bucket, Bucket]] = {}
+
+    def part(self, bucket: Bucket) -> Bucket:
+        """See `Level`."""
+        kept, part = self._parts.get(bucket.name, (None, None))
+        if part is None or kept is not bucket:
+            part = self._new_part(bucket)
+            self._parts[bucket.name] = bucket, part
+        return part
+
+    def _new_part(self, bucket: Bucket) -> Bucket:
+        raise NotImplementedError
+
+    def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
+        """On a CPU gloo ends processes that reduce buckets of different sizes: compare first."""
+        if self._group.device.type == "cpu":
+            identity = Identity("inside", bucket, str(bucket.grad_N.dtype), step)
+            yield from exchange_sizes([], identity, self._group)
+
+    def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
+        """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
+        values_N = region.grad_N
+        if not region.fp32_sums or values_N.dtype == torch.float32:
+            yield self._group.reduce_scatter(shard_M, values_N)
+            record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
+            return
+        exchange = Exchange(region, self._group, self._buffers, record.timer, self._options)
+        steps = dense_allpairs(exchange, values_N, record.step)
+        sent_bytes = yield from until_queued(steps)
+        assert sent_bytes is not None, "it reads no reports"
+        record.inside_bytes += sent_bytes
+        own_M = values_N[region.shard(self._group.rank)]
+        if shard_M.data_ptr() != own_M.data_ptr():
+            shard_M.copy_(own_M)
+
+
+class NodeLevel(_DenseInside):
+    """See the module's docstring.
+
+    Args:
+        groups: the node and the lane.
+        options: `scheme` of the configuration.
+        buffers: where the parts of a reduce-scatter live.
+    """
+
+    def _new_part(self, bucket: Bucket) -> Bucket:
+        m, k = self._group.world_size, self.across.world_size
+        if m * k != bucket.world_size:
+            raise ConfigError(
+                f"bucket {bucket.name}: the groups of the level do not fit",
+                expected=f"nodes times ranks of a node = {bucket.world_size}",
+                got=f"{k} nodes of {m} ranks",
+                remedy="set compression.level=rank",
+            )
+        cuts = self._cuts(bucket)
+        numel = sum(cut.stop - cut.start for cut in cuts)
+        return Bucket(
+            bucket.name,
+            # Of a reduce-scatter a placeholder: `inside` puts the shards back to back.
+            bucket.grad_N[cuts[0]] if len(cuts) == 1 else bucket.grad_N[:numel],
+            slices_of(bucket, cuts),
+            bucket.op,
+            k,
+            Reduction.SUM,
+            fp32_sums=bucket.fp32_sums,
+        )
+
+    def _cuts(self, bucket: Bucket) -> list[slice]:
+        """The elements of the bucket that make up this rank's part."""
+        m, place = self._group.world_size, self._group.rank
+        if bucket.op is CollectiveOp.REDUCE_SCATTER:
+            return [bucket.shard(i * m + place) for i in range(self.across.world_size)]
+        piece = bucket.numel // m
+        stop = bucket.numel if place == m - 1 else (place + 1) * piece
+        return [slice(place * piece, stop)]
+
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """See `Level`."""
+        yield GATE
+        yield from self._agree(bucket, record.step)
+        if bucket.op is CollectiveOp.REDUCE_SCATTER:
+            yield from self._shards_inside(bucket, record)
+            return
+        m, place = self._group.world_size, self._group.rank
+        self.part(bucket).grad_N = bucket.grad_N[self._cuts(bucket)[0]]
+        piece = bucket.numel // m
+        if piece:
+            even_N = bucket.grad_N[: m * piece]
+            yield self._group.reduce_scatter(even_N[place * piece : (place + 1) * piece], even_N)
+            record.inside_bytes += _ring_bytes(even_N, m)
+        rest = bucket.grad_N[m * piece :]
+        if rest.numel():
+            yield self._group.all_reduce_(rest)
+            record.inside_bytes += 2 * _ring_bytes(rest, m)
+
+    def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """Of a reduce-scatter: the sums of this rank's shards, back to back."""
+        m = self._group.world_size
+        part, grad_N = self.part(bucket), bucket.grad_N
+        on_cuda = grad_N.device.type == "cuda"
+        purpose = "node_sum" if on_cuda else f"node_sum:{bucket.name}"
+        part.grad_N = self._buffers.take(purpose, part.numel, grad_N.device, grad_N.dtype)
+        for i in range(self.across.world_size):
+            shards = slice(bucket.shard(i * m).start, bucket.shard(i * m + m - 1).stop)
+            region = Bucket(
+                f"{bucket.name}.node",
+                grad_N[shards],
+                (),
+                bucket.op,
+                m,
+                fp32_sums=bucket.fp32_sums,
+            )
+            yield from self._scatter(part.grad_N[part.shard(i)], region, record)
+
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """See `Level`."""
+        if bucket.op is CollectiveOp.REDUCE_SCATTER:
+            return self._shard_after(steps, exchange, bucket)
+        return self._gather_after(steps, exchange, bucket, record)
+
+    def _shard_after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+        """Puts the shard at its place; `steps` may be queued before their end."""
+        part, lane = exchange.bucket, self.across.rank
+        own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
+        is_queued = False
+        while True:
+            try:
+                outcome = next(steps)
+            except StopIteration as end:
+                if not is_queued:
+                    own_M.copy_(part.grad_N[part.shard(lane)])
+                return end.value
+            if outcome is QUEUED:
+                is_queued = True
+                own_M.copy_(part.grad_N[part.shard(lane)])
+            yield outcome
+
+    def _gather_after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """Gathers the parts of all ranks of the node.
+
+        The markers of `steps` are held back: ranks would else meet in the gathers of two buckets in
+        the order in which exchanges end, which differs between lanes.
+        """
+        part, m = exchange.bucket, self._group.world_size
+        sent_bytes = yield from until_queued(steps)
+        piece = bucket.numel // m
+        if piece:
+            even_N = bucket.grad_N[: m * piece]
+            yield self._group.all_gather(even_N, part.grad_N[:piece])
+            record.inside_bytes += _ring_bytes(even_N, m)
+        rest = bucket.grad_N[m * piece :]
+        if rest.numel():
+            # Only the last rank's are right; they are fewer than m elements.
+            rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
+            yield self._group.all_gather(rests, rest)
+            rest.copy_(rests[-rest.numel() :])
+            record.inside_bytes += _ring_bytes(rests, m)
+        if sent_bytes is None:
+            # What is left only reads reports, after the gather has been queued.
+            yield QUEUED
+            sent_bytes = yield from steps
+        return sent_bytes
+
+
+class InstanceLevel(_DenseInside):
+    """See the module's docstring. For reduce-scatters.
+
+    Args:
+        groups: the instance, and the ranks that own the same shard in all instances.
+        options: `scheme` of the configuration.
+        buffers: of the reducer.
+    """
+
+    def _new_part(self, bucket: Bucket) -> Bucket:
+        if bucket.op is not CollectiveOp.REDUCE_SCATTER:
+            raise ConfigError(
+                f"bucket {bucket.name}: compression.level=instance needs shards",
+                expected="a reduce-scatter, as for Megatron's distributed optimizer",
+                got=bucket.op,
+                remedy="set compression.level=rank or node",
+            )
+        own = bucket.shard(self._group.rank)
+        return Bucket(
+            bucket.name,
+            bucket.grad_N[own],
+            slices_of(bucket, [own]),
+            CollectiveOp.ALL_REDUCE,
+            bucket.instances,
+            Reduction.SUM,
+        )
+
+    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
+        """See `Level`."""
+        yield GATE
+        yield from self._agree(bucket, record.step)
+        part = self.part(bucket)
+        part.grad_N = bucket.grad_N[bucket.shard(self._group.rank)]
+        yield from self._scatter(part.grad_N, bucket, record)
+
+    def after(
+        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Steps:
+        """See `Level`: the sum is in its place."""
+        return steps
+
+
+def slices_of(bucket: Bucket, cuts: list[slice]) -> list[ParameterSlice]:
+    """The parameters of a bucket in a part of it.
+
+    Args:
+        bucket: the whole.
+        cuts: the elements that make up the part, back to back.
+
+    Example:
+        >>> parameters = [ParameterSlice("w", 1, 7)]
+        >>> b = Bucket("0", torch.zeros(8), parameters, CollectiveOp.REDUCE_SCATTER, 4)
+        >>> [(p.start, p.stop, p.offset) for p in slices_of(b, [slice(0, 2), slice(4, 6)])]
+        [(1, 2, 0), (2, 4, 3)]
+    """
+    return list(_slices(bucket, cuts))
+
+
+def _slices(bucket: Bucket, cuts: list[slice]) -> Iterator[ParameterSlice]:
+    moved_to = 0
+    for cut in cuts:
+        for parameter in bucket.parameters:
+            start, stop = max(parameter.start, cut.start), min(parameter.stop, cut.stop)
+            if start < stop:
+                shift = moved_to - cut.start
+                offset = parameter.offset + start - parameter.start
+                yield replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
+        moved_to += cut.stop - cut.start
+
+
+def _ring_bytes(values: torch.Tensor, ranks: int) -> int:
+    """What a rank of a ring sends in a reduce-scatter or an all-gather."""
+    return (ranks - 1) * values.nbytes // ranks

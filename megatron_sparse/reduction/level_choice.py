@@ -1,0 +1,115 @@
+"""Which level a group of ranks compresses at: from `compression.level` and the ranks' nodes.
+
+`node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
+node. Where it is asked for and cannot be, the ranks run at another level, and the reason is logged.
+All ranks of a group come to the same result: they have the same configuration and node numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_sparse.collectives import AUTO as AUTO_SCHEME
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.level import AUTO, INSTANCE, NODE, RANK
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.pricing.cluster import find
+from megatron_sparse.transport.topology import members_of
+
+FASTER_INSIDE = 2.0
+"""`auto` takes `node` where a byte inside a node takes at most this part of one between nodes."""
+
+
+@dataclass(frozen=True)
+class LevelChoice:
+    """The level that runs.
+
+    Attributes:
+        level: `rank`, `node` or `instance`.
+        reason: one sentence without a full stop.
+        nodes: for `node`, the ranks of each node, in order; empty for the other levels.
+    """
+
+    level: str
+    reason: str
+    nodes: tuple[tuple[int, ...], ...] = ()
+
+    def inside(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the rank's node. Only for `node`."""
+        return self.nodes[rank // len(self.nodes[0])]
+
+    def across(self, rank: int) -> tuple[int, ...]:
+        """The rank's lane: the ranks with its place in every node. Only for `node`.
+
+        Example:
+            >>> choice = LevelChoice("node", "", ((0, 1), (2, 3)))
+            >>> choice.inside(3), choice.across(3)
+            ((2, 3), (1, 3))
+        """
+        place = rank % len(self.nodes[0])
+        return tuple(members[place] for members in self.nodes)
+
+
+def choose_level(config: SparseConfig, nodes: Sequence[int], instances: int = 1) -> LevelChoice:
+    """The level of one data-parallel group.
+
+    Args:
+        config: resolved; `compression`, `scheme` and `planner.cluster` are read.
+        nodes: for each rank of the group the node that it is on.
+        instances: of Megatron's distributed optimizer.
+
+    Example:
+        >>> node = SparseConfig.from_overrides(level="node")
+        >>> choose_level(node, (0, 0, 1, 1)).level, choose_level(node, (0, 0, 1)).level
+        ('node', 'rank')
+    """
+    asked = config.compression.level
+    if asked == RANK:
+        return LevelChoice(RANK, "compression.level=rank")
+    if _never_prunes(config):
+        return LevelChoice(RANK, "nothing is ever pruned: the backend's own collective")
+    if asked == INSTANCE:
+        if instances == 1:
+            return LevelChoice(RANK, "there is one instance of the distributed optimizer")
+        return LevelChoice(INSTANCE, "compression.level=instance")
+    found = _by_nodes(nodes, asked)
+    if asked == AUTO and found.level == NODE and (slow := _too_slow_inside(config)):
+        return LevelChoice(RANK, slow)
+    return found
+
+
+def _never_prunes(config: SparseConfig) -> bool:
+    """Whether the whole run is dense, with full values."""
+    name = config.scheme.name
+    is_dense = name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
+    return is_dense or not config.compression.enabled
+
+
+def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
+    """`node` if the nodes allow it."""
+    members = tuple(map(tuple, members_of(nodes)))
+    sizes = sorted({len(each) for each in members})
+    if len(members) == 1 and asked == AUTO:
+        return LevelChoice(RANK, "all ranks are on one node")
+    if sizes == [1]:
+        return LevelChoice(RANK, "each node has one rank")
+    if len(sizes) > 1:
+        return LevelChoice(RANK, f"nodes have {sizes[0]} to {sizes[-1]} ranks")
+    ordered = sorted(members)
+    if [rank for each in ordered for rank in each] != list(range(len(nodes))):
+        return LevelChoice(RANK, "ranks are not numbered node by node")
+    shape = f"{len(members)} nodes of {sizes[0]} ranks"
+    if len(members) == 1:
+        shape = f"{sizes[0]} ranks on one node, where nothing is compressed: dense"
+    return LevelChoice(NODE, shape, tuple(ordered))
+
+
+def _too_slow_inside(config: SparseConfig) -> str | None:
+    """Why links inside a node do not pay for a dense sum, if a cluster file says so."""
+    if config.planner.cluster is None:
+        return None
+    cluster = find(config.planner.cluster)
+    if FASTER_INSIDE * cluster.intra.beta_s <= cluster.inter.beta_s:
+        return None
+    return f"links inside a node are not {FASTER_INSIDE:g} times as fast as those between nodes"

@@ -1,0 +1,185 @@
+"""Reducers of a virtual cluster at a level above `rank`, driven step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.compression.methods import method_of
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.recording import BucketRecord, NullSink
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
+
+LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
+"""Parameters as parts of the bucket; what is left is padding."""
+
+
+def parameters(numel: int) -> list[ParameterSlice]:
+    """Pruned parameters, a kept and a small one, with padding between some of them."""
+    pieces, start = [], 0
+    for index, length in enumerate(LENGTHS):
+        stop = min(start + max(int(length * numel), 1), numel)
+        pieces.append(ParameterSlice(f"w{index}", start, stop, keep=index == 1))
+        start = min(stop + index % 2, numel)
+    return [piece for piece in pieces if piece.stop > piece.start]
+
+
+@dataclass
+class Outcomes:
+    """What one step left on every rank.
+
+    Attributes:
+        results: the bucket's gradient after the step.
+        sent: of each rank, gradient of its node in its part, and residual before less after.
+        records: of each rank.
+    """
+
+    results: list[torch.Tensor] = field(default_factory=list)
+    sent: list[torch.Tensor] = field(default_factory=list)
+    records: list[BucketRecord] = field(default_factory=list)
+
+
+class VirtualRanks:
+    """All ranks of a cluster; each has one bucket.
+
+    Args:
+        config: the same on all ranks.
+        sizes: ranks on each node.
+        op: of the bucket.
+        numel: elements of the bucket.
+        dtype: of the gradient.
+        topology: None for links that take no time.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        sizes: tuple[int, ...],
+        op: CollectiveOp,
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        topology: Topology | None = None,
+        reduction: Reduction = Reduction.SUM,
+    ) -> None:
+        topology = topology or Topology(sizes, NO_TIME, NO_TIME)
+        self.n = topology.world_size
+        self.cluster = VirtualCluster(self.n, topology)
+        self.choice = choose_level(config, topology.nodes)
+        groups = level_groups(self.cluster, self.choice)
+        self.reducers, self.buckets = [], []
+        for rank, transport in enumerate(self.cluster.transports):
+            residuals = ResidualStore(
+                RESIDUAL_DTYPES[config.compression.residual_dtype],
+                undo=True,
+                outcome=Outcome.REPORTED,
+            )
+            self.reducers.append(
+                GradientReducer(
+                    config,
+                    Groups(transport, level=groups[rank]),
+                    planner_of(config, logs=False),
+                    method_of(config.compression, residuals),
+                    NullSink(),
+                    None,
+                )
+            )
+            self.buckets.append(
+                Bucket(
+                    "0", torch.zeros(numel, dtype=dtype), parameters(numel), op, self.n, reduction
+                )
+            )
+
+    def store(self, rank: int) -> ResidualStore:
+        """The residuals of a rank."""
+        return self.reducers[rank].selector.method.stores["residual"]
+
+    def residual(self, rank: int) -> torch.Tensor:
+        """A rank's residual of its part, fp32; zeros if it keeps none."""
+        store, part = self.store(rank), self.reducers[rank].part(self.buckets[rank])
+        if part.name not in store:
+            return torch.zeros(part.numel)
+        return store[part.name].float().clone()
+
+    def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
+        """Values of the parameters of a rank's part, at their places in the whole bucket."""
+        bucket = self.buckets[rank]
+        starts = {piece.name: piece.start for piece in bucket.parameters}
+        whole_N = torch.zeros(bucket.numel)
+        for piece in self.reducers[rank].part(bucket).parameters:
+            start = starts[piece.name] + piece.offset
+            whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
+        return whole_N
+
+    def bytes_between_nodes(self) -> list[int]:
+        """Bytes that each node has sent to others."""
+        nodes = self.cluster.topology.nodes
+        sent = [0] * (max(nodes) + 1)
+        for (source, target), nbytes in self.cluster.link_bytes.items():
+            if nodes[source] != nodes[target]:
+                sent[nodes[source]] += nbytes
+        return sent
+
+    def step(
+        self,
+        gradients: list[torch.Tensor],
+        step: int,
+        *,
+        accepted: bool = True,
+        reported: bool = True,
+    ) -> Outcomes:
+        """Synchronises a gradient of each rank; `reported`: then the optimizer has its say."""
+        before = [self.residual(rank) for rank in range(self.n)]
+        records = {}
+        for bucket, gradient in zip(self.buckets, gradients, strict=True):
+            bucket.grad_N.copy_(gradient)
+
+        def pipeline(transport):
+            job = self.reducers[transport.rank].job(self.buckets[transport.rank], step)
+            records[transport.rank] = job.record
+            for outcome in self.reducers[transport.rank].synchronise(job):
+                if outcome is not GATE:
+                    yield outcome
+
+        self.cluster.run(pipeline)
+        for rank in range(self.n):
+            for store in self.reducers[rank].selector.method.stores.values() if reported else ():
+                store.commit() if accepted else store.rollback()
+        found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
+        found.records = [records[rank] for rank in range(self.n)]
+        for rank in range(self.n):
+            members = self.choice.inside(rank) if self.choice.nodes else (rank,)
+            if len(self.choice.nodes) == 1:
+                members = (rank,)
+            node_N = sum(gradients[each].float() for each in members)
+            carried_N = self.whole(rank, before[rank] - self.residual(rank))
+            own_N = self.whole(rank, torch.ones(before[rank].numel())) * node_N
+            found.sent.append(own_N + carried_N)
+        return found
+
+    def part_of_result(self, rank: int, result_N: torch.Tensor) -> torch.Tensor:
+        """What a rank must know after a step: all, or its shard."""
+        bucket = self.buckets[rank]
+        if bucket.op is CollectiveOp.ALL_REDUCE:
+            return result_N
+        return result_N[bucket.shard(rank)]
+
+
+def level_groups(cluster: VirtualCluster, choice: LevelChoice) -> list[LevelGroups | None]:
+    """The groups of each rank of a cluster."""
+    if not choice.nodes:
+        return [None] * len(cluster.transports)
+    inside, across = {}, {}
+    for members in choice.nodes:
+        inside |= dict(zip(members, cluster.group(members), strict=True))
+    for lane in zip(*choice.nodes, strict=True):
+        across |= dict(zip(lane, cluster.group(lane), strict=True))
+    return [LevelGroups(inside[rank], across[rank]) for rank in range(len(inside))]
