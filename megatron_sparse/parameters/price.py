@@ -8,9 +8,10 @@ For a bucket of N numbers of b bytes on n ranks, with shards of M = N / n:
 alpha and beta are the backend's own on a ring: of `planner.cluster`, else measured by a few
 all-gathers. encode and decode are seconds a number, timed on moves as training makes them. r is
 assumed: `MOVE_BITS` over the bits of a number. The n alpha of the exact gather are its
-announcement, once around the backend's ring. On a CPU decoding is priced as if it did not run beside
-the exchange, which it does, but the exchange needs the processor too. On a GPU (`CoderSpeed.beside`)
-the slower of the two counts for all records but the first one's exchange and the last one's decoding.
+announcement, once around the backend's ring. On a CPU decoding is priced as if it did not run
+beside the exchange, which it does, but the exchange needs the processor too. On a GPU
+(`CoderSpeed.beside`) the slower of the two counts for all records but the first one's exchange and
+the last one's decoding.
 
 On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
 ones (i), and `per_node` is a second way. The ring crosses k times: the announcement takes

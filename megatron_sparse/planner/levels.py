@@ -1,13 +1,15 @@
 """The predicted time of a bucket at each level, and the comparison of levels: a MODEL.
 
-With m ranks inside (of a node, or of an instance of the distributed optimizer), k groups of them and
-a bucket of N elements of b bytes, a level other than `rank` takes three steps:
+With m ranks inside (of a node, or of an instance of the distributed optimizer), k groups of them
+and a bucket of N elements of b bytes, a level other than `rank` takes three steps:
 
 1. inside, a dense reduce-scatter by the backend: (m - 1) (alpha + N b / m beta). In a
    reduce-scatter it is k of them, of N / k elements each: every rank then has its own shards.
    Within an instance that is Megatron's own, one reduce-scatter.
 2. across, the scheme on a lane's k ranks and N / m elements (`pricing.levels`), selection included.
 3. inside, an all-gather of the sums, for an all-reduce only: (m - 1) (alpha + N b / m beta).
+
+Added on a CPU: the agreement inside, an all-gather of 8 (2 + m) bytes.
 
 Steps of one bucket follow one another. The next bucket's first step may run beside this bucket's
 second one; that is not counted, as the planner counts no overlap of buckets at any level.
@@ -26,6 +28,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.planner.prices import prior
 from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.levels import inside_cluster
 from megatron_sparse.pricing.shape import BucketShape, Prediction
 
@@ -81,7 +84,10 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     rounds = (inside - 1) * (shape.world_size // inside if scatters and grouped else 1)
     part_bytes = -(-shape.numel // inside) * shape.element_bytes
     scatter_s = rounds * link.alpha_s + (inside - 1) * part_bytes * link.beta_s
-    return scatter_s if scatters else 2 * scatter_s
+    agreed_s = 0.0
+    if cluster.device == "cpu":
+        agreed_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
+    return agreed_s + (scatter_s if scatters else 2 * scatter_s)
 
 
 def price_level(

@@ -5,12 +5,12 @@ Then each of the m ranks holds N / m elements of the node's sum, and the k ranks
 in the k nodes, a lane, exchange them compressed. `instance` is the same with an instance of the
 distributed optimizer in the node's place.
 
-All lanes exchange at the same time. Where the ranks of a node share its network card (`Topology.nic`
-is `node`: alpha and beta of `inter` are then the card's), a lane gets an even share of it: its beta
-is that of the card, times the lanes that the node's ranks are in. Where each rank has a card of its
-own (`rank`), a lane has its rank's card to itself. The backend's own collective among the ranks of a
-lane is priced in the same way, from the backend's ring over all ranks, of which one link leaves each
-node; it is never faster than the lane's link.
+All lanes exchange at the same time. Where the ranks of a node share its network card
+(`Topology.nic` is `node`: alpha and beta of `inter` are then the card's), a lane gets an even share
+of it: its beta is that of the card, times the lanes that the node's ranks are in. Where each rank
+has a card of its own (`rank`), a lane has its rank's card to itself. The backend's own collective
+among the ranks of a lane is priced in the same way, from the backend's ring over all ranks, of
+which one link leaves each node; it is never faster than the lane's link.
 
 So a lane is a cluster of k ranks, and every scheme's cost model prices it as it is.
 """

@@ -253,6 +253,7 @@ class NodeLevel(_DenseInside):
             k,
             Reduction.SUM,
             fp32_sums=bucket.fp32_sums,
+            lanes=m,
         )
 
     def _cuts(self, bucket: Bucket) -> list[slice]:
@@ -381,6 +382,7 @@ class InstanceLevel(_DenseInside):
             CollectiveOp.ALL_REDUCE,
             bucket.instances,
             Reduction.SUM,
+            lanes=bucket.world_size,
         )
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:

@@ -2,9 +2,9 @@
 
 One iteration with the distributed optimizer moves every gradient in a reduce-scatter and every
 updated parameter in an all-gather. The gradient's half is priced by `planner.levels` with the
-cheapest scheme of each level, the parameters' half by `parameters.price`: exact moves, once per node
-or flat, or raw, whichever takes the least time. That half does not depend on the level. Without the
-distributed optimizer there is an all-reduce of gradients and nothing else.
+cheapest scheme of each level, the parameters' half by `parameters.price`: exact moves, once per
+node or flat, or raw, whichever takes the least time. That half does not depend on the level.
+Without the distributed optimizer there is an all-reduce of gradients and nothing else.
 
 `dense` is Megatron's own synchronisation: the backend's ring over all ranks for both halves,
 parameters in two bytes. `best_dense` is the cheapest that sends every element in full: any dense
@@ -15,7 +15,8 @@ priced one after the other. The step is that of the preset's target density.
 
 Moves are coded by `rans`, in a number of bits that the caller states. No GPU's coder was measured:
 it moves as many bytes as docs/device-work.md counts, at the rate of the cluster's other codecs, and
-takes at least as long as one of its chunks (docs/parameters.md). On a CPU's cluster it is timed here.
+takes at least as long as one of its chunks (docs/parameters.md). On a CPU's cluster it is timed
+here.
 """
 
 from __future__ import annotations

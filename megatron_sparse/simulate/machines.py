@@ -111,7 +111,7 @@ AWS_25_NODES = Machine(
     nic="node",
     memory_rate=1555 * GB,
 )
-"""Whole nodes behind one slow card each: what the levels of compression are for (docs/levels.md)."""
+"""Whole nodes, each behind one slow card: see docs/levels.md."""
 
 DGX_H100 = Machine(
     "DGX H100",
