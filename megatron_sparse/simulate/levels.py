@@ -114,6 +114,7 @@ class LevelRow:
         dense_ms: of Megatron's own synchronisation, both halves.
         best_dense_ms: of the cheapest dense synchronisation, both halves.
         speedup: dense_ms / total_ms.
+        gradient_over_rank: the gradient_ms of level `rank` / gradient_ms.
         modelled: true.
     """
 
@@ -134,6 +135,7 @@ class LevelRow:
     dense_ms: float
     best_dense_ms: float
     speedup: float
+    gradient_over_rank: float
     modelled: bool = True
 
     def to_dict(self) -> dict[str, object]:
@@ -255,19 +257,18 @@ def level_rows(
     """
     for n in ranks:
         group = Group(cluster, n, training)
-        gathered = 1 if training.sharded else 0
         b, raw = training.gradient_bytes, PARAMETER.itemsize
+        gathered = int(training.sharded)
         gradient_s = group.dense_s(RANK, b)
         dense_s = gradient_s + gathered * group.dense_s(RANK, raw)
         best_s = group.best_dense_s(b) + gathered * group.best_dense_s(raw)
         how, parameters_s = group.parameters()
-        count = training.buckets(n)[0]
+        ms = 1e3 * training.buckets(n)[0]
         for name, config in settings.items():
             names = candidates(schemes, config.compression.value_bits)
-            for level in (RANK, NODE):
-                price = group.gradient(level, config, names)
+            prices = {level: group.gradient(level, config, names) for level in (RANK, NODE)}
+            for level, price in prices.items():
                 total_s = price.total_s + parameters_s
-                in_ms = 1e3 * count
                 yield LevelRow(
                     cluster=cluster.name,
                     preset=name,
@@ -276,14 +277,15 @@ def level_rows(
                     level=level,
                     scheme=price.scheme,
                     parameters=how,
-                    buckets=count,
-                    inside_ms=price.inside_s * in_ms,
-                    across_ms=price.across.total_s * in_ms,
-                    gradient_ms=price.total_s * in_ms,
-                    parameters_ms=parameters_s * in_ms,
-                    total_ms=total_s * in_ms,
-                    dense_gradient_ms=gradient_s * in_ms,
-                    dense_ms=dense_s * in_ms,
-                    best_dense_ms=best_s * in_ms,
+                    buckets=training.buckets(n)[0],
+                    inside_ms=price.inside_s * ms,
+                    across_ms=price.across.total_s * ms,
+                    gradient_ms=price.total_s * ms,
+                    parameters_ms=parameters_s * ms,
+                    total_ms=total_s * ms,
+                    dense_gradient_ms=gradient_s * ms,
+                    dense_ms=dense_s * ms,
+                    best_dense_ms=best_s * ms,
                     speedup=dense_s / total_s,
+                    gradient_over_rank=prices[RANK].total_s / price.total_s,
                 )

@@ -1,15 +1,15 @@
 """Times a bucket at level `node` on a virtual cluster with held-out prices: a MODEL.
 
 The steps inside the nodes are those of training (`reduction.level`), on groups of the virtual
-cluster; across runs the collective, as in `virtual_truth`. All lanes share the clock and the network
-cards. Each node's gradient is on one of its ranks and the others' are zero, so that a node's sum has
-the density that is asked for.
+cluster; across runs the collective, as in `virtual_truth`. All lanes share the clock and the
+network cards. Each node's gradient is on one of its ranks and the others' are zero, so that a
+node's sum has the density that is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from megatron_sparse.bench.cost_models.virtual_truth import (
 )
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Exchange
-from megatron_sparse.collectives.base import Steps
+from megatron_sparse.collectives.base import Steps, Yielded
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
@@ -57,12 +57,10 @@ def run_at_node(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
     price = None if setting.prices is None else setting.prices.measure(scale)
     cluster = FullSizeCluster(n, topology, message_scale=scale)
     members = members_of(topology.nodes)
-    inside = {rank: each for here in members for rank, each in zip(here, cluster.group(here))}
-    across = {
-        rank: each
-        for lane in zip(*members, strict=True)
-        for rank, each in zip(lane, cluster.group(lane))
-    }
+    inside, across = (
+        {rank: each for group in groups for rank, each in _group(cluster, group)}
+        for groups in (members, list(zip(*members, strict=True)))
+    )
     timers: list[ChargingTimer] = []
 
     def start(transport: VirtualTransport) -> Steps:
@@ -77,13 +75,20 @@ def run_at_node(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
         record = BucketRecord("truth", 0, scheme, Phase.TARGET, 1.0, numel, timer=timer)
         for yielded in level.inside(bucket, record):
             if yielded is not GATE:
-                yield yielded
+                yield cast("Yielded", yielded)
         exchange = Exchange(level.part(bucket), lane, buffers, timer, setting.options)
         return (yield from level.after(steps_of(scheme, exchange), exchange, bucket, record))
 
     cluster.run(start)
     total_s = cluster.modelled_s + setting.host_s_per_bucket
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
+
+
+def _group(
+    cluster: FullSizeCluster, ranks: Sequence[int]
+) -> Iterator[tuple[int, VirtualTransport]]:
+    """A group of the cluster's ranks, each with its transport there."""
+    return zip(ranks, cluster.group(ranks), strict=True)
 
 
 def lane_parts(
