@@ -128,8 +128,9 @@ class CostSweep:
             this machine's.
         op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that the simulated one represents.
-        level: `rank` or `node`. At `node` gradients and densities are those of the nodes' sums;
-            cases on one node, with one rank a node or with nodes of different sizes are left out.
+        level: `rank` or `node`. At `node` gradients and densities are those of each part of the
+            nodes' sums; cases on one node, with one rank a node or with nodes of different sizes
+            are left out.
 
     Raises:
         ConfigError: a name is unknown, or a number out of range.
@@ -200,7 +201,6 @@ class CostSweep:
 
     def _node_rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
         options = SchemeConfig(capacity=None)
-        model = KINDS[kind](simulated_numel(n, density, self.full_numel), density)
         shape = BucketShape(self.full_numel, 0, 4, self.op, n)
         for name in self.clusters:
             cluster, prices = find(name), prices_of(name)
@@ -208,9 +208,9 @@ class CostSweep:
             inside = sizes[0]
             if len(sizes) == 1 or inside == 1 or len(set(sizes)) > 1:
                 continue
-            given = [model.gradient(node) for node in range(len(sizes))]
             lane = shape.lane(inside)
-            parts = level_truth.lane_parts(given, inside, self.op)
+            model = KINDS[kind](simulated_numel(len(sizes), density, lane.numel), density)
+            parts = [model.gradient(node) for node in range(len(sizes))]
             profile = virtual_truth.at_full_size(profile_of(parts), lane.numel)
             setting = virtual_truth.Setting.on(
                 cluster, n, prices, options, self.op, self.full_numel
@@ -218,7 +218,7 @@ class CostSweep:
             within_s = inside_s(shape, cluster, inside, grouped=True)
             for scheme in self.schemes:
                 if fits(scheme, self.op, options):
-                    taken_s = level_truth.run_at_node(scheme, given, setting).total_s
+                    taken_s = level_truth.run_at_node(scheme, parts, setting).total_s
                     found = predict(scheme, lane, profile, cluster, options)
                     found = replace(found, network_s=found.network_s + within_s)
                     case = {"scheme": scheme, "kind": kind, "density": density, "level": NODE}

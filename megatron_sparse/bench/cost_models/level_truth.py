@@ -3,7 +3,8 @@
 The steps inside the nodes are those of training (`reduction.level`), on groups of the virtual
 cluster; across runs the collective, as in `virtual_truth`. All lanes share the clock and the
 network cards. Each node's gradient is on one of its ranks and the others' are zero, so that a
-node's sum has the density that is asked for.
+node's sum has the density that is asked for. All lanes have the same: in training each of them
+selects the target density from its own part.
 """
 
 from __future__ import annotations
@@ -34,26 +35,29 @@ from megatron_sparse.transport.topology import members_of
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 
 
-def run_at_node(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
+def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
     """Runs one collective across the nodes, and the dense steps inside them.
 
     Args:
         scheme: a name in `SCHEMES`.
-        gradients: of each node, fp32; see `virtual_truth.run`. Not mutated.
-        setting: the topology has nodes of one size.
+        parts: of each node, fp32; see `virtual_truth.run`. Every part of a node's sum is this one.
+            Not mutated.
+        setting: the topology has nodes of one size; `full_numel` is that of the whole bucket.
 
     Raises:
-        ConfigError: there is not one gradient for each node.
+        ConfigError: there is not one part for each node.
         MegatronSparseError: the collective failed.
     """
-    topology, numel = setting.topology, gradients[0].numel()
-    if len(gradients) != len(topology.node_sizes):
+    topology = setting.topology
+    n, lanes = topology.world_size, topology.node_sizes[0]
+    numel = lanes * parts[0].numel()
+    if len(parts) != len(topology.node_sizes):
         raise ConfigError(
             "level node cannot be run on a virtual cluster",
-            expected=f"a gradient for each of {len(topology.node_sizes)} nodes",
-            got=len(gradients),
+            expected=f"a part for each of {len(topology.node_sizes)} nodes",
+            got=len(parts),
         )
-    n, scale = topology.world_size, setting.full_numel / numel
+    scale = setting.full_numel / numel
     price = None if setting.prices is None else setting.prices.measure(scale)
     cluster = FullSizeCluster(n, topology, message_scale=scale)
     members = members_of(topology.nodes)
@@ -67,8 +71,10 @@ def run_at_node(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
         rank = transport.rank
         timer = ChargingTimer(transport, price)
         timers.append(timer)
-        own = gradients[topology.nodes[rank]] if inside[rank].rank == 0 else gradients[0] * 0
-        bucket = Bucket("truth", own.clone(), [ParameterSlice("w", 0, numel)], setting.op, n)
+        own_N = torch.zeros(numel)
+        if inside[rank].rank == 0:
+            own_N = _of_parts(parts[topology.nodes[rank]], lanes, setting)
+        bucket = Bucket("truth", own_N, [ParameterSlice("w", 0, numel)], setting.op, n)
         buffers = MessageBuffers()
         lane: Any = HostedTransport(across[rank], setting.host_s_per_message)
         level = NodeLevel(LevelGroups(inside[rank], lane), setting.options, buffers)
@@ -91,14 +97,9 @@ def _group(
     return zip(ranks, cluster.group(ranks), strict=True)
 
 
-def lane_parts(
-    gradients: Sequence[torch.Tensor], lanes: int, op: CollectiveOp
-) -> list[torch.Tensor]:
-    """The first lane's parts of each node's gradient, as `reduction.level` cuts them.
-
-    Of a gradient whose entries lie at its beginning that is the densest lane, which ends last.
-    """
-    if op is CollectiveOp.ALL_REDUCE:
-        return [gradient[: gradient.numel() // lanes] for gradient in gradients]
-    shards = len(gradients) * lanes
-    return [gradient.view(shards, -1)[::lanes].flatten() for gradient in gradients]
+def _of_parts(part: torch.Tensor, lanes: int, setting: Setting) -> torch.Tensor:
+    """A gradient whose parts, as `reduction.level` cuts them, are all equal to `part`."""
+    if setting.op is CollectiveOp.ALL_REDUCE:
+        return part.repeat(lanes)
+    nodes = len(setting.topology.node_sizes)
+    return part.view(nodes, 1, -1).expand(nodes, lanes, -1).flatten()
