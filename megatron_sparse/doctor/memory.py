@@ -11,10 +11,14 @@ from pathlib import Path
 import torch
 from rich.markup import escape
 
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, account
+from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.level_parts import instance_part, node_part
+from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, Share, account
 from megatron_sparse.telemetry.quantities import size
 
 
@@ -91,4 +95,17 @@ def of_run(config: RunConfig) -> MemoryAccount:
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, [], undo=undo, per_token=False)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-    return account(sparse, [(0, buckets)], undo=undo, parameter_dtype=dtype or torch.float32)
+    share = Share(0, [_part(bucket, config) for bucket in buckets], buckets)
+    return account(sparse, [share], undo=undo, parameter_dtype=dtype or torch.float32)
+
+
+def _part(bucket: Bucket, config: RunConfig) -> Bucket:
+    """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
+    nodes = [
+        rank * config.training.tensor_parallel // config.cluster.ranks_per_node
+        for rank in range(bucket.world_size)
+    ]
+    choice = choose_level(config.sparse, nodes, bucket.instances)
+    if choice.level == INSTANCE:
+        return instance_part(bucket, 0)
+    return node_part(bucket, len(choice.nodes[0]), 0) if len(choice.nodes) > 1 else bucket

@@ -50,7 +50,7 @@ from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.reduction.memory import MemoryAccount, account, held
+from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
@@ -369,10 +369,10 @@ class Attachment:
 
     def memory_account(self) -> MemoryAccount:
         """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        groups = [
-            (reducer.transport.rank, self._buckets_of(key))
-            for key, reducer in self._reducers.items()
-        ]
+        groups = []
+        for key, reducer in self._reducers.items():
+            wholes = self._buckets_of(key)
+            groups.append(Share(reducer.across.rank, list(map(reducer.part, wholes)), wholes))
         return account(self.config, groups, undo=self.residuals.undo)
 
     def memory_report(self) -> dict[str, int]:

@@ -36,13 +36,12 @@ Shape suffixes: N elements of the bucket, M of one shard or part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
     QUEUED,
     Exchange,
@@ -53,12 +52,12 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.instances import until_queued
 from megatron_sparse.reduction.job import GATE, Stage
+from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
 from megatron_sparse.transport import Transport
 
 
@@ -234,36 +233,7 @@ class NodeLevel(_DenseInside):
     """
 
     def _new_part(self, bucket: Bucket) -> Bucket:
-        m, k = self._group.world_size, self.across.world_size
-        if m * k != bucket.world_size:
-            raise ConfigError(
-                f"bucket {bucket.name}: the groups of the level do not fit",
-                expected=f"nodes times ranks of a node = {bucket.world_size}",
-                got=f"{k} nodes of {m} ranks",
-                remedy="set compression.level=rank",
-            )
-        cuts = self._cuts(bucket)
-        numel = sum(cut.stop - cut.start for cut in cuts)
-        return Bucket(
-            bucket.name,
-            # Of a reduce-scatter a placeholder: `inside` puts the shards back to back.
-            bucket.grad_N[cuts[0]] if len(cuts) == 1 else bucket.grad_N[:numel],
-            slices_of(bucket, cuts),
-            bucket.op,
-            k,
-            Reduction.SUM,
-            fp32_sums=bucket.fp32_sums,
-            lanes=m,
-        )
-
-    def _cuts(self, bucket: Bucket) -> list[slice]:
-        """The elements of the bucket that make up this rank's part."""
-        m, place = self._group.world_size, self._group.rank
-        if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            return [bucket.shard(i * m + place) for i in range(self.across.world_size)]
-        piece = bucket.numel // m
-        stop = bucket.numel if place == m - 1 else (place + 1) * piece
-        return [slice(place * piece, stop)]
+        return node_part(bucket, self._group.world_size, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
@@ -273,7 +243,7 @@ class NodeLevel(_DenseInside):
             yield from self._shards_inside(bucket, record)
             return
         m, place = self._group.world_size, self._group.rank
-        self.part(bucket).grad_N = bucket.grad_N[self._cuts(bucket)[0]]
+        self.part(bucket).grad_N = bucket.grad_N[node_cuts(bucket, m, place)[0]]
         piece = bucket.numel // m
         if piece:
             even_N = bucket.grad_N[: m * piece]
@@ -367,23 +337,7 @@ class InstanceLevel(_DenseInside):
     """
 
     def _new_part(self, bucket: Bucket) -> Bucket:
-        if bucket.op is not CollectiveOp.REDUCE_SCATTER:
-            raise ConfigError(
-                f"bucket {bucket.name}: compression.level=instance needs shards",
-                expected="a reduce-scatter, as for Megatron's distributed optimizer",
-                got=bucket.op,
-                remedy="set compression.level=rank or node",
-            )
-        own = bucket.shard(self._group.rank)
-        return Bucket(
-            bucket.name,
-            bucket.grad_N[own],
-            slices_of(bucket, [own]),
-            CollectiveOp.ALL_REDUCE,
-            bucket.instances,
-            Reduction.SUM,
-            lanes=bucket.world_size,
-        )
+        return instance_part(bucket, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
@@ -398,34 +352,6 @@ class InstanceLevel(_DenseInside):
     ) -> Steps:
         """See `Level`: the sum is in its place."""
         return steps
-
-
-def slices_of(bucket: Bucket, cuts: list[slice]) -> list[ParameterSlice]:
-    """The parameters of a bucket in a part of it.
-
-    Args:
-        bucket: the whole.
-        cuts: the elements that make up the part, back to back.
-
-    Example:
-        >>> parameters = [ParameterSlice("w", 1, 7)]
-        >>> b = Bucket("0", torch.zeros(8), parameters, CollectiveOp.REDUCE_SCATTER, 4)
-        >>> [(p.start, p.stop, p.offset) for p in slices_of(b, [slice(0, 2), slice(4, 6)])]
-        [(1, 2, 0), (2, 4, 3)]
-    """
-    return list(_slices(bucket, cuts))
-
-
-def _slices(bucket: Bucket, cuts: list[slice]) -> Iterator[ParameterSlice]:
-    moved_to = 0
-    for cut in cuts:
-        for parameter in bucket.parameters:
-            start, stop = max(parameter.start, cut.start), min(parameter.stop, cut.stop)
-            if start < stop:
-                shift = moved_to - cut.start
-                offset = parameter.offset + start - parameter.start
-                yield replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
-        moved_to += cut.stop - cut.start
 
 
 def _ring_bytes(values: torch.Tensor, ranks: int) -> int:

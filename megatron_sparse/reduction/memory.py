@@ -33,6 +33,7 @@ from megatron_sparse.formats.message import TURNS, wire_dtype_of
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
@@ -43,67 +44,22 @@ ALLOCATION = 512
 """Bytes: torch's allocator on CUDA rounds up to a multiple of it."""
 
 
-class Item(NamedTuple):
-    """An item of the account.
-
-    Attributes:
-        purpose: why the plugin holds it.
-        without: how to do with less of it.
-    """
-
-    purpose: str
-    without: str
-
-
-ITEMS = {
-    "residual": Item(
-        "the part of gradients that was not sent yet", "compression.residual_dtype=bf16 halves it"
-    ),
-    "momentum": Item("velocities of compression.method=dgc", "choose another method"),
-    "undo": Item(
-        "copies of the above, to undo a step that is skipped or repeated",
-        "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
-    ),
-    "messages": Item(
-        "this rank's encoded selection; values in a narrower dtype; on a GPU for two buckets",
-        "scheme.capacity: buffers as large as the density needs, not as the bucket",
-    ),
-    "received": Item(
-        "records that peers have sent; on a GPU for one bucket at a time",
-        "scheme=direct: one shard of each peer's message, not all of it",
-    ),
-    "sums": Item(
-        "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time",
-        "training.use_distributed_optimizer=true: a rank gets its own shard only",
-    ),
-    "workspace": Item(
-        "scratch memory of the encoders, shared by all buckets",
-        "training.overlap_grad_reduce=true: smaller buckets",
-    ),
-    "windows": Item(
-        "peer memory of scheme=peer_two_shot, shared by all buckets",
-        "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
-    ),
-    "parameters": Item(
-        "this rank's shards of the parameters once more, for exact and lossy gathers",
-        "parameters.method=raw",
-    ),
-    "tables": Item("offsets of segments, shards and slots", "a shorter compression.ramp_iters"),
-}
-"""Every item that an account or a report may have, in the order in which they are shown."""
-
-_ITEM_OF = {
-    **dict.fromkeys(("message", "narrow", "shuffled", "lanes"), "messages"),
-    **dict.fromkeys(("received", "incoming", "parts", "late", "given"), "received"),
-    **dict.fromkeys(
-        ("gathered", "encoded", "outgoing", "sum", "piece", "partition", "early"), "sums"
-    ),
-    **dict.fromkeys(("scratch", "profile"), "workspace"),
-}
-"""The item of each purpose of `MessageBuffers`."""
-
 _BEFORE_GATE = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
+
+
+class Share(NamedTuple):
+    """The buckets of one group of ranks, for an account.
+
+    Attributes:
+        rank: this rank's number in the group that exchanges selections.
+        buckets: what this rank selects from: whole buckets, or its parts of them.
+        wholes: the buckets themselves, at a level above `rank`; None: the same.
+    """
+
+    rank: int
+    buckets: Sequence[Bucket]
+    wholes: Sequence[Bucket] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +104,7 @@ class MemoryAccount:
 
 def account(
     config: SparseConfig,
-    groups: Sequence[tuple[int, Sequence[Bucket]]],
+    groups: Sequence[Share],
     *,
     undo: bool,
     parameter_dtype: torch.dtype | None = None,
@@ -157,8 +113,8 @@ def account(
 
     Args:
         config: resolved: `scheme.capacity=auto` counts as 1.25 for buckets on CUDA.
-        groups: for each group of ranks that synchronises buckets, this rank's number in it and
-            the buckets. Only their shapes, dtypes and devices are read.
+        groups: for each group of ranks that synchronises buckets, this rank's share. Only the
+            shapes, dtypes and devices of buckets are read.
         undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
         parameter_dtype: of the parameters in Megatron's buffers, if known: then the shards that
             `parameters.method=exact` or `lossy` keeps are counted.
@@ -172,13 +128,15 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets in groups:
+    for rank, buckets, given in groups:
+        wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
-            totals["parameters"] += sum(map(_shard_numel, buckets)) * parameter_dtype.itemsize
+            totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
         found = _Group(config, rank, undo=undo)
-        for bucket in buckets:
+        for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
-            parameters += sum(piece.stop - piece.start for piece in bucket.parameters)
+            found.add_inside(bucket, whole)
+            parameters += sum(piece.stop - piece.start for piece in whole.parameters)
         totals.update(found.nbytes(buckets))
         notes |= dict.fromkeys(
             f"without the buffers of {name}, which are known when it has run"
@@ -216,17 +174,12 @@ def held(
     for reducer in reducers:
         windows += reducer.window_bytes
         for purpose, nbytes in reducer.buffers.by_purpose().items():
-            found[_item_of(purpose)] += nbytes
+            found[item_of(purpose)] += nbytes
     if windows:
         found["windows"] = windows
     if parameters:
         found["parameters"] = parameters
     return {item: found[item] for item in ITEMS if item in found}
-
-
-def _item_of(purpose: str) -> str:
-    """The item that a buffer belongs to; `messages` for those of other packages' schemes."""
-    return _ITEM_OF.get(purpose, "messages")
 
 
 class _Group:
@@ -260,6 +213,19 @@ class _Group:
         self._elements += bucket.numel * selects
         for layout in layouts:
             self._count_tables(bucket, layout, has_slots=bool(tables))
+
+    def add_inside(self, part: Bucket, whole: Bucket) -> None:
+        """Counts what a level above `rank` needs beside the part: see `NodeLevel`."""
+        if part is whole or part.op is not whole.op:
+            return  # level `rank`, or `instance`, whose sums stay in the gradient
+        members = whole.world_size // part.world_size
+        if part.op is CollectiveOp.REDUCE_SCATTER:
+            purpose, numel = "node_sum", part.numel
+        else:
+            purpose, numel = "node_rest", whole.numel % members * members
+        key = (purpose, "" if whole.grad_N.is_cuda else whole.name)
+        nbytes = numel * whole.grad_N.element_size()
+        self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 
     def _sizes(self, bucket: Bucket, plan: Plan) -> BufferSizes:
         options = self._config.scheme
@@ -356,7 +322,7 @@ class _Group:
         for (purpose, owner), nbytes in self._buffers.items():
             takes_turns = purpose in _BEFORE_GATE and not owner
             copies = min(TURNS, len(buckets)) if takes_turns else 1
-            found[_item_of(purpose)] += copies * nbytes
+            found[item_of(purpose)] += copies * nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
         found["windows"] = self._window_bytes(buckets)

@@ -42,12 +42,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.selection import Selector
@@ -57,10 +57,12 @@ from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
+from megatron_sparse.reduction.bucket_job import BucketJob
 from megatron_sparse.reduction.group_threshold import threshold_source
+from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.instances import second_half
 from megatron_sparse.reduction.job import GATE, Progress, Stage
-from megatron_sparse.reduction.level import LevelGroups, alone, level_of
+from megatron_sparse.reduction.level import alone, level_of
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
@@ -80,67 +82,6 @@ class GradientListener(Protocol):
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
         """The message holds the selection; not called for a dense plan."""
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The groups of ranks with which a bucket is synchronised.
-
-    Attributes:
-        data_parallel: the ranks whose gradients are summed.
-        tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
-        instances: the ranks that own the same shard in the other instances of the distributed
-            optimizer; None if there is one instance, or if the level is `instance`.
-        level: of a level above `rank`; None for `rank`.
-    """
-
-    data_parallel: Transport
-    tensor_parallel: Transport | None = None
-    instances: Transport | None = None
-    level: LevelGroups | None = None
-
-
-@dataclass(frozen=True)
-class BucketJob:
-    """A bucket that was launched, with the plan it follows and the record that it fills.
-
-    Attributes:
-        bucket: what is selected from and exchanged: the whole bucket, or this rank's part of it.
-        plan: of `bucket`.
-        step: the training step.
-        record: of `bucket`.
-        whole: the launched bucket; the same as `bucket` at level `rank`.
-    """
-
-    bucket: Bucket
-    plan: Plan
-    step: int
-    record: BucketRecord
-    whole: Bucket
-
-    @property
-    def averages(self) -> bool:
-        """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
-
-        The shards that other ranks own then keep their values in the gradient buffer. Follows from
-        the plan and the bucket alone, so all ranks agree.
-        """
-        bucket, plan = self.bucket, self.plan
-        is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
-        is_plain = not bucket.fp32_sums and not plan.narrows(bucket)
-        return bucket.reduction is Reduction.AVG and is_own and is_plain
-
-    @property
-    def divisor(self) -> int:
-        """The number of ranks whose gradients are averaged; 1 for a sum."""
-        bucket = self.whole
-        is_average = bucket.reduction is Reduction.AVG
-        return bucket.world_size * bucket.instances if is_average else 1
-
-    @property
-    def timer(self) -> StageTimer:
-        """Receives the time of every stage."""
-        return self.record.timer
 
 
 class PendingReduction:
@@ -259,6 +200,11 @@ class GradientReducer:
         Always the same object for a bucket. See `reduction.level` for the others.
         """
         return self._level.part(bucket)
+
+    @property
+    def across(self) -> Transport:
+        """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
+        return self._level.across
 
     @property
     def window_bytes(self) -> int:

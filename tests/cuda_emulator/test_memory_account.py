@@ -9,7 +9,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.reduction.memory import account, held
+from megatron_sparse.reduction.memory import Share, account, held
 from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, RANKS, STEPS, Ranks, fill
 
@@ -36,7 +36,7 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     for rank in range(RANKS):
         reducer, bucket = ranks._reducers[rank], ranks.buckets[rank]
         found = held(reducer.selector.method.stores, [reducer])
-        expected = dict(account(config, [(rank, [bucket])], undo=False).nbytes)
+        expected = dict(account(config, [Share(rank, [bucket])], undo=False).nbytes)
         # Lent by torch's allocator for each call; and copies of tables, in a cache.
         assert expected.pop("workspace", 1) > 0
         assert expected.pop("tables", 1) > 0

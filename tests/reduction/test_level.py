@@ -7,6 +7,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp, Reduction
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import ConfigError
 from tests.reduction.virtual_level import VirtualRanks, parameters
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
@@ -212,3 +213,32 @@ def test_what_is_switched_off_empties_the_residual():
         reducer.planner.enabled = False
     check_step(ranks, 1)
     assert not any(ranks.residual(rank).any() for rank in range(4))
+
+
+@pytest.mark.parametrize("instances", [2, 3])
+@pytest.mark.parametrize("level", ["node", "instance"])
+def test_several_instances(level, instances):
+    """`node`: selected inside an instance, and the instances are added up dense."""
+    sizes = (2, 2) * instances
+    numel = numel_of(RS, sizes)
+    ranks = VirtualRanks(settings(level=level), sizes, RS, numel, instances=instances)
+    assert ranks.choice.level == level
+    for step in range(3):
+        found = check_step(ranks, step)
+        part = ranks.reducers[0].part(ranks.buckets[0])
+        assert part.numel == numel // (2 if level == "node" else 4)
+        assert 0 < found.records[0].nnz < 0.2 * part.numel
+
+
+def test_an_instance_without_shards_is_refused():
+    ranks = VirtualRanks(settings(level="instance"), (2, 2), AR, 400, instances=2)
+    with pytest.raises(ConfigError, match="needs shards"):
+        ranks.step(gradients(ranks, 0), 0)
+
+
+def test_fp32_sums_inside():
+    ranks = VirtualRanks(settings(), (2, 2), RS, numel_of(RS, (2, 2)), torch.bfloat16)
+    for bucket in ranks.buckets:
+        bucket.fp32_sums = True
+    for step in range(2):
+        check_step(ranks, step, torch.bfloat16)

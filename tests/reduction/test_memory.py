@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.reduction.memory import MemoryAccount, account, held
+from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
 from megatron_sparse.reduction.reducer import GradientReducer
 
 NUMEL, RANKS = 2**20, 8
@@ -39,7 +39,7 @@ def at_target(**overrides: Any) -> SparseConfig:
 
 
 def of(config: SparseConfig, *buckets: Bucket, undo: bool = False) -> MemoryAccount:
-    return account(config, [(0, buckets)], undo=undo)
+    return account(config, [Share(0, buckets)], undo=undo)
 
 
 def test_on_a_gpu_only_residuals_grow_with_the_number_of_buckets() -> None:

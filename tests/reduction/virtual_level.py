@@ -9,6 +9,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink
@@ -69,14 +70,16 @@ class VirtualRanks:
         dtype: torch.dtype = torch.float32,
         topology: Topology | None = None,
         reduction: Reduction = Reduction.SUM,
+        instances: int = 1,
     ) -> None:
         topology = topology or Topology(sizes, NO_TIME, NO_TIME)
         self.n = topology.world_size
         self.cluster = VirtualCluster(self.n, topology)
-        self.choice = choose_level(config, topology.nodes)
-        groups = level_groups(self.cluster, self.choice)
+        self.each = self.n // instances
+        self.choice = choose_level(config, topology.nodes[: self.each], instances)
+        groups = groups_of(self.cluster, self.choice, instances)
         self.reducers, self.buckets = [], []
-        for rank, transport in enumerate(self.cluster.transports):
+        for rank in range(self.n):
             residuals = ResidualStore(
                 RESIDUAL_DTYPES[config.compression.residual_dtype],
                 undo=True,
@@ -85,7 +88,7 @@ class VirtualRanks:
             self.reducers.append(
                 GradientReducer(
                     config,
-                    Groups(transport, level=groups[rank]),
+                    groups[rank],
                     planner_of(config, logs=False),
                     method_of(config.compression, residuals),
                     NullSink(),
@@ -94,7 +97,13 @@ class VirtualRanks:
             )
             self.buckets.append(
                 Bucket(
-                    "0", torch.zeros(numel, dtype=dtype), parameters(numel), op, self.n, reduction
+                    "0",
+                    torch.zeros(numel, dtype=dtype),
+                    parameters(numel),
+                    op,
+                    self.each,
+                    reduction,
+                    instances,
                 )
             )
 
@@ -156,30 +165,53 @@ class VirtualRanks:
         found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
         found.records = [records[rank] for rank in range(self.n)]
         for rank in range(self.n):
-            members = self.choice.inside(rank) if self.choice.nodes else (rank,)
-            if len(self.choice.nodes) == 1:
-                members = (rank,)
+            members = self._summed_first(rank)
             node_N = sum(gradients[each].float() for each in members)
             carried_N = self.whole(rank, before[rank] - self.residual(rank))
             own_N = self.whole(rank, torch.ones(before[rank].numel())) * node_N
             found.sent.append(own_N + carried_N)
         return found
 
+    def _summed_first(self, rank: int) -> list[int]:
+        """The ranks whose gradients are added up before the rank selects."""
+        own, first = rank % self.each, rank - rank % self.each
+        if self.choice.level == INSTANCE:
+            return list(range(first, first + self.each))
+        if len(self.choice.nodes) > 1:
+            return [first + member for member in self.choice.inside(own)]
+        return [rank]
+
     def part_of_result(self, rank: int, result_N: torch.Tensor) -> torch.Tensor:
         """What a rank must know after a step: all, or its shard."""
         bucket = self.buckets[rank]
         if bucket.op is CollectiveOp.ALL_REDUCE:
             return result_N
-        return result_N[bucket.shard(rank)]
+        return result_N[bucket.shard(rank % self.each)]
 
 
-def level_groups(cluster: VirtualCluster, choice: LevelChoice) -> list[LevelGroups | None]:
+def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
     """The groups of each rank of a cluster."""
-    if not choice.nodes:
-        return [None] * len(cluster.transports)
-    inside, across = {}, {}
-    for members in choice.nodes:
-        inside |= dict(zip(members, cluster.group(members), strict=True))
-    for lane in zip(*choice.nodes, strict=True):
-        across |= dict(zip(lane, cluster.group(lane), strict=True))
-    return [LevelGroups(inside[rank], across[rank]) for rank in range(len(inside))]
+    n = len(cluster.transports)
+    each = n // instances
+    whole, inside, across, others = {}, {}, {}, {}
+    for first in range(0, n, each):
+        ranks = range(first, first + each)
+        whole |= dict(zip(ranks, cluster.group(ranks), strict=True))
+        for members in choice.nodes:
+            mine = [first + member for member in members]
+            inside |= dict(zip(mine, cluster.group(mine), strict=True))
+        for lane in zip(*choice.nodes, strict=True):
+            mine = [first + member for member in lane]
+            across |= dict(zip(mine, cluster.group(mine), strict=True))
+    for place in range(each):
+        mine = range(place, n, each)
+        others |= dict(zip(mine, cluster.group(mine), strict=True))
+    found = []
+    for rank in range(n):
+        if choice.level == INSTANCE:
+            level = LevelGroups(whole[rank], others[rank], INSTANCE)
+            found.append(Groups(whole[rank], level=level))
+            continue
+        level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
+        found.append(Groups(whole[rank], None, others[rank] if instances > 1 else None, level))
+    return found

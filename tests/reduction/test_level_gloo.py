@@ -1,0 +1,118 @@
+"""compression.level=node on four gloo ranks that count as two nodes; several buckets on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.compression.methods import method_of
+from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.config.straggler import StragglerConfig
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.transport import ProcessGroupTransport
+from tests.ranks import run_ranks
+from tests.reduction.virtual_level import parameters
+
+NODES = (0, 0, 1, 1)
+NUMELS = (4 * 5001, 4 * 300, 4 * 9000)
+STEPS = 3
+
+
+def _train(rank, world_size, op, config):
+    """Whether each sum was exact, and all ranks' sums had the same bits."""
+    import torch.distributed as dist
+
+    cpu = torch.device("cpu")
+    choice = choose_level(config, NODES)
+    made = {}
+    for members in dict.fromkeys((choice.inside(each)) for each in range(world_size)):
+        made[members] = dist.new_group(list(members))
+    for members in dict.fromkeys((choice.across(each)) for each in range(world_size)):
+        made[members] = dist.new_group(list(members))
+    groups = dist.group.WORLD, made[choice.inside(rank)], made[choice.across(rank)]
+    transports = [ProcessGroupTransport(group, 30.0, cpu) for group in groups]
+    progress = ProgressThread(cpu, 30.0)
+    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
+    reducer = GradientReducer(
+        config,
+        Groups(transports[0], level=LevelGroups(*transports[1:])),
+        planner_of(config, logs=False),
+        method_of(config.compression, residuals),
+        NullSink(),
+        progress,
+    )
+    buckets = [
+        Bucket(str(number), torch.zeros(numel), parameters(numel), op, world_size)
+        for number, numel in enumerate(NUMELS)
+    ]
+    exact = []
+    for step in range(STEPS):
+        given, before = [], []
+        for bucket in buckets:
+            generator = torch.Generator().manual_seed(100 * step + 10 * rank + int(bucket.name))
+            drawn_N = torch.randint(-9, 10, (bucket.numel,), generator=generator).float()
+            mask_N = torch.zeros(bucket.numel)
+            for piece in bucket.parameters:
+                mask_N[piece.start : piece.stop] = 1
+            given.append(drawn_N * mask_N)
+            bucket.grad_N.copy_(given[-1])
+            before.append(_in_whole(reducer, residuals, bucket))
+        for pending in [reducer.start(bucket, step) for bucket in buckets]:
+            pending.wait()
+        residuals.commit()
+        for bucket, given_N, before_N in zip(buckets, given, before, strict=True):
+            total_N = given_N + before_N - _in_whole(reducer, residuals, bucket)
+            dist.all_reduce(total_N)
+            own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
+            exact.append(torch.equal(bucket.grad_N[own], total_N[own]))
+    progress.close()
+    for transport in transports:
+        transport.close()
+    return exact, residuals.nbytes - residuals.undo_nbytes
+
+
+def _in_whole(reducer, residuals, bucket):
+    """The residual of this rank's part, at its place in the bucket."""
+    whole_N = torch.zeros(bucket.numel)
+    if bucket.name not in residuals:
+        return whole_N
+    starts = {piece.name: piece.start for piece in bucket.parameters}
+    for piece in reducer.part(bucket).parameters:
+        start = starts[piece.name] + piece.offset
+        length = piece.stop - piece.start
+        whole_N[start : start + length] = residuals[bucket.name][piece.start : piece.stop]
+    return whole_N
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+@pytest.mark.parametrize("scheme", ["direct", "agsparse", "straggler", "dynamic"])
+def test_four_ranks_as_two_nodes(scheme, op):
+    straggler = StragglerConfig()
+    overrides = {}
+    if scheme == "straggler":
+        straggler, scheme = StragglerConfig(mode="pinned", rank=1), "direct"
+    elif scheme == "dynamic":
+        straggler, scheme = StragglerConfig(mode="dynamic", min_delay_ms=1.0), "direct"
+        overrides = {"deterministic": False}
+    config = SparseConfig.from_overrides(
+        level="node",
+        density=0.05,
+        warmup_iters=1,
+        ramp_iters=0,
+        keep_below_numel=0,
+        samples=500,
+        scheme=scheme,
+        timeout_s=30.0,
+        straggler=straggler,
+        **overrides,
+    )
+    for exact, nbytes in run_ranks(_train, 4, op, config):
+        assert exact == [True] * len(NUMELS) * STEPS
+        assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"
