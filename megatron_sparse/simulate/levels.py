@@ -180,15 +180,19 @@ class Group:
         return BucketShape(numel, 0, element_bytes, op, self.ranks, value_bits=value_bits)
 
     def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
-        """The gradient's half of one bucket with the cheapest of `names`."""
+        """The gradient's half of one bucket with the cheapest of `names`.
+
+        Where nothing is ever pruned every level is the backend's own collective.
+        """
         bits = settings.compression.value_bits
+        if not settings.compression.enabled:
+            level, bits, names = RANK, None, (DENSE,)
         shape = self.shape(self.training.gradient_bytes, bits)
         if level == NODE and len(self.sizes) == 1:
             return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), _NOTHING)
         density = settings.compression.density
-        return price_level(
-            level, shape, density, self.cluster, settings.scheme, names, self.sizes[0]
-        )
+        options, inside = settings.scheme, self.sizes[0]
+        return price_level(level, shape, density, self.cluster, options, names, inside)
 
     def dense_s(self, level: str, element_bytes: int, names: Sequence[str] = (DENSE,)) -> float:
         """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
