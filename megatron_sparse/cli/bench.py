@@ -319,6 +319,7 @@ def cost_models(
         str, typer.Option(metavar="NAME,...", help="Model clusters; with --measured a file.")
     ] = "ethernet_25gbit,ethernet_100gbit,perlmutter",
     op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
+    level: Annotated[str, typer.Option(help="rank | node: the sums that selection sees.")] = "rank",
     size: Annotated[str, typer.Option(metavar="SIZE", help="Of the fp32 bucket.")] = "64M",
     measured: Annotated[
         Path | None,
@@ -345,6 +346,7 @@ def cost_models(
         clusters=cluster.split(","),
         op=CollectiveOp(op),
         full_numel=parse_size("--size", size) // 4,
+        level=level,
     )
     runner.report(sweep.rows(), json)
 

@@ -47,6 +47,9 @@ app.command(
 app.command(
     "plan", help="Show every scheme's predicted time for each bucket, and the chosen scheme."
 )(plans.plan)
+app.command("levels", help="Price whole synchronisations at the levels rank and node: a model.")(
+    plans.levels
+)
 app.command("schedule", help="Make, check and show a straggler-aware all-reduce's schedule.")(
     plans.schedule
 )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.bench.options import parse_densities, parse_size
+from megatron_sparse.bench.options import parse_counts, parse_densities, parse_size
 from megatron_sparse.cli.outputs import (
     JsonFile,
     figures_folder,
@@ -198,6 +198,59 @@ def plan(
     )
     print_plan(rows)
     write_rows(json, rows)
+
+
+def levels(
+    cluster: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A shipped model, or a file of `calibrate`.")
+    ] = "ethernet_25gbit_8",
+    ranks: Annotated[
+        str, typer.Option(metavar="N,...", help="Data-parallel ranks.")
+    ] = "2,4,8,16,32,64,128,256",
+    preset: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Settings, at their target density.")
+    ] = "safe,balanced",
+    parameters: Annotated[
+        float, typer.Option(metavar="N", help="Of the model, on one rank.")
+    ] = 1.5e9,
+    gradients: Annotated[str, typer.Option(help="fp32 | bf16")] = "fp32",
+    move_bits: Annotated[
+        float, typer.Option(metavar="BITS", help="Of a parameter, in the exact gather.")
+    ] = 2.5,
+    sharded: Annotated[
+        bool, typer.Option("--sharded/--replicated", help="Distributed optimizer, or all-reduce.")
+    ] = True,
+    schemes: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=figures_folder, help="Draw the curves there: PNG and CSV."
+        ),
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Times come from cost models. See docs/levels.md."""
+    from megatron_sparse.collectives.registry import check_names
+    from megatron_sparse.config.checks import one_of
+    from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
+    from megatron_sparse.pricing.cluster import find
+    from megatron_sparse.run.json_lines import write_rows
+    from megatron_sparse.simulate.level_report import draw_levels, print_levels
+    from megatron_sparse.simulate.levels import Training, level_rows
+
+    one_of("--gradients", gradients, ("fp32", "bf16"))
+    names = None if schemes is None else schemes.split(",")
+    check_names(SchemeConfig(), PlannerConfig(schemes=names))
+    training = Training(round(parameters), 4 if gradients == "fp32" else 2, sharded, move_bits)
+    settings = {name: SparseConfig.preset(name) for name in preset.split(",")}
+    counts = parse_counts("--ranks", ranks)
+    rows = list(level_rows(training, find(cluster), settings, counts, names))
+    print_levels(rows, training)
+    write_rows(json, [row.to_dict() for row in rows])
+    for path in draw_levels(rows, training, out) if out is not None else ():
+        print(path)
 
 
 def schedule(

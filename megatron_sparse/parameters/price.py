@@ -8,13 +8,17 @@ For a bucket of N numbers of b bytes on n ranks, with shards of M = N / n:
 alpha and beta are the backend's own on a ring: of `planner.cluster`, else measured by a few
 all-gathers. encode and decode are seconds a number, timed on moves as training makes them. r is
 assumed: `MOVE_BITS` over the bits of a number. The n alpha of the exact gather are its
-announcement. Decoding is priced as if it did not run beside the exchange, which it does.
+announcement, once around the backend's ring. On a CPU decoding is priced as if it did not run
+beside the exchange, which it does, but the exchange needs the processor too. On a GPU
+(`CoderSpeed.beside`) the slower of the two counts for all records but the first one's exchange and
+the last one's decoding.
 
 On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
-ones (i), and `per_node` is a second way. Where the ranks of a node share a port, s = m; else s = 1:
+ones (i), and `per_node` is a second way. The ring crosses k times: the announcement takes
+a = k alpha_x + (n - k) alpha_i. Where the ranks of a node share a port, s = m; else s = 1:
 
-    flat        n alpha + (n - 1) (alpha_x + s M r b beta_x) + M encode + (n - 1) M decode
-    per node    n alpha + (k - 1) (alpha_x + s M r b beta_x) + (m - 1) (alpha_i + k M b beta_i)
+    flat        a + (n - 1) (alpha_x + s M r b beta_x) + M encode + (n - 1) M decode
+    per node    a + (k - 1) (alpha_x + s M r b beta_x) + (m - 1) (alpha_i + k M b beta_i)
                 + M encode + (k - 1) M decode
 
 In each round of `flat` some ranks cross. That is for equal nodes and many ranks; the code counts
@@ -70,10 +74,31 @@ WINDOWS = 3
 
 @dataclass(frozen=True)
 class CoderSpeed:
-    """Seconds a number."""
+    """Seconds a number.
+
+    Attributes:
+        encode_s: of the sender.
+        decode_s: of each receiver.
+        bits: of a number's move; None for those of `MOVE_BITS`.
+        beside: whether a record is decoded while the next one travels, at no cost to it.
+    """
 
     encode_s: float
     decode_s: float
+    bits: float | None = None
+    beside: bool = False
+
+    def decoded_s(self, numel: float, rounds_s: Sequence[float]) -> float:
+        """Seconds that decoding adds to the exchange.
+
+        Args:
+            numel: numbers that are decoded after each round.
+            rounds_s: seconds of each round of the exchange.
+        """
+        own_s = numel * self.decode_s
+        if not self.beside:
+            return len(rounds_s) * own_s
+        return sum(max(own_s - next_s, 0.0) for next_s in rounds_s[1:]) + own_s
 
 
 class Candidate(NamedTuple):
@@ -148,17 +173,16 @@ def gather_prices(
     raw_s = raw_gather_s(numel, dtype, world_size, link)
     exact_s = {}
     for coder, speed in speeds.items():
-        sent_bytes = shard * MOVE_BITS[coder][dtype] / 8
+        sent_bytes = shard * (speed.bits or MOVE_BITS[coder][dtype]) / 8
         assert sent_bytes < raw_bytes
-        own_s = world_size * link.alpha_s + shard * speed.encode_s
+        own_s = _announcement_s(links, world_size) + shard * speed.encode_s
         if topology is None:
-            flat_s = others * _message_s(link, sent_bytes)
+            flat_s = [_message_s(link, sent_bytes)] * others
         else:
             flat_s = _flat_s(topology, sent_bytes)
-            decoded, nodes_s = _per_node(topology, sent_bytes, raw_bytes)
             per_node = Candidate(coder, per_node=True)
-            exact_s[per_node] = own_s + nodes_s + decoded * shard * speed.decode_s
-        exact_s[Candidate(coder)] = own_s + flat_s + others * shard * speed.decode_s
+            exact_s[per_node] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
+        exact_s[Candidate(coder)] = own_s + sum(flat_s) + speed.decoded_s(shard, flat_s)
     return Prices(raw_s, exact_s)
 
 
@@ -171,29 +195,43 @@ def _message_s(link: Link, nbytes: float) -> float:
     return link.alpha_s + nbytes * link.beta_s
 
 
-def _flat_s(topology: Topology, sent_bytes: float) -> float:
-    """Seconds of the messages if every rank sends its record to every other.
+def _announcement_s(links: GatherLinks, world_size: int) -> float:
+    """Seconds of the sizes' all-gather: a few words, once around the ring."""
+    topology = links.topology
+    if topology is None:
+        return world_size * links.dense.alpha_s
+    crossings = len(topology.node_sizes)
+    inside = world_size - crossings
+    return crossings * topology.inter.alpha_s + inside * topology.intra.alpha_s
+
+
+def _flat_s(topology: Topology, sent_bytes: float) -> list[float]:
+    """Seconds of each round if every rank sends its record to every other.
 
     In round i of n - 1 some ranks send across nodes, so every round takes as long.
     """
     n, most = topology.world_size, max(topology.node_sizes)
     shared = topology.nic == "node"
-    return sum(
+    return [
         _message_s(topology.inter, (min(i, n - i, most) if shared else 1) * sent_bytes)
         for i in range(1, n)
-    )
+    ]
 
 
-def _per_node(topology: Topology, sent_bytes: float, raw_bytes: float) -> tuple[int, float]:
-    """The records that a rank decodes at most, and the seconds of the messages, once per node."""
+def _per_node_s(
+    topology: Topology, sent_bytes: float, raw_bytes: float, shard: float, speed: CoderSpeed
+) -> float:
+    """Seconds of the messages and of decoding, once per node; the busiest rank's."""
     sizes, n = topology.node_sizes, topology.world_size
     most, least = max(sizes), min(sizes)
+    rounds = len(sizes) - 1
     at_once = most if topology.nic == "node" else ceil(most / least)
-    across_s = (len(sizes) - 1) * _message_s(topology.inter, at_once * sent_bytes)
+    across_s = [_message_s(topology.inter, at_once * sent_bytes)] * rounds
+    decoded = ceil(n / least) - 1  # more than one record a round where nodes differ in size
     inside_s = max(
         (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes
     )
-    return ceil(n / least) - 1, across_s + inside_s
+    return sum(across_s) + speed.decoded_s(shard * decoded / rounds, across_s) + inside_s
 
 
 def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
@@ -263,7 +301,11 @@ def measure_coders(
         own_s += _coder_s(old, new, coder, host_clock(transport.device))
     rows = yield from gather_rows(own_s, transport)
     agreed = (rows.median(0).values / old.numel()).tolist()
-    return {coder: CoderSpeed(*agreed[2 * i : 2 * i + 2]) for i, coder in enumerate(coders)}
+    beside = transport.device.type == "cuda"
+    return {
+        coder: CoderSpeed(*agreed[2 * i : 2 * i + 2], beside=beside)
+        for i, coder in enumerate(coders)
+    }
 
 
 def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> list[float]:
@@ -277,6 +319,13 @@ def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> 
         encode_s.append(encoded_s - start_s)
         decode_s.append(clock() - encoded_s)
     return [median(encode_s), median(decode_s)]
+
+
+def coder_speed(coder: str, dtype: torch.dtype) -> tuple[float, float]:
+    """Times a coder on this CPU: seconds a number of encoding, and of decoding."""
+    old, new = sample_moves(SAMPLE_NUMEL, dtype)
+    encode_s, decode_s = _coder_s(old, new, coder, host_clock(old.device))
+    return encode_s / SAMPLE_NUMEL, decode_s / SAMPLE_NUMEL
 
 
 def sample_moves(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

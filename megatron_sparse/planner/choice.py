@@ -1,9 +1,10 @@
 """The choice: for each bucket the scheme that a cost model predicts to take the least time.
 
 All candidates are priced (`costs.predict_all`) from the bucket's shape, its sparsity profile and
-the cluster's model; the cheapest is chosen, dense included. ZEN (section 2.4) compares two
-equations in this way. Here every scheme of the registry is compared for each bucket, with the costs
-of codecs and host.
+the cluster's model; the cheapest is chosen, dense included. At `compression.level` node or instance
+the bucket is a part: its ranks are those of a lane, which has a share of the links. ZEN (section
+2.4) compares two equations in this way. Here every scheme of the registry is compared for each
+bucket, with the costs of codecs and host.
 
 Until a profile is measured, the planner assumes independent uniform positions. Ranks sample a
 profile (`sampling`) in the first steps of ramp and target, whenever the target density has fallen
@@ -202,12 +203,13 @@ class PricedPlanner(FixedPlanner):
     # What ranks exchange
 
     def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: for a group that is one node by the cluster's links."""
+        """See `Planner`: for a group on one node, also by the cluster's links."""
         named = any(
             SCHEMES[name].needs_windows
             for name in candidates(self._config.schemes, self._compression.given_value_bits)
         )
-        has_tier = self._cluster.has_peer_memory(transport.world_size)
+        here = len(set(transport.nodes)) == 1
+        has_tier = here and self._cluster.has_peer_memory(transport.world_size)
         wanted = named and has_tier and transport.world_size > 1
         return Windows.WELCOME if wanted else Windows.NONE
 
@@ -352,6 +354,7 @@ class PricedPlanner(FixedPlanner):
                     kept.numel,
                     kept.op,
                     kept.world_size,
+                    lanes=kept.lanes,
                     profile=kept.profile,
                     profile_density=kept.profile_density,
                 )

@@ -25,6 +25,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.densities import SumDensities, without_chance
 from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.levels import lane_cluster
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape, Prediction
 
@@ -40,10 +41,10 @@ def predict(
 
     Args:
         scheme: a name in `SCHEMES`.
-        shape: the bucket.
+        shape: the bucket; with `lanes`, that of a lane, which is priced on its share of the links.
         profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
             bucket or only the pruned part.
-        cluster: links, codecs and host.
+        cluster: links, codecs and host, of all ranks, those of other lanes too.
         options: the same that collectives get; they name the inner scheme of `hierarchical`.
 
     Raises:
@@ -73,6 +74,7 @@ def predict(
             expected=" | ".join(able),
             got=scheme,
         )
+    cluster = cluster_of(shape, cluster)
     if not reachable(scheme, shape.world_size, cluster):
         raise ConfigError(
             f"scheme {scheme} cannot be priced: it needs GPUs of one node",
@@ -136,12 +138,19 @@ def predict_all(
             out, and so are schemes that need peer memory if the cluster has none.
     """
     wanted = SCHEMES if schemes is None else schemes
-    n, bits = shape.world_size, shape.value_bits
+    n, bits, own = shape.world_size, shape.value_bits, cluster_of(shape, cluster)
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.op, options, bits) and reachable(name, n, cluster)
+        if name in wanted and fits(name, shape.op, options, bits) and reachable(name, n, own)
     }
+
+
+def cluster_of(shape: BucketShape, cluster: ClusterModel) -> ClusterModel:
+    """The cluster that a bucket is exchanged on: a lane's share of it, or all of it."""
+    if shape.lanes == 1:
+        return cluster
+    return lane_cluster(cluster, shape.lanes, shape.world_size)
 
 
 def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:

@@ -347,4 +347,5 @@ def bucket_facts(
         "op": bucket.op,
         "world_size": bucket.world_size,
         "value_bits": value_bits,
+        "lanes": bucket.lanes,
     }

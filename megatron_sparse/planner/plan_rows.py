@@ -1,8 +1,9 @@
 """The rows that `megatron-sparse plan` shows: of a run, of a gradient dump, or of buckets by size.
 
 A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
-the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes, value_bits`).
-Predicted times are those of a cost model.
+the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes, value_bits,
+lanes`). At `compression.level` node or instance a row is that of a part: `world_size` ranks
+exchange it, in one of `lanes` lanes. Predicted times are those of a cost model.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Pricing:
             "value_bits": shape.value_bits,
             "op": str(shape.op),
             "world_size": shape.world_size,
+            "lanes": shape.lanes,
             "density": profile.density,
             "predicted_us": prices,
             "chosen": chosen,
@@ -87,10 +89,10 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
     Args:
         path: the run's folder, or its `plan.json`.
         pricing: None leaves the plan as it was written.
-        ranks: used only with `pricing`: the number of ranks; None for the run's.
+        ranks: used only with `pricing`: the number of all ranks; None for the run's.
 
     Raises:
-        ConfigError: there is no plan.
+        ConfigError: there is no plan, or its lanes do not divide `ranks`.
         ProfileError: a profile in the plan is damaged.
     """
     rows = read_plan(path)
@@ -98,14 +100,22 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
         return list(rows.values())
     priced = []
     for name, row in rows.items():
+        lanes = row.get("lanes", 1)
+        if ranks and ranks % lanes:
+            raise ConfigError(
+                f"plan: bucket {name} is a part of a bucket, one of {lanes} in each node",
+                expected=f"--ranks in multiples of {lanes}",
+                got=ranks,
+            )
         shape = BucketShape(
             row["numel"],
             row["kept_numel"],
             row["element_bytes"],
             CollectiveOp(row["op"]),
-            ranks or row["world_size"],
+            ranks // lanes if ranks else row["world_size"],
             row["partial_bytes"],
             row.get("value_bits"),
+            lanes,
         )
         known = row.get("profile")
         profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])

@@ -42,6 +42,7 @@ class BucketState:
         failed_density: the target density at which the last of them failed.
         dense_until: before this step the bucket is dense, regardless of predictions; 0 for no step.
         dense_reason: the reason for `dense_until`.
+        lanes: as `Bucket.lanes`.
     """
 
     numel: int
@@ -60,16 +61,17 @@ class BucketState:
     failed_density: float = 1.0
     dense_until: int = 0
     dense_reason: str = ""
+    lanes: int = 1
 
     @classmethod
     def of(cls, bucket: Bucket) -> BucketState:
         """The state before anything is known."""
-        return cls(bucket.numel, str(bucket.op), bucket.world_size)
+        return cls(bucket.numel, str(bucket.op), bucket.world_size, lanes=bucket.lanes)
 
     def fits(self, bucket: Bucket) -> bool:
         """Whether the state is this bucket's: in another model, cut or group its name may recur."""
-        own = (self.numel, self.op, self.world_size)
-        return own == (bucket.numel, str(bucket.op), bucket.world_size)
+        own = (self.numel, self.op, self.world_size, self.lanes)
+        return own == (bucket.numel, str(bucket.op), bucket.world_size, bucket.lanes)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -1,6 +1,6 @@
 """The costs of a cluster: links, the backend's all-reduce, codecs and the host, in one YAML file.
 
-`calibrate` measures a file on the user's own ranks; three model clusters are shipped. Cost models
+`calibrate` measures a file on the user's own ranks; four model clusters are shipped. Cost models
 read the file; all ranks read the same one. The network is an alpha-beta model (Hockney): a message
 of m bytes takes alpha + beta m. A codec's call on N elements takes seconds_per_call +
 N seconds_per_element, the latter by operation, format and density.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.checks import in_range, one_of
@@ -26,6 +26,9 @@ class BucketShape:
             `scheme.wire_dtype=bf16` narrows an fp32 gradient.
         value_bits: of a value of a rank's own message, as `compression.value_bits`; sums and dense
             schemes travel in `element_bytes`. None: messages too.
+        lanes: of how many lanes of the same nodes this bucket is one; 1 for a bucket of all ranks.
+            The other lanes exchange as many elements at the same time, over the same links, see
+            `pricing.levels`.
 
     Raises:
         ConfigError: numbers that no bucket has.
@@ -38,11 +41,13 @@ class BucketShape:
     world_size: int
     partial_bytes: int = FP32_BYTES
     value_bits: int | None = None
+    lanes: int = 1
 
     def __post_init__(self) -> None:
         in_range("shape.numel", self.numel, 0, 2**40, integer=True)
         in_range("shape.kept_numel", self.kept_numel, 0, self.numel, integer=True)
         in_range("shape.world_size", self.world_size, 1, 2**20, integer=True)
+        in_range("shape.lanes", self.lanes, 1, 2**20, integer=True)
         for name in ("element_bytes", "partial_bytes"):
             if getattr(self, name) not in (2, FP32_BYTES):
                 raise ConfigError(
@@ -55,6 +60,23 @@ class BucketShape:
     def pruned_numel(self) -> int:
         """Elements that selection may leave out."""
         return self.numel - self.kept_numel
+
+    def lane(self, lanes: int) -> BucketShape:
+        """One rank's part of the bucket at a level whose nodes, or instances, have `lanes` ranks.
+
+        Example:
+            >>> shape = BucketShape(1000, 0, 4, CollectiveOp.ALL_REDUCE, 8)
+            >>> part = shape.lane(4)
+            >>> part.numel, part.world_size, part.lanes
+            (250, 2, 4)
+        """
+        return replace(
+            self,
+            numel=-(-self.numel // lanes),
+            kept_numel=-(-self.kept_numel // lanes),
+            world_size=self.world_size // lanes,
+            lanes=lanes,
+        )
 
 
 @dataclass(frozen=True)

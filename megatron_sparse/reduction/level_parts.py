@@ -58,6 +58,7 @@ def node_part(bucket: Bucket, members: int, place: int) -> Bucket:
         bucket.world_size // members,
         Reduction.SUM,
         fp32_sums=bucket.fp32_sums,
+        lanes=members,
     )
 
 
@@ -80,7 +81,8 @@ def instance_part(bucket: Bucket, rank: int) -> Bucket:
         )
     own = bucket.shard(rank)
     slices, op = slices_of(bucket, [own]), CollectiveOp.ALL_REDUCE
-    return Bucket(bucket.name, bucket.grad_N[own], slices, op, bucket.instances)
+    lanes = bucket.world_size
+    return Bucket(bucket.name, bucket.grad_N[own], slices, op, bucket.instances, lanes=lanes)
 
 
 def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:

@@ -1,4 +1,4 @@
-"""Makes the model clusters in `configs/cluster_models` from the papers' machines: MODELS.
+"""Makes the model clusters in `configs/cluster_models`, most from the papers' machines: MODELS.
 
 Links are those of `machines`. The backend's all-reduce is the virtual cluster's: a ring at the rate
 of the links between nodes. Codec rates were not measured on a GPU. Instead each call of the codec
@@ -19,15 +19,23 @@ import torch
 
 from megatron_sparse.calibration.codec import DENSITIES, CodecCall, codec_calls, fit_rate
 from megatron_sparse.pricing.cluster import CONFIG_MODULE, FOLDER, ClusterModel, CodecRate
-from megatron_sparse.simulate.machines import AWS_25, AWS_100, PERLMUTTER_RING, Machine
+from megatron_sparse.simulate.machines import (
+    AWS_25,
+    AWS_25_NODES,
+    AWS_100,
+    PERLMUTTER_RING,
+    Machine,
+)
 from megatron_sparse.simulate.pricing import TrafficCounter
 
 MACHINES = {
     "ethernet_25gbit": (AWS_25, 16),
+    "ethernet_25gbit_8": (AWS_25_NODES, 8),
     "ethernet_100gbit": (AWS_100, 16),
     "perlmutter": (PERLMUTTER_RING, 16),
 }
-"""For each model cluster: the machine, and the number of nodes that the paper used."""
+"""For each model cluster: the machine, and the number of nodes that the paper used; 8 for the one
+that is no paper's."""
 NUMELS = (2**16, 2**18)
 """Elements at which bytes are counted. Bytes are linear in them. The threshold's sample is
 smaller."""

@@ -100,6 +100,19 @@ AWS_25 = Machine(
 )
 """ZEN's first test bed with a rank for each machine, which first sums its GPUs' gradients."""
 
+AWS_25_NODES = Machine(
+    "8 A100 a node, 25 Gbit/s",
+    ranks_per_node=8,
+    # NVLink 3 has 300 GB/s; an assumption: a ring of NCCL reaches two thirds, as `bench gather
+    # --virtual` assumes too. Alpha as in StragglAR's section 4.3.
+    intra=Link(3e-6, 1 / (200 * GB)),
+    # One card for the eight GPUs; links between nodes are those of `AWS_25`.
+    inter=AWS_25.inter,
+    nic="node",
+    memory_rate=1555 * GB,
+)
+"""Whole nodes, each behind one slow card: see docs/levels.md."""
+
 DGX_H100 = Machine(
     "DGX H100",
     # A scale-up domain as large as the group: StragglAR's section 4.3 has up to 256 GPUs in one.

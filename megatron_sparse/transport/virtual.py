@@ -226,7 +226,8 @@ class VirtualCluster:
         assert peer != rank, "a rank exchanges nothing with itself"
         assert data.is_contiguous(), "messages are contiguous"
         waiting_for = f"rank {peer} to {'receive' if is_send else 'send'}"
-        is_agreement = work.what == "all_gather" or data.dtype == torch.int64
+        gathers = work.what == "all_gather" and not data.is_floating_point()
+        is_agreement = gathers or data.dtype == torch.int64
         # A receive buffer holds nothing yet; the sender's side sets the price.
         priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
         half = _Half(
@@ -294,7 +295,8 @@ class VirtualCluster:
         cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]
         sizes = [(cuts[i + 1] - cuts[i]) * sum_N.element_size() for i in range(n)]
         scatter = reduction.kind == "reduce_scatter"
-        step_s = 0.0
+        step_s = port_s = 0.0
+        ports = set()
         for place, rank in enumerate(ranks if n > 1 else ()):
             following = (place + 1) % n
             after = ranks[following]
@@ -305,9 +307,14 @@ class VirtualCluster:
             self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)
             link = self.topology.link(rank, after)
             piece_s = link.beta_s * self.message_scale * max(sizes)
-            step_s = max(step_s, link.alpha_s + piece_s)
-        start_s = max(self.clock_s[rank] for rank in ranks)
-        done_s = start_s + step_s * (n - 1) * (1 if scatter else 2)
+            step_s, port_s = max(step_s, link.alpha_s + piece_s), max(port_s, piece_s)
+            ports.update(self.topology.ports(rank, after))
+        # Rings of other groups may share the ports of a node: they take turns.
+        ready_s = [self.clock_s[rank] for rank in ranks]
+        start_s = max(ready_s + [self._port_free_s[port] for port in ports])
+        steps = (n - 1) * (1 if scatter else 2)
+        self._port_free_s.update(dict.fromkeys(ports, start_s + port_s * steps))
+        done_s = start_s + step_s * steps
         for place, rank in enumerate(ranks):
             own = slice(cuts[place], cuts[place + 1]) if scatter else slice(None)
             reduction.outputs[rank].copy_(sum_N[own])

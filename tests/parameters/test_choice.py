@@ -86,12 +86,26 @@ def test_the_formula_on_two_levels(nic, sharing):
     links = GatherLinks(Link(2e-3, 2e-6), topology)
     exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEEDS).exact_s
     alone_s, crossing_s = 1e-3 + 400 * 1e-6, 1e-3 + sharing * 400 * 1e-6
-    coding_s = 4 * 2e-3 + 1000 * 2e-9
+    coding_s = 2 * 1e-3 + 2 * 1e-5 + 1000 * 2e-9
     # In the first and the last of three rounds one rank of a node crosses, in the second both.
     assert exact_s[RANS] == pytest.approx(coding_s + 2 * alone_s + crossing_s + 3 * 1000 * 2e-9)
     assert exact_s[Candidate("rans", per_node=True)] == pytest.approx(
         coding_s + crossing_s + (1e-5 + 2 * 2000 * 1e-9) + 1000 * 2e-9
     )
+
+
+def test_decoding_beside_the_exchange():
+    """Three rounds of 1 s: the last record's decoding counts, and what is slower than a round."""
+    fast, slow = (CoderSpeed(0.0, decode_s, beside=True) for decode_s in (0.5, 3.0))
+    assert fast.decoded_s(1, [1.0] * 3) == 0.5
+    assert slow.decoded_s(1, [1.0] * 3) == 2 * 2.0 + 3.0
+    assert CoderSpeed(0.0, 0.5).decoded_s(1, [1.0] * 3) == 3 * 0.5
+
+
+def test_stated_bits_take_the_place_of_assumed_ones():
+    links, speeds = GatherLinks(Link(0.0, 1e-6)), {"rans": CoderSpeed(0.0, 0.0, bits=1.6)}
+    exact_s = gather_prices(4000, torch.bfloat16, 4, links, speeds).exact_s
+    assert exact_s[RANS] == pytest.approx(3 * 1000 * 1.6 / 8 * 1e-6)
 
 
 @pytest.mark.parametrize(

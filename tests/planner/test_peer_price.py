@@ -176,8 +176,9 @@ def test_the_planner_takes_it_where_it_is_cheapest_and_there_are_windows(has_win
     assert row["chosen"] == (NAME if has_windows else "direct")
 
 
-def of(ranks: int) -> Transport:
-    return cast("Transport", SimpleNamespace(world_size=ranks))
+def of(ranks: int, nodes: int = 1) -> Transport:
+    numbers = tuple(rank * nodes // ranks for rank in range(ranks))
+    return cast("Transport", SimpleNamespace(world_size=ranks, nodes=numbers))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,12 @@ def of(ranks: int) -> Transport:
 )
 def test_which_planners_need_windows(planner: Planner, ranks: int, expected: Windows) -> None:
     assert planner.windows(of(ranks)) is expected
+
+
+def test_a_lane_has_no_windows() -> None:
+    """Its ranks are on different nodes, however few they are."""
+    planner = priced(node(), ["direct", NAME])
+    assert planner.windows(of(RANKS, nodes=RANKS)) is Windows.NONE
 
 
 def test_plain_ddp_refuses_it_by_name_and_goes_without_it_else() -> None:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from megatron_sparse.bench.cost_models import virtual_truth
+from megatron_sparse.bench.cost_models import level_truth, virtual_truth
 from megatron_sparse.bench.cost_models.codec_prices import (
     CodecPrices,
     MemoryBoundPrices,
@@ -30,11 +30,13 @@ from megatron_sparse.bench.options import check_arguments, fractions, known
 from megatron_sparse.bench.table import Columns, TableRow, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.costs import fits, predict
+from megatron_sparse.planner.levels import inside_s
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape, Prediction
@@ -71,6 +73,7 @@ class CostRow(TableRow):
         kind: of the gradients.
         density: of a rank's gradient.
         world_size: ranks.
+        level: `rank` or `node`.
         cluster: name of the cluster.
         count: elements of the bucket.
         predicted_us: by the cost model.
@@ -82,7 +85,8 @@ class CostRow(TableRow):
     """
 
     COLUMNS = Columns(
-        "scheme <18 | op <14 | kind <11 | density >8g | world_size >5 ranks | cluster <17 | "
+        "scheme <18 | op <14 | kind <11 | density >8g | world_size >5 ranks | level <5 | "
+        "cluster <17 | "
         "predicted_us >13.1f predicted(us) | taken_us >13.1f taken(us) | error >+7.1%"
     )
 
@@ -91,6 +95,7 @@ class CostRow(TableRow):
     kind: str
     density: float
     world_size: int
+    level: str
     cluster: str
     count: int
     predicted_us: float
@@ -123,6 +128,9 @@ class CostSweep:
             this machine's.
         op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that the simulated one represents.
+        level: `rank` or `node`. At `node` gradients and densities are those of each part of the
+            nodes' sums; cases on one node, with one rank a node or with nodes of different sizes
+            are left out.
 
     Raises:
         ConfigError: a name is unknown, or a number out of range.
@@ -136,6 +144,7 @@ class CostSweep:
     clusters: Sequence[str]
     op: CollectiveOp = CollectiveOp.ALL_REDUCE
     full_numel: int = 2**24
+    level: str = RANK
 
     def __post_init__(self) -> None:
         smallest = PICI_TILE * max(self.world_sizes, default=1)
@@ -155,6 +164,7 @@ class CostSweep:
                 known("kind", self.kinds, KINDS),
                 fractions("density", self.densities),
                 ("ranks", self.world_sizes, all(n >= 2 for n in self.world_sizes), "2 or more"),
+                known("level", [self.level], (RANK, NODE)),
                 ("size", self.full_numel, self.full_numel >= smallest, f"{smallest} elements"),
             ],
         )
@@ -168,7 +178,8 @@ class CostSweep:
         for kind in self.kinds:
             for density in self.densities:
                 for n in self.world_sizes:
-                    yield from self._rows(kind, density, n)
+                    of_level = self._rows if self.level == RANK else self._node_rows
+                    yield from of_level(kind, density, n)
 
     def _rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
         options = SchemeConfig(capacity=None)
@@ -186,6 +197,31 @@ class CostSweep:
                     taken_s = virtual_truth.run(scheme, given, setting).total_s
                     found = predict(scheme, shape, profile, cluster, options)
                     case = {"scheme": scheme, "kind": kind, "density": density}
+                    yield _row(shape, found, cluster, taken_s, modelled=True, **case)
+
+    def _node_rows(self, kind: str, density: float, n: int) -> Iterator[CostRow]:
+        options = SchemeConfig(capacity=None)
+        shape = BucketShape(self.full_numel, 0, 4, self.op, n)
+        for name in self.clusters:
+            cluster, prices = find(name), prices_of(name)
+            sizes = cluster.topology(n).node_sizes
+            inside = sizes[0]
+            if len(sizes) == 1 or inside == 1 or len(set(sizes)) > 1:
+                continue
+            lane = shape.lane(inside)
+            model = KINDS[kind](simulated_numel(len(sizes), density, lane.numel), density)
+            parts = [model.gradient(node) for node in range(len(sizes))]
+            profile = virtual_truth.at_full_size(profile_of(parts), lane.numel)
+            setting = virtual_truth.Setting.on(
+                cluster, n, prices, options, self.op, self.full_numel
+            )
+            within_s = inside_s(shape, cluster, inside, grouped=True)
+            for scheme in self.schemes:
+                if fits(scheme, self.op, options):
+                    taken_s = level_truth.run_at_node(scheme, parts, setting).total_s
+                    found = predict(scheme, lane, profile, cluster, options)
+                    found = replace(found, network_s=found.network_s + within_s)
+                    case = {"scheme": scheme, "kind": kind, "density": density, "level": NODE}
                     yield _row(shape, found, cluster, taken_s, modelled=True, **case)
 
 
@@ -208,9 +244,11 @@ def _row(
     taken_s: float,
     *,
     modelled: bool,
+    level: str = RANK,
     **case: Any,
 ) -> CostRow:
     return CostRow(
+        level=level,
         op=str(shape.op),
         world_size=shape.world_size,
         cluster=cluster.name,

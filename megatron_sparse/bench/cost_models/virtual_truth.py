@@ -190,7 +190,6 @@ def _drive(
     scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
 ) -> tuple[VirtualCluster, list[ChargingTimer]]:
     n, numel = len(gradients), gradients[0].numel()
-    entry, options = SCHEMES[scheme], setting.options
     scale = setting.full_numel / numel
     price = None if setting.prices is None else setting.prices.measure(scale)
     cluster = FullSizeCluster(n, setting.topology, message_scale=scale)
@@ -207,32 +206,42 @@ def _drive(
             setting.op,
             n,
         )
-        exchange = Exchange(bucket, posting, MessageBuffers(), timer, options)
-        if entry.takes is Input.DENSE:
-            return entry.run(exchange, bucket.grad_N, 0)
-        residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-        residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
-        selector = Selector(
-            method_of(CompressionConfig(), residuals), transport.rank, exchange.buffers
-        )
-        message = selector.select(
-            bucket,
-            MessageSpec(
-                1.0,
-                format="rice" if entry.sends_whole else entry.message_format(options),
-                block_size=options.block_size,
-                sharded=entry.is_sharded(setting.op),
-                extra_cuts=entry.extra_cuts(bucket),
-                value_bits=dense_value_bits(None) if entry.sends_whole else None,
-                whole=entry.sends_whole,
-            ),
-            step=0,
-            timer=timer,
-        )
-        return entry.run(exchange, message)
+        exchange = Exchange(bucket, posting, MessageBuffers(), timer, setting.options)
+        return steps_of(scheme, exchange)
 
     cluster.run(start)
     return cluster, timers
+
+
+def steps_of(scheme: str, exchange: Exchange) -> Steps:
+    """Selects all that is not zero, and runs a collective. Overwrites `exchange.bucket`'s gradient.
+
+    Args:
+        scheme: a name in `SCHEMES`.
+        exchange: its timer charges the work to the rank's clock.
+    """
+    bucket, options, entry = exchange.bucket, exchange.options, SCHEMES[scheme]
+    if entry.takes is Input.DENSE:
+        return entry.run(exchange, bucket.grad_N, 0)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
+    rank = exchange.transport.rank
+    selector = Selector(method_of(CompressionConfig(), residuals), rank, exchange.buffers)
+    message = selector.select(
+        bucket,
+        MessageSpec(
+            1.0,
+            format="rice" if entry.sends_whole else entry.message_format(options),
+            block_size=options.block_size,
+            sharded=entry.is_sharded(bucket.op),
+            extra_cuts=entry.extra_cuts(bucket),
+            value_bits=dense_value_bits(None) if entry.sends_whole else None,
+            whole=entry.sends_whole,
+        ),
+        step=0,
+        timer=exchange.timer,
+    )
+    return entry.run(exchange, message)
 
 
 class HostedTransport:

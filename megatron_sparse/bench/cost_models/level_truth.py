@@ -1,0 +1,105 @@
+"""Times a bucket at level `node` on a virtual cluster with held-out prices: a MODEL.
+
+The steps inside the nodes are those of training (`reduction.level`), on groups of the virtual
+cluster; across runs the collective, as in `virtual_truth`. All lanes share the clock and the
+network cards. Each node's gradient is on one of its ranks and the others' are zero, so that a
+node's sum has the density that is asked for. All lanes have the same: in training each of them
+selects the target density from its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+
+from megatron_sparse.bench.cost_models.virtual_truth import (
+    FullSizeCluster,
+    HostedTransport,
+    Setting,
+    VirtualTiming,
+    steps_of,
+)
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import Exchange
+from megatron_sparse.collectives.base import Steps, Yielded
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.level import LevelGroups, NodeLevel
+from megatron_sparse.simulate.pricing import ChargingTimer
+from megatron_sparse.transport.topology import members_of
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+
+def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
+    """Runs one collective across the nodes, and the dense steps inside them.
+
+    Args:
+        scheme: a name in `SCHEMES`.
+        parts: of each node, fp32; see `virtual_truth.run`. Every part of a node's sum is this one.
+            Not mutated.
+        setting: the topology has nodes of one size; `full_numel` is that of the whole bucket.
+
+    Raises:
+        ConfigError: there is not one part for each node.
+        MegatronSparseError: the collective failed.
+    """
+    topology = setting.topology
+    n, lanes = topology.world_size, topology.node_sizes[0]
+    numel = lanes * parts[0].numel()
+    if len(parts) != len(topology.node_sizes):
+        raise ConfigError(
+            "level node cannot be run on a virtual cluster",
+            expected=f"a part for each of {len(topology.node_sizes)} nodes",
+            got=len(parts),
+        )
+    scale = setting.full_numel / numel
+    price = None if setting.prices is None else setting.prices.measure(scale)
+    cluster = FullSizeCluster(n, topology, message_scale=scale)
+    members = members_of(topology.nodes)
+    inside, across = (
+        {rank: each for group in groups for rank, each in _group(cluster, group)}
+        for groups in (members, list(zip(*members, strict=True)))
+    )
+    timers: list[ChargingTimer] = []
+
+    def start(transport: VirtualTransport) -> Steps:
+        rank = transport.rank
+        timer = ChargingTimer(transport, price)
+        timers.append(timer)
+        own_N = torch.zeros(numel)
+        if inside[rank].rank == 0:
+            own_N = _of_parts(parts[topology.nodes[rank]], lanes, setting)
+        bucket = Bucket("truth", own_N, [ParameterSlice("w", 0, numel)], setting.op, n)
+        buffers = MessageBuffers()
+        lane: Any = HostedTransport(across[rank], setting.host_s_per_message)
+        level = NodeLevel(LevelGroups(inside[rank], lane), setting.options, buffers)
+        record = BucketRecord("truth", 0, scheme, Phase.TARGET, 1.0, numel, timer=timer)
+        for yielded in level.inside(bucket, record):
+            if yielded is not GATE:
+                yield cast("Yielded", yielded)
+        exchange = Exchange(level.part(bucket), lane, buffers, timer, setting.options)
+        return (yield from level.after(steps_of(scheme, exchange), exchange, bucket, record))
+
+    cluster.run(start)
+    total_s = cluster.modelled_s + setting.host_s_per_bucket
+    return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
+
+
+def _group(
+    cluster: FullSizeCluster, ranks: Sequence[int]
+) -> Iterator[tuple[int, VirtualTransport]]:
+    """A group of the cluster's ranks, each with its transport there."""
+    return zip(ranks, cluster.group(ranks), strict=True)
+
+
+def _of_parts(part: torch.Tensor, lanes: int, setting: Setting) -> torch.Tensor:
+    """A gradient whose parts, as `reduction.level` cuts them, are all equal to `part`."""
+    if setting.op is CollectiveOp.ALL_REDUCE:
+        return part.repeat(lanes)
+    nodes = len(setting.topology.node_sizes)
+    return part.view(nodes, 1, -1).expand(nodes, lanes, -1).flatten()

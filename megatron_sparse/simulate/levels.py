@@ -1,0 +1,295 @@
+"""Whole synchronisations of a model at the levels `rank` and `node`, priced: a MODEL.
+
+One iteration with the distributed optimizer moves every gradient in a reduce-scatter and every
+updated parameter in an all-gather. The gradient's half is priced by `planner.levels` with the
+cheapest scheme of each level, the parameters' half by `parameters.price`: exact moves, once per
+node or flat, or raw, whichever takes the least time. That half does not depend on the level.
+Without the distributed optimizer there is an all-reduce of gradients and nothing else.
+
+`dense` is Megatron's own synchronisation: the backend's ring over all ranks for both halves,
+parameters in two bytes. `best_dense` is the cheapest that sends every element in full: any dense
+scheme, or dense at level `node`, for each half.
+
+Buckets are Megatron's, of equal size: max(40 million, 1 million a rank) elements at most. They are
+priced one after the other. The step is that of the preset's target density.
+
+Moves are coded by `rans`, in a number of bits that the caller states. No GPU's coder was measured:
+it moves as many bytes as docs/device-work.md counts, at the rate of the cluster's other codecs, and
+takes at least as long as one of its chunks (docs/parameters.md). On a CPU's cluster it is timed
+here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.checks import in_range
+from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.parameters.price import (
+    CoderSpeed,
+    GatherLinks,
+    coder_speed,
+    gather_prices,
+    several_levels,
+)
+from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, price_level
+from megatron_sparse.planner.prices import DENSE, candidates
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
+from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape, Prediction
+
+BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
+"""Megatron's default size of a bucket, whichever of the two is more."""
+PARAMETER = torch.bfloat16
+CODER = "rans"
+COPIED_BYTES = 8
+"""Read and written, of an fp32 element that is copied."""
+ENCODED_BYTES, DECODED_BYTES = 7.1, 9.6
+"""Read and written, of a number of a long shard: docs/device-work.md."""
+CHUNK_S = 0.25e-3
+"""Of a chunk's 2048 steps on a GPU, however short the shard is: docs/parameters.md."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is synchronised.
+
+    Attributes:
+        numel: parameters of the model on one rank.
+        gradient_bytes: of a gradient's value: 4 is Megatron's default (fp32 accumulation), or 2.
+        sharded: whether the optimizer is distributed.
+        move_bits: of a parameter's move, in the exact gather.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    numel: int = 1_500_000_000
+    gradient_bytes: int = FP32_BYTES
+    sharded: bool = True
+    move_bits: float = 2.5
+
+    def __post_init__(self) -> None:
+        in_range("--parameters", self.numel, 1, 2**40, integer=True)
+        in_range("--move-bits", self.move_bits, 0, 16, low_open=True)
+
+    def buckets(self, ranks: int) -> tuple[int, int]:
+        """The number of buckets, and the elements of each.
+
+        Example:
+            >>> Training(numel=100_000_000).buckets(8)
+            (3, 33333334)
+        """
+        count = ceil(self.numel / max(BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK * ranks))
+        return count, ceil(self.numel / count)
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """One whole synchronisation; times are milliseconds of a model.
+
+    Attributes:
+        cluster: its name.
+        preset: the settings.
+        ranks: data-parallel ranks.
+        nodes: that they are on.
+        level: `rank` or `node`. On one node `node` is dense: nothing crosses.
+        scheme: of the gradients: of all ranks, or of a lane.
+        parameters: how they are gathered: `raw`, `exact` or `exact per node`; `none` without the
+            distributed optimizer.
+        buckets: how many.
+        inside_ms: of gradients, inside nodes, at level `node`.
+        across_ms: of gradients, selection included.
+        gradient_ms: both.
+        parameters_ms: of parameters.
+        total_ms: of both halves.
+        dense_gradient_ms: of Megatron's own reduce-scatter, or all-reduce.
+        dense_ms: of Megatron's own synchronisation, both halves.
+        best_dense_ms: of the cheapest dense synchronisation, both halves.
+        speedup: dense_ms / total_ms.
+        gradient_over_rank: the gradient_ms of level `rank` / gradient_ms.
+        modelled: true.
+    """
+
+    cluster: str
+    preset: str
+    ranks: int
+    nodes: int
+    level: str
+    scheme: str
+    parameters: str
+    buckets: int
+    inside_ms: float
+    across_ms: float
+    gradient_ms: float
+    parameters_ms: float
+    total_ms: float
+    dense_gradient_ms: float
+    dense_ms: float
+    best_dense_ms: float
+    speedup: float
+    gradient_over_rank: float
+    modelled: bool = True
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Data-parallel ranks on a cluster, and the prices of one bucket there.
+
+    Attributes:
+        cluster: links, codecs, host.
+        ranks: how many; nodes are filled one after the other.
+        training: what is synchronised.
+
+    Raises:
+        ConfigError: nodes would differ in size.
+    """
+
+    cluster: ClusterModel
+    ranks: int
+    training: Training
+
+    def __post_init__(self) -> None:
+        if len(set(self.sizes)) > 1:
+            raise ConfigError(
+                "level node needs nodes of one size",
+                expected=f"--ranks in multiples of {max(self.sizes)}, or fewer than that",
+                got=f"{self.ranks} ranks: nodes of {', '.join(map(str, self.sizes))}",
+            )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks of each node."""
+        return self.cluster.topology(self.ranks).node_sizes
+
+    def shape(self, element_bytes: int, value_bits: int | None = None) -> BucketShape:
+        """One of the buckets."""
+        numel = self.training.buckets(self.ranks)[1]
+        op = CollectiveOp.REDUCE_SCATTER if self.training.sharded else CollectiveOp.ALL_REDUCE
+        return BucketShape(numel, 0, element_bytes, op, self.ranks, value_bits=value_bits)
+
+    def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
+        """The gradient's half of one bucket with the cheapest of `names`.
+
+        Where nothing is ever pruned every level is the backend's own collective.
+        """
+        bits = settings.compression.value_bits
+        if not settings.compression.enabled:
+            level, bits, names = RANK, None, (DENSE,)
+        shape = self.shape(self.training.gradient_bytes, bits)
+        if level == NODE and len(self.sizes) == 1:
+            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), _NOTHING)
+        density = settings.compression.density
+        options, inside = settings.scheme, self.sizes[0]
+        return price_level(level, shape, density, self.cluster, options, names, inside)
+
+    def dense_s(self, level: str, element_bytes: int, names: Sequence[str] = (DENSE,)) -> float:
+        """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
+        shape = self.shape(element_bytes)
+        price = price_level(level, shape, 1.0, self.cluster, SchemeConfig(), names, self.sizes[0])
+        return price.total_s
+
+    def best_dense_s(self, element_bytes: int) -> float:
+        """The cheapest way to send every element in full."""
+        dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
+        prices_s = [self.dense_s(RANK, element_bytes, dense)]
+        if len(self.sizes) > 1 < self.sizes[0]:
+            prices_s.append(self.dense_s(NODE, element_bytes))
+        return min(prices_s)
+
+    def parameters(self) -> tuple[str, float]:
+        """How one bucket's parameters are gathered, and the seconds."""
+        if not self.training.sharded:
+            return "none", 0.0
+        numel = self.training.buckets(self.ranks)[1]
+        topology = self.cluster.topology(self.ranks)
+        links = GatherLinks(
+            self.cluster.dense_link(self.ranks),
+            topology if several_levels(topology.nodes) else None,
+        )
+        speeds = {CODER: self._coder(numel / self.ranks)}
+        prices = gather_prices(numel, PARAMETER, self.ranks, links, speeds)
+        if not prices.exact_pays:
+            return "raw", prices.raw_s
+        best = prices.best
+        return "exact per node" if best.per_node else "exact", prices.exact_s[best]
+
+    def _coder(self, shard_numel: float) -> CoderSpeed:
+        bits = self.training.move_bits
+        if self.cluster.device == "cpu":
+            return CoderSpeed(*coder_speed(CODER, PARAMETER), bits)
+        copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
+        encode_s, decode_s = (
+            max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
+            for moved in (ENCODED_BYTES, DECODED_BYTES)
+        )
+        return CoderSpeed(encode_s, decode_s, bits, beside=True)
+
+
+_NOTHING = Prediction(0.0, 0.0, 0.0)
+
+
+def level_rows(
+    training: Training,
+    cluster: ClusterModel,
+    settings: Mapping[str, SparseConfig],
+    ranks: Sequence[int],
+    schemes: Sequence[str] | None = None,
+) -> Iterator[LevelRow]:
+    """A row for each number of ranks, preset and level.
+
+    Args:
+        training: what is synchronised.
+        cluster: links, codecs, host.
+        settings: by the names of the presets.
+        ranks: numbers of data-parallel ranks.
+        schemes: the candidates; None for all. `dense` always is one.
+
+    Raises:
+        ConfigError: nodes would differ in size, or the cluster file lacks a rate.
+    """
+    for n in ranks:
+        group = Group(cluster, n, training)
+        b, raw = training.gradient_bytes, PARAMETER.itemsize
+        gathered = int(training.sharded)
+        gradient_s = group.dense_s(RANK, b)
+        dense_s = gradient_s + gathered * group.dense_s(RANK, raw)
+        best_s = group.best_dense_s(b) + gathered * group.best_dense_s(raw)
+        how, parameters_s = group.parameters()
+        ms = 1e3 * training.buckets(n)[0]
+        for name, config in settings.items():
+            names = candidates(schemes, config.compression.value_bits)
+            prices = {level: group.gradient(level, config, names) for level in (RANK, NODE)}
+            for level, price in prices.items():
+                total_s = price.total_s + parameters_s
+                yield LevelRow(
+                    cluster=cluster.name,
+                    preset=name,
+                    ranks=n,
+                    nodes=len(group.sizes),
+                    level=level,
+                    scheme=price.scheme,
+                    parameters=how,
+                    buckets=training.buckets(n)[0],
+                    inside_ms=price.inside_s * ms,
+                    across_ms=price.across.total_s * ms,
+                    gradient_ms=price.total_s * ms,
+                    parameters_ms=parameters_s * ms,
+                    total_ms=total_s * ms,
+                    dense_gradient_ms=gradient_s * ms,
+                    dense_ms=dense_s * ms,
+                    best_dense_ms=best_s * ms,
+                    speedup=dense_s / total_s,
+                    gradient_over_rank=prices[RANK].total_s / price.total_s,
+                )
