@@ -6,14 +6,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport import ProcessGroupTransport, open_transport
 
 
 class Transports:
     """Makes transports, and closes all of them.
 
     Args:
-        scheme: timeouts, and how dead ranks are noticed.
+        scheme: timeouts, how dead ranks are noticed, and the way inside a host.
         device: of the gradients.
     """
 
@@ -24,14 +24,7 @@ class Transports:
 
     def make(self, group: dist.ProcessGroup, *, nccl_engine: bool = False) -> ProcessGroupTransport:
         """A transport over the ranks of a group. Collective over them."""
-        scheme = self._scheme
-        transport = ProcessGroupTransport(
-            group,
-            scheme.timeout_s,
-            self._device,
-            liveness=scheme.watch_peers,
-            nccl_engine=nccl_engine,
-        )
+        transport = open_transport(group, self._scheme, self._device, nccl_engine=nccl_engine)
         self._made.append(transport)
         return transport
 
