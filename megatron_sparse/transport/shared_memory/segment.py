@@ -3,8 +3,8 @@
 The first rank of the node makes the memory without a name (memfd), and hands its descriptor to the
 others over a Unix socket. When all have mapped it, the descriptors are closed. So nothing has to be
 removed: however ranks end, the kernel frees the memory with the last of them. The socket's name is
-abstract, which has two consequences: it is in no file system, and only processes of the same network
-namespace can connect. Ranks that merely have equal host names do not.
+abstract, which has two consequences: it is in no file system, and only processes of the same
+network namespace can connect. Ranks that merely have equal host names do not.
 """
 
 from __future__ import annotations
