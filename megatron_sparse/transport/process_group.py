@@ -52,6 +52,9 @@ class ProcessGroupTransport:
 
     Making one is collective over the group.
 
+    Attributes:
+        intra_node: how ranks of a host reach one another: `backend`; see `SharedMemoryTransport`.
+
     Args:
         group: the group whose ranks take part; a second group over the same ranks is made.
         timeout_s: seconds after which an operation fails.
@@ -65,6 +68,8 @@ class ProcessGroupTransport:
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
+
+    intra_node = "backend"
 
     def __init__(
         self,

@@ -60,8 +60,15 @@ class RankBench(RankGroup):
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
-        self._place = {"transport": self.backend, "mbit": sweep.mbit}
+        super().__init__(
+            sweep.timeout_s,
+            store,
+            rank,
+            world_size,
+            nccl_engine=sweep.nccl_engine,
+            intra_node=sweep.intra_node,
+        )
+        self._place = {"transport": self.transport_name, "mbit": sweep.mbit}
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Every case, on every rank; the rows are the same on all.

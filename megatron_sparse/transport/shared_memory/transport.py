@@ -52,6 +52,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
     Attributes:
         refusals: for each rank that could not share memory the reason; empty if all is well. The
             same on all ranks.
+        intra_node: `shared_memory`, or `backend` where a rank could not share memory; a group with
+            one rank on each host is like others of the run.
         shares_memory: whether this rank shares memory with another one.
 
     Raises:
@@ -71,6 +73,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self.refusals: dict[int, str] = {}
         if len(set(self.nodes)) < self.world_size:
             self._share()
+        self.intra_node = "backend" if self.refusals else "shared_memory"
         self.shares_memory = self._under_way is not None
 
     def _share(self) -> None:
