@@ -13,10 +13,21 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from megatron_sparse.cuda_ext import load, sources
 from megatron_sparse.errors import DependencyError
 
-SUM_DTYPES = ("fp32", "bf16", "fp16", "fp64", "int8", "uint8", "int32", "int64")
+SUM_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
 """By their codes (`csrc/shared_sum.h`)."""
 MOST_ENDED = 64
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
+from megatron_sparse.transport.base import Work
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
@@ -183,7 +184,7 @@ class ProcessGroupTransport:
         assert work is not None, "only members of the group take part"
         return StreamWork(operation, [work])
 
-    def all_reduce_(self, values_N: torch.Tensor) -> WaitedWork | StreamWork:
+    def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """See `Transport`."""
         return self._collective(
             "all_reduce", lambda: dist.all_reduce(values_N, group=self.group, async_op=True)
@@ -191,7 +192,7 @@ class ProcessGroupTransport:
 
     def reduce_scatter(
         self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
-    ) -> WaitedWork | StreamWork:
+    ) -> Work:
         """See `Transport`."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return self._collective(
@@ -199,7 +200,7 @@ class ProcessGroupTransport:
             lambda: _reduce_scatter(shard_M, values_N, op=op, group=self.group, async_op=True),
         )
 
-    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> WaitedWork | StreamWork:
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
         """See `Transport`."""
         return self._collective(
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
@@ -210,7 +211,7 @@ class ProcessGroupTransport:
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
         tag: int,
-    ) -> WaitedWork | StreamWork | NoWork:
+    ) -> Work:
         """See `Transport`. NCCL has no tags; it matches messages by the order of the posts.
 
         With gloo a message that is longer than its receive buffer aborts the process: agree on

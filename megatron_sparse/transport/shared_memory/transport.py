@@ -30,10 +30,7 @@ from megatron_sparse.transport.shared_memory.segment import NAME_BYTES, share_me
 from megatron_sparse.transport.shared_memory.under_way import UnderWay
 from megatron_sparse.transport.works import BothWorks, NoWork, WaitedWork
 
-_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
-_SUM_CODES = {
-    getattr(torch, _TORCH_NAMES.get(name, name)): code for code, name in enumerate(SUM_DTYPES)
-}
+_SUM_CODES = {dtype: code for code, dtype in enumerate(SUM_DTYPES)}
 
 type _Pieces = Sequence[tuple[int, torch.Tensor]]
 
