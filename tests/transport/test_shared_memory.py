@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError
 from megatron_sparse.transport import ProcessGroupTransport, opening, process_group
 from megatron_sparse.transport.shared_memory import SharedMemoryTransport, segment
+from tests.collectives.fault_ranks import one_after_another
+from tests.collectives.faults import Fault
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -213,6 +216,13 @@ def test_a_message_that_does_not_fit_is_an_error_on_both_sides():
         assert f"exchange with ranks [{1 - rank}] failed" in text
         assert "36 bytes" in text
         assert "40 bytes" in text
+
+
+def test_every_scheme_sums_through_shared_memory():
+    cases = [(name, Fault("none", 0, 0)) for name in over_groups()]
+    for results in run_ranks(one_after_another, 3, cases, 30.0, "shared_memory"):
+        for (name, _), result in zip(cases, results, strict=True):
+            assert result["right"], (name, result["text"])
 
 
 def _fault(rank, world_size, fault, timeout_s, folder):
