@@ -3,7 +3,7 @@
 #include <sys/mman.h>
 
 #include <cerrno>
-#include <new>
+#include <exception>
 
 #include "shared_engine.h"
 
@@ -37,7 +37,13 @@ MS_EXPORT void* ms_shared_open(int descriptor, int ranks, int slots, int64_t slo
     return nullptr;
   }
   madvise(segment, bytes, MADV_DONTFORK);
-  return new Mapped{segment, bytes, {segment, geometry, rank}};
+  try {
+    return new Mapped{segment, bytes, {segment, geometry, rank}};
+  } catch (const std::exception&) {  // no memory, or no thread
+    munmap(segment, bytes);
+    *error = EAGAIN;
+    return nullptr;
+  }
 }
 
 MS_EXPORT void ms_shared_exchange(void* mapped, int64_t id, int64_t tag, const Message* messages,

@@ -117,7 +117,7 @@ class _Meeting:
                 if self._listener is not None:
                     self._hand_over(self._listener)
                 else:
-                    self._memory = _received(name)
+                    self._memory = _received(name, self._geometry)
                 self._engine = Engine(self._memory, self._geometry, self._place)
         except (OSError, MegatronSparseError) as error:
             self._refused = _refusal(error)
@@ -136,7 +136,7 @@ class _Meeting:
             connection, _ = listener.accept()
             with closing(connection):
                 if _user_of(connection) == os.geteuid():
-                    socket.send_fds(connection, [b"memory"], [self._memory])
+                    socket.send_fds(connection, [repr(self._geometry).encode()], [self._memory])
                     missing -= 1
 
     def outcome(self, *, agreed: bool) -> Engine | None:
@@ -148,15 +148,18 @@ class _Meeting:
         return self._engine
 
 
-def _received(name: bytes) -> int:
+def _received(name: bytes, geometry: Geometry) -> int:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(MEETING_S)
         connection.connect(b"\0" + name)
         if _user_of(connection) != os.geteuid():
             raise PermissionError("the ranks of a host run as different users")
-        _, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
+        shape, descriptors, _, _ = socket.recv_fds(connection, 256, 1)
     if not descriptors:
         raise ConnectionError("the first rank of the host sent no memory")
+    if shape != repr(geometry).encode():
+        os.close(descriptors[0])
+        raise ConnectionError("the ranks of the host run different versions of megatron_sparse")
     return descriptors[0]
 
 
