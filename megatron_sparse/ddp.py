@@ -41,7 +41,7 @@ from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
-from megatron_sparse.transport import ProcessGroupTransport, Transport
+from megatron_sparse.transport import Transport, open_transport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -105,12 +105,8 @@ class DDPState:
         timeout_s = self.config.scheme.timeout_s
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
-        self._transport = ProcessGroupTransport(
-            group,
-            timeout_s,
-            device,
-            liveness=self.config.scheme.watch_peers,
-            nccl_engine=self.config.scheme.nccl_engine,
+        self._transport = open_transport(
+            group, self.config.scheme, device, nccl_engine=self.config.scheme.nccl_engine
         )
         self._progress = progress_on(device, timeout_s)
         self.config = with_agreed_capacity(self.config, device, self._transport.group)

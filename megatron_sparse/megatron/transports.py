@@ -14,7 +14,7 @@ from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport import ProcessGroupTransport, open_transport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -23,7 +23,8 @@ class Transports:
     """Makes transports, and closes all of them.
 
     Args:
-        config: timeouts, how dead ranks are noticed, and the level of compression.
+        config: timeouts, how dead ranks are noticed, the way inside a host, and the level of
+            compression.
         device: of the gradients.
 
     Attributes:
@@ -41,13 +42,7 @@ class Transports:
     ) -> ProcessGroupTransport:
         """A transport over the ranks of a group, or over global ranks. Collective over them."""
         scheme = self._config.scheme
-        transport = ProcessGroupTransport(
-            group,
-            scheme.timeout_s,
-            self._device,
-            liveness=scheme.watch_peers,
-            nccl_engine=nccl_engine,
-        )
+        transport = open_transport(group, scheme, self._device, nccl_engine=nccl_engine)
         self._made.append(transport)
         return transport
 

@@ -26,7 +26,7 @@ from megatron_sparse.reduction.job import GATE, Progress
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.streams import used_here
-from megatron_sparse.transport import ProcessGroupTransport, Transport
+from megatron_sparse.transport import ProcessGroupTransport, Transport, open_transport
 
 
 class PendingRowSparse:
@@ -227,7 +227,7 @@ def row_sparse_all_reduce(
             expected="torch.distributed.init_process_group before the first all-reduce",
             got="an uninitialised torch.distributed",
         )
-    transport = ProcessGroupTransport(members, timeout_s, gradient.device)
+    transport = open_transport(members, SchemeConfig(timeout_s=timeout_s), gradient.device)
     progress = ProgressThread(gradient.device, timeout_s)
     reducer = RowSparseReducer(transport, NullSink(), progress)
     pending = reducer.start(name, gradient, Reduction(op), step=0)

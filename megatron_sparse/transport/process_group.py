@@ -11,9 +11,6 @@ For gloo the transport adds:
 
 With NCCL the next operation posted after a rank is gone raises the error; the watchdog ends the
 operations already posted.
-
-This is one file because the transport and its three kinds of work share the rules for streams and
-timeouts.
 """
 
 from __future__ import annotations
@@ -21,9 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -31,6 +26,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
+from megatron_sparse.transport.base import Work
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
@@ -39,6 +35,7 @@ from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusa
 from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.operation import Operation
 from megatron_sparse.transport.waiters import Waiters
+from megatron_sparse.transport.works import NoWork, StreamWork, WaitedWork, wait_all
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -46,102 +43,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 WAITERS = 8
 """Threads that wait for works of gloo, which cannot be polled."""
-POLL_S = 1e-3
 INVITATION_BYTES = 1024
 CANARY = torch.frombuffer(bytearray(secrets.token_bytes(8)), dtype=torch.uint8)
 """Written to the end of every receive buffer: gloo fills only as much as the peer sent, and reports
 no error. A complete message does not end in these random bytes by chance."""
 
 
-class GlooWork:
-    """Works of gloo as one `Work`.
-
-    Args:
-        operation: their name and deadline.
-        waiting: done when gloo has finished or failed.
-        check: checks the received bytes; called when gloo has finished.
-    """
-
-    def __init__(
-        self,
-        operation: Operation,
-        waiting: Future[None],
-        check: Callable[[], None] | None = None,
-    ) -> None:
-        self._operation = operation
-        self._waiting = waiting
-        self._check = check
-
-    def ready(self) -> bool:
-        """See `Work`; also true when waiting has become pointless."""
-        return self._waiting.done() or self._operation.is_hopeless()
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        self._waiting.add_done_callback(lambda _: wake())
-
-    def finish(self) -> None:
-        """See `Work`."""
-        while not self.ready():
-            time.sleep(POLL_S)
-        if not self._waiting.done():
-            raise self._operation.error()
-        try:
-            self._waiting.result()
-        except RuntimeError as error:
-            raise self._operation.error(error) from error
-        if self._check is not None:
-            self._check()
-
-
-class StreamWork:
-    """Works of NCCL as one `Work`; `finish` lets the current stream wait for all of them."""
-
-    def __init__(self, operation: Operation, works: Sequence[dist.Work]) -> None:
-        self._operation = operation
-        self._works = works
-
-    def ready(self) -> bool:
-        """See `Work`. Always true: `finish` only lets the stream wait."""
-        return True
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        wake()
-
-    def finish(self) -> None:
-        """See `Work`."""
-        try:
-            _wait_all(self._works)
-        except RuntimeError as error:
-            raise self._operation.error(error) from error
-
-
-class NoWork:
-    """The `Work` of an exchange in which nothing is sent or received."""
-
-    def ready(self) -> bool:
-        """See `Work`."""
-        return True
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        wake()
-
-    def finish(self) -> None:
-        """See `Work`."""
-
-
-def _wait_all(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None, "only members of the group take part"
-        work.wait()
-
-
 class ProcessGroupTransport:
     """See `Transport`.
 
     Making one is collective over the group.
+
+    Attributes:
+        intra_node: how ranks of a host reach one another: `backend`; see `SharedMemoryTransport`.
 
     Args:
         group: the group whose ranks take part; a second group over the same ranks is made. Or the
@@ -158,6 +72,8 @@ class ProcessGroupTransport:
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
+
+    intra_node = "backend"
 
     def __init__(
         self,
@@ -265,7 +181,9 @@ class ProcessGroupTransport:
             self._liveness.note(name)
         return operation
 
-    def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> GlooWork | StreamWork:
+    def _collective(
+        self, name: str, post: Callable[[], dist.Work | None]
+    ) -> WaitedWork | StreamWork:
         """Posts one of the backend's own collectives."""
         operation = self._announce(name)
         if self.device.type != "cuda":
@@ -277,7 +195,7 @@ class ProcessGroupTransport:
         assert work is not None, "only members of the group take part"
         return StreamWork(operation, [work])
 
-    def all_reduce_(self, values_N: torch.Tensor) -> GlooWork | StreamWork:
+    def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """See `Transport`."""
         return self._collective(
             "all_reduce", lambda: dist.all_reduce(values_N, group=self.group, async_op=True)
@@ -285,7 +203,7 @@ class ProcessGroupTransport:
 
     def reduce_scatter(
         self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
-    ) -> GlooWork | StreamWork:
+    ) -> Work:
         """See `Transport`."""
         op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return self._collective(
@@ -293,7 +211,7 @@ class ProcessGroupTransport:
             lambda: _reduce_scatter(shard_M, values_N, op=op, group=self.group, async_op=True),
         )
 
-    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> GlooWork | StreamWork:
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
         """See `Transport`."""
         return self._collective(
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
@@ -304,7 +222,7 @@ class ProcessGroupTransport:
         sends: Sequence[tuple[int, torch.Tensor]],
         receives: Sequence[tuple[int, torch.Tensor]],
         tag: int,
-    ) -> GlooWork | StreamWork | NoWork:
+    ) -> Work:
         """See `Transport`. NCCL has no tags; it matches messages by the order of the posts.
 
         With gloo a message that is longer than its receive buffer aborts the process: agree on
@@ -350,7 +268,7 @@ class ProcessGroupTransport:
         operation: Operation,
         post: Callable[[], list[dist.Work | None]],
         check: Callable[[], None] | None = None,
-    ) -> GlooWork:
+    ) -> WaitedWork:
         """Posts gloo's works and lets a thread wait for them.
 
         gloo offers no completion callback, and some works complete only inside wait(): pairwise
@@ -360,7 +278,7 @@ class ProcessGroupTransport:
             posted = post()
         except RuntimeError as error:
             raise operation.error(error) from error
-        return GlooWork(operation, self._waiters.submit(lambda: _wait_all(posted)), check)
+        return WaitedWork(operation, self._waiters.submit(lambda: wait_all(posted)), check)
 
     def _post_all_to_all(
         self,

@@ -10,7 +10,7 @@ On CUDA devices the backend is NCCL; that has not been run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport import ProcessGroupTransport, open_transport
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -56,8 +56,15 @@ class RankBench(RankGroup):
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
-        self._place = {"transport": self.backend, "mbit": sweep.mbit}
+        super().__init__(
+            sweep.timeout_s,
+            store,
+            rank,
+            world_size,
+            nccl_engine=sweep.nccl_engine,
+            intra_node=sweep.intra_node,
+        )
+        self._place = {"transport": self.transport_name, "mbit": sweep.mbit}
         self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
 
@@ -227,15 +234,12 @@ class RankBench(RankGroup):
         if choice.level != NODE:
             return Groups(self._transport)
         if self._level_groups is None:
-            made: dict[tuple[int, ...], Any] = {}
-            for ranks in (*choice.nodes, *zip(*choice.nodes, strict=True)):
-                made.setdefault(ranks, dist.new_group(list(ranks)))
-            level = groups_of_nodes(choice, self.rank, lambda ranks: self._open(made[tuple(ranks)]))
+            level = groups_of_nodes(choice, self.rank, self._open)
             self._level_groups = Groups(self._transport, level=level)
         return self._level_groups
 
-    def _open(self, group: dist.ProcessGroup) -> ProcessGroupTransport:
-        transport = ProcessGroupTransport(group, self._sweep.timeout_s, self._device)
+    def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
+        transport = open_transport(ranks, self._scheme, self._device)
         self._level_transports.append(transport)
         return transport
 
