@@ -184,7 +184,7 @@ class Group:
 
         Where nothing is ever pruned every level is the backend's own collective.
         """
-        bits = settings.compression.value_bits
+        bits = settings.compression.given_value_bits
         if not settings.compression.enabled:
             level, bits, names = RANK, None, (DENSE,)
         shape = self.shape(self.training.gradient_bytes, bits)
@@ -269,7 +269,7 @@ def level_rows(
         how, parameters_s = group.parameters()
         ms = 1e3 * training.buckets(n)[0]
         for name, config in settings.items():
-            names = candidates(schemes, config.compression.value_bits)
+            names = candidates(schemes, config.compression.given_value_bits)
             prices = {level: group.gradient(level, config, names) for level in (RANK, NODE)}
             for level, price in prices.items():
                 total_s = price.total_s + parameters_s
