@@ -82,7 +82,7 @@ def _train(layout, level, **plugin):
         "copies": {name: (_copies(model)[name], w) for name, w in model.weights().items()},
         "pruned": {n for n, held in attachment.residuals.by_parameter() if held.any()},
         "residual": attachment.residuals.nbytes - attachment.residuals.undo_nbytes,
-        "account": attachment.memory_account().nbytes["residual"],
+        "account": attachment.memory_account().nbytes.get("residual", 0),
         "whole": 4 * numel,
         "lines": [line for line in lines if "compressed at level" in line],
         "bytes": (sent.wire, sent.dense),
