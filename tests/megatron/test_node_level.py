@@ -355,10 +355,11 @@ def test_resuming_is_bit_exact(tmp_path):
     assert "once per node" in said, "parameters take the lanes"
 
 
+@pytest.mark.slow  # eight processes that import Megatron
 @pytest.mark.parametrize("name", LARGE)
 def test_a_layout_of_eight_ranks_trains(eight, name):
     _assert_trains(eight, name, LARGE[name][0])
     for rank in eight:
         sparse = rank[name]["sparse"]
-        # Of experts each node has one rank of the expert data-parallel group's two.
-        assert sparse["residual"] <= sparse["whole"] * (1 if name == "expert" else 0.5)
+        # With experts, nodes have four ranks of the dense group and two of the experts'.
+        assert 0 < sparse["residual"] <= sparse["whole"] // 2
