@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign
 from megatron_sparse.bench.options import at_least, check_arguments, known
 from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table
 from megatron_sparse.collectives import AUTO, SCHEMES, skips_straggler
+from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.config.parameters import METHODS
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
@@ -39,17 +41,20 @@ class Variant:
         scheme: `plain`, or the plugin's.
         density: of the schemes that compress.
         parameters: `parameters.method`; None for `plain`.
+        level: `compression.level`.
     """
 
     scheme: str
     density: float
     parameters: str | None
+    level: str = RANK
 
     @property
     def run_name(self) -> str:
         """Of the run's folder and log."""
         gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
-        return f"{self.scheme}_{self.density:g}{gathered}"
+        level = "" if self.level == RANK else f"_{self.level}"
+        return f"{self.scheme}_{self.density:g}{gathered}{level}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class Setting:
         slow_ms: how long it sleeps.
         parameters: values of `parameters.method`, a row of each scheme for each; `plain` has one
             row.
+        levels: values of `compression.level`, likewise; dense schemes have `rank` alone.
+        ranks_per_node: ranks on each host of the test bed.
     """
 
     schemes: Sequence[str]
@@ -82,8 +89,12 @@ class Setting:
     slow_rank: int | None = None
     slow_ms: float = 0.0
     parameters: Sequence[str] = ("auto",)
+    levels: Sequence[str] = (RANK,)
+    ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
+        divides = self.ranks % self.ranks_per_node == 0
+        has_hosts = self.mbit is not None or self.ranks_per_node == 1
         check_arguments(
             "bench training",
             [
@@ -92,6 +103,9 @@ class Setting:
                 at_least("ranks", self.ranks, 1),
                 at_least("warmup", self.warmup, 0),
                 at_least("iters", self.iters, 1),
+                known("level", self.levels, LEVELS),
+                ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
+                ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
             ],
         )
         if self.slow_rank is None:
@@ -102,6 +116,7 @@ class Setting:
             "bench training",
             [
                 ("slow-rank", self.slow_rank, self.slow_rank < self.ranks, fits),
+                ("level", ",".join(self.levels), set(self.levels) == {RANK}, "rank: one is slow"),
                 ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
                 ("scheme", self.schemes, PLAIN not in self.schemes, awake),
             ],
@@ -115,12 +130,17 @@ class Setting:
                 if scheme == PLAIN:
                     yield Variant(scheme, density, None)
                     continue
-                for parameters in self.parameters:
-                    yield Variant(scheme, density, parameters)
+                for parameters, level in product(self.parameters, self.levels):
+                    if level == RANK or not dense:
+                        yield Variant(scheme, density, parameters, level)
+
+    @property
+    def nodes(self) -> int:
+        """Hosts."""
+        return 1 if self.mbit is None else self.ranks // self.ranks_per_node
 
     def arguments(self, variant: Variant, out: Path) -> list[str]:
         """Of `train`, for one row."""
-        nodes = 1 if self.mbit is None else self.ranks
         scheme = variant.scheme
         how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
         if variant.parameters not in (None, "auto"):
@@ -131,8 +151,9 @@ class Setting:
             f"runs_dir={out}",
             *how,
             f"compression.density={variant.density:g}",
-            f"cluster.nodes={nodes}",
-            f"cluster.ranks_per_node={self.ranks // nodes}",
+            f"compression.level={variant.level}",
+            f"cluster.nodes={self.nodes}",
+            f"cluster.ranks_per_node={self.ranks // self.nodes}",
             "cluster.device=cpu",
             f"training.global_batch_size={self.ranks}",
             f"training.iterations={self.warmup + self.iters}",
@@ -161,6 +182,7 @@ class Row(TableRow):
         scheme: `plain`, or the plugin's.
         density: of the schemes that compress; 1 for the others.
         parameters: `parameters.method`; null for `plain`.
+        level: `compression.level`.
         world_size: ranks.
         slow_ms: how long the slow rank sleeps in an iteration; 0 if no rank is slow.
         mbit: rate of each rank's link; null over loopback.
@@ -170,6 +192,7 @@ class Row(TableRow):
         host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
             included, since ranks have no GPU; the median iteration's. Null for `plain`.
         wire_bytes: of gradients, sent by the last rank in an iteration; null for `plain`.
+        inside_bytes: those of them that stayed on the rank's node, at level `node`.
         dense_bytes: the bytes that a dense ring would send; null for `plain`.
         param_exposed_ms: of the median iteration, spent waiting for gathered parameters; null for
             `plain`, 0 without the distributed optimizer.
@@ -183,17 +206,20 @@ class Row(TableRow):
     """
 
     COLUMNS = Columns(
-        "scheme >20 | density >8g | parameters >7 params | iteration_ms >13.1f iteration(ms) | "
-        "slowest_ms >9.1f slowest | exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | "
-        "wire_bytes >11.0f wire(B) | dense_bytes >11.0f dense(B) | "
-        "param_exposed_ms >12.1f params exp. | param_wire_bytes >11.0f params wire | "
-        "param_dense_bytes >12.0f params dense | speedup >7.2f | losses >17 loss"
+        "scheme >20 | density >8g | level >8 | parameters >7 params | "
+        "iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
+        "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | "
+        "wire_bytes >11.0f wire(B) | inside_bytes >11.0f inside(B) | "
+        "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
+        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | "
+        "speedup >7.2f | losses >17 loss"
     )
 
     op: str
     scheme: str
     density: float
     parameters: str | None
+    level: str
     world_size: int
     slow_ms: float
     mbit: int | None
@@ -202,6 +228,7 @@ class Row(TableRow):
     exposed_ms: float | None
     host_cpu_us: float | None
     wire_bytes: float | None
+    inside_bytes: float | None
     dense_bytes: float | None
     param_exposed_ms: float | None
     param_wire_bytes: float | None
@@ -261,8 +288,7 @@ def _train(setting: Setting, variant: Variant, out: Path, first: Row | None) -> 
         if setting.mbit is None:
             code = local_ranks.run(command, log)
         else:
-            ranks = setting.ranks
-            code = local_ranks.run_netbed(command, ranks, setting.mbit, ranks, log)
+            code = local_ranks.run_netbed(command, setting.ranks, setting.mbit, setting.nodes, log)
     share = foreign_share(*load.spent())
     printed = log_path.read_text("utf-8", errors="replace")
     found = ITERATION.findall(printed)
@@ -282,6 +308,7 @@ def _train(setting: Setting, variant: Variant, out: Path, first: Row | None) -> 
         scheme=scheme,
         density=variant.density,
         parameters=variant.parameters,
+        level=variant.level,
         world_size=setting.ranks,
         slow_ms=setting.slow_ms if setting.slow_rank is not None else 0.0,
         mbit=setting.mbit,
@@ -298,7 +325,7 @@ def _train(setting: Setting, variant: Variant, out: Path, first: Row | None) -> 
 
 def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
     """The figures that only the plugin measures: medians over the iterations that count."""
-    names = ("wire_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
+    names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
     if plain:
         return dict.fromkeys((*names, *waits, "host_cpu_us"))

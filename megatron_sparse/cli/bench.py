@@ -219,7 +219,11 @@ def training(
     parameters: Annotated[
         str, typer.Option(metavar="METHOD,...", help="Values of parameters.method.")
     ] = "auto",
+    level: Annotated[
+        str, typer.Option(metavar="LEVEL,...", help="Values of compression.level.")
+    ] = "rank",
     ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 2,
+    ranks_per_node: Annotated[int, typer.Option(min=1, help="On each host of --netbed.")] = 1,
     netbed: Annotated[bool, typer.Option("--netbed", help="On the test bed; needs root.")] = False,
     mbit: Annotated[int | None, typer.Option(min=1, help="Rate of the test bed's links.")] = None,
     iters: Annotated[int, typer.Option(min=1, help="Iterations that are timed.")] = 12,
@@ -249,6 +253,8 @@ def training(
         overrides=context.args,
         slow_rank=slow_rank,
         slow_ms=slow_ms,
+        levels=level.split(","),
+        ranks_per_node=ranks_per_node,
     )
     runner.run(setting, out, json)
 

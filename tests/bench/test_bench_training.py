@@ -112,6 +112,27 @@ def test_hosts_of_the_test_bed_are_nodes():
     assert config.training.iterations == 4
 
 
+def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks():
+    given = setting(
+        schemes=["plain", "dense", "direct"],
+        mbit=500,
+        ranks=4,
+        ranks_per_node=2,
+        levels=["rank", "node"],
+    )
+    rows = list(given.rows())
+    assert [(row.scheme, row.level) for row in rows] == [
+        ("plain", "rank"),
+        ("dense", "rank"),
+        ("direct", "rank"),
+        ("direct", "node"),
+    ]
+    assert rows[-1].run_name == "direct_0.01_node"
+    config = compose(given.arguments(rows[-1], Path("out")))
+    assert (config.cluster.nodes, config.cluster.ranks_per_node) == (2, 2)
+    assert config.compression.level == "node"
+
+
 def test_dense_schemes_have_one_row():
     rows = setting(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]).rows()
     found = [(row.scheme, row.density) for row in rows]

@@ -14,7 +14,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import GATE, Progress
+from megatron_sparse.reduction.job import Gate, Progress
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -80,7 +80,7 @@ class LevelPath:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
         job = self.reducer.job(bucket, step)
         for outcome in self.reducer.synchronise(job):
-            if outcome is not GATE:
+            if not isinstance(outcome, Gate):
                 yield outcome
         return job.record
 
