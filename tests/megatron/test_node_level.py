@@ -82,7 +82,7 @@ def _train(layout, level, **plugin):
         "copies": {name: (_copies(model)[name], w) for name, w in model.weights().items()},
         "pruned": {n for n, held in attachment.residuals.by_parameter() if held.any()},
         "residual": attachment.residuals.nbytes - attachment.residuals.undo_nbytes,
-        "account": attachment.memory_account().nbytes["residual"],
+        "account": attachment.memory_account().nbytes.get("residual", 0),
         "whole": 4 * numel,
         "lines": [line for line in lines if "compressed at level" in line],
         "bytes": (sent.wire, sent.dense),
@@ -355,10 +355,11 @@ def test_resuming_is_bit_exact(tmp_path):
     assert "once per node" in said, "parameters take the lanes"
 
 
+@pytest.mark.slow  # eight processes that import Megatron
 @pytest.mark.parametrize("name", LARGE)
 def test_a_layout_of_eight_ranks_trains(eight, name):
     _assert_trains(eight, name, LARGE[name][0])
     for rank in eight:
         sparse = rank[name]["sparse"]
-        # Of experts each node has one rank of the expert data-parallel group's two.
-        assert sparse["residual"] <= sparse["whole"] * (1 if name == "expert" else 0.5)
+        # With experts, nodes have four ranks of the dense group and two of the experts'.
+        assert 0 < sparse["residual"] <= sparse["whole"] // 2

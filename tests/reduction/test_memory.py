@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.reduction.level_parts import node_part
 from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
 from megatron_sparse.reduction.reducer import GradientReducer
 
@@ -59,6 +61,21 @@ def test_the_ramp_s_first_step_counts() -> None:
         of(ramp, bucket()).nbytes["messages"]
         == of(at_target(density=0.25), bucket()).nbytes["messages"]
     )
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_at_level_node_residual_and_messages_are_those_of_a_part(op: CollectiveOp) -> None:
+    whole = replace(bucket(), op=op)
+    part = node_part(whole, 4, 1)
+    config = at_target(level="node")
+    found = account(config, [Share(0, [part], [whole])], undo=True)
+    at_rank = account(config, [Share(0, [whole])], undo=True)
+    assert found.parameters == at_rank.parameters
+    for item in ("residual", "undo"):
+        assert found.nbytes[item] == at_rank.nbytes[item] / 4
+    assert found.nbytes["messages"] == pytest.approx(at_rank.nbytes["messages"] / 4, rel=0.1)
+    if op is CollectiveOp.REDUCE_SCATTER:
+        assert found.nbytes["sums"] >= NUMEL // 4 * 4, "the shards of a part, back to back"
 
 
 def test_a_dense_run_holds_nothing() -> None:
