@@ -51,7 +51,7 @@ def test_instances_of_half_a_node_have_two_ranks_of_a_lane_on_a_node():
 
 
 def test_an_instance_that_cuts_a_node_has_no_price():
-    with pytest.raises(ConfigError, match="a lane of .* has no price"):
+    with pytest.raises(ConfigError, match="has no price"):
         lane_cluster(CARD, 6, 4)
 
 
