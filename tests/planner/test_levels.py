@@ -131,7 +131,8 @@ class TestPlannerOfALane:
         assert not BucketState.of(self.part(4)).fits(self.part(1))
 
     def test_ranks_of_a_plan_are_all_ranks(self, tmp_path):
-        row = Pricing(CLUSTER, NAMES).row("0", a_shape().lane(8), prior(a_shape(), 0.01), "x")
+        part = a_shape().lane(8)
+        row = Pricing(CLUSTER, NAMES).row("0", part, prior(part, 0.01), "assumed")
         path = tmp_path / "plan.json"
         path.write_text(command.json.dumps({"buckets": [row]}))
         (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
