@@ -104,6 +104,11 @@ class BucketRecord:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
         return self.timer.times_us()
 
+    @property
+    def inside_us(self) -> float:
+        """Microseconds of `network` that `inside_bytes` took. On CUDA it waits like `stage_us`."""
+        return self.timer.tier_us(INSIDE_TIER)
+
 
 @dataclass
 class GatherRecord:
@@ -167,6 +172,10 @@ class ReadinessRecord:
         return tuple(-waited_s for waited_s in self.waited_s)
 
 
+INSIDE_TIER = "inside"
+"""What a level above `rank` does inside the node or instance; a part of the stage `network`."""
+
+
 class StageTimer:
     """Times stages with the host clock on CPU and with events on CUDA.
 
@@ -204,6 +213,26 @@ class StageTimer:
             if opened is not None:
                 opened.end()
 
+    @contextmanager
+    def tier(self, name: str) -> Iterator[None]:
+        """Adds the time of the `with` body, a part of the stage `network`, to `tier_us(name)`."""
+        if self._cuda:
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._events.append((name, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self.add(name, (time.perf_counter() - start) * 1e6)
+
+    def tier_us(self, name: str) -> float:
+        """Microseconds of a part of `network`; waits for its CUDA events if there are any."""
+        self._settle()
+        return self._host_us.get(name, 0.0)
+
     def borders(self, stages: Sequence[str]) -> list[int]:
         """Events with which launchers in C++ time consecutive stages.
 
@@ -230,11 +259,15 @@ class StageTimer:
 
     def times_us(self) -> dict[str, float]:
         """Microseconds by stage; waits for the CUDA events if there are any."""
+        self._settle()
+        return {name: self._host_us.get(name, 0.0) for name in BUCKET_STAGES}
+
+    def _settle(self) -> None:
+        """Takes over the times of the CUDA events."""
         for name, begin, end in self._events:
             end.synchronize()
             self.add(name, begin.elapsed_time(end) * 1e3)
         self._events.clear()
-        return {name: self._host_us.get(name, 0.0) for name in BUCKET_STAGES}
 
 
 class RecordSink(Protocol):

@@ -23,6 +23,7 @@ import torch
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import (
     POLL_S,
+    Gate,
     Job,
     Progress,
     RunningJob,
@@ -98,7 +99,7 @@ class InOrderProgress:
         try:
             self._refuse_after_failure(running)
             while to_the_end or not running.queued:
-                while not running.can_move(may_post=True):
+                while not running.can_move(Gate.END):
                     moved.wait(POLL_S)
                     moved.clear()
                 if not running.step(moved.set):

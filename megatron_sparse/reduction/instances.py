@@ -11,13 +11,13 @@ Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, an
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from dataclasses import replace
 from typing import Protocol
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import QUEUED, Exchange, Steps, Yielded
+from megatron_sparse.collectives.base import QUEUED, Exchange
 from megatron_sparse.collectives.dense import dense
+from megatron_sparse.reduction.job import Stage
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
 
@@ -25,7 +25,7 @@ from megatron_sparse.transport.base import Marker
 class SecondHalf(Protocol):
     """The stage that follows the collective of a bucket's group."""
 
-    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """Runs the steps of a collective, then the second half; returns the bytes sent in both.
 
         Args:
@@ -44,7 +44,7 @@ def second_half(instances: Transport | None) -> SecondHalf:
 class OneInstance:
     """Nothing follows the collective."""
 
-    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """See `SecondHalf`."""
         return steps
 
@@ -59,7 +59,7 @@ class SumOverInstances:
     def __init__(self, instances: Transport) -> None:
         self._instances = instances
 
-    def after(self, steps: Steps, exchange: Exchange, step: int) -> Steps:
+    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """See `SecondHalf`; `steps` is a reduce-scatter.
 
         The markers of `steps` are held back: the next bucket may post only when this one has
@@ -100,8 +100,13 @@ def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
     )
 
 
-def until_queued(steps: Steps) -> Generator[Yielded, None, int | None]:
-    """Drives a collective to its end, or to `QUEUED` (None); passes no marker on."""
+def until_queued(steps: Stage[int], posted: object = None) -> Stage[int | None]:
+    """Drives a collective to its end, or to `QUEUED` (None); passes no marker on.
+
+    Args:
+        steps: of the collective.
+        posted: what to yield in place of `POSTED` and `UNORDERED`; None for nothing.
+    """
     while True:
         try:
             outcome = next(steps)
@@ -111,3 +116,5 @@ def until_queued(steps: Steps) -> Generator[Yielded, None, int | None]:
             return None
         if not isinstance(outcome, Marker):
             yield outcome
+        elif posted is not None:
+            yield posted

@@ -3,7 +3,8 @@
 The generator yields
 
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
-- `GATE`: the job has worked locally until now and will post operations from here on;
+- `GATE`: the job has worked locally until now and will post operations from here on; other `Gate`s
+  keep the operations of several groups in order, each for itself;
 - `POSTED`: the job will post nothing more;
 - `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter;
 - `QUEUED`: all of its work is on a stream (CUDA only); what follows reads reports on the host.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable
-from enum import Enum
+from enum import IntEnum
 from typing import Protocol, cast
 
 import torch
@@ -30,13 +31,28 @@ from megatron_sparse.transport import Work
 from megatron_sparse.transport.liveness import announce_failure, posting_for
 
 
-class Gate(Enum):
-    """Yielded by a job before it posts its first operation; it has worked locally until then."""
+class Gate(IntEnum):
+    """Yielded by a job before it posts operations.
 
-    GATE = "gate"
+    Jobs pass each gate in the order of their launch, and no job passes one behind which an earlier
+    job may still post. Most jobs have one gate, `GATE`. A job that posts to several groups, and
+    waits in between, may have three; it yields them in ascending order. So a later job may reduce
+    inside its node while an earlier one exchanges across nodes.
+    """
+
+    INSIDE = 1
+    """Of a level above `rank`: sums inside the node."""
+    ACROSS = 2
+    """`GATE`: all else."""
+    PAST_ACROSS = 3
+    """No gate to wait at: the job posts nothing more behind `ACROSS`."""
+    GATHER = 4
+    """Of a level above `rank`: gathers inside the node, in a group of their own."""
+    END = 5
+    """Never yielded: the job posts nothing more at all."""
 
 
-GATE = Gate.GATE
+GATE = Gate.ACROSS
 
 type Stage[T] = Generator[object, None, T]
 """A job or a part of one: yields works and markers (see the module's docstring), returns T."""
@@ -93,8 +109,9 @@ class RunningJob:
     Attributes:
         pending: the launching thread's view.
         work: the operation that it waits for, if any.
-        at_gate: it has yielded `GATE` and was not resumed yet.
-        posted: later jobs need not wait for its operations: it has yielded `POSTED` or `UNORDERED`.
+        at_gate: the gate that it has yielded, if it was not resumed yet.
+        reached: it posts nothing more behind lower gates that later jobs would have to wait for:
+            it has yielded this gate, or `POSTED` or `UNORDERED`.
         queued: it has yielded `QUEUED`.
 
     Args:
@@ -115,19 +132,21 @@ class RunningJob:
     ) -> None:
         self.pending = pending
         self.work: Work | None = None
-        self.at_gate = self.posted = self.queued = False
+        self.at_gate: Gate | None = None
+        self.reached = Gate.INSIDE
+        self.queued = False
         self._steps = job()
         self._after = after
         self._since_s = 0.0
         self._stream = JobStream(streams)
         self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
 
-    def can_move(self, *, may_post: bool) -> bool:
-        """Whether `step` would return at once; `may_post`: all jobs before it have posted."""
+    def can_move(self, reached: Gate) -> bool:
+        """Whether `step` would return at once; `reached`: what all jobs before it have reached."""
         if self._after is not None:
             return self._after.queued()
-        if self.at_gate:
-            return may_post
+        if self.at_gate is not None:
+            return self.at_gate < reached
         if self.work is None:
             return True
         # After the deadline the job is resumed too, and `_finish` raises.
@@ -151,8 +170,8 @@ class RunningJob:
             if self._after.finish_event is not None:
                 self._stream.wait(self._after.finish_event)
             self._after = None
-        if self.at_gate:
-            self.at_gate = False
+        if self.at_gate is not None:
+            self.at_gate = None
             self._stream.pass_gate()
         with self._stream.current():
             if self.work is not None:
@@ -173,14 +192,17 @@ class RunningJob:
         return True
 
     def _take(self, outcome: object, wake: Callable[[], None]) -> None:
-        if outcome is GATE:
-            self.at_gate = True
+        if outcome is Gate.PAST_ACROSS:
+            self.reached = Gate.PAST_ACROSS
+        elif isinstance(outcome, Gate):
+            self.at_gate = outcome
+            self.reached = max(self.reached, outcome)
             self._stream.at_gate()
         elif outcome is QUEUED:
             self.queued = True
             self.pending.queue(self._stream.finished())
         elif outcome is POSTED or outcome is UNORDERED:
-            self.posted = True
+            self.reached = Gate.END
         else:
             self._since_s = time.perf_counter()
             self.work = work = cast(Work, outcome)

@@ -28,8 +28,13 @@ Gradients are divided once, before step 1, as at level `rank`. Step 1 adds in th
 as Megatron does; with `Bucket.fp32_sums` in fp32.
 
 Cost of N elements of b bytes on a rank: (m - 1) / m N b bytes inside, twice for an all-reduce; and
-across what the scheme sends of N / m elements. All steps of a bucket are posted behind the gate, so
-the selection comes after it. An all-reduce holds back the next bucket until its step 3 is posted.
+across what the scheme sends of N / m elements.
+
+Order: all steps are posted behind a gate, so the selection comes after one. On a CPU each step has
+a gate of its own (`job.Gate`): a bucket is added up inside while the one before is exchanged, and
+selected while that one is gathered. Step 3 needs a group of its own for that, `LevelGroups.gather`;
+without it, and on CUDA, where all ranks must post to all groups in one order, a bucket's steps
+follow those of the one before.
 
 Shape suffixes: N elements of the bucket, M of one shard or part.
 """
@@ -43,10 +48,10 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import (
+    POSTED,
     QUEUED,
     Exchange,
     Identity,
-    Steps,
     exchange_sizes,
 )
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
@@ -54,9 +59,9 @@ from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.recording import INSIDE_TIER, BucketRecord
 from megatron_sparse.reduction.instances import until_queued
-from megatron_sparse.reduction.job import GATE, Stage
+from megatron_sparse.reduction.job import GATE, Gate, Stage
 from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
 from megatron_sparse.transport import Transport
 
@@ -70,11 +75,14 @@ class LevelGroups:
         across: the ranks that exchange selections: this rank's lane, in the order of the nodes, or
             the ranks that own the same shard in the other instances.
         level: `node` or `instance`.
+        gather: the ranks of `inside` as another group, for step 3 of all-reduces; None takes
+            `inside`. All buckets of a reducer have one op then.
     """
 
     inside: Transport
     across: Transport
     level: str = NODE
+    gather: Transport | None = None
 
 
 class Level(Protocol):
@@ -101,8 +109,8 @@ class Level(Protocol):
         ...
 
     def after(
-        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Steps:
+        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Stage[int]:
         """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
 
         Args:
@@ -172,8 +180,8 @@ class RankLevel:
         yield from ()
 
     def after(
-        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Steps:
+        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Stage[int]:
         """See `Level`: nothing follows."""
         return steps
 
@@ -185,6 +193,8 @@ class _DenseInside:
         self.across = groups.across
         self.is_alone = False
         self._group = groups.inside
+        self._gathers = groups.gather or groups.inside
+        self._has_own_gathers = groups.gather is not None
         self._options = options
         self._buffers = buffers
         self._parts: dict[str, tuple[Bucket, Bucket]] = {}
@@ -210,12 +220,14 @@ class _DenseInside:
         """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
         values_N = region.grad_N
         if not region.fp32_sums or values_N.dtype == torch.float32:
-            yield self._group.reduce_scatter(shard_M, values_N)
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
             return
         exchange = Exchange(region, self._group, self._buffers, record.timer, self._options)
         steps = dense_allpairs(exchange, values_N, record.step)
-        sent_bytes = yield from until_queued(steps)
+        with record.timer.tier(INSIDE_TIER):
+            sent_bytes = yield from until_queued(steps)
         assert sent_bytes is not None, "it reads no reports"
         record.inside_bytes += sent_bytes
         own_M = values_N[region.shard(self._group.rank)]
@@ -235,9 +247,14 @@ class NodeLevel(_DenseInside):
     def _new_part(self, bucket: Bucket) -> Bucket:
         return node_part(bucket, self._group.world_size, self._group.rank)
 
+    def _has_gates(self, bucket: Bucket) -> bool:
+        """Whether each step has a gate of its own; see the module's docstring."""
+        is_free = bucket.op is CollectiveOp.REDUCE_SCATTER or self._has_own_gathers
+        return is_free and self._group.device.type == "cpu"
+
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
-        yield GATE
+        yield Gate.INSIDE if self._has_gates(bucket) else GATE
         yield from self._agree(bucket, record.step)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             yield from self._shards_inside(bucket, record)
@@ -247,11 +264,14 @@ class NodeLevel(_DenseInside):
         piece = bucket.numel // m
         if piece:
             even_N = bucket.grad_N[: m * piece]
-            yield self._group.reduce_scatter(even_N[place * piece : (place + 1) * piece], even_N)
+            with record.timer.tier(INSIDE_TIER):
+                own_M = even_N[place * piece : (place + 1) * piece]
+                yield self._group.reduce_scatter(own_M, even_N)
             record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
-            yield self._group.all_reduce_(rest)
+            with record.timer.tier(INSIDE_TIER):
+                yield self._group.all_reduce_(rest)
             record.inside_bytes += 2 * _ring_bytes(rest, m)
 
     def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
@@ -274,14 +294,14 @@ class NodeLevel(_DenseInside):
             yield from self._scatter(part.grad_N[part.shard(i)], region, record)
 
     def after(
-        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Steps:
+        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Stage[int]:
         """See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             return self._shard_after(steps, exchange, bucket)
         return self._gather_after(steps, exchange, bucket, record)
 
-    def _shard_after(self, steps: Steps, exchange: Exchange, bucket: Bucket) -> Steps:
+    def _shard_after(self, steps: Stage[int], exchange: Exchange, bucket: Bucket) -> Stage[int]:
         """Puts the shard at its place; `steps` may be queued before their end."""
         part, lane = exchange.bucket, self.across.rank
         own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
@@ -299,27 +319,28 @@ class NodeLevel(_DenseInside):
             yield outcome
 
     def _gather_after(
-        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Steps:
+        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Stage[int]:
         """Gathers the parts of all ranks of the node.
 
         The markers of `steps` are held back: ranks would else meet in the gathers of two buckets in
         the order in which exchanges end, which differs between lanes.
         """
-        part, m = exchange.bucket, self._group.world_size
-        sent_bytes = yield from until_queued(steps)
+        part, m, has_gates = exchange.bucket, self._group.world_size, self._has_gates(bucket)
+        sent_bytes = yield from until_queued(steps, Gate.PAST_ACROSS if has_gates else None)
+        if has_gates:
+            yield Gate.GATHER
         piece = bucket.numel // m
-        if piece:
-            even_N = bucket.grad_N[: m * piece]
-            yield self._group.all_gather(even_N, part.grad_N[:piece])
-            record.inside_bytes += _ring_bytes(even_N, m)
-        rest = bucket.grad_N[m * piece :]
-        if rest.numel():
-            # Only the last rank's are right; they are fewer than m elements.
-            rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
-            yield self._group.all_gather(rests, rest)
-            rest.copy_(rests[-rest.numel() :])
-            record.inside_bytes += _ring_bytes(rests, m)
+        even_N, rest = bucket.grad_N[: m * piece], bucket.grad_N[m * piece :]
+        # Only the last rank's rest is right; it has fewer than m elements.
+        rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
+        pairs = (even_N, part.grad_N[:piece]), (rests, rest)
+        works = [self._gathers.all_gather(*pair) for pair in pairs if pair[1].numel()]
+        yield POSTED
+        with record.timer.tier(INSIDE_TIER):
+            yield from works
+        record.inside_bytes += _ring_bytes(even_N, m) + _ring_bytes(rests, m)
+        rest.copy_(rests[len(rests) - rest.numel() :])
         if sent_bytes is None:
             # What is left only reads reports, after the gather has been queued.
             yield QUEUED
@@ -341,6 +362,7 @@ class InstanceLevel(_DenseInside):
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
+        # Not a gate of its own: other jobs use the instance's group too, behind this one.
         yield GATE
         yield from self._agree(bucket, record.step)
         part = self.part(bucket)
@@ -348,8 +370,8 @@ class InstanceLevel(_DenseInside):
         yield from self._scatter(part.grad_N, bucket, record)
 
     def after(
-        self, steps: Steps, exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Steps:
+        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
+    ) -> Stage[int]:
         """See `Level`: the sum is in its place."""
         return steps
 

@@ -2,9 +2,9 @@
 
 A bucket's pipeline is a job (`job`). All ranks must post operations in the same order, because the
 backend matches them by order, but jobs become ready in any order. One rule ensures this: a job
-passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`. So while
-one bucket is on the wire, the next one is selected and the previous one is decoded. On CUDA the two
-streams of `streams` carry this over to the device.
+passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`, or a
+later gate (`job.Gate`). So while one bucket is on the wire, the next one is selected and the
+previous one is decoded. On CUDA the two streams of `streams` carry this over to the device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import (
     POLL_S,
+    Gate,
     Job,
     RunningJob,
     announce,
@@ -137,14 +138,14 @@ class ProgressThread:
     def _advance_one(self) -> bool:
         """Runs one step of the oldest job that can move; False if all of them wait.
 
-        Jobs are in the order of their launch. A job may pass its gate if all before it have posted.
+        Jobs are in the order of their launch. A job may pass a gate if all before it are past it.
         """
-        may_post = True
+        reached = Gate.END
         for running in self._running:
-            if running.can_move(may_post=may_post):
+            if running.can_move(reached):
                 self._step(running)
                 return True
-            may_post = may_post and running.posted
+            reached = min(reached, running.reached)
         return False
 
     def _step(self, running: RunningJob) -> None:

@@ -35,6 +35,9 @@ class IterationBreakdown:
         overlapped_ms: milliseconds for which a bucket was in flight and the thread did not wait.
         dense_bytes: bytes that a dense ring would have sent, summed over buckets.
         wire_bytes: bytes that this rank sent, summed over buckets.
+        inside_bytes: those of `wire_bytes` that stayed inside the node or instance, at
+            `compression.level=node` or `instance`; the rest crossed between them.
+        inside_ms: milliseconds of the stage `network` that they took, summed over buckets.
         message_bytes: bytes of this rank's own messages, summed over buckets; 0 in runs of versions
             that did not count them.
         nnz: elements sent, summed over buckets.
@@ -87,6 +90,8 @@ class IterationBreakdown:
     param_dense_bytes: int = 0
     param_wire_bytes: int = 0
     param_gathers: dict[str, int] = field(default_factory=dict)
+    inside_bytes: int = 0
+    inside_ms: float = 0.0
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> IterationBreakdown:
@@ -145,6 +150,8 @@ class IterationBreakdown:
             "comm/host_cpu_ms": self.host_cpu_ms,
             "comm/dense_bytes": self.dense_bytes,
             "comm/wire_bytes": self.wire_bytes,
+            "comm/inside_bytes": self.inside_bytes,
+            "comm/inside_ms": self.inside_ms,
             "comm/wire_ratio": self.wire_ratio,
             "comm/bits_per_element": self.bits_per_element,
             **self._param_scalars(),
@@ -318,6 +325,8 @@ def iteration_breakdown(
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
         param_wire_bytes=sum(gather.wire_bytes for gather in gathers),
         param_gathers=dict(Counter(gather.method for gather in gathers)),
+        inside_bytes=sum(record.inside_bytes for record in records),
+        inside_ms=sum(record.inside_us for record in records) / 1e3,
     )
 
 
@@ -361,6 +370,7 @@ def bucket_line(
         f'"threshold":{"null" if threshold is None else repr(threshold)},'
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
+        f'"inside_bytes":{record.inside_bytes},"inside_us":{record.inside_us:.1f},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
         f'"dense_us":{dense},"exposed_us":{record.exposed_s * 1e6:.1f},'
         f'"host_cpu_us":{record.host_cpu_us:.1f},"host_wall_us":{record.host_wall_us:.1f},'

@@ -139,6 +139,9 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
             ms(row["iteration_ms"]),
             style="bold" if phase == "all" else None,
         )
+    if inside_bytes := summary.get("inside_bytes"):
+        ratio = percent(inside_bytes / summary["dense_bytes"])
+        table.add_row("of it inside nodes", "", "", size(inside_bytes), ratio, "", "")
     if summary.get("param_dense_bytes"):
         table.title = "bytes sent by this rank: gradients by phase, and parameters"
         dense_bytes, wire_bytes = summary["param_dense_bytes"], summary["param_wire_bytes"]

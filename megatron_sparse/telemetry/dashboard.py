@@ -86,7 +86,12 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
             ("comm/total_wire_ratio",),
             log=True,
         ),
-        Panel("Sent by this rank (B)", ("comm/wire_bytes", "comm/dense_bytes"), log=True),
+        Panel(
+            "Sent by this rank (B)",
+            ("comm/wire_bytes", "comm/inside_bytes", "comm/dense_bytes"),
+            log=True,
+        ),
+        Panel("Network time inside nodes (ms)", ("comm/inside_ms",)),
         Panel(
             "Parameters sent by this rank (B)",
             ("params/wire_bytes", "params/dense_bytes"),

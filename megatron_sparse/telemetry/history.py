@@ -1,6 +1,6 @@
 """The whole run in columns, and its summary.
 
-A row is one iteration: 23 numbers of 8 bytes, so a million iterations take under 190 MB and the
+A row is one iteration: 24 numbers of 8 bytes, so a million iterations take under 190 MB and the
 summary needs no second pass over the files.
 """
 
@@ -23,6 +23,7 @@ _COUNTS = (
     "dense_bytes",
     "message_bytes",
     "wire_bytes",
+    "inside_bytes",
     "nnz",
     "numel",
     "skipped",
@@ -130,6 +131,7 @@ class RunHistory:
             "loss_last": float(losses[-1]) if losses.size else None,
             "dense_bytes": everything["dense_bytes"],
             "wire_bytes": everything["wire_bytes"],
+            "inside_bytes": everything["inside_bytes"],
             "wire_ratio": everything["wire_ratio"],
             "density": everything["density"],
             "bits_per_element": everything["bits_per_element"],
@@ -153,7 +155,13 @@ class RunHistory:
 
     @staticmethod
     def _traffic(c: dict[str, np.ndarray], chosen: np.ndarray) -> dict[str, Any]:
-        names = ("dense_bytes", "wire_bytes", "param_dense_bytes", "param_wire_bytes")
+        names = (
+            "dense_bytes",
+            "wire_bytes",
+            "inside_bytes",
+            "param_dense_bytes",
+            "param_wire_bytes",
+        )
         sums = {name: int(c[name][chosen].sum()) for name in names}
         nnz, numel = (int(c[name][chosen].sum()) for name in ("nnz", "numel"))
         total_dense = sums["dense_bytes"] + sums["param_dense_bytes"]

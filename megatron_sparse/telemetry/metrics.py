@@ -67,6 +67,8 @@ METRICS = (
     Metric("comm/host_cpu_ms", "ms", "CPU time of the progress thread, over all buckets"),
     Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
     Metric("comm/wire_bytes", "B", "bytes that this rank sent"),
+    Metric("comm/inside_bytes", "B", "those of them that stayed inside the node or instance"),
+    Metric("comm/inside_ms", "ms", "network time that they took, over all buckets"),
     Metric("comm/wire_ratio", "", "wire bytes over dense bytes, gradients only"),
     Metric("comm/bits_per_element", "", "bits of this rank's own messages for each element"),
     Metric("comm/total_wire_ratio", "", "the same of gradients and parameters together"),

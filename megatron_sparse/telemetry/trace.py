@@ -62,6 +62,7 @@ class Timeline:
                 "numel": record.numel,
                 "nnz": record.nnz,
                 "wire_bytes": record.wire_bytes,
+                "inside_bytes": record.inside_bytes,
             }
             self._bucket(record.bucket, record, arguments)
         for gather in gathers:

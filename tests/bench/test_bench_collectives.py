@@ -96,6 +96,16 @@ class TestVirtual:
         assert "MODELLED" in printed
         assert "#wrong" in printed
 
+    @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter"])
+    def test_levels_are_right_and_told_apart(self, op):
+        rank, node = run_virtual(8, levels=["rank", "node"], ops=[op])
+        assert (rank["level"], node["level"]) == ("rank", "node")
+        assert rank["wrong"] == node["wrong"] == 0
+        assert rank["inside_bytes"] == 0
+        assert node["inside_bytes"] == 2**14 // 2 * (2 if op == "all_reduce" else 1)
+        assert node["wire_bytes"] - node["inside_bytes"] < rank["wire_bytes"]
+        assert node["sent_density"] == pytest.approx(0.05, rel=0.5)
+
     def test_the_clock_is_the_alpha_beta_model(self):
         """Dense all-pairs: 2 rounds, each of 3 messages of a quarter, one port for all of them."""
         (row,) = run_virtual(4, schemes=["dense_allpairs"])
@@ -225,6 +235,13 @@ class TestInputs:
             ops=["all_reduce", "reduce_scatter"],
         )
         cases = cases_of(swept, 3)
+        both = cases_of(sweep(schemes=["dense", "direct", "straggler"], levels=["rank", "node"]), 4)
+        assert [(case.scheme, case.level) for case in both] == [
+            ("dense", "rank"),
+            ("direct", "rank"),
+            ("direct", "node"),
+            ("straggler", "rank"),
+        ]
         names = [(case.op, case.scheme, case.density) for case in cases]
         assert names.count((CollectiveOp.ALL_REDUCE, "dense", 1.0)) == 1
         assert (CollectiveOp.ALL_REDUCE, "ssar_rd", 0.2) in names
@@ -260,7 +277,9 @@ class TestFigures:
                     "dense": dense,
                     "copy": 2,
                     "wire_bytes": wire,
+                    "inside_bytes": 0,
                     "nnz": 10,
+                    "selected_from": 1000,
                 }
             )
 
@@ -433,6 +452,8 @@ class TestLoopback:
         (["--netbed", "--mbit=100", "--virtual"], "--virtual"),
         (["--scheme=ssar_rd", "--op=reduce_scatter"], "nothing to measure"),
         (["--nccl-engine"], "without a capacity"),
+        (["--level=rack"], "rank | node"),
+        (["--level=node", "--no-prune"], "rank with --no-prune"),
         (["--nccl-engine", "--capacity=1.25", "--virtual"], "virtual ranks have no NCCL"),
     ],
 )

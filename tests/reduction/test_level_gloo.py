@@ -25,7 +25,7 @@ NUMELS = (4 * 5001, 4 * 300, 4 * 9000)
 STEPS = 3
 
 
-def _train(rank, world_size, op, config):
+def _train(rank, world_size, op, config, has_gathers):
     """Whether each sum was exact, and all ranks' sums had the same bits."""
     import torch.distributed as dist
 
@@ -36,13 +36,16 @@ def _train(rank, world_size, op, config):
         made[members] = dist.new_group(list(members))
     for members in dict.fromkeys((choice.across(each)) for each in range(world_size)):
         made[members] = dist.new_group(list(members))
-    groups = dist.group.WORLD, made[choice.inside(rank)], made[choice.across(rank)]
+    inside = made[choice.inside(rank)]
+    groups = [dist.group.WORLD, inside, made[choice.across(rank)]] + [inside] * has_gathers
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in groups]
+    whole, *others = transports
+    level = LevelGroups(*others[:2], gather=others[2] if has_gathers else None)
     progress = ProgressThread(cpu, 30.0)
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     reducer = GradientReducer(
         config,
-        Groups(transports[0], level=LevelGroups(*transports[1:])),
+        Groups(whole, level=level),
         planner_of(config, logs=False),
         method_of(config.compression, residuals),
         NullSink(),
@@ -91,9 +94,21 @@ def _in_whole(reducer, residuals, bucket):
     return whole_N
 
 
-@pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize("scheme", ["direct", "agsparse", "straggler", "dynamic"])
-def test_four_ranks_as_two_nodes(scheme, op):
+ALL_REDUCE, REDUCE_SCATTER = CollectiveOp
+
+
+@pytest.mark.parametrize(
+    ("scheme", "op", "has_gathers"),
+    [
+        ("direct", ALL_REDUCE, True),
+        ("direct", ALL_REDUCE, False),
+        ("direct", REDUCE_SCATTER, False),
+        ("agsparse", ALL_REDUCE, True),
+        ("straggler", REDUCE_SCATTER, False),
+        ("dynamic", ALL_REDUCE, True),
+    ],
+)
+def test_four_ranks_as_two_nodes(scheme, op, has_gathers):
     straggler = StragglerConfig()
     overrides = {}
     if scheme == "straggler":
@@ -113,6 +128,6 @@ def test_four_ranks_as_two_nodes(scheme, op):
         straggler=straggler,
         **overrides,
     )
-    for exact, nbytes in run_ranks(_train, 4, op, config):
+    for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers, timeout_s=300.0):
         assert exact == [True] * len(NUMELS) * STEPS
         assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"

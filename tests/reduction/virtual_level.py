@@ -13,7 +13,7 @@ from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink
-from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -155,7 +155,7 @@ class VirtualRanks:
             job = self.reducers[transport.rank].job(self.buckets[transport.rank], step)
             records[transport.rank] = job.record
             for outcome in self.reducers[transport.rank].synchronise(job):
-                if outcome is not GATE:
+                if not isinstance(outcome, Gate):
                     yield outcome
 
         self.cluster.run(pipeline)

@@ -8,7 +8,14 @@ import math
 import pytest
 
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, WAITS, BucketRecord, GatherRecord
+from megatron_sparse.recording import (
+    BUCKET_STAGES,
+    INSIDE_TIER,
+    STAGES,
+    WAITS,
+    BucketRecord,
+    GatherRecord,
+)
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
     StepOutcome,
@@ -107,6 +114,8 @@ def test_iteration_without_buckets():
     assert b.scalars() == {
         "comm/dense_bytes": 0.0,
         "comm/wire_bytes": 0.0,
+        "comm/inside_bytes": 0.0,
+        "comm/inside_ms": 0.0,
         "comm/exposed_ms": 0.0,
         "comm/exposed_share": 0.0,
         "comm/overlapped_ms": 0.0,
@@ -197,8 +206,9 @@ def test_lines_read_back():
         finished_s=5.5,
         dense_bytes=8,
         wire_bytes=4,
+        inside_bytes=3,
         phase=Phase.TARGET,
-        stage_us={"prune": 12.345},
+        stage_us={"prune": 12.345, INSIDE_TIER: 2.5},
     )
     b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, outcome=StepOutcome(0.1))
     assert "\n" not in b.line()
@@ -219,6 +229,8 @@ def test_lines_read_back():
         "nnz": 10,
         "dense_bytes": 8,
         "wire_bytes": 4,
+        "inside_bytes": 3,
+        "inside_us": 2.5,
         "predicted_us": None,
         "measured_us": 12.3,
         "dense_us": None,
@@ -282,9 +294,12 @@ def test_no_number_has_two_names():
             dense_bytes=1009,
             message_bytes=263,
             wire_bytes=251,
+            inside_bytes=241,
             predicted_us=3700.0,
             dense_us=41_000.0,
-            stage_us={stage: 130.0 + 17.0 * i for i, stage in enumerate(BUCKET_STAGES)},
+            stage_us={
+                stage: 130.0 + 17.0 * i for i, stage in enumerate((*BUCKET_STAGES, INSIDE_TIER))
+            },
             launched_s=1.0,
             finished_s=1.07,
             host_cpu_us=77.0,

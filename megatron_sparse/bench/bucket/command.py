@@ -35,7 +35,6 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megatron_sparse.bench.bucket.sweep import BucketSweep
 from megatron_sparse.bench.collectives.case import Case, cases_of
-from megatron_sparse.bench.collectives.path import new_residuals
 from megatron_sparse.bench.collectives.ranks import RankBench
 from megatron_sparse.bench.collectives.report import print_head
 from megatron_sparse.bench.collectives.sweep import Sweep
@@ -146,7 +145,7 @@ class BucketBench(RankBench):
     def _measure(self, case: Case, row: BucketRow) -> None:
         base_N = case.normal_values(0).to(self._device)
         bucket = case.bucket(torch.empty_like(base_N), 1)
-        reducer, _ = self._reducer(case, new_residuals())
+        reducer = self._path(case).reducer
         copy = copy_action(FLOOR_BYTES * case.numel, self._device)
         step = 0
 

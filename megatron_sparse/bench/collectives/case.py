@@ -19,6 +19,7 @@ from megatron_sparse.bench.collectives.sweep import WHOLE_BITS, Sweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
+from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import (
     SparseConfig,
     StragglerConfig,
@@ -47,6 +48,7 @@ class Case:
         numel: elements, a multiple of the number of ranks.
         value_bits: as `compression.value_bits`; None: values travel whole.
         sum_bits: as `scheme.sum_bits`.
+        level: as `compression.level`: rank or node.
     """
 
     op: CollectiveOp
@@ -56,12 +58,14 @@ class Case:
     numel: int
     value_bits: int | None = None
     sum_bits: int | None = None
+    level: str = RANK
 
     @property
     def title(self) -> str:
         """For the progress line."""
         bits = "" if self.value_bits is None else f" in {self.value_bits} bits"
-        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}{bits}"
+        level = "" if self.level == RANK else f" at level {self.level}"
+        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}{bits}{level}"
 
     @property
     def nbytes(self) -> int:
@@ -86,6 +90,7 @@ class Case:
         return check(
             SparseConfig.from_overrides(
                 scheme=self.scheme,
+                level=self.level,
                 density=self.density,
                 value_bits=bits,
                 sum_bits=self.sum_bits,
@@ -201,13 +206,20 @@ def _cases(sweep: Sweep, world_size: int) -> Iterator[Case]:
             enumerate(sweep.densities), enumerate(sweep.value_bits)
         ):
             bits = None if given == WHOLE_BITS else given
-            for scheme in sweep.schemes:
-                if _runs(scheme, op, bits, is_first=(not i, not j)):
+            for scheme, level in product(sweep.schemes, sweep.levels):
+                runs = level == RANK or not _is_for_ranks(scheme)
+                if runs and _runs(scheme, op, bits, is_first=(not i, not j)):
                     known = SCHEMES.get(scheme)
                     density = 1.0 if known is not None and known.takes_all else target
                     own = None if known is not None and known.takes is Input.DENSE else bits
                     sum_bits = _sum_bits(sweep, scheme, op, bits)
-                    yield Case(op, scheme, dtype, density, numel, own, sum_bits)
+                    yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
+
+
+def _is_for_ranks(scheme: str) -> bool:
+    """Whether a scheme runs at level `rank` alone: dense ones, and those for a late rank."""
+    known = SCHEMES.get(scheme)
+    return known is not None and (known.takes is Input.DENSE or skips_straggler(scheme))
 
 
 def _sum_bits(sweep: Sweep, scheme: str, op: CollectiveOp, bits: int | None) -> int | None:

@@ -18,25 +18,21 @@ import torch.distributed as dist
 
 from megatron_sparse.bench.collectives.case import CHECK_STEPS, CHUNK, Case, cases_of
 from megatron_sparse.bench.collectives.floor import payload_rate
-from megatron_sparse.bench.collectives.path import (
-    HalvedPath,
-    LastRecord,
-    new_residuals,
-    residual_of,
-)
-from megatron_sparse.bench.collectives.row import Row, in_order
+from megatron_sparse.bench.collectives.levels import LevelPath, groups_of_nodes
+from megatron_sparse.bench.collectives.path import HalvedPath
+from megatron_sparse.bench.collectives.row import Row, in_order, sent_figures
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, typed
 from megatron_sparse.bench.table import Progress
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.config.level import NODE
 from megatron_sparse.formats.message import VALUE_DTYPES
-from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.transport import ProcessGroupTransport
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -62,6 +58,13 @@ class RankBench(RankGroup):
         self._sweep = sweep
         super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
         self._place = {"transport": self.backend, "mbit": sweep.mbit}
+        self._level_groups: Groups | None = None
+        self._level_transports: list[ProcessGroupTransport] = []
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for transport in self._level_transports:
+            transport.close(broken=kind is not None)
+        super().__exit__(kind, *rest)
 
     def rows(self, progress: Progress) -> Iterator[Row]:
         """Every case, on every rank; the rows are the same on all.
@@ -75,7 +78,8 @@ class RankBench(RankGroup):
         for number, case in enumerate(cases):
             progress(number, len(cases), case.title)
             wrong, carried_by = self._check(case)
-            row = Row.of(case, carried_by, self.world_size, wrong, **self._place)
+            place = self._place | {"level": case.level}
+            row = Row.of(case, carried_by, self.world_size, wrong, **place)
             if not wrong:
                 self._time(case, row, wire_rate)
             yield row
@@ -101,15 +105,17 @@ class RankBench(RankGroup):
 
     def _check(self, case: Case) -> tuple[int, str]:
         """Wrong elements on all ranks, and the scheme that the planner took."""
-        residuals = new_residuals()
-        reducer, sink = self._reducer(case, residuals)
+        path = self._path(case)
         wrong = self._count_wrong(
-            case, residuals, lambda bucket, step: reducer.start(bucket, step).wait()
+            case, path.residual, lambda bucket, step: path.reducer.start(bucket, step).wait()
         )
-        return wrong, sink.record.scheme
+        return wrong, path.sink.record.scheme
 
     def _count_wrong(
-        self, case: Case, residuals: ResidualStore, synchronise: Callable[[Bucket, int], None]
+        self,
+        case: Case,
+        residual: Callable[[Bucket], torch.Tensor],
+        synchronise: Callable[[Bucket, int], None],
     ) -> int:
         """Elements, on all ranks, that differ from the sum of what was sent of small integers."""
         grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
@@ -118,9 +124,9 @@ class RankBench(RankGroup):
         for step in range(CHECK_STEPS):
             given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
             grad_N.copy_(given_N)
-            before_N = residual_of(residuals, bucket)
+            before_N = residual(bucket)
             synchronise(bucket, step)
-            sent_N = given_N.float() + before_N - residual_of(residuals, bucket)
+            sent_N = given_N.float() + before_N - residual(bucket)
             wrong += self._wrong_elements(case, grad_N, sent_N)
         counts = self._gather(torch.tensor([wrong], dtype=torch.float64))
         return int(counts.sum())
@@ -168,17 +174,16 @@ class RankBench(RankGroup):
 
     def _whole_path(self, case: Case, bucket: Bucket) -> Callable[[int], dict[str, float]]:
         """Runs a step through the reducer; returns its figures."""
-        reducer, sink = self._reducer(case, new_residuals())
+        path = self._path(case)
 
         def run(step: int) -> dict[str, float]:
-            total_us = self._timed(lambda: reducer.start(bucket, step).wait())
-            record = sink.record
-            sent = {"wire_bytes": record.wire_bytes, "nnz": record.nnz}
+            total_us = self._timed(lambda: path.reducer.start(bucket, step).wait())
+            record = path.sink.record
             return {
                 "total": total_us,
                 **record.stage_us(),
                 "host_cpu": record.host_cpu_us,
-                **sent,
+                **sent_figures(record),
             }
 
         return run
@@ -203,26 +208,36 @@ class RankBench(RankGroup):
 
             total_us = self._timed(submit)
             stages = {name: us - before_us[name] for name, us in timer.times_us().items()}
-            return {"total": total_us, **stages, **sent, "nnz": nnz}
+            selected = {"inside_bytes": 0.0, "nnz": nnz, "selected_from": case.numel}
+            return {"total": total_us, **stages, **sent, **selected}
 
         return run
 
-    def _reducer(self, case: Case, residuals: ResidualStore) -> tuple[GradientReducer, LastRecord]:
-        config = case.config(self._sweep, straggler=self.world_size - 1)
-        sink = LastRecord()
-        planner = FixedPlanner(config.compression, config.scheme)
-        reducer = GradientReducer(
-            config,
-            Groups(self._transport),
-            planner,
-            method_of(config.compression, residuals),
-            sink,
-            self._progress,
-        )
+    def _path(self, case: Case) -> LevelPath:
+        path = LevelPath(case, self._sweep, self._groups(case), self._progress)
         dtype = VALUE_DTYPES[case.dtype]
         grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
-        reducer.open_windows([case.bucket(grad_N, self.world_size)])
-        return reducer, sink
+        path.reducer.open_windows([case.bucket(grad_N, self.world_size)])
+        return path
+
+    def _groups(self, case: Case) -> Groups:
+        """All ranks, and at level `node` this rank's node and lane. Collective."""
+        config = case.config(self._sweep, straggler=self.world_size - 1)
+        choice = choose_level(config, self._transport.nodes)
+        if choice.level != NODE:
+            return Groups(self._transport)
+        if self._level_groups is None:
+            made: dict[tuple[int, ...], Any] = {}
+            for ranks in (*choice.nodes, *zip(*choice.nodes, strict=True)):
+                made.setdefault(ranks, dist.new_group(list(ranks)))
+            level = groups_of_nodes(choice, self.rank, lambda ranks: self._open(made[tuple(ranks)]))
+            self._level_groups = Groups(self._transport, level=level)
+        return self._level_groups
+
+    def _open(self, group: dist.ProcessGroup) -> ProcessGroupTransport:
+        transport = ProcessGroupTransport(group, self._sweep.timeout_s, self._device)
+        self._level_transports.append(transport)
+        return transport
 
     def _dense(self, case: Case, values_N: torch.Tensor) -> None:
         """The collective of training without the plugin."""

@@ -19,9 +19,11 @@ from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.floor import codec_bytes
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
 from megatron_sparse.bench.table import Columns, TableRow
-from megatron_sparse.recording import BUCKET_STAGES
+from megatron_sparse.config.level import RANK
+from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
 
-MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "dense", "copy", "wire_bytes", "nnz")
+SENT = ("wire_bytes", "inside_bytes", "nnz", "selected_from")
+MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "dense", "copy", *SENT)
 """What a rank measures in a round: microseconds, bytes and elements."""
 
 
@@ -116,6 +118,9 @@ class Row(CaseRow):
     """One case of `bench collectives`.
 
     Attributes:
+        level: `rank` or `node`, as asked for.
+        inside_bytes: those of `wire_bytes` that stay inside the node, at level `node`; the rest
+            crosses between nodes. `sent_density` is that of what crosses.
         dense_us: of the backend's own dense collective, in turn with the scheme.
         speedup: of the pairs of dense and scheme, the median ratio.
         prune_us: threshold, error feedback, pruning and encoding; 0 with `--no-prune`.
@@ -132,7 +137,8 @@ class Row(CaseRow):
 
     COLUMNS = Columns(
         "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
-        "value_bits >4 bits | wire_bytes >11.0f wire(B) | time_us >10.0f time(us) | "
+        "value_bits >4 bits | level >5 | wire_bytes >11.0f wire(B) | "
+        "inside_bytes >11.0f inside(B) | time_us >10.0f time(us) | "
         "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
         "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
         "time_us/floor_us >6.2f /floor | "
@@ -142,6 +148,8 @@ class Row(CaseRow):
     )
     """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
 
+    level: str = RANK
+    inside_bytes: int | None = None
     dense_us: float | None = None
     speedup: float | None = None
     prune_us: float | None = None
@@ -181,15 +189,27 @@ class Row(CaseRow):
         self.host_cpu_us = median(rounds["host_cpu"][slowest, every].tolist())
         self.copy_us = median(rounds["copy"].max(axis=0).tolist())
         self.wire_bytes = round(median(rounds["wire_bytes"].max(axis=0).tolist()))
+        self.inside_bytes = round(median(rounds["inside_bytes"].max(axis=0).tolist()))
         nnz = float(rounds["nnz"].mean())
-        self.sent_density = nnz / case.numel
+        self.sent_density = nnz / float(rounds["selected_from"].mean())
         copy_rate = 2 * case.nbytes / self.copy_us
         codec = codec_bytes(
             case, self.carried_by, self.wire_bytes, nnz, self.world_size, prune=prune
         )
-        self.network_floor_us = 1e6 * self.wire_bytes / wire_rate
+        # Ranks of a node do not share their link with what stays inside.
+        self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
         self.floor_us = self.network_floor_us + codec / copy_rate
         return self
+
+
+def sent_figures(record: BucketRecord) -> dict[str, float]:
+    """The figures `SENT` of a record."""
+    return {
+        "wire_bytes": record.wire_bytes,
+        "inside_bytes": record.inside_bytes,
+        "nnz": record.nnz,
+        "selected_from": record.numel,
+    }
 
 
 def in_order(figures: Mapping[str, float]) -> list[float]:

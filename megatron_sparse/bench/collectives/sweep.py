@@ -74,6 +74,9 @@ class Sweep(Sizes):
         "32", "compression.value_bits: 8, 4, 3, 2, or 32: whole.", parse_counts, flag="--value-bits"
     )
     sum_bits: int | None = option(None, "scheme.sum_bits, of values of few bits or rice.")
+    levels: Sequence[str] = option(
+        "rank", "compression.level: rank | node", parse_names, flag="--level", metavar="LEVEL,..."
+    )
     capacity: float | None = option(None, "scheme.capacity of the schemes that take it.")
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
@@ -92,8 +95,10 @@ class Sweep(Sizes):
         from megatron_sparse.bucket import CollectiveOp
         from megatron_sparse.collectives import SCHEMES
         from megatron_sparse.config.compression import VALUE_BITS
+        from megatron_sparse.config.level import NODE, RANK
         from megatron_sparse.config.sparse import MESSAGE_FORMATS
 
+        level_fits = self.prune or set(self.levels) == {RANK}
         engine_fits = not self.nccl_engine or self.capacity is not None
         return [
             *self.range_checks(64),
@@ -104,6 +109,8 @@ class Sweep(Sizes):
             known("format", [self.message_format], MESSAGE_FORMATS),
             known("value_bits", list(map(str, self.value_bits)), (WHOLE_BITS, *VALUE_BITS)),
             known("sum_bits", [str(self.sum_bits)], (None, *VALUE_BITS)),
+            known("level", self.levels, (RANK, NODE)),
+            ("level", ",".join(self.levels), level_fits, "rank with --no-prune"),
             above_zero("capacity", self.capacity),
             above_zero("mbit", self.mbit),
             above_zero("timeout", self.timeout_s, " s"),

@@ -13,13 +13,16 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.collectives.case import CHECK_STEPS, Case, cases_of
+from megatron_sparse.bench.collectives.levels import LevelPath, virtual_groups
 from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
 from megatron_sparse.bench.collectives.row import Row
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.bench.table import Progress
+from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 
@@ -31,13 +34,11 @@ messages."""
 
 @dataclass
 class _Outcome:
-    """A rank's outcome of a step: its part of the result, and its contribution."""
+    """A rank's outcome of a step: its part of the result, its contribution, and what it sent."""
 
     result: torch.Tensor
     sent_N: torch.Tensor
-    nnz: int
-    wire_bytes: int
-    stage_us: dict[str, float]
+    record: BucketRecord
 
 
 def rows(sweep: Sweep, topology: Topology, progress: Progress) -> Iterator[Row]:
@@ -75,23 +76,25 @@ def _row(case: Case, sweep: Sweep, topology: Topology) -> Row:
     n = topology.world_size
     ranks = VirtualRanks(case, sweep, topology)
     wrong = sum(ranks.count_wrong(step) for step in range(CHECK_STEPS))
-    row = Row.of(case, ranks.carried_by, n, wrong, transport=TRANSPORT, modelled=True)
+    place = {"transport": TRANSPORT, "modelled": True, "level": case.level}
+    row = Row.of(case, ranks.carried_by, n, wrong, **place)
     if wrong:
         return row
     given = [case.normal_values(rank) for rank in range(n)]
     modelled_s, outcomes = VirtualRanks(case, sweep, topology).run(given, 0)
     dense = Case(case.op, "dense", case.dtype, 1.0, case.numel)
     dense_s, _ = VirtualRanks(dense, sweep, topology).run(given, 0)
-    mean_us = {
-        stage: sum(o.stage_us[stage] for o in outcomes) / n for stage in outcomes[0].stage_us
-    }
+    records = [outcome.record for outcome in outcomes]
+    stages = [record.stage_us() for record in records]
+    mean_us = {stage: sum(each[stage] for each in stages) / n for stage in stages[0]}
     row.time_us = row.network_us = modelled_s * 1e6
     row.dense_us = dense_s * 1e6
     row.speedup = dense_s / modelled_s if modelled_s else None
     row.prune_us = mean_us["threshold"] + mean_us["prune"]
     row.encode_us, row.decode_us = mean_us["encode"], mean_us["decode"]
-    row.wire_bytes = max(outcome.wire_bytes for outcome in outcomes)
-    row.sent_density = sum(outcome.nnz for outcome in outcomes) / n / case.numel
+    row.wire_bytes = max(record.wire_bytes for record in records)
+    row.inside_bytes = max(record.inside_bytes for record in records)
+    row.sent_density = sum(r.nnz for r in records) / sum(r.numel for r in records)
     return row
 
 
@@ -124,6 +127,12 @@ class VirtualRanks:
         self._paths = [HalvedPath(case, sweep, t, straggler) for t in self._cluster.transports]
         empty = case.bucket(torch.empty(case.numel), topology.world_size)
         self.carried_by = self._paths[0].carried_by(empty)
+        self._levels: list[LevelPath] = []
+        choice = choose_level(case.config(sweep, topology.world_size - 1), topology.nodes)
+        if choice.level == NODE:
+            groups = virtual_groups(self._cluster, choice)
+            self._levels = [LevelPath(case, sweep, each) for each in groups]
+            self.carried_by = self._levels[0].reducer.job(empty, 0).record.scheme
 
     def run(self, given: list[torch.Tensor], step: int) -> tuple[float, list[_Outcome]]:
         """Synchronises the ranks' gradients; returns the modelled clock's seconds, and the rest."""
@@ -144,6 +153,8 @@ class VirtualRanks:
         self, transport: VirtualTransport, given: list[torch.Tensor], step: int
     ) -> Generator[Any, None, _Outcome]:
         rank, n, path = transport.rank, transport.world_size, self._paths[transport.rank]
+        if self._levels:
+            return (yield from self._steps_at_level(self._levels[rank], given[rank], rank, step))
         bucket, timer = self._case.bucket(given[rank].clone(), n), StageTimer()
         before_N = residual_of(path.residuals, bucket)
         if rank == self._straggler:
@@ -153,4 +164,16 @@ class VirtualRanks:
         # Only now: with `scheme.sum_bits` an owner's residual keeps what the gathered sum loses.
         sent_N = given[rank].float() + before_N - residual_of(path.residuals, bucket)
         result = bucket.grad_N[self._case.owned(rank, n)]
-        return _Outcome(result, sent_N, nnz, wire_bytes, timer.times_us())
+        record = BucketRecord(bucket.name, step, "", "", 0.0, bucket.numel, nnz)
+        record.wire_bytes, record.timer = wire_bytes, timer
+        return _Outcome(result, sent_N, record)
+
+    def _steps_at_level(
+        self, path: LevelPath, given_N: torch.Tensor, rank: int, step: int
+    ) -> Generator[Any, None, _Outcome]:
+        n = len(self._paths)
+        bucket = self._case.bucket(given_N.clone(), n)
+        before_N = path.residual(bucket)
+        record = yield from path.steps(bucket, step)
+        sent_N = given_N.float() + before_N - path.residual(bucket)
+        return _Outcome(bucket.grad_N[self._case.owned(rank, n)], sent_N, record)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.path import new_residuals
 from megatron_sparse.bench.collectives.ranks import RankBench
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.planner.cases import Workload
@@ -147,7 +146,7 @@ class PlannerRanks(RankBench):
         runs = []
         for scheme in schemes:
             case = self._case(scheme, grad_N, density)
-            reducer, _ = self._reducer(case, new_residuals())
+            reducer = self._path(case).reducer
             runs.append((reducer, case.bucket(grad_N.clone(), self.world_size)))
         times_us = torch.zeros(self._trial.iters, len(runs), dtype=torch.float64)
         for number in range(self._trial.warmup + self._trial.iters):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.path import HalvedPath
+from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
 from megatron_sparse.bench.collectives.ranks import RankBench
 from megatron_sparse.bench.host_load import HostLoad
 from megatron_sparse.bench.stragglers.groups import (
@@ -129,7 +129,9 @@ class StragglerBench(RankBench):
                 time.sleep(CHECK_DELAY_S)
             self._synchronise(path, bucket, step)
 
-        wrong = self._count_wrong(case, path.residuals, synchronise)
+        wrong = self._count_wrong(
+            case, lambda bucket: residual_of(path.residuals, bucket), synchronise
+        )
         return wrong, path.carried_by(case.bucket(torch.empty(case.numel), self.world_size))
 
     def _time_group(

@@ -69,6 +69,7 @@ class StragglerSweep(Sweep):
     )
     # Messages are always the schemes' own, sizes travel with them, and selection is timed.
     message_format: str = "auto"
+    levels: Sequence[str] = ("rank",)
     capacity: float | None = None
     nccl_engine: bool = False
     prune: bool = True

@@ -99,7 +99,7 @@ def _row(
     ranks = VirtualRanks(case, bench, topology, straggler, delay_s)
     _, outcomes = ranks.run(_given(case, n), 0)
     figures = [
-        [[delay_s if rank == straggler else 0.0, ranks.clock_s[rank], o.wire_bytes, o.nnz]]
-        for rank, o in enumerate(outcomes)
+        [[delay_s if rank == straggler else 0.0, ranks.clock_s[rank], r.wire_bytes, r.nnz]]
+        for rank, r in enumerate(outcome.record for outcome in outcomes)
     ]
     return row.measured(torch.tensor(figures, dtype=torch.float64), link)
