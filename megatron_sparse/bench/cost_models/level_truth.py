@@ -9,7 +9,7 @@ selects the target density from its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import GATE
+from megatron_sparse.reduction.job import Gate, Stage
 from megatron_sparse.reduction.level import LevelGroups, NodeLevel
 from megatron_sparse.simulate.pricing import ChargingTimer
 from megatron_sparse.transport.topology import members_of
@@ -79,15 +79,25 @@ def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) ->
         lane: Any = HostedTransport(across[rank], setting.host_s_per_message)
         level = NodeLevel(LevelGroups(inside[rank], lane), setting.options, buffers)
         record = BucketRecord("truth", 0, scheme, Phase.TARGET, 1.0, numel, timer=timer)
-        for yielded in level.inside(bucket, record):
-            if yielded is not GATE:
-                yield cast("Yielded", yielded)
+        yield from _without_gates(level.inside(bucket, record))
         exchange = Exchange(level.part(bucket), lane, buffers, timer, setting.options)
-        return (yield from level.after(steps_of(scheme, exchange), exchange, bucket, record))
+        steps = level.after(steps_of(scheme, exchange), exchange, bucket, record)
+        return (yield from _without_gates(steps))
 
     cluster.run(start)
     total_s = cluster.modelled_s + setting.host_s_per_bucket
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
+
+
+def _without_gates[T](stage: Stage[T]) -> Generator[Yielded, None, T]:
+    """A bucket that is alone needs no gates."""
+    while True:
+        try:
+            yielded = next(stage)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(yielded, Gate):
+            yield cast("Yielded", yielded)
 
 
 def _group(
