@@ -9,7 +9,7 @@ import pytest
 from megatron_sparse.bench.cost_models import command, level_truth, virtual_truth
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, best_level, inside_s, price_level
 from megatron_sparse.planner.plan import bucket_facts
@@ -21,6 +21,7 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport import Link
 from tests.planner.planned import a_bucket, a_planner
+from tests.reduction.virtual_level import VirtualRanks
 
 CLUSTER = find("ethernet_25gbit_8")
 OPTIONS = SchemeConfig(capacity=None)
@@ -137,6 +138,20 @@ class TestPlannerOfALane:
         path.write_text(command.json.dumps({"buckets": [row]}))
         (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
         assert (priced["world_size"], priced["lanes"]) == (8, 8)
+
+
+def test_the_reducer_of_a_level_plans_parts():
+    """Two nodes of two ranks: the plan is of half a bucket on two ranks, in one of two lanes."""
+    planner = PlannerConfig(cluster="ethernet_25gbit_8", schemes=["direct"])
+    config = SparseConfig.from_overrides(
+        level="node", scheme="auto", warmup_iters=0, ramp_iters=0, planner=planner
+    )
+    ranks = VirtualRanks(config, (2, 2), ALL_REDUCE, 2**14)
+    row = ranks.reducers[0].report(ranks.buckets[0], 0)
+    assert (row["numel"], row["world_size"], row["lanes"]) == (2**13, 2, 2)
+    part = BucketShape(**{key: row[key] for key in BucketShape.__dataclass_fields__})
+    found = predict("direct", part, prior(part, 0.01), find("ethernet_25gbit_8"), SchemeConfig())
+    assert row["predicted_us"]["direct"] == pytest.approx(found.total_s * 1e6)
 
 
 @pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
