@@ -56,7 +56,7 @@ class LevelPrice:
 
 
 @dataclass(frozen=True)
-class LevelChoice:
+class LevelComparison:
     """The cheapest level for some buckets.
 
     Attributes:
@@ -133,7 +133,7 @@ def best_level(
     options: SchemeConfig,
     names: Collection[str],
     node_sizes: Sequence[int],
-) -> LevelChoice:
+) -> LevelComparison:
     """Compares the levels `rank` and `node` by the predicted time of all buckets together.
 
     A pure function: ranks with the same arguments get the same answer, bit for bit.
@@ -154,7 +154,7 @@ def best_level(
     """
     inside = node_sizes[0]
     if len(node_sizes) == 1 or inside == 1 or len(set(node_sizes)) > 1:
-        return LevelChoice(RANK, {}, f"nodes of {', '.join(map(str, node_sizes))} ranks")
+        return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, node_sizes))} ranks")
     here = replace(cluster, nodes=tuple(node_sizes))
     seconds = {
         level: sum(
@@ -165,4 +165,4 @@ def best_level(
     }
     level = min(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
-    return LevelChoice(level, seconds, f"predicted: {told} ({cluster.name})")
+    return LevelComparison(level, seconds, f"predicted: {told} ({cluster.name})")

@@ -2,23 +2,34 @@
 
 `node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
 node. Where it is asked for and cannot be, the ranks run at another level, and the reason is logged.
+With the costs of a cluster `auto` takes the cheaper one of `rank` and `node` (`planner.levels`).
 All ranks of a group come to the same result: they have the same configuration and node numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO as AUTO_SCHEME
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import AUTO, INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.pricing.cluster import find
+from megatron_sparse.planner.costs import fits
+from megatron_sparse.planner.levels import LevelComparison, best_level
+from megatron_sparse.planner.prices import DENSE
+from megatron_sparse.pricing.cluster import ClusterModel, find
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport.topology import members_of
 
-FASTER_INSIDE = 2.0
-"""`auto` takes `node` where a byte inside a node takes at most this part of one between nodes."""
+PRICED_NUMEL = 2**24
+"""Elements of the fp32 bucket that `auto` prices where it is told of none: 64 MiB."""
+PRICED_NODES = 8
+"""It prices that bucket on this many nodes at most: more take long, and change the order of the
+levels hardly."""
+PRICED_SCHEMES = ("dense", "agsparse", "direct")
+"""At both levels, where `scheme.name` has no price of its own."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +62,23 @@ class LevelChoice:
         return tuple(members[place] for members in self.nodes)
 
 
-def choose_level(config: SparseConfig, nodes: Sequence[int], instances: int = 1) -> LevelChoice:
+def choose_level(
+    config: SparseConfig,
+    nodes: Sequence[int],
+    instances: int = 1,
+    shapes: Mapping[BucketShape, int] | None = None,
+) -> LevelChoice:
     """The level of one data-parallel group.
 
     Args:
         config: resolved; `compression`, `scheme` and `planner.cluster` are read.
         nodes: for each rank of the group the node that it is on.
         instances: of Megatron's distributed optimizer.
+        shapes: of the model's buckets on all ranks -> how many there are of each, for `auto` with
+            `planner.cluster`; None prices an all-reduce of `PRICED_NUMEL` elements.
+
+    Raises:
+        ConfigError: the cluster file cannot be read, or lacks a rate.
 
     Example:
         >>> node = SparseConfig.from_overrides(level="node")
@@ -74,8 +95,10 @@ def choose_level(config: SparseConfig, nodes: Sequence[int], instances: int = 1)
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
     found = _by_nodes(nodes, asked)
-    if asked == AUTO and found.level == NODE and (slow := _too_slow_inside(config)):
-        return LevelChoice(RANK, slow)
+    if asked == AUTO and found.level == NODE and config.planner.cluster is not None:
+        prices = _prices(config, find(config.planner.cluster), found, shapes)
+        nodes_of = found.nodes if prices.level == NODE else ()
+        return LevelChoice(prices.level, prices.reason, nodes_of)
     return found
 
 
@@ -105,11 +128,19 @@ def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
     return LevelChoice(NODE, shape, tuple(ordered))
 
 
-def _too_slow_inside(config: SparseConfig) -> str | None:
-    """Why links inside a node do not pay for a dense sum, if a cluster file says so."""
-    if config.planner.cluster is None:
-        return None
-    cluster = find(config.planner.cluster)
-    if FASTER_INSIDE * cluster.intra.beta_s <= cluster.inter.beta_s:
-        return None
-    return f"links inside a node are not {FASTER_INSIDE:g} times as fast as those between nodes"
+def _prices(
+    config: SparseConfig,
+    cluster: ClusterModel,
+    found: LevelChoice,
+    shapes: Mapping[BucketShape, int] | None,
+) -> LevelComparison:
+    """Compares the levels by the target density and the links of a cluster file."""
+    sizes, bits = [len(members) for members in found.nodes], config.compression.value_bits
+    if shapes is None:
+        sizes = sizes[:PRICED_NODES]
+        op = CollectiveOp.ALL_REDUCE
+        shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, sum(sizes), value_bits=bits): 1}
+    name, options = config.scheme.name, config.scheme
+    is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
+    names = (DENSE, name) if is_priced else PRICED_SCHEMES
+    return best_level(shapes, config.compression.density, cluster, options, names, sizes)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.pricing.cluster import find
-from megatron_sparse.reduction import level_choice
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.reduction.level_choice import choose_level
-from megatron_sparse.transport import Link
+
+FAST = "ethernet_25gbit_8"
 
 
 @pytest.mark.parametrize(
@@ -56,15 +57,31 @@ def test_what_never_prunes_stays_the_backends_own(options):
     )
 
 
-@pytest.mark.parametrize(("faster", "expected"), [(1, "rank"), (2, "node")])
-def test_auto_takes_rank_where_links_inside_are_slow(faster, expected, monkeypatch):
-    cluster = find("ethernet_25gbit")
-    inside = Link(cluster.inter.alpha_s, cluster.inter.beta_s / faster)
-    monkeypatch.setattr(level_choice, "find", lambda name: replace(cluster, intra=inside))
-    planner = PlannerConfig(cluster="ethernet_25gbit")
-    config = SparseConfig.from_overrides(level="auto", planner=planner)
-    assert choose_level(config, (0, 0, 1, 1)).level == expected
+@pytest.mark.parametrize(("cluster", "expected"), [("ethernet_25gbit", "rank"), (FAST, "node")])
+def test_auto_takes_the_cheaper_level(cluster, expected):
+    """Two ranks a node: links inside like those between nodes, and fast ones behind one card."""
+    config = SparseConfig.from_overrides(level="auto", planner=PlannerConfig(cluster=cluster))
+    choice = choose_level(config, (0, 0, 1, 1))
+    assert choice.level == expected
+    assert choice.reason.startswith("predicted: rank")
+    assert choice.nodes == (() if expected == "rank" else ((0, 1), (2, 3)))
     assert choose_level(replace_level(config, "node"), (0, 0, 1, 1)).level == "node"
+
+
+def test_auto_prices_the_models_buckets():
+    config = SparseConfig.from_overrides(level="auto", planner=PlannerConfig(cluster=FAST))
+    shape = BucketShape(2**24, 0, 4, CollectiveOp.ALL_REDUCE, 4)
+    one, three = (choose_level(config, (0, 0, 1, 1), shapes={shape: n}) for n in (1, 3))
+    assert one == choose_level(config, (0, 0, 1, 1)), "the bucket that is priced without any"
+    assert (one.level, three.level) == ("node", "node")
+    assert one.reason != three.reason
+
+
+@pytest.mark.parametrize("scheme", ["direct", "straggler_direct", "auto"])
+def test_auto_has_prices_of_every_scheme(scheme):
+    planner = PlannerConfig(cluster=FAST)
+    config = SparseConfig.from_overrides(level="auto", scheme=scheme, planner=planner)
+    assert choose_level(config, tuple(rank // 2 for rank in range(64))).level == "node"
 
 
 def replace_level(config, level):

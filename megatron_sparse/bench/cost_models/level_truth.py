@@ -9,11 +9,13 @@ selects the target density from its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
+from megatron_sparse.bench.collectives.levels import virtual_groups
 from megatron_sparse.bench.cost_models.virtual_truth import (
     FullSizeCluster,
     HostedTransport,
@@ -25,11 +27,13 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Exchange
 from megatron_sparse.collectives.base import Steps, Yielded
 from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import GATE
-from megatron_sparse.reduction.level import LevelGroups, NodeLevel
+from megatron_sparse.reduction.job import Gate, Stage
+from megatron_sparse.reduction.level import NodeLevel
+from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.simulate.pricing import ChargingTimer
 from megatron_sparse.transport.topology import members_of
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -60,41 +64,43 @@ def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) ->
     scale = setting.full_numel / numel
     price = None if setting.prices is None else setting.prices.measure(scale)
     cluster = FullSizeCluster(n, topology, message_scale=scale)
-    members = members_of(topology.nodes)
-    inside, across = (
-        {rank: each for group in groups for rank, each in _group(cluster, group)}
-        for groups in (members, list(zip(*members, strict=True)))
-    )
+    members = tuple(map(tuple, members_of(topology.nodes)))
+    groups = virtual_groups(cluster, LevelChoice(NODE, "as asked", members))
     timers: list[ChargingTimer] = []
 
     def start(transport: VirtualTransport) -> Steps:
         rank = transport.rank
         timer = ChargingTimer(transport, price)
         timers.append(timer)
-        own_N = torch.zeros(numel)
-        if inside[rank].rank == 0:
+        own, own_N = groups[rank].level, torch.zeros(numel)
+        assert own is not None, "level node was asked for"
+        if own.inside.rank == 0:
             own_N = _of_parts(parts[topology.nodes[rank]], lanes, setting)
         bucket = Bucket("truth", own_N, [ParameterSlice("w", 0, numel)], setting.op, n)
         buffers = MessageBuffers()
-        lane: Any = HostedTransport(across[rank], setting.host_s_per_message)
-        level = NodeLevel(LevelGroups(inside[rank], lane), setting.options, buffers)
+        virtual = cast("VirtualTransport", own.across)
+        lane: Any = HostedTransport(virtual, setting.host_s_per_message)
+        level = NodeLevel(replace(own, across=lane), setting.options, buffers)
         record = BucketRecord("truth", 0, scheme, Phase.TARGET, 1.0, numel, timer=timer)
-        for yielded in level.inside(bucket, record):
-            if yielded is not GATE:
-                yield cast("Yielded", yielded)
+        yield from _without_gates(level.inside(bucket, record))
         exchange = Exchange(level.part(bucket), lane, buffers, timer, setting.options)
-        return (yield from level.after(steps_of(scheme, exchange), exchange, bucket, record))
+        steps = level.after(steps_of(scheme, exchange), exchange, bucket, record)
+        return (yield from _without_gates(steps))
 
     cluster.run(start)
     total_s = cluster.modelled_s + setting.host_s_per_bucket
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
 
 
-def _group(
-    cluster: FullSizeCluster, ranks: Sequence[int]
-) -> Iterator[tuple[int, VirtualTransport]]:
-    """A group of the cluster's ranks, each with its transport there."""
-    return zip(ranks, cluster.group(ranks), strict=True)
+def _without_gates[T](stage: Stage[T]) -> Generator[Yielded, None, T]:
+    """A bucket that is alone needs no gates."""
+    while True:
+        try:
+            yielded = next(stage)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(yielded, Gate):
+            yield cast("Yielded", yielded)
 
 
 def _of_parts(part: torch.Tensor, lanes: int, setting: Setting) -> torch.Tensor:

@@ -1,0 +1,189 @@
+"""Prices of a bucket at each level, the best level, and the planner of a lane."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_sparse.bench.cost_models import command, level_truth, virtual_truth
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
+from megatron_sparse.planner.costs import predict
+from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, best_level, inside_s, price_level
+from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.planner.plan_rows import Pricing, of_run
+from megatron_sparse.planner.plan_state import BucketState
+from megatron_sparse.planner.prices import prior
+from megatron_sparse.pricing.cluster import find
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.transport import Link
+from tests.planner.planned import a_bucket, a_planner
+from tests.reduction.virtual_level import VirtualRanks
+
+CLUSTER = find("ethernet_25gbit_8")
+OPTIONS = SchemeConfig(capacity=None)
+NAMES = ("dense", "direct", "ssar_rd")
+REDUCE_SCATTER, ALL_REDUCE = CollectiveOp.REDUCE_SCATTER, CollectiveOp.ALL_REDUCE
+
+
+def a_shape(op=REDUCE_SCATTER, ranks=16, numel=2**24, **fields):
+    return BucketShape(numel, 0, 4, op, ranks, **fields)
+
+
+def test_the_steps_inside_are_rings():
+    """16 ranks in nodes of 8: 2^24 elements of 4 bytes, an eighth of them 2^23 bytes."""
+    part_s, alpha_s = 2**23 * CLUSTER.intra.beta_s, CLUSTER.intra.alpha_s
+    shards, whole = a_shape(), a_shape(ALL_REDUCE)
+    assert inside_s(shards, CLUSTER, 8, grouped=True) == pytest.approx(7 * (2 * alpha_s + part_s))
+    assert inside_s(shards, CLUSTER, 8, grouped=False) == pytest.approx(7 * (alpha_s + part_s))
+    assert inside_s(whole, CLUSTER, 8, grouped=True) == pytest.approx(2 * 7 * (alpha_s + part_s))
+
+
+def test_on_a_cpu_ranks_agree_inside_first():
+    on_cpu = replace(CLUSTER, device="cpu")
+    shape, words = a_shape(), 7 * 8 * (2 + 8) * CLUSTER.intra.beta_s
+    added_s = inside_s(shape, on_cpu, 8, grouped=True) - inside_s(shape, CLUSTER, 8, grouped=True)
+    assert added_s == pytest.approx(CLUSTER.intra.alpha_s + words)
+
+
+def test_a_lane_is_priced_on_its_share_of_the_card():
+    """By hand: two nodes, so one round of one shard of the part, at 8 times the card's beta."""
+    part = a_shape().lane(8)
+    profile = prior(part, 0.01)
+    found = predict("direct", part, profile, CLUSTER, replace(OPTIONS, capacity=1.0))
+    nbytes = 48 + 2**20 * 0.01 * 8
+    link = CLUSTER.inter
+    assert found.network_s == pytest.approx(link.alpha_s + 8 * link.beta_s * nbytes, rel=1e-3)
+
+
+def test_what_crosses_does_not_grow_with_the_ranks_of_a_node():
+    """The same nodes with 2 and with 8 ranks: as many bytes over the card."""
+    times_s = []
+    for inside in (2, 8):
+        cluster = replace(CLUSTER, nodes=(inside,) * 8)
+        shape = a_shape(ranks=8 * inside)
+        price = price_level(NODE, shape, 0.05, cluster, OPTIONS, ("direct",), inside)
+        times_s.append(price.across.network_s)
+    assert times_s[0] == pytest.approx(times_s[1], rel=0.01)
+
+
+def test_level_instance_compresses_an_all_reduce_across():
+    price = price_level(INSTANCE, a_shape(ranks=32), 0.01, CLUSTER, OPTIONS, NAMES, 16)
+    lane = replace(a_shape(ranks=32).lane(16), op=ALL_REDUCE)
+    alone = predict(price.scheme, lane, prior(lane, 0.01), CLUSTER, OPTIONS)
+    assert price.across == alone
+    assert price.inside_s == inside_s(a_shape(ranks=32), CLUSTER, 16, grouped=False)
+
+
+class TestBestLevel:
+    """Which of `rank` and `node` is predicted to be shorter."""
+
+    def choice(self, cluster=CLUSTER, node_sizes=(8, 8)):
+        shapes = {a_shape(ranks=sum(node_sizes)): 3}
+        return best_level(shapes, 0.05, cluster, OPTIONS, NAMES, node_sizes)
+
+    def test_slow_card_and_fast_links_inside(self):
+        choice = self.choice()
+        assert choice.level == NODE
+        assert choice.seconds[NODE] < choice.seconds[RANK] / 3
+        assert "predicted: rank" in choice.reason
+
+    def test_slow_links_inside(self):
+        slow = replace(CLUSTER, intra=Link(1e-5, 10 * CLUSTER.inter.beta_s), nic="rank")
+        assert self.choice(slow).level == RANK
+
+    @pytest.mark.parametrize("sizes", [(16,), (1,) * 16, (8, 4, 4)])
+    def test_nodes_that_have_no_lanes(self, sizes):
+        choice = self.choice(node_sizes=sizes)
+        assert (choice.level, choice.seconds) == (RANK, {})
+
+    def test_the_nodes_are_those_that_run_not_those_of_the_file(self):
+        assert self.choice(node_sizes=(4, 4, 4, 4)).level == NODE
+        assert self.choice(find("ethernet_25gbit"), (4, 4)).seconds.keys() == {RANK, NODE}
+
+
+class TestPlannerOfALane:
+    """`Bucket.lanes` reaches the prices, the state and the rows."""
+
+    def part(self, lanes):
+        bucket = a_bucket(world_size=4)
+        bucket.lanes = lanes
+        return bucket
+
+    def test_a_share_of_the_card_makes_a_part_slower(self):
+        prices = []
+        for lanes in (1, 4):
+            planner = a_planner("perlmutter", schemes=["direct"])
+            prices.append(planner.plan_for(self.part(lanes), 0).predicted_us)
+        # Four ranks of one node; and one rank of each of four nodes, behind shared cards.
+        assert prices[1] > prices[0]
+
+    def test_the_rows_say_so(self):
+        planner = a_planner("perlmutter", schemes=["direct"])
+        bucket = self.part(4)
+        assert planner.report(bucket, 0)["lanes"] == 4
+        assert BucketShape(**bucket_facts(bucket, None)).lanes == 4
+
+    def test_a_state_of_other_lanes_is_another_buckets(self):
+        assert BucketState.of(self.part(4)).fits(self.part(4))
+        assert not BucketState.of(self.part(4)).fits(self.part(1))
+
+    def test_ranks_of_a_plan_are_all_ranks(self, tmp_path):
+        part = a_shape().lane(8)
+        row = Pricing(CLUSTER, NAMES).row("0", part, prior(part, 0.01), "assumed")
+        path = tmp_path / "plan.json"
+        path.write_text(command.json.dumps({"buckets": [row]}))
+        (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
+        assert (priced["world_size"], priced["lanes"]) == (8, 8)
+
+
+def test_the_reducer_of_a_level_plans_parts():
+    """Two nodes of two ranks: the plan is of half a bucket on two ranks, in one of two lanes."""
+    planner = PlannerConfig(cluster="ethernet_25gbit_8", schemes=["direct"])
+    config = SparseConfig.from_overrides(
+        level="node", scheme="auto", warmup_iters=0, ramp_iters=0, planner=planner
+    )
+    ranks = VirtualRanks(config, (2, 2), ALL_REDUCE, 2**14)
+    row = ranks.reducers[0].report(ranks.buckets[0], 0)
+    assert (row["numel"], row["world_size"], row["lanes"]) == (2**13, 2, 2)
+    part = BucketShape(**{key: row[key] for key in BucketShape.__dataclass_fields__})
+    found = predict("direct", part, prior(part, 0.01), find("ethernet_25gbit_8"), SchemeConfig())
+    assert row["predicted_us"]["direct"] == pytest.approx(found.total_s * 1e6)
+
+
+@pytest.mark.parametrize("op", [ALL_REDUCE, REDUCE_SCATTER])
+@pytest.mark.parametrize(
+    ("name", "inside", "nodes"),
+    [
+        ("ethernet_25gbit_8", 2, 2),
+        ("ethernet_25gbit_8", 8, 2),
+        ("ethernet_25gbit_8", 1, 4),
+        ("perlmutter", 4, 2),
+        ("perlmutter", 2, 8),
+        ("perlmutter", 4, 4),
+    ],
+)
+def test_the_virtual_cluster_agrees(name, inside, nodes, op):
+    """The steps of training on real messages. Tolerance: that of the other cost models' tests.
+
+    The mean error is 2 %; what is over 5 % comes from lanes that wait for the card in another
+    order (docs/cost-models.md).
+    """
+    cluster, full_numel = replace(find(name), nodes=(inside,) * nodes), 2**24
+    shape = BucketShape(full_numel, 0, 4, op, inside * nodes)
+    lane, density = shape.lane(inside), 0.02
+    numel = command.simulated_numel(nodes, density, lane.numel)
+    model = command.KINDS["uniform"](numel, density)
+    parts = [model.gradient(node) for node in range(nodes)]
+    profile = virtual_truth.at_full_size(SparsityProfile.uniform(numel, density, nodes), lane.numel)
+    prices = command.prices_of(name)
+    setting = virtual_truth.Setting.on(cluster, inside * nodes, prices, OPTIONS, op, full_numel)
+    for scheme in ("dense", "direct", "ssar_rd"):
+        if op in SCHEMES[scheme].ops:
+            taken_s = level_truth.run_at_node(scheme, parts, setting).total_s
+            within_s = inside_s(shape, cluster, inside, grouped=True)
+            found_s = within_s + predict(scheme, lane, profile, cluster, OPTIONS).total_s
+            assert found_s == pytest.approx(taken_s, rel=0.1), scheme

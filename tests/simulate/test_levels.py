@@ -1,0 +1,113 @@
+"""Whole synchronisations by level: the issue's figures, rows, table and picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from megatron_sparse.cli import main
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.pricing.cluster import find
+from megatron_sparse.simulate.levels import Training, level_rows
+
+CLUSTER = find("ethernet_25gbit_8")
+PRESETS = {name: SparseConfig.preset(name) for name in ("safe", "balanced")}
+FEW = ("direct",)
+
+
+def rows_of(ranks, training=None, settings=None, cluster=CLUSTER):
+    found = level_rows(training or Training(), cluster, settings or PRESETS, ranks, FEW)
+    return {(row.preset, row.ranks, row.level): row for row in found}
+
+
+def test_a_model_of_1500_million_parameters():
+    """On 64 and 256 ranks in nodes of 8, 2.5 bits a parameter: docs/levels.md has the numbers."""
+    rows = rows_of((64, 256))
+    for ranks in (64, 256):
+        for preset, least in (("safe", 8), ("balanced", 11)):
+            row = rows[preset, ranks, "node"]
+            assert row.speedup >= least
+            assert row.gradient_over_rank >= 3
+            assert row.parameters == "exact per node"
+            assert row.nodes == ranks // 8
+            assert row.best_dense_ms <= row.dense_ms
+            assert row.modelled
+
+
+def test_sums_of_a_row():
+    for row in rows_of((16,)).values():
+        assert row.gradient_ms == pytest.approx(row.inside_ms + row.across_ms)
+        assert row.total_ms == pytest.approx(row.gradient_ms + row.parameters_ms)
+        assert row.speedup == pytest.approx(row.dense_ms / row.total_ms)
+
+
+def test_on_one_node_every_level_is_dense():
+    for row in rows_of((4,)).values():
+        assert (row.scheme, row.parameters, row.speedup) == ("dense", "raw", pytest.approx(1.0))
+
+
+def test_what_never_prunes_is_the_backends_own():
+    rows = rows_of((16,), settings={"lossless": SparseConfig.preset("lossless")})
+    for row in rows.values():
+        assert row.scheme == "dense"
+        assert row.gradient_ms == pytest.approx(row.dense_gradient_ms)
+
+
+def test_without_the_distributed_optimizer_nothing_is_gathered():
+    for row in rows_of((16,), Training(sharded=False)).values():
+        assert (row.parameters, row.parameters_ms) == ("none", 0.0)
+        assert row.dense_ms == row.dense_gradient_ms
+
+
+def test_narrower_gradients_and_moves_take_less():
+    wide, narrow = Training(), Training(gradient_bytes=2, move_bits=1.0)
+    wide, narrow = (rows_of((16,), each)["safe", 16, "node"] for each in (wide, narrow))
+    assert narrow.dense_gradient_ms < 0.6 * wide.dense_gradient_ms
+    assert narrow.inside_ms < wide.inside_ms
+    assert narrow.parameters_ms < wide.parameters_ms
+
+
+def test_nodes_of_different_sizes_are_refused():
+    with pytest.raises(ConfigError, match="level node needs nodes of one size"):
+        rows_of((12,))
+
+
+@pytest.mark.parametrize("field", [{"numel": 0}, {"move_bits": 0.0}, {"move_bits": 17.0}])
+def test_numbers_out_of_range_are_refused(field):
+    with pytest.raises(ConfigError):
+        Training(**field)
+
+
+def test_the_command(tmp_path, capsys):
+    out, lines = tmp_path / "figures", tmp_path / "levels.jsonl"
+    options = ["--ranks", "8,16", "--schemes", "direct", "--preset", "safe"]
+    with pytest.raises(SystemExit) as caught:
+        main.main(["levels", *options, "--out", str(out), "--json", str(lines)])
+    assert not caught.value.code
+    printed = capsys.readouterr().out
+    assert "1.5 B parameters on ethernet_25gbit_8: fp32 gradients" in printed
+    assert "not measured" in printed
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert [(row["ranks"], row["level"]) for row in rows] == [
+        (8, "rank"),
+        (8, "node"),
+        (16, "rank"),
+        (16, "node"),
+    ]
+    with (out / "levels.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--gradients=fp64", "--preset=none", "--cluster=none", "--schemes=none", "--ranks=12"],
+)
+def test_mistakes_are_one_error(option, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["levels", "--ranks", "16", "--schemes", "direct", option])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("error:") == 1
