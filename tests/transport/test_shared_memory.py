@@ -38,7 +38,7 @@ DTYPES = (
 )
 
 
-def _shared(timeout_s=60, **options):
+def _shared(timeout_s=110, **options):
     shared = SharedMemoryTransport(dist.group.WORLD, timeout_s, **options)
     assert shared.shares_memory, shared.refusals
     return shared
