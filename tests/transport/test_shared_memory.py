@@ -355,6 +355,33 @@ def test_memory_that_cannot_be_shared_is_told(failing, culprit, reason):
         assert all(reason in text for text in logged)
 
 
+def _sums_by_default(rank, world_size):
+    names = []
+    for intra_node in ("auto", "shared_memory"):
+        scheme = SchemeConfig(intra_node=intra_node, timeout_s=60)
+        made, gloo = (
+            opening.open_transport(dist.group.WORLD, each, CPU)
+            for each in (scheme, SchemeConfig(intra_node="backend", timeout_s=60))
+        )
+        post = made._under_way.post
+        made._under_way.post = lambda name, *rest, post=post: (
+            names.append(name) or post(name, *rest)
+        )
+        ours, theirs = (_normal(1001, rank, torch.float32) for _ in range(2))
+        made.all_reduce_(ours).finish()
+        gloo.all_reduce_(theirs).finish()
+        if intra_node == "auto":
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+        made.close()
+        gloo.close()
+    return names
+
+
+def test_by_default_sums_have_the_backends_bits():
+    assert run_ranks(_sums_by_default, 2) == [["all_reduce"] * 2] * 2
+    assert run_ranks(_sums_by_default, 3) == [["all_reduce"]] * 3
+
+
 def _chosen(rank, world_size):
     kinds = []
     for intra_node in ("auto", "shared_memory", "backend"):
