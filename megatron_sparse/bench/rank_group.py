@@ -88,7 +88,7 @@ class RankGroup:
 
     @property
     def transport_name(self) -> str:
-        """`shared_memory` where all messages take it, else the backend's name."""
+        """`shared_memory` where all pairwise messages take it, else the backend's name."""
         shared = len(self.nodes) == 1 and self._transport.intra_node == "shared_memory"
         return "shared_memory" if shared and self.world_size > 1 else self.backend
 

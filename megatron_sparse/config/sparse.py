@@ -98,8 +98,8 @@ class SchemeConfig:
             the residual allows it, else null. A reduce-scatter gathers no sums.
         intra_node: how ranks of one host exchange messages and add up: `shared_memory` (on the CPU;
             an error where they cannot share any), `backend` (gloo, NCCL), or `auto`: shared memory
-            on the CPU where it works, which the first rank logs; docs/collectives.md, Inside a
-            host.
+            on the CPU where it works, which the first rank logs, but the backend's own sums of more
+            than two ranks stay the backend's, bit for bit; docs/collectives.md, Inside a host.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.

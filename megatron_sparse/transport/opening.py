@@ -54,8 +54,12 @@ def open_transport(
             liveness=scheme.watch_peers,
             nccl_engine=nccl_engine,
         )
-    transport = SharedMemoryTransport(group, scheme.timeout_s, liveness=scheme.watch_peers)
-    if transport.refusals and scheme.intra_node == "shared_memory":
+    required = scheme.intra_node == "shared_memory"
+    # `auto` changes no bit: a dense run stays Megatron's own.
+    transport = SharedMemoryTransport(
+        group, scheme.timeout_s, liveness=scheme.watch_peers, sums=required
+    )
+    if transport.refusals and required:
         transport.close()
         rank, reason = next(iter(transport.refusals.items()))
         raise ConfigError(

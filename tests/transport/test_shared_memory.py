@@ -38,7 +38,7 @@ DTYPES = (
 )
 
 
-def _shared(timeout_s=60, **options):
+def _shared(timeout_s=110, **options):
     shared = SharedMemoryTransport(dist.group.WORLD, timeout_s, **options)
     assert shared.shares_memory, shared.refusals
     return shared
@@ -140,10 +140,10 @@ def _exchanges(rank, world_size):
             for peer, values in receives:
                 assert torch.equal(values, message(peer, rank, size, dtype))
     # More than the window and more than the grants, with collectives in between.
-    order = torch.randperm(300, generator=torch.Generator().manual_seed(rank)).tolist()
+    order = torch.randperm(270, generator=torch.Generator().manual_seed(rank)).tolist()
     works, arrived, summed = [], {}, []
     for place, tag in enumerate(order):
-        size = 40_000 + 7 * tag
+        size = 9_000 + 7 * tag
         receives = [(peer, torch.zeros(size, dtype=torch.uint8)) for peer in peers]
         sends = [(peer, message(rank + tag, peer, size)) for peer in peers]
         works.append(shared.exchange(sends, receives, tag))
@@ -353,6 +353,33 @@ def test_memory_that_cannot_be_shared_is_told(failing, culprit, reason):
         assert reason in refused
         assert len(logged) == (rank == 0), "the first rank says so, once"
         assert all(reason in text for text in logged)
+
+
+def _sums_by_default(rank, world_size):
+    names = []
+    for intra_node in ("auto", "shared_memory"):
+        scheme = SchemeConfig(intra_node=intra_node, timeout_s=60)
+        made, gloo = (
+            opening.open_transport(dist.group.WORLD, each, CPU)
+            for each in (scheme, SchemeConfig(intra_node="backend", timeout_s=60))
+        )
+        post = made._under_way.post
+        made._under_way.post = lambda name, *rest, post=post: (
+            names.append(name) or post(name, *rest)
+        )
+        ours, theirs = (_normal(1001, rank, torch.float32) for _ in range(2))
+        made.all_reduce_(ours).finish()
+        gloo.all_reduce_(theirs).finish()
+        if intra_node == "auto":
+            assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+        made.close()
+        gloo.close()
+    return names
+
+
+def test_by_default_sums_have_the_backends_bits():
+    assert run_ranks(_sums_by_default, 2) == [["all_reduce"] * 2] * 2
+    assert run_ranks(_sums_by_default, 3) == [["all_reduce"]] * 3
 
 
 def _chosen(rank, world_size):

@@ -1,9 +1,9 @@
 """Transport over shared memory between the ranks of a host, over gloo between hosts.
 
-- Pairwise messages between two ranks of a host go through shared memory; so do sums and gathers, if
-  all ranks of the group share the host. All else is `ProcessGroupTransport`'s: messages to other
-  hosts, collectives of a group that spans hosts, sums of dtypes that are not in `SUM_DTYPES`,
-  deadlines, liveness, the arrival counter.
+- Pairwise messages between two ranks of a host go through shared memory; so do gathers, and sums
+  where `sums` allows it, if all ranks of the group share the host. All else is
+  `ProcessGroupTransport`'s: messages to other hosts, collectives of a group that spans hosts, sums
+  of dtypes that are not in `SUM_DTYPES`, deadlines, liveness, the arrival counter.
 - **Sums are in rank order**: the owner of each shard adds the ranks' values as ((0 + 1) + 2) + ...,
   so the bits are the same on all ranks and in every run. bf16 and fp16 are added in fp32 and
   rounded once, at the end; gloo rounds after each addition. For two ranks, and wherever sums are
@@ -45,6 +45,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
         group: see `ProcessGroupTransport`; of gloo.
         timeout_s: likewise.
         liveness: likewise.
+        sums: also sums of more than two ranks, which gloo adds in another order. Without it the
+            bits of all sums are gloo's.
 
     Attributes:
         refusals: for each rank that could not share memory the reason; empty if all is well. The
@@ -63,7 +65,9 @@ class SharedMemoryTransport(ProcessGroupTransport):
         timeout_s: float,
         *,
         liveness: bool = SchemeConfig.watch_peers,
+        sums: bool = True,
     ) -> None:
+        self._sums = sums
         self._under_way: UnderWay | None = None
         self._places: dict[int, int] = {}
         super().__init__(group, timeout_s, torch.device("cpu"), liveness=liveness)
@@ -92,6 +96,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
         """Whether all ranks of the group share this rank's memory."""
         return len(self._places) == self.world_size
 
+    def _sum_code(self, dtype: torch.dtype) -> int | None:
+        """The engine's code of a dtype; None where gloo adds."""
+        here = self._alone_on_host and (self._sums or self.world_size == 2)
+        return _SUM_CODES.get(dtype) if here else None
+
     def _posted(
         self, name: str, post: Callable[[Engine, int], None], *buffers: torch.Tensor
     ) -> WaitedWork:
@@ -102,8 +111,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
     def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """See `Transport`."""
-        code = _SUM_CODES.get(values_N.dtype)
-        if not self._alone_on_host or code is None:
+        code = self._sum_code(values_N.dtype)
+        if code is None:
             return super().all_reduce_(values_N)
         if values_N.numel() == 0:
             return NoWork()
@@ -118,9 +127,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
         self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
     ) -> Work:
         """See `Transport`."""
-        code = _SUM_CODES.get(values_N.dtype)
-        whole = not values_N.is_floating_point()
-        if not self._alone_on_host or code is None or (average and whole):
+        code = self._sum_code(values_N.dtype)
+        if code is None or (average and not values_N.is_floating_point()):
             return super().reduce_scatter(shard_M, values_N, average=average)
         if values_N.numel() == 0:
             return NoWork()
