@@ -1,4 +1,4 @@
-"""200 iterations on real text: limits for the loss of the paper's 1 % (`topk99`), and for its bytes.
+"""200 iterations on real text: limits for the loss of `compression=topk99`, and for its bytes.
 
 The whole study is `megatron-sparse bench convergence`; this is its first eighth, kept in CI.
 """
