@@ -96,7 +96,7 @@ def forward_step(data_iterator, model):
 if __name__ == "__main__":
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     hybrid = args.hybrid_layer_pattern is not None  # Megatron's own builder then makes the model
-    plugin = megatron_sparse.install(density=0.01, warmup_iters=500, ramp_iters=1000)  # line 1
+    plugin = megatron_sparse.install("safe", warmup_iters=500, ramp_iters=1000)  # line 1
     pretrain(
         pretrain_cfg_container_from_args(args, hybrid_config_from_args(args) if hybrid else None),
         datasets_provider,

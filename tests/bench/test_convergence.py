@@ -178,7 +178,7 @@ def test_command_table_and_figures(commands, tmp_path, capsys):
     assert all((folder / f"{name}.png").stat().st_size > 1000 for name in pictures)
     with (folder / "convergence-bits.csv").open() as file:
         points = [(row["series"], row["label"], row["to_dense"]) for row in csv.DictReader(file)]
-    assert points == [("gpt, fp32 values", "1 % (default)", "2.5")]
+    assert points == [("gpt, fp32 values", "1 %", "2.5")]
     with (folder / "convergence-curves.csv").open() as file:
         curve = [row for row in csv.DictReader(file) if row["seed"] == "1"]
     assert [(row["setting"], row["iteration"], float(row["loss"])) for row in curve] == [

@@ -41,7 +41,9 @@ def _matrix(rank, world_size):
         runs = {
             "megatron": _train(setting),
             "dense": _train(setting, scheme="dense", **AT_TARGET),
-            "warmup": _train(setting, scheme="agsparse", warmup_iters=100, ramp_iters=0),
+            "warmup": _train(
+                setting, scheme="agsparse", value_bits=None, warmup_iters=100, ramp_iters=0
+            ),
             "whole": _train(setting, scheme="agsparse", density=1.0, **AT_TARGET),
             "sparse": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),
             "again": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),

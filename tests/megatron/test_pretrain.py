@@ -187,6 +187,7 @@ def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_p
         tmp_path,
         "traced",
         "scheme=direct",
+        "compression.value_bits=null",
         "compression.warmup_iters=1",
         "compression.ramp_iters=0",
         *_flags(True, False),

@@ -36,6 +36,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     config = SparseConfig.from_overrides(
         density=0.05,
+        value_bits=None,
         warmup_iters=0,
         ramp_iters=0,
         keep_below_numel=0,

@@ -62,7 +62,8 @@ class VirtualGroup:
 
     def __init__(self, straggler, scheme="auto", capacity=None):
         config = SparseConfig(
-            scheme=SchemeConfig(name=scheme, deterministic=False, capacity=capacity),
+            CompressionConfig(density=0.01, value_bits=None),
+            SchemeConfig(name=scheme, deterministic=False, capacity=capacity),
             straggler=straggler,
         )
         self.cluster = VirtualCluster(N)

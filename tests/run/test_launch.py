@@ -278,6 +278,6 @@ def test_the_summary_says_when_the_target_is_reached(config):
     quick = compose(["experiment=quickstart", "cluster.device=cpu"])
     text = preparation.describe(quick, Path("runs/quickstart"))
     assert "2 ranks on cpu (gloo)" in text
-    assert "density 0.01 from iteration 51 on" in text
+    assert "density 0.22 in 4 bits from iteration 51 on" in text
     plain = dataclasses.replace(quick, plugin=False)
     assert "plain Megatron" in preparation.describe(plain, Path("runs/quickstart"))
