@@ -75,13 +75,13 @@ def _group_nodes(rank, world_size, given):
     import os
 
     import torch
-    import torch.distributed as dist
 
     from megatron_sparse.transport import ProcessGroupTransport
 
     os.environ |= given[rank]
+    ranks = list(range(world_size))
     try:
-        transport = ProcessGroupTransport(dist.group.WORLD, 30.0, torch.device("cpu"))
+        transport = ProcessGroupTransport(ranks, 30.0, torch.device("cpu"))
     except ConfigError as error:
         return str(error)
     nodes = transport.nodes
