@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
@@ -38,11 +39,26 @@ class Transports:
         self._made: list[ProcessGroupTransport] = []
 
     def make(
-        self, group: dist.ProcessGroup | Sequence[int], *, nccl_engine: bool = False
+        self,
+        group: dist.ProcessGroup | Sequence[int],
+        *,
+        nccl_engine: bool = False,
+        any_order: bool = False,
     ) -> ProcessGroupTransport:
-        """A transport over the ranks of a group, or over global ranks. Collective over them."""
-        scheme = self._config.scheme
-        transport = open_transport(group, scheme, self._device, nccl_engine=nccl_engine)
+        """A transport over the ranks of a group, or over global ranks. Collective over them.
+
+        Args:
+            group: the ranks.
+            nccl_engine: see `open_transport`.
+            any_order: see `open_transport`.
+        """
+        transport = open_transport(
+            group,
+            self._config.scheme,
+            self._device,
+            nccl_engine=nccl_engine,
+            any_order=any_order,
+        )
         self._made.append(transport)
         return transport
 
@@ -72,7 +88,10 @@ class Transports:
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
             return Groups(whole, tensor_parallel, None, level)
         instances = None if others is None else self.make(others)
-        level = self._node_groups(ranks, choice, whole.rank) if choice.level == NODE else None
+        level = None
+        if choice.level == NODE:
+            gathers = group.buckets[0].op is CollectiveOp.ALL_REDUCE
+            level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
         return Groups(whole, tensor_parallel, instances, level)
 
     def _say(self, line: str, whole: ProcessGroupTransport) -> None:
@@ -81,14 +100,22 @@ class Transports:
             if whole.rank == 0:
                 logger.info(line)
 
-    def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
-        """The node and the lane of rank `rank` of the group of these global ranks."""
+    def _node_groups(
+        self, ranks: Sequence[int], choice: LevelChoice, rank: int, *, gathers: bool
+    ) -> LevelGroups:
+        """The node and the lane of rank `rank` of the group of these global ranks.
+
+        On a CPU all-reduces gather over a group of their own, so that buckets overlap.
+        """
         engine = self._config.scheme.nccl_engine
         inside, across = (
             [ranks[member] for member in members]
             for members in (choice.inside(rank), choice.across(rank))
         )
-        return LevelGroups(self.make(inside), self.make(across, nccl_engine=engine), NODE)
+        sums = self.make(inside, any_order=True)
+        lane = self.make(across, nccl_engine=engine)
+        own = self.make(inside) if gathers and self._device.type == "cpu" else None
+        return LevelGroups(sums, lane, NODE, own)
 
     def lost_rank(self) -> str | None:
         """In words, the first rank of any group that is known to have died or stopped."""

@@ -23,16 +23,20 @@ def open_transport(
     device: torch.device,
     *,
     nccl_engine: bool = False,
+    any_order: bool = False,
 ) -> ProcessGroupTransport:
     """Makes the transport of a group; collective over it.
 
-    With `scheme.intra_node=auto` the first rank logs once how messages inside a host travel.
+    With `scheme.intra_node=auto` the first rank logs once how messages inside a host travel. Its
+    sums of more than two ranks stay the backend's: a dense run is Megatron's own, bit for bit.
 
     Args:
         group: see `ProcessGroupTransport`.
         scheme: `timeout_s`, `watch_peers` and `intra_node`.
         device: CPU for gloo, the current CUDA device for NCCL.
         nccl_engine: see `ProcessGroupTransport`.
+        any_order: sums may be added in another order than the backend's, as those of a node that
+            are compressed afterwards; so `auto` adds them in shared memory.
 
     Raises:
         ConfigError: `scheme.intra_node=shared_memory` on CUDA, or ranks of a host cannot share
@@ -55,9 +59,8 @@ def open_transport(
             nccl_engine=nccl_engine,
         )
     required = scheme.intra_node == "shared_memory"
-    # `auto` changes no bit: a dense run stays Megatron's own.
     transport = SharedMemoryTransport(
-        group, scheme.timeout_s, liveness=scheme.watch_peers, sums=required
+        group, scheme.timeout_s, liveness=scheme.watch_peers, sums=required or any_order
     )
     if transport.refusals and required:
         transport.close()

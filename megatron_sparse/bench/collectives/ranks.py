@@ -239,7 +239,7 @@ class RankBench(RankGroup):
         return self._level_groups
 
     def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        transport = open_transport(ranks, self._scheme, self._device)
+        transport = open_transport(ranks, self._scheme, self._device, any_order=True)
         self._level_transports.append(transport)
         return transport
 
