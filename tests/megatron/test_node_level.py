@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tests.megatron.test_resume import SAVED_AT, TARGET
 from tests.ranks import run_ranks
 
 STEPS = 3
-AT_TARGET = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
+AT_TARGET: dict[str, Any] = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 TWO_OF_TWO = "2 nodes of 2 ranks"
