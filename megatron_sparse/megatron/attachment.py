@@ -186,7 +186,7 @@ class Attachment:
     def _reducer_of(self, group: GroupBuckets) -> GradientReducer:
         key = id(group.process_group)
         if key not in self._reducers:
-            groups = self._transports.groups_of(group, self._tensor_parallel)
+            groups = self._transports.groups_of(group, self._buckets_of(key), self._tensor_parallel)
             ranks = dist.get_process_group_ranks(group.process_group)
             writer = GradientDumpWriter.of(
                 self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank

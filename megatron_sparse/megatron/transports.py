@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
@@ -63,15 +66,19 @@ class Transports:
         return transport
 
     def groups_of(
-        self, group: GroupBuckets, tensor_parallel: ProcessGroupTransport | None
+        self,
+        group: GroupBuckets,
+        buckets: Sequence[Bucket],
+        tensor_parallel: ProcessGroupTransport | None,
     ) -> Groups:
-        """The groups with which buckets of a bucket group are synchronised.
+        """The groups with which buckets of a data-parallel group are synchronised.
 
         Collective over their data-parallel ranks. Rank 0 of them logs the level of compression,
         unless `compression.level=rank`.
 
         Args:
-            group: the bucket group.
+            group: one of its bucket groups.
+            buckets: of all of them; with `planner.cluster` their prices choose the level.
             tensor_parallel: the ranks that agree on thresholds, if any do.
         """
         config = self._config
@@ -80,7 +87,7 @@ class Transports:
         count = 1 if others is None else dist.get_world_size(others)
         engine = config.scheme.nccl_engine
         whole = self.make(group.process_group, nccl_engine=engine)
-        choice = choose_level(config, whole.nodes, count)
+        choice = choose_level(config, whole.nodes, count, self._shapes(buckets))
         if config.compression.level != RANK:
             self._say(f"gradients are compressed at level {choice.level}: {choice.reason}", whole)
         if choice.level == INSTANCE:
@@ -90,9 +97,14 @@ class Transports:
         instances = None if others is None else self.make(others)
         level = None
         if choice.level == NODE:
-            gathers = group.buckets[0].op is CollectiveOp.ALL_REDUCE
+            gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
         return Groups(whole, tensor_parallel, instances, level)
+
+    def _shapes(self, buckets: Sequence[Bucket]) -> Counter[BucketShape]:
+        """How many buckets there are of each shape."""
+        wire_dtype, bits = self._config.scheme.wire_dtype, self._config.compression.given_value_bits
+        return Counter(BucketShape(**bucket_facts(each, wire_dtype, bits)) for each in buckets)
 
     def _say(self, line: str, whole: ProcessGroupTransport) -> None:
         if line not in self.lines:

@@ -9,7 +9,7 @@ All ranks of a group come to the same result: they have the same configuration a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO as AUTO_SCHEME
@@ -26,8 +26,8 @@ from megatron_sparse.transport.topology import members_of
 PRICED_NUMEL = 2**24
 """Elements of the fp32 bucket that `auto` prices where it is told of none: 64 MiB."""
 PRICED_NODES = 8
-"""It prices that bucket on this many nodes at most: more take long, and change the order of the
-levels hardly."""
+"""It prices buckets on this many nodes at most: more take long, and change the order of the levels
+hardly."""
 PRICED_SCHEMES = ("dense", "agsparse", "direct")
 """At both levels, where `scheme.name` has no price of its own."""
 
@@ -135,11 +135,12 @@ def _prices(
     shapes: Mapping[BucketShape, int] | None,
 ) -> LevelComparison:
     """Compares the levels by the target density and the links of a cluster file."""
-    sizes, bits = [len(members) for members in found.nodes], config.compression.value_bits
+    sizes = [len(members) for members in found.nodes[:PRICED_NODES]]
+    bits, ranks = config.compression.value_bits, sum(sizes)
     if shapes is None:
-        sizes = sizes[:PRICED_NODES]
         op = CollectiveOp.ALL_REDUCE
-        shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, sum(sizes), value_bits=bits): 1}
+        shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, ranks, value_bits=bits): 1}
+    shapes = {replace(shape, world_size=ranks): number for shape, number in shapes.items()}
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES

@@ -70,7 +70,8 @@ def test_auto_takes_the_cheaper_level(cluster, expected):
 
 def test_auto_prices_the_models_buckets():
     config = SparseConfig.from_overrides(level="auto", planner=PlannerConfig(cluster=FAST))
-    shape = BucketShape(2**24, 0, 4, CollectiveOp.ALL_REDUCE, 4)
+    bits = config.compression.value_bits
+    shape = BucketShape(2**24, 0, 4, CollectiveOp.ALL_REDUCE, 4, value_bits=bits)
     one, three = (choose_level(config, (0, 0, 1, 1), shapes={shape: n}) for n in (1, 3))
     assert one == choose_level(config, (0, 0, 1, 1)), "the bucket that is priced without any"
     assert (one.level, three.level) == ("node", "node")
