@@ -136,7 +136,7 @@ def _prices(
 ) -> LevelComparison:
     """Compares the levels by the target density and the links of a cluster file."""
     sizes = [len(members) for members in found.nodes[:PRICED_NODES]]
-    bits, ranks = config.compression.value_bits, sum(sizes)
+    bits, ranks = config.compression.given_value_bits, sum(sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, ranks, value_bits=bits): 1}
