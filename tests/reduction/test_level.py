@@ -181,7 +181,7 @@ def test_averages_are_divided_once():
 @pytest.mark.parametrize("op", [AR, RS])
 @pytest.mark.parametrize("m", [2, 4])
 def test_bytes_between_nodes_are_those_of_one_rank_a_node(m, op):
-    numel = 2**17
+    numel = 2**19
     options = {"density": 0.01, "samples": 40_000}
     alone = VirtualRanks(settings(**options), (1,) * 4, op, numel)
     nodes = VirtualRanks(settings(**options), (m,) * 4, op, numel)
