@@ -84,10 +84,8 @@ class ProcessGroupTransport:
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        if isinstance(group, dist.ProcessGroup):
-            host, ranks = group, dist.get_process_group_ranks(group)
-        else:
-            host, ranks = dist.distributed_c10d._get_default_group(), list(group)
+        named = isinstance(group, Sequence)
+        host = dist.distributed_c10d._get_default_group() if named else group
         backend = dist.get_backend(host)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
@@ -98,7 +96,9 @@ class ProcessGroupTransport:
             )
         if nccl_engine and device.type == "cuda":
             require_supported(ENGINE, host, host.group_desc)
-        self.rank = ranks.index(dist.get_rank())
+        own = dist.get_rank()
+        ranks = list(group) if named else dist.get_process_group_ranks(host)
+        self.rank = ranks.index(own)
         self.world_size = len(ranks)
         self.device = device
         self.group = borrow_group(ranks, backend, timeout_s)
@@ -108,7 +108,7 @@ class ProcessGroupTransport:
         self._arrival_counters: list[StoreArrivalCounter] = []
         self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:
-            self._liveness = open_liveness(ranks, dist.get_rank(), timeout_s, self._broadcast)
+            self._liveness = open_liveness(ranks, own, timeout_s, self._broadcast)
         # After the side channel: once the host names are gathered, all ranks have joined it.
         try:
             self.nodes = self._find_nodes()

@@ -189,9 +189,8 @@ class TestRows:
 
     def test_errors_are_those_of_the_rows(self):
         def row(scheme: str, predicted_us: float) -> CostRow:
-            return CostRow(
-                scheme, "all_reduce", "uniform", 0.1, 4, "c", 10, predicted_us, 0, 0, 0, 100.0, True
-            )
+            shape = ("all_reduce", "uniform", 0.1, 4, "rank", "c", 10)
+            return CostRow(scheme, *shape, predicted_us, 0, 0, 0, 100.0, True)
 
         found = command.errors_by_scheme([row("a", 110), row("b", 100), row("a", 70)])
         assert [(e.scheme, e.cases) for e in found] == [("a", 2), ("b", 1)]

@@ -150,7 +150,8 @@ def test_the_reducer_of_a_level_plans_parts():
     row = ranks.reducers[0].report(ranks.buckets[0], 0)
     assert (row["numel"], row["world_size"], row["lanes"]) == (2**13, 2, 2)
     part = BucketShape(**{key: row[key] for key in BucketShape.__dataclass_fields__})
-    found = predict("direct", part, prior(part, 0.01), find("ethernet_25gbit_8"), SchemeConfig())
+    profile = prior(part, config.compression.density)
+    found = predict("direct", part, profile, find("ethernet_25gbit_8"), config.scheme)
     assert row["predicted_us"]["direct"] == pytest.approx(found.total_s * 1e6)
 
 

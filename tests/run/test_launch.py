@@ -114,6 +114,8 @@ class TestDecide:
             config,
             cluster=dataclasses.replace(config.cluster, device="cpu"),
             training=dataclasses.replace(config.training, precision="bf16"),
+            compression=dataclasses.replace(config.compression, value_bits=3),
+            scheme=dataclasses.replace(config.scheme, sum_bits=None),
         )
         assert preparation.decide(said) == said
 

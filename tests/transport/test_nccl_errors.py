@@ -301,7 +301,7 @@ def test_the_engine_names_its_backend(monkeypatch: pytest.MonkeyPatch, supported
     class ReachedError(Exception):
         pass
 
-    def get_rank(_: Any) -> int:
+    def get_rank() -> int:
         raise ReachedError
 
     monkeypatch.setattr(dist, "get_rank", get_rank)
