@@ -54,6 +54,7 @@ def runs(monkeypatch, tmp_path):
                 "param_wire_bytes": 5 * ms,
                 "param_dense_bytes": 3000,
                 "wire_bytes": 10 * ms,
+                "inside_bytes": 0,
                 "dense_bytes": 4000,
                 "host_cpu_ms": 0.5 * ms,
                 "schemes": {"direct": 3, "dense": 2},
