@@ -132,7 +132,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     elif saved.mode == "none":
         how = "residuals start at zero (saved with compression.residual_checkpoint=none)"
     elif saved.mode == "sum":
-        how = "residuals restored from their sum over data-parallel ranks"
+        how = "residuals restored from their sum"
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]

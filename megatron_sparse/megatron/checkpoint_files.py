@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.compression.residual import SliceKey, check_size
+from megatron_sparse.config.level import RANK
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
@@ -27,6 +28,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
     Stores,
     common_state,
     expert_parameters,
+    model_parameters,
     rank_state,
 )
 from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
@@ -111,28 +113,29 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         buckets=own["buckets"],
         rows=own["rows"],
     )
-    same = same and saved.has_rows(row_layouts(attachment))
+    layouts = row_layouts(attachment)
+    same = same and saved.has_rows(layouts)
     saved.method = own["method"] if same else {}
     saved.masters = _masters(attachment, here, states)
     if not stores:
         return saved
-    known = {each.piece.name for each in held_slices(attachment)}
+    known = {name for _, name in model_parameters(attachment)}
     for values in own["stores"].values():
         saved.unknown |= {name for name, _ in values} - known
     if saved.mode == "sum":
         saved.stores = _parts_of_sums(attachment, here, states)
-    elif same:
-        saved.stores = own["stores"]
-    elif expert_parameters(attachment):
+    elif same and all(level == RANK for level, _ in layouts.values()):
+        saved.stores = own["stores"]  # whole parameters, whatever the buckets
+    elif not same and expert_parameters(attachment):
         raise CheckpointError(
             "residuals of expert parameters cannot be moved to other ranks, nodes or levels",
             expected=f"data-parallel size {old_size}, rows {saved.rows or 'of ranks'}",
-            got=f"{here.data_size}, {row_layouts(attachment)}",
+            got=f"{here.data_size}, {layouts}",
             remedy="resume with the same size, or set compression.residual_checkpoint=none; "
             "checkpoints of --ckpt-format torch_dist can be moved",
         )
     else:
-        saved.stores = _moved(attachment, [state for _, state in mine])
+        saved.stores = _moved(attachment, here, states)
     return saved
 
 
@@ -153,24 +156,32 @@ def _masters(
     return needed
 
 
-def _moved(attachment: Attachment, states: list[dict[str, Any]]) -> Stores:
-    """The slices of this rank, from rows that lie in another way.
+def _moved(
+    attachment: Attachment, here: Place, states: list[tuple[Place, dict[str, Any]]]
+) -> Stores:
+    """The slices of this rank, from rows that lie, or are cut, in another way.
 
     Raises:
         CheckpointError: a parameter has another size.
     """
+    experts = expert_parameters(attachment)
     # By store and row, all that the ranks of the row have saved: the same parameters in each.
     rows: dict[tuple[str, int], dict[SliceKey, torch.Tensor]] = {}
-    for state in states:
+    counts = {False: 0, True: 0}
+    for place, state in states:
         for store, values in state["stores"].items():
-            rows.setdefault((store, state["row"]["dense"]), {}).update(values)
-    count = 1 + max((row for _, row in rows), default=-1)
+            for key, value_M in values.items():
+                expert = key[0] in experts
+                if place.shard(expert) == here.shard(expert):
+                    row = state["row"]["expert" if expert else "dense"]
+                    rows.setdefault((store, row), {})[key] = value_M
+                    counts[expert] = max(counts[expert], row + 1)
     result: Stores = {}
     for store in attachment.stores():
         for held in held_slices(attachment):
             if has_parameter(rows.get((store, 0), {}), held):
-                taken = [rows.get((store, row), {}) for row in held.row.takes(count)]
-                parts = [cut(row, held) for row in taken]
+                taken = held.row.takes(counts[held.expert])
+                parts = [cut(rows.get((store, row), {}), held) for row in taken]
                 # A row that takes none over is zero, but exists: all ranks save the same ones.
                 value_M = add_rows(parts) if parts else torch.zeros(held.numel)
                 result.setdefault(store, {})[held.key] = value_M

@@ -159,12 +159,16 @@ def bucket_sizes(attachment: Attachment) -> dict[str, int]:
     return {bucket.name: bucket.numel for bucket in attachment.buckets}
 
 
-def expert_parameters(attachment: Attachment) -> set[str]:
-    """Names of the parameters whose rows are those of the expert data-parallel group."""
+def model_parameters(attachment: Attachment) -> set[tuple[bool, str]]:
+    """Every parameter of the buckets: whether its rows are an expert's, and its name."""
     return {
-        piece.name
+        (group.expert, piece.name)
         for group in attachment.groups
-        if group.expert
         for bucket in group.buckets
         for piece in bucket.parameters
     }
+
+
+def expert_parameters(attachment: Attachment) -> set[str]:
+    """Names of the parameters whose rows are those of the expert data-parallel group."""
+    return {name for expert, name in model_parameters(attachment) if expert}

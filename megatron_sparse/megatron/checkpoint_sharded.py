@@ -36,6 +36,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
     Place,
     Saved,
     common_state,
+    model_parameters,
     rank_state,
 )
 from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
@@ -252,7 +253,7 @@ def _pieces(
 
 def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> set[str]:
     """Saved parameters that this run does not have."""
-    known = {(each.expert, each.piece.name) for each in held_slices(attachment)}
+    known = model_parameters(attachment)
     prefixes = {
         _store_key(store, here, expert): expert
         for store in attachment.stores()

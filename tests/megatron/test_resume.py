@@ -80,6 +80,20 @@ LAYOUTS = {
 SLOW = ("the optimizer's momentum",)
 
 
+def assert_goes_on_exactly(resumed, whole):
+    """The run that resumed at `SAVED_AT` has the losses and the last checkpoint of the whole one.
+
+    Returns:
+        The tensors of the checkpoint, by key.
+    """
+    expected = losses(whole)
+    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
+    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
+    assert tensors.keys() == again.keys()
+    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    return tensors
+
+
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
@@ -94,11 +108,7 @@ def test_resuming_is_bit_exact(tmp_path, layout):
         f"training.load={whole / 'checkpoints'}",
         f"megatron.ckpt_step={SAVED_AT}",
     )
-    expected = losses(whole)
-    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
-    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    tensors = assert_goes_on_exactly(resumed, whole)
     residuals = [value for name, value in tensors.items() if ".residual." in name]
     assert all(len(rows) == 2 for rows in residuals)
     assert any(bool(rows[1].any()) for rows in residuals)
