@@ -131,7 +131,9 @@ class Attachment:
         self._sums = UnconfirmedSums(self._check_nccl)
         self.unit = ResidualUnit(chunks)
         for group in self.groups:
-            self._reducer_of(group)
+            key = id(group.process_group)
+            if key not in self._reducers:
+                self._reducers[key] = self._make_reducer(group)
         for key, reducer in self._reducers.items():
             reducer.open_windows(self._buckets_of(key))
         for group in self.groups:
@@ -183,24 +185,23 @@ class Attachment:
         """
         change_density(self.config, self.planner, density, step=self.step, device=self._device)
 
-    def _reducer_of(self, group: GroupBuckets) -> GradientReducer:
-        key = id(group.process_group)
-        if key not in self._reducers:
-            groups = self._transports.groups_of(group, self._buckets_of(key), self._tensor_parallel)
-            ranks = dist.get_process_group_ranks(group.process_group)
-            writer = GradientDumpWriter.of(
-                self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
-            )
-            self._reducers[key] = GradientReducer(
-                self.config,
-                groups,
-                self.planner,
-                self.method,
-                self.sink,
-                self.progress,
-                [] if writer is None else [writer],
-            )
-        return self._reducers[key]
+    def _make_reducer(self, group: GroupBuckets) -> GradientReducer:
+        groups = self._transports.groups_of(
+            group, self._buckets_of(id(group.process_group)), self._tensor_parallel
+        )
+        ranks = dist.get_process_group_ranks(group.process_group)
+        writer = GradientDumpWriter.of(
+            self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
+        )
+        return GradientReducer(
+            self.config,
+            groups,
+            self.planner,
+            self.method,
+            self.sink,
+            self.progress,
+            [] if writer is None else [writer],
+        )
 
     def check_before_save(self) -> None:
         """Raises if NCCL has failed, so that no checkpoint is written after an error.
