@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_sparse.collectives import over_groups
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext.shared_memory import SUM_DTYPES
 from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError
 from megatron_sparse.transport import ProcessGroupTransport, opening, process_group
 from megatron_sparse.transport.shared_memory import SharedMemoryTransport, segment
@@ -26,16 +27,6 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 CPU = torch.device("cpu")
 SLOT = segment.MOST_SLOT_BYTES
 WINDOW = SLOT * segment.SLOTS
-DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
-)
 
 
 def _shared(timeout_s=110, **options):
@@ -52,7 +43,7 @@ def _values(numel, rank, dtype):
 def _collectives(rank, world_size):
     """Sums, shards and gathers, bit for bit as gloo's, where sums are exact."""
     shared, gloo = _shared(), ProcessGroupTransport(dist.group.WORLD, 60, CPU)
-    for dtype in DTYPES:
+    for dtype in SUM_DTYPES:
         beyond = 2 * WINDOW // dtype.itemsize + 7 if dtype in (torch.float32, torch.int8) else 33
         for numel in (0, 1, 3, 1001, beyond):
             own = _values(numel, rank, dtype)
