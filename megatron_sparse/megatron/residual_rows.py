@@ -1,4 +1,4 @@
-"""Rows: whose residuals a checkpoint holds of each parameter, and which part a rank has.
+"""Rows: which ranks share a residual, and which slices of it each of them holds and saves.
 
 A *row* is one whole residual of a parameter. Where every rank selects from its own gradient
 (`compression.level=rank`) each data-parallel rank has a row. Where a node or an optimizer instance

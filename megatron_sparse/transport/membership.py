@@ -1,6 +1,6 @@
 """Which ranks of a group are on one node; all of them agree.
 
-A rank's node is, by the first of these that its environment has:
+The first of these that a rank's environment has says which node the rank is on:
 
     MEGATRON_SPARSE_NODE    a number, given by `cluster.nodes` where one machine stands for several
     GROUP_RANK              of torchrun and other launchers of torch's elastic agent
