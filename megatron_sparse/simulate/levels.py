@@ -40,7 +40,7 @@ from megatron_sparse.parameters.price import (
     gather_prices,
     several_levels,
 )
-from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, price_level
+from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, has_lanes, price_level
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape, Prediction
@@ -204,7 +204,7 @@ class Group:
         """The cheapest way to send every element in full."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, dense)]
-        if len(self.sizes) > 1 < self.sizes[0]:
+        if has_lanes(self.sizes):
             prices_s.append(self.dense_s(NODE, element_bytes))
         return min(prices_s)
 

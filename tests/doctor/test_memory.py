@@ -108,6 +108,22 @@ def test_exact_gathers_keep_the_own_shard() -> None:
     assert "parameters" not in of_run(compose([*RUN, exact[0]])).nbytes
 
 
+@pytest.mark.parametrize(
+    ("level", "model", "divisor"),
+    [
+        ("rank", "gpt_tiny", 1),
+        ("node", "gpt_tiny", 8),
+        # By the prices of the model's own buckets, which are small in one and large in the other.
+        ("auto", "gpt_tiny", 8),
+        ("auto", "gpt2_xl", 1),
+    ],
+)
+def test_a_level_divides_the_residual(level: str, model: str, divisor: int) -> None:
+    nodes = ["cluster.nodes=2", "planner.cluster=perlmutter", f"compression.level={level}"]
+    found = of_run(compose([*RUN, *nodes, f"model={model}"]))
+    assert found.nbytes["residual"] == pytest.approx(4 * found.parameters / divisor, rel=0.01)
+
+
 def test_schemes_of_unknown_buffers_are_named() -> None:
     assert "zen" in "; ".join(of_run(compose([*RUN, "scheme=zen"])).notes)
     priced = of_run(compose([*RUN, "cluster=perlmutter", "cluster.device=cuda"]))

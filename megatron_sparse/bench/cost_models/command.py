@@ -36,7 +36,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.costs import fits, predict
-from megatron_sparse.planner.levels import inside_s
+from megatron_sparse.planner.levels import has_lanes, inside_s
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape, Prediction
@@ -205,9 +205,9 @@ class CostSweep:
         for name in self.clusters:
             cluster, prices = find(name), prices_of(name)
             sizes = cluster.topology(n).node_sizes
-            inside = sizes[0]
-            if len(sizes) == 1 or inside == 1 or len(set(sizes)) > 1:
+            if not has_lanes(sizes):
                 continue
+            inside = sizes[0]
             lane = shape.lane(inside)
             model = KINDS[kind](simulated_numel(len(sizes), density, lane.numel), density)
             parts = [model.gradient(node) for node in range(len(sizes))]
