@@ -290,10 +290,9 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
         op, bits = CollectiveOp(row["op"]), row.get("value_bits")
         options = SchemeConfig(capacity=None, sum_bits=row.get("sum_bits"))
         scheme, n, numel = row["carried_by"], row["world_size"], row["count"]
-        is_timed = row["time_us"] is not None and not row["modelled"]
         # A row of level `node` does not tell how many ranks a node had.
-        is_whole = row.get("level", RANK) == RANK
-        if not (is_timed and is_whole and fits(scheme, op, options, bits)):
+        is_priced = row.get("level", RANK) == RANK and fits(scheme, op, options, bits)
+        if row["modelled"] or row["time_us"] is None or not is_priced:
             left_out += 1
             continue
         value_bytes = VALUE_DTYPES[row["dtype"]].itemsize
