@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 
 import torch
@@ -228,13 +228,19 @@ class Group:
     def _coder(self, shard_numel: float) -> CoderSpeed:
         bits = self.training.move_bits
         if self.cluster.device == "cpu":
-            return CoderSpeed(*coder_speed(CODER, PARAMETER), bits)
+            return CoderSpeed(*_timed_coder(), bits)
         copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
         encode_s, decode_s = (
             max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
             for moved in (ENCODED_BYTES, DECODED_BYTES)
         )
         return CoderSpeed(encode_s, decode_s, bits, beside=True)
+
+
+@cache
+def _timed_coder() -> tuple[float, float]:
+    """Once, so that all numbers of ranks are priced with the same speed."""
+    return coder_speed(CODER, PARAMETER)
 
 
 _NOTHING = Prediction(0.0, 0.0, 0.0)
