@@ -233,7 +233,7 @@ def levels(
 ) -> None:
     """Times come from cost models. See docs/levels.md."""
     from megatron_sparse.collectives.registry import check_names
-    from megatron_sparse.config.checks import one_of
+    from megatron_sparse.config.checks import in_range, one_of
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
     from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run.json_lines import write_rows
@@ -241,11 +241,12 @@ def levels(
     from megatron_sparse.simulate.levels import Training, level_rows
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
+    in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
     names = None if schemes is None else schemes.split(",")
     check_names(SchemeConfig(), PlannerConfig(schemes=names))
     training = Training(round(parameters), 4 if gradients == "fp32" else 2, sharded, move_bits)
     settings = {name: SparseConfig.preset(name) for name in preset.split(",")}
-    counts = parse_counts("--ranks", ranks)
+    counts = parse_counts("--ranks", ranks, 2)
     rows = list(level_rows(training, find(cluster), settings, counts, names))
     print_levels(rows, training)
     write_rows(json, [row.to_dict() for row in rows])

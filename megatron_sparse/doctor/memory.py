@@ -16,6 +16,7 @@ from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.level_parts import instance_part, node_part
 from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, Share, account
@@ -95,17 +96,20 @@ def of_run(config: RunConfig) -> MemoryAccount:
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, [], undo=undo, per_token=False)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-    share = Share(0, [_part(bucket, config) for bucket in buckets], buckets)
+    share = Share(0, _parts(buckets, config), buckets)
     return account(sparse, [share], undo=undo, parameter_dtype=dtype or torch.float32)
 
 
-def _part(bucket: Bucket, config: RunConfig) -> Bucket:
+def _parts(buckets: Sequence[Bucket], config: RunConfig) -> list[Bucket]:
     """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
     nodes = [
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
-        for rank in range(bucket.world_size)
+        for rank in range(buckets[0].world_size)
     ]
-    choice = choose_level(config.sparse, nodes, bucket.instances)
+    sparse = config.sparse
+    choice = choose_level(sparse, nodes, buckets[0].instances, shapes_of(buckets, sparse))
     if choice.level == INSTANCE:
-        return instance_part(bucket, 0)
-    return node_part(bucket, len(choice.nodes[0]), 0) if len(choice.nodes) > 1 else bucket
+        return [instance_part(bucket, 0) for bucket in buckets]
+    if len(choice.nodes) > 1:
+        return [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
+    return list(buckets)

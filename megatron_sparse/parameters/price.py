@@ -174,7 +174,7 @@ def gather_prices(
     exact_s = {}
     for coder, speed in speeds.items():
         sent_bytes = shard * (speed.bits or MOVE_BITS[coder][dtype]) / 8
-        assert sent_bytes < raw_bytes
+        assert sent_bytes <= raw_bytes
         own_s = _announcement_s(links, world_size) + shard * speed.encode_s
         if topology is None:
             flat_s = [_message_s(link, sent_bytes)] * others

@@ -20,12 +20,14 @@ At level `rank` the ranks of a node select apart, and up to m times as much cros
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict_all
+from megatron_sparse.planner.plan import bucket_facts
 from megatron_sparse.planner.prices import prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
@@ -68,6 +70,12 @@ class LevelComparison:
     level: str
     seconds: Mapping[str, float]
     reason: str
+
+
+def shapes_of(buckets: Iterable[Bucket], config: SparseConfig) -> Counter[BucketShape]:
+    """How many buckets there are of each shape: what `best_level` compares."""
+    wire_dtype, bits = config.scheme.wire_dtype, config.compression.given_value_bits
+    return Counter(BucketShape(**bucket_facts(each, wire_dtype, bits)) for each in buckets)
 
 
 def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped: bool) -> float:
@@ -126,6 +134,16 @@ def price_level(
     return LevelPrice(scheme, within_s, found[scheme])
 
 
+def has_lanes(node_sizes: Sequence[int]) -> bool:
+    """Whether level `node` is another one than `rank`: several nodes of one size, above 1.
+
+    Example:
+        >>> has_lanes((4, 4)), has_lanes((8,)), has_lanes((1, 1)), has_lanes((4, 2))
+        (True, False, False, False)
+    """
+    return len(node_sizes) > 1 < node_sizes[0] and len(set(node_sizes)) == 1
+
+
 def best_level(
     shapes: Mapping[BucketShape, int],
     density: float,
@@ -152,9 +170,9 @@ def best_level(
     Raises:
         ConfigError: the cluster file lacks a rate.
     """
-    inside = node_sizes[0]
-    if len(node_sizes) == 1 or inside == 1 or len(set(node_sizes)) > 1:
+    if not has_lanes(node_sizes):
         return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, node_sizes))} ranks")
+    inside = node_sizes[0]
     here = replace(cluster, nodes=tuple(node_sizes))
     seconds = {
         level: sum(

@@ -175,7 +175,7 @@ def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
         ]
         for phase, row in [*run.summary["phases"].items(), ("all", run.summary)]
     ]
-    # Runs of older versions do not tell it.
+    # Summaries of older versions lack the key.
     if inside_bytes := run.summary.get("inside_bytes"):
         ratio = percent(inside_bytes / run.summary["dense_bytes"])
         rows.append(["of it inside nodes", "", "", size(inside_bytes), ratio, "", ""])

@@ -35,7 +35,7 @@ MEGATRON_SGD_MOMENTUM = 0.9
 def decide(config: RunConfig) -> RunConfig:
     """Replaces `auto` in `cluster.device` and `training.precision` by this machine's values.
 
-    So it does with what `auto` of `compression.value_bits` and `scheme.sum_bits` stands for.
+    Also replaces `auto` in `compression.value_bits` and `scheme.sum_bits`, by a number or null.
 
     Raises:
         ConfigError: the run needs more GPUs than this machine has.

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 
 import torch
@@ -40,7 +40,7 @@ from megatron_sparse.parameters.price import (
     gather_prices,
     several_levels,
 )
-from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, price_level
+from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, has_lanes, price_level
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape, Prediction
@@ -204,7 +204,7 @@ class Group:
         """The cheapest way to send every element in full."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, dense)]
-        if len(self.sizes) > 1 < self.sizes[0]:
+        if has_lanes(self.sizes):
             prices_s.append(self.dense_s(NODE, element_bytes))
         return min(prices_s)
 
@@ -228,13 +228,19 @@ class Group:
     def _coder(self, shard_numel: float) -> CoderSpeed:
         bits = self.training.move_bits
         if self.cluster.device == "cpu":
-            return CoderSpeed(*coder_speed(CODER, PARAMETER), bits)
+            return CoderSpeed(*_timed_coder(), bits)
         copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
         encode_s, decode_s = (
             max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
             for moved in (ENCODED_BYTES, DECODED_BYTES)
         )
         return CoderSpeed(encode_s, decode_s, bits, beside=True)
+
+
+@cache
+def _timed_coder() -> tuple[float, float]:
+    """Once, so that all numbers of ranks are priced with the same speed."""
+    return coder_speed(CODER, PARAMETER)
 
 
 _NOTHING = Prediction(0.0, 0.0, 0.0)

@@ -71,7 +71,7 @@ METRICS = (
     Metric("comm/inside_ms", "ms", "network time that they took, over all buckets"),
     Metric("comm/wire_ratio", "", "wire bytes over dense bytes, gradients only"),
     Metric("comm/bits_per_element", "", "bits of this rank's own messages for each element"),
-    Metric("comm/total_wire_ratio", "", "the same of gradients and parameters together"),
+    Metric("comm/total_wire_ratio", "", "wire bytes over dense bytes, gradients and parameters"),
     Metric("params/exposed_ms", "ms", "the training thread waited for gathered parameters"),
     Metric("params/dense_bytes", "B", "bytes of parameters in a raw all-gather on a ring"),
     Metric("params/wire_bytes", "B", "bytes of parameters that this rank sent"),

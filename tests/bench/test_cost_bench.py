@@ -235,12 +235,20 @@ class TestCommand:
             ROW | {"modelled": True},
             ROW | {"time_us": None},
             ROW | {"carried_by": "straggler"},
+            ROW | {"level": "node"},
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in [ROW, *left_out]))
         (row,) = measured_rows(path, find("ethernet_25gbit"))
         assert (row.scheme, row.taken_us, row.modelled) == ("direct", 1000.0, False)
         assert run_cli(f"--measured={path}", "--cluster=ethernet_25gbit") == 0
-        assert "3 rows are left out" in capsys.readouterr().out
+        assert "4 rows are left out" in capsys.readouterr().out
+
+    def test_measured_rows_of_few_bits_are_priced_in_few_bits(self, tmp_path):
+        path, cluster = tmp_path / "measured.jsonl", find("ethernet_25gbit")
+        bits = ({}, {"value_bits": 4}, {"value_bits": 4, "sum_bits": 4})
+        path.write_text("".join(json.dumps(ROW | each) + "\n" for each in bits))
+        whole, values, sums = (row.network_us for row in measured_rows(path, cluster))
+        assert whole > values > sums
 
     @pytest.mark.parametrize(
         "arguments",

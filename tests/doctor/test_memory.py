@@ -7,10 +7,13 @@ import json
 import pytest
 
 from megatron_sparse.cli import main
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.doctor import memory
 from megatron_sparse.doctor.memory import of_run
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets, predicted_parameters
+from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.memory import ITEMS
 from megatron_sparse.run.composition import compose, group_options
 from tests.doctor.memory_page import PAGE, parts, table
@@ -106,6 +109,29 @@ def test_exact_gathers_keep_the_own_shard() -> None:
         )
         assert of_run(config).nbytes["parameters"] == nbytes * shards
     assert "parameters" not in of_run(compose([*RUN, exact[0]])).nbytes
+
+
+@pytest.mark.parametrize(("level", "divisor"), [("rank", 1), ("node", 8)])
+def test_a_level_divides_the_residual(level: str, divisor: int) -> None:
+    found = of_run(compose([*RUN, "cluster.nodes=2", f"compression.level={level}"]))
+    assert found.nbytes["residual"] == pytest.approx(4 * found.parameters / divisor, rel=0.01)
+
+
+def test_the_levels_of_the_models_own_buckets_are_priced(monkeypatch) -> None:
+    """As in training: see `megatron.transports`."""
+    priced = []
+
+    def choose(config: SparseConfig, nodes: list[int], instances: int, shapes) -> LevelChoice:
+        priced.append(shapes)
+        return choose_level(config, nodes, instances, shapes)
+
+    monkeypatch.setattr(memory, "choose_level", choose)
+    config = compose([*RUN, "cluster.nodes=2", "compression.level=auto", "compression=topk99"])
+    of_run(config)
+    (shapes,) = priced
+    buckets = predicted_buckets(config, 50257)
+    assert shapes.total() == len(buckets)
+    assert {shape.numel for shape in shapes} == {bucket.numel for bucket in buckets}
 
 
 def test_schemes_of_unknown_buffers_are_named() -> None:

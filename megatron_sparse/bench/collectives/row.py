@@ -44,7 +44,7 @@ class CaseRow(TableRow):
         count: elements.
         bytes: of the gradient.
         world_size: ranks.
-        transport: `gloo`, `nccl` or `virtual`.
+        transport: of pairwise messages: `gloo`, `nccl`, `shared_memory` or `virtual`.
         mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
         modelled: times of the network are those of an alpha-beta model.
         wrong: elements, on all ranks, that differ from the exact sum.
@@ -196,7 +196,7 @@ class Row(CaseRow):
         codec = codec_bytes(
             case, self.carried_by, self.wire_bytes, nnz, self.world_size, prune=prune
         )
-        # Ranks of a node do not share their link with what stays inside.
+        # What stays inside a node does not cross the link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
         self.floor_us = self.network_floor_us + codec / copy_rate
         return self

@@ -36,7 +36,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner.costs import fits, predict
-from megatron_sparse.planner.levels import inside_s
+from megatron_sparse.planner.levels import has_lanes, inside_s
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape, Prediction
@@ -205,9 +205,9 @@ class CostSweep:
         for name in self.clusters:
             cluster, prices = find(name), prices_of(name)
             sizes = cluster.topology(n).node_sizes
-            inside = sizes[0]
-            if len(sizes) == 1 or inside == 1 or len(set(sizes)) > 1:
+            if not has_lanes(sizes):
                 continue
+            inside = sizes[0]
             lane = shape.lane(inside)
             model = KINDS[kind](simulated_numel(len(sizes), density, lane.numel), density)
             parts = [model.gradient(node) for node in range(len(sizes))]
@@ -280,27 +280,33 @@ def measured_rows(path: Path, cluster: ClusterModel) -> Iterator[CostRow]:
     """Predictions beside rows that `bench collectives --json` wrote.
 
     Positions of what was selected there are uniform and independent. Rows of schemes without a
-    model, of `auto` and of modelled times are left out.
+    model, of level `node` and of modelled times are left out.
 
     Raises:
         ConfigError: the file cannot be read, is none of that bench, or no row is left.
     """
-    options, left_out = SchemeConfig(capacity=None), 0
+    left_out = 0
     for row in _read(path):
-        op = CollectiveOp(row["op"])
+        op, bits = CollectiveOp(row["op"]), row.get("value_bits")
+        options = SchemeConfig(capacity=None, sum_bits=row.get("sum_bits"))
         scheme, n, numel = row["carried_by"], row["world_size"], row["count"]
-        if row["modelled"] or row["time_us"] is None or not fits(scheme, op, options):
+        # A row of level `node` does not tell how many ranks a node had.
+        is_priced = row.get("level", RANK) == RANK and fits(scheme, op, options, bits)
+        if row["modelled"] or row["time_us"] is None or not is_priced:
             left_out += 1
             continue
         value_bytes = VALUE_DTYPES[row["dtype"]].itemsize
-        shape = BucketShape(numel, 0, value_bytes, op, n)
+        shape = BucketShape(numel, 0, value_bytes, op, n, value_bits=bits)
         density = row["sent_density"]
         profile = SparsityProfile.uniform(numel, density, n)
         found = predict(scheme, shape, profile, cluster, options)
         case = {"scheme": scheme, "kind": "measured", "density": density}
         yield _row(shape, found, cluster, row["time_us"] / 1e6, modelled=False, **case)
     if left_out:
-        print(f"# {left_out} rows are left out: modelled, not timed, or without a cost model")
+        print(
+            f"# {left_out} rows are left out: modelled, not timed, of level node, or without "
+            "a cost model"
+        )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
