@@ -83,14 +83,15 @@ class HalvedPath:
         return message.nnz, lambda: scheme.run(exchange, message)
 
 
-class LastRecord(NullSink):
-    """Keeps the record of the last bucket."""
+class Records(NullSink):
+    """Keeps the records of buckets."""
 
-    record: BucketRecord
+    def __init__(self) -> None:
+        self.records: list[BucketRecord] = []
 
     def record_bucket(self, record: BucketRecord) -> None:
         """See `RecordSink`."""
-        self.record = record
+        self.records.append(record)
 
 
 def new_residuals() -> ResidualStore:
