@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -13,8 +12,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.planner.plan import bucket_facts
-from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
@@ -87,7 +85,7 @@ class Transports:
         count = 1 if others is None else dist.get_world_size(others)
         engine = config.scheme.nccl_engine
         whole = self.make(group.process_group, nccl_engine=engine)
-        choice = choose_level(config, whole.nodes, count, self._shapes(buckets))
+        choice = choose_level(config, whole.nodes, count, shapes_of(buckets, config))
         if config.compression.level != RANK:
             self._say(f"gradients are compressed at level {choice.level}: {choice.reason}", whole)
         if choice.level == INSTANCE:
@@ -100,11 +98,6 @@ class Transports:
             gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
         return Groups(whole, tensor_parallel, instances, level)
-
-    def _shapes(self, buckets: Sequence[Bucket]) -> Counter[BucketShape]:
-        """How many buckets there are of each shape."""
-        wire_dtype, bits = self._config.scheme.wire_dtype, self._config.compression.given_value_bits
-        return Counter(BucketShape(**bucket_facts(each, wire_dtype, bits)) for each in buckets)
 
     def _say(self, line: str, whole: ProcessGroupTransport) -> None:
         if line not in self.lines:
