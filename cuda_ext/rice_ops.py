@@ -114,7 +114,7 @@ def rice_encode(
         segments: the pieces of the vector, and where their records go.
         spec: of `FORMAT_RICE`.
         out: uint8 on the gradient's device, aligned to 16 bytes if that is CUDA; `rice_capacity`
-            bytes always suffice. Mutated.
+            bytes always suffice, and with slots as many as they take. Mutated.
         scratch: uint8, `rice_scratch_capacity` bytes, aligned to 8. Mutated. None allocates it.
             None for CUDA.
         residual_N: fp32 [N], for quantised values: it is added to every element that is sent, whose

@@ -8,8 +8,8 @@ every table, JSON line and dashboard of the project.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,7 +39,8 @@ class BucketRecord:
         scheme: the collective that ran.
         phase: of the schedule.
         density: target density of the plan.
-        numel: elements of the bucket.
+        numel: elements that this rank selects from: of the bucket, or of its part of it at a level
+            above `rank`.
         nnz: elements that this rank sent.
         dense_bytes: bytes that each rank of a ring all-reduce (or reduce-scatter) of the whole
             bucket would send.
@@ -198,24 +199,19 @@ class StageTimer:
         """Adds the time of the `with` body to stage `name`."""
         opened = open_range(name)
         try:
-            if self._cuda:
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                begin.record()
+            with self._timed(name, self.add_span):
                 yield
-                end.record()
-                self._events.append((name, begin, end))
-            else:
-                start = time.perf_counter()
-                yield
-                self.add_span(name, start, time.perf_counter())
         finally:
             if opened is not None:
                 opened.end()
 
-    @contextmanager
-    def tier(self, name: str) -> Iterator[None]:
+    def tier(self, name: str) -> AbstractContextManager[None]:
         """Adds the time of the `with` body, a part of the stage `network`, to `tier_us(name)`."""
+        return self._timed(name, lambda _, begin_s, end_s: self.add(name, (end_s - begin_s) * 1e6))
+
+    @contextmanager
+    def _timed(self, name: str, add: Callable[[str, float, float], None]) -> Iterator[None]:
+        """Times the `with` body: by events on CUDA, else `add` gets the clock before and after."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
@@ -224,9 +220,9 @@ class StageTimer:
             end.record()
             self._events.append((name, begin, end))
         else:
-            start = time.perf_counter()
+            begin_s = time.perf_counter()
             yield
-            self.add(name, (time.perf_counter() - start) * 1e6)
+            add(name, begin_s, time.perf_counter())
 
     def tier_us(self, name: str) -> float:
         """Microseconds of a part of `network`; waits for its CUDA events if there are any."""

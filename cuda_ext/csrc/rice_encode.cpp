@@ -309,9 +309,12 @@ std::tuple<Tensor, Tensor> encode_rice(const Tensor& values, const Tensor& segme
       check_rice(op, values.numel(), segment_offsets, segment_dense, value_dtype, step, log2_span,
                  without_indices, scratch, slots);
   RiceFeedback feedback;
+  // The residual changes before the size is known: so `out` must have room for the largest size,
+  // or all elements are counted first to see that their records fit the slots.
+  const bool at_once = !residual.has_value() || request.slots == nullptr;
   if (residual.has_value()) {
-    int64_t most = 0;  // the residual changes before the size is known
-    for (int64_t s = 0; s < request.segment_count; ++s) {
+    int64_t most = at_once ? 0 : request.slots[request.segment_count];
+    for (int64_t s = 0; at_once && s < request.segment_count; ++s) {
       most += request.most_bytes(s, request.numel(s));
     }
     MS_CHECK(out.numel() >= most, "encode: the output buffer is too small", most << " bytes",
@@ -323,19 +326,30 @@ std::tuple<Tensor, Tensor> encode_rice(const Tensor& values, const Tensor& segme
   RiceEncoder encoder(request, scratch.mutable_data_ptr());
   const char* data = static_cast<const char*>(values.const_data_ptr());
   const auto stage = kernels().stage[dtype][request.staged_dtype()];
-  torch::stable::parallel_for(0, encoder.chunks.size(), 1, [&](int64_t begin, int64_t end) {
+  const int64_t chunk_count = encoder.chunks.size();
+  torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
     RiceRoom room;
     uint8_t* to = encoder.chunks[begin].slot;
     for (int64_t c = begin; c < end; ++c) {
       StageChunk& chunk = encoder.chunks[c];
-      chunk.values = to;
+      chunk.values = at_once ? to : chunk.slot;
       chunk.signs = nullptr;
       chunk.nnz = stage(data + chunk.begin * dtype_bytes(dtype), chunk.end - chunk.begin,
-                        {chunk.words, nullptr, 0, to});
+                        {chunk.words, nullptr, 0, chunk.values});
       clear_words_behind(chunk);
-      to += encoder.code(c, feedback, room);
+      if (at_once) to += encoder.code(c, feedback, room);
     }
   });
+  if (!at_once) {
+    const std::vector<SegmentCount> counts = add_up(encoder.chunks, request.segment_count);
+    for (int64_t s = 0; s < request.segment_count; ++s) {
+      check_fits(op, request.slots, s, request.most_bytes(s, counts[s].nnz));
+    }
+    torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
+      RiceRoom room;
+      for (int64_t c = begin; c < end; ++c) encoder.code(c, feedback, room);
+    });
+  }
   Tensor sizes = torch::stable::new_empty(segment_offsets, {request.segment_count});
   Tensor nnz = torch::stable::new_empty(segment_offsets, {request.segment_count});
   encoder.write(add_up(encoder.chunks, request.segment_count), out,

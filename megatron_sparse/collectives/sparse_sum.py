@@ -235,7 +235,7 @@ class SparseSum:
         Args:
             cut: which part of the sum.
             value_dtype: dtype of the values; the sum itself is left unrounded.
-            out: uint8, at least the cut's capacity. Mutated.
+            out: uint8, at least the cut's capacity, or with slots up to their end. Mutated.
             dense: send every segment whole; the records' size is then the capacity.
             slots_S: where the records begin; None for back to back.
 

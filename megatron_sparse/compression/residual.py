@@ -207,7 +207,7 @@ class ResidualStore:
         """Sets residuals from `saved`, slice by slice; those of all other slices become zero.
 
         Args:
-            buckets: of this store. One of which nothing is saved has no residual afterwards.
+            buckets: of this store. A bucket without a saved slice keeps no residual.
             saved: 1-D tensors, cut as the slices of the buckets are.
 
         Raises:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_sparse.config.checks import are_patterns, in_range, is_flag, one_of
-from megatron_sparse.config.level import RANK, check_level
+from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.errors import ConfigError
 
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
@@ -126,7 +126,7 @@ class CompressionConfig:
 
     def __post_init__(self) -> None:
         is_flag("compression.enabled", self.enabled)
-        check_level(self.level)
+        one_of("compression.level", self.level, LEVELS)
         one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
         if self.value_bits is not None:

@@ -210,6 +210,10 @@ class _DenseInside:
     def _new_part(self, bucket: Bucket) -> Bucket:
         raise NotImplementedError
 
+    def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:
+        """Of a bucket inside."""
+        return Exchange(bucket, self._group, self._buffers, record.timer, self._options)
+
     def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
         """On a CPU gloo ends processes that reduce buckets of different sizes: compare first."""
         if self._group.device.type == "cpu":
@@ -224,8 +228,7 @@ class _DenseInside:
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
             return
-        exchange = Exchange(region, self._group, self._buffers, record.timer, self._options)
-        steps = dense_allpairs(exchange, values_N, record.step)
+        steps = dense_allpairs(self._exchange(region, record), values_N, record.step)
         with record.timer.tier(INSIDE_TIER):
             sent_bytes = yield from until_queued(steps)
         assert sent_bytes is not None, "it reads no reports"
@@ -259,14 +262,13 @@ class NodeLevel(_DenseInside):
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             yield from self._shards_inside(bucket, record)
             return
-        m, place = self._group.world_size, self._group.rank
-        self.part(bucket).grad_N = bucket.grad_N[node_cuts(bucket, m, place)[0]]
+        m, part = self._group.world_size, self.part(bucket)
+        part.grad_N = bucket.grad_N[node_cuts(bucket, m, self._group.rank)[0]]
         piece = bucket.numel // m
         if piece:
             even_N = bucket.grad_N[: m * piece]
             with record.timer.tier(INSIDE_TIER):
-                own_M = even_N[place * piece : (place + 1) * piece]
-                yield self._group.reduce_scatter(own_M, even_N)
+                yield self._group.reduce_scatter(part.grad_N[:piece], even_N)
             record.inside_bytes += _ring_bytes(even_N, m)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
@@ -278,9 +280,7 @@ class NodeLevel(_DenseInside):
         """Of a reduce-scatter: the sums of this rank's shards, back to back."""
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
-        on_cuda = grad_N.device.type == "cuda"
-        purpose = "node_sum" if on_cuda else f"node_sum:{bucket.name}"
-        part.grad_N = self._buffers.take(purpose, part.numel, grad_N.device, grad_N.dtype)
+        part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
         for i in range(self.across.world_size):
             shards = slice(bucket.shard(i * m).start, bucket.shard(i * m + m - 1).stop)
             region = Bucket(

@@ -1,9 +1,10 @@
 """Which level a group of ranks compresses at: from `compression.level` and the ranks' nodes.
 
 `node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
-node. Where it is asked for and cannot be, the ranks run at another level, and the reason is logged.
-With the costs of a cluster `auto` takes the cheaper one of `rank` and `node` (`planner.levels`).
-All ranks of a group come to the same result: they have the same configuration and node numbers.
+node. Where `node` is asked for but not possible, the ranks run at another level, and the reason is
+logged. With the costs of a cluster `auto` takes the cheaper one of `rank` and `node`
+(`planner.levels`). All ranks of a group come to the same result: they have the same configuration
+and node numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport.topology import members_of
 
 PRICED_NUMEL = 2**24
-"""Elements of the fp32 bucket that `auto` prices where it is told of none: 64 MiB."""
+"""Elements of the fp32 bucket, 64 MiB, that `auto` prices if it does not know the model's."""
 PRICED_NODES = 8
-"""It prices buckets on this many nodes at most: more take long, and change the order of the levels
-hardly."""
+"""`auto` prices buckets on at most this many nodes: more take long, and hardly ever change which
+level is cheaper."""
 PRICED_SCHEMES = ("dense", "agsparse", "direct")
-"""At both levels, where `scheme.name` has no price of its own."""
+"""Schemes that `auto` prices at both levels if `scheme.name` has no price of its own."""
 
 
 @dataclass(frozen=True)

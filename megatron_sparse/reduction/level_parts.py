@@ -10,7 +10,7 @@ begin, so a residual's elements keep their names whatever the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
@@ -99,10 +99,7 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
         >>> [(p.start, p.stop, p.offset) for p in slices_of(b, [slice(0, 2), slice(4, 6)])]
         [(1, 2, 0), (2, 4, 3)]
     """
-    return list(_slices(bucket, cuts))
-
-
-def _slices(bucket: Bucket, cuts: Sequence[slice]) -> Iterator[ParameterSlice]:
+    found: list[ParameterSlice] = []
     moved_to = 0
     for cut in cuts:
         for parameter in bucket.parameters:
@@ -110,5 +107,8 @@ def _slices(bucket: Bucket, cuts: Sequence[slice]) -> Iterator[ParameterSlice]:
             if start < stop:
                 shift = moved_to - cut.start
                 offset = parameter.offset + start - parameter.start
-                yield replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
+                found.append(
+                    replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
+                )
         moved_to += cut.stop - cut.start
+    return found

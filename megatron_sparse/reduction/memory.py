@@ -215,17 +215,21 @@ class _Group:
             self._count_tables(bucket, layout, has_slots=bool(tables))
 
     def add_inside(self, part: Bucket, whole: Bucket) -> None:
-        """Counts what a level above `rank` needs beside the part: see `NodeLevel`."""
-        if part is whole or part.op is not whole.op:
-            return  # level `rank`, or `instance`, whose sums stay in the gradient
-        members = whole.world_size // part.world_size
-        if part.op is CollectiveOp.REDUCE_SCATTER:
-            purpose, numel = "node_sum", part.numel
-        else:
-            purpose, numel = "node_rest", whole.numel % members * members
-        key = (purpose, "" if whole.grad_N.is_cuda else whole.name)
-        nbytes = numel * whole.grad_N.element_size()
-        self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
+        """Counts what a level above `rank` needs beside the part: see `reduction.level`."""
+        if part is whole:
+            return  # level `rank`
+        members, element_bytes = part.lanes, whole.grad_N.element_size()
+        found: dict[str, int] = {}
+        if whole.op is CollectiveOp.ALL_REDUCE:
+            found["node_rest"] = whole.numel % members * members * element_bytes
+        elif part.op is whole.op:
+            found["node_sum"] = part.numel * element_bytes  # at `instance` it is in the gradient
+        if whole.op is CollectiveOp.REDUCE_SCATTER and whole.fp32_sums and element_bytes < 4:
+            shard = whole.numel // whole.world_size  # what `dense_allpairs` adds up at a time
+            found |= {"parts": members * shard * element_bytes, "piece": shard * 4}
+        for purpose, nbytes in found.items():
+            key = (purpose, "" if whole.grad_N.is_cuda else f"{whole.name}.inside")
+            self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 
     def _sizes(self, bucket: Bucket, plan: Plan) -> BufferSizes:
         options = self._config.scheme

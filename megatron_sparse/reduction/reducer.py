@@ -369,4 +369,6 @@ class GradientReducer:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
         part = self.part(bucket)
         row, plan = self.planner.report(part, step), self._plan_for(part, step)
+        if self._level.is_alone:
+            row |= {"chosen": plan.scheme, "reason": plan.reason, "density": plan.density}
         return row | {"straggler": self._stragglers.report(part, plan)}

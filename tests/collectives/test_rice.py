@@ -125,12 +125,14 @@ def test_sums_of_a_narrower_gradient_are_rounded_once(grad_dtype):
         assert torch.equal(whole(results, CollectiveOp.ALL_REDUCE), total_N.to(grad_dtype))
 
 
-@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize(("n", "capacity"), [(4, None), (4, 1.0), (2, 0.5)])
 @pytest.mark.parametrize("bits", list(QUANTISED))
 @pytest.mark.parametrize("name", ["direct", "ssar_split_ag", "sparse_ring"])
-def test_a_sums_owner_keeps_what_few_bits_lose(name, bits, capacity):
-    """`sent + residual == sum + residual before`, bit for bit, where the sum is not zero."""
-    n = 4
+def test_a_sums_owner_keeps_what_few_bits_lose(name, bits, n, capacity):
+    """`sent + residual == sum + residual before`, bit for bit, where the sum is not zero.
+
+    The slots of two ranks' sums together take less than one dense record.
+    """
     if capacity is not None and not SCHEMES[name].takes_slots:
         pytest.skip("messages of fixed size only")
     results, sent, selected, after = run(

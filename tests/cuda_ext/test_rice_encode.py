@@ -248,6 +248,31 @@ def test_encoding_what_is_pruned_already(value_dtype, with_residual):
                     cases.assert_same_bits(got, rest, f"{where}: residual")
 
 
+@pytest.mark.parametrize("value_dtype", QUANTISED)
+def test_a_residual_and_slots_need_the_room_of_the_slots_only(value_dtype):
+    """A slot that is too small is refused before the residual changes."""
+    offsets, spec = cases.cut(5000, 3, seed=1), spec_of(value_dtype)
+    values = cases.pruned_grad(5000, 0.05, torch.float32, seed=1) + 0.0
+    residual = cases.make("spread", 5000, torch.float32)
+    packed = Segments(offsets, torch.tensor([0, 1, 0], dtype=torch.uint8))
+    records, rest = rice_message.encode_segments(values, residual, packed, spec)
+    slots = slots_of(packed, cases.count_nonzero(values, offsets), spec)
+    out = torch.empty(int(slots[-1]), dtype=torch.uint8)
+    assert out.numel() < ops.rice_capacity(offsets, value_dtype)
+    smaller = slots - torch.tensor([0, 0, 0, 16])
+    got = residual.clone()
+    for places, room in ((smaller, out), (slots, out[:-16])):
+        with pytest.raises(ExtensionError, match=r"slot|too small"):
+            ops.rice_encode(
+                values, Segments(offsets, packed.dense, places), spec, room, residual_N=got
+            )
+        cases.assert_same_bits(got, residual, "a refused call")
+    ops.rice_encode(values, Segments(offsets, packed.dense, slots), spec, out, residual_N=got)
+    cases.assert_same_bits(got, rest, "residual")
+    for record, begin in zip(records, slots.tolist(), strict=False):
+        assert out[begin : begin + len(record)].numpy().tobytes() == record
+
+
 def test_a_narrow_gradient_loses_nothing():
     """The rounding to bf16 and the quantisation both stay in an fp32 residual."""
     grad = torch.randn(5000).bfloat16()

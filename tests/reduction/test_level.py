@@ -8,6 +8,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp, Reduction
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.reduction.memory import Share, account, held
 from tests.reduction.virtual_level import VirtualRanks, parameters
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
@@ -204,6 +205,43 @@ def test_the_residual_is_half_as_large_with_two_ranks_a_node():
     ranks = VirtualRanks(settings(), (2, 2), RS, 20_000)
     ranks.step(gradients(ranks, 0), 0)
     assert ranks.store(0).nbytes - ranks.store(0).undo_nbytes == 10_000 * 4
+
+
+@pytest.mark.parametrize(
+    ("level", "op", "dtype", "fp32_sums"),
+    [
+        ("node", AR, torch.float32, False),
+        ("node", AR, torch.bfloat16, False),
+        ("node", RS, torch.float32, True),
+        ("node", RS, torch.bfloat16, False),
+        ("node", RS, torch.bfloat16, True),
+        ("instance", RS, torch.bfloat16, False),
+        ("instance", RS, torch.bfloat16, True),
+    ],
+)
+def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
+    """With an fp32 sum inside the buffers of `dense_allpairs` too."""
+    instances = 2 if level == "instance" else 1
+    sizes = (2, 2) * instances
+    # Of values in few bits the account counts the scratch memory at most.
+    config = settings(level=level, capacity=1.5, value_bits=None)
+    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes), dtype, instances=instances)
+    for bucket in ranks.buckets:
+        bucket.fp32_sums = fp32_sums
+    ranks.step(gradients(ranks, 0, dtype), 0)
+    reducer, bucket = ranks.reducers[1], ranks.buckets[1]
+    share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket])
+    counted, found = account(config, [share], undo=False).nbytes, held({}, [reducer])
+    items = ("messages", "received", "sums", "workspace")
+    assert [counted.get(item) for item in items] == [found.get(item) for item in items]
+
+
+def test_the_plan_of_a_group_on_one_node_says_dense():
+    for sizes, chosen in (((2,), "dense"), ((2, 2), "direct")):
+        ranks = VirtualRanks(settings(), sizes, AR, 2000)
+        row = ranks.reducers[0].report(ranks.buckets[0], 0)
+        assert row["chosen"] == chosen == ranks.step(gradients(ranks, 0), 0).records[0].scheme
+        assert (row["reason"] == "all ranks are on one node") == (chosen == "dense")
 
 
 def test_what_is_switched_off_empties_the_residual():
