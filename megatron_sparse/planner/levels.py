@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.planner.plan import bucket_facts
@@ -33,8 +34,6 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.levels import inside_cluster
 from megatron_sparse.pricing.shape import BucketShape, Prediction
-
-RANK, NODE, INSTANCE = "rank", "node", "instance"
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def gradients(ranks, step, dtype=torch.float32):
 def check_step(ranks, step, dtype=torch.float32, **options):
     """One step: the sum is that of what was sent, on all ranks."""
     found = ranks.step(gradients(ranks, step, dtype), step, **options)
-    total_N = sum(found.sent).to(dtype)
+    total_N = torch.stack(found.sent).sum(0).to(dtype)
     for rank, result_N in enumerate(found.results):
         own = ranks.part_of_result(rank, result_N)
         assert torch.equal(own, ranks.part_of_result(rank, total_N)), (step, rank)

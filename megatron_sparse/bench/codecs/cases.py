@@ -48,13 +48,13 @@ class Task:
     """An operation to time.
 
     Attributes:
-        op: `prune_encode`, `encode` or `decode_add`.
+        op: one of `sweep.OPS`.
         format: the format that the encoder chose, or `pici_paper`.
         bytes_moved: read and written. A scatter-add moves whole cache lines of the accumulator.
         wrong: elements or bytes that differ from the oracle's.
         run: the operation.
-        stream: reads the same bytes as the op (encode) or writes the same bytes (decode_add), and
-            does nothing else; None without such a measurement.
+        stream: reads the same bytes as the op (encode) or writes the same bytes (decode_add,
+            decode_sum), and does nothing else; None without such a measurement.
         peers: other implementations of the operation, by name.
     """
 

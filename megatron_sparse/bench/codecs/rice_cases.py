@@ -24,6 +24,8 @@ from megatron_sparse.wire import FORMAT_RICE, rice_span
 
 FORMS = {"rice": None, **{f"rice_{name}": name for name in QUANTISED.values()}}
 """The value dtype of each; None for the gradient's."""
+SUMMED = 4
+"""Messages that `decode_sum` adds up."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,10 @@ class _Case:
 def make_tasks(
     size: int, density: float, dtype: str, form: str, *, peers: bool = True
 ) -> Iterator[Task]:
-    """`prune_encode` and `decode_add` on one normally distributed gradient of `size` bytes."""
+    """The operations on one normally distributed gradient of `size` bytes.
+
+    `prune_encode`, `decode_add`, and `decode_sum` of several messages.
+    """
     spec = RecordSpec(
         WIRE_CODES[FORMS[form] or dtype], STEP, FORMAT_RICE, log2_span=rice_span(density)
     )
@@ -95,6 +100,40 @@ def make_tasks(
         wrong,
         lambda: ops.decode_add_(acc_N, message, case.expected(), 0),
         lambda: written.fill_(1),
+    )
+    yield _sum_task(form, case, pruned_N, wrong)
+
+
+def _sum_task(form: str, case: _Case, pruned_N: torch.Tensor, wrong: int) -> Task:
+    """Several ranks' messages in one pass; the peer adds one after another."""
+    messages = []
+    for rank in range(SUMMED):
+        out, scratch = case.buffers()
+        moved_N = pruned_N.roll(rank * pruned_N.numel() // SUMMED)
+        used = ops.rice_encode(moved_N, case.segments, case.spec, out, scratch)[0]
+        messages.append(out[: int(used)].clone())
+    sum_N, other_N = torch.zeros(case.numel), torch.zeros(case.numel)
+
+    def in_one_pass() -> None:
+        ops.decode_sum_(sum_N, messages, case.expected(), 0, range(SUMMED))
+
+    def one_by_one() -> None:
+        for rank, message in enumerate(messages):
+            ops.decode_add_(other_N, message, case.expected(), 0, fresh=rank == 0)
+
+    in_one_pass()
+    one_by_one()
+    wrong += cases.differing(sum_N.view(torch.uint8), other_N.numpy().tobytes())
+    moved = sum(message.nbytes for message in messages) + sum_N.nbytes
+    stream = torch.zeros(case.numel)
+    return Task(
+        "decode_sum",
+        form,
+        moved,
+        wrong,
+        in_one_pass,
+        lambda: stream.fill_(1),
+        {"one by one": one_by_one},
     )
 
 

@@ -27,7 +27,7 @@ RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2")
 """Records of format Rice; timed on the CPU only."""
 FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
 OPS = (
-    *("prune_encode", "encode", "decode_add"),
+    *("prune_encode", "encode", "decode_add", "decode_sum"),
     *("hash_partition", "row_union", "row_match", "row_expand"),
 )
 """All operations; each format has some of them."""
@@ -67,8 +67,8 @@ class Sweep(CodecSizes):
     )
     ops: Sequence[str] = option(
         ",".join(OPS),
-        "prune_encode | encode | decode_add | hash_partition (pairs) | row_union | row_match | "
-        "row_expand (row_sparse)",
+        "prune_encode | encode | decode_add | decode_sum (rice) | hash_partition (pairs) | "
+        "row_union | row_match | row_expand (row_sparse)",
         parse_names,
         flag="--op",
         metavar="OP,...",
