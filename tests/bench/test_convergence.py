@@ -80,6 +80,22 @@ def test_more_ranks_share_the_batch_and_are_other_runs(commands, tmp_path):
         study(tmp_path, ranks=3)
 
 
+def test_ranks_of_several_nodes_are_started_here(commands, monkeypatch, tmp_path):
+    """`train` starts those of one node."""
+    groups: list[int] = []
+    run = local_ranks.run
+
+    def run_loopback(command, ranks, log):
+        groups.append(ranks)
+        return run(command, log)
+
+    monkeypatch.setattr(local_ranks, "run_loopback", run_loopback)
+    nodes = ["compression.level=node", "cluster.nodes=2", "cluster.ranks_per_node=2"]
+    convergence.run(study(tmp_path, settings=["safe"], seeds=[1], ranks=4, overrides=nodes))
+    assert groups == [4]
+    assert commands[0][:4] == local_ranks.command_line(["train"])
+
+
 def test_rivals_train_as_the_other_settings_do_in_processes_of_their_own(commands, tmp_path):
     results = convergence.run(study(tmp_path, settings=["dense_q4", *RIVALS], seeds=[1]))
     ours, *theirs = commands

@@ -149,11 +149,18 @@ def _place(study: Study, each: Run) -> list[str]:
 
 
 def _start(study: Study, each: Run, log: IO[str]) -> int:
-    """Runs `train`, or ranks with a rival in the plugin's place; returns the exit code."""
+    """Runs `train`, or ranks with a rival in the plugin's place; returns the exit code.
+
+    With `cluster.nodes` this machine's ranks stand for those of several nodes. `train` starts the
+    ranks of one node only, so they are started here.
+    """
     arguments = [*study.arguments(each), *_place(study, each)]
-    if each.setting.rival is None:
-        return local_ranks.run(local_ranks.command_line(["train", *arguments]), log)
-    command = [sys.executable, "-m", RIVAL_RANK, each.setting.name, *arguments]
+    if each.setting.rival is not None:
+        command = [sys.executable, "-m", RIVAL_RANK, each.setting.name, *arguments]
+    else:
+        command = local_ranks.command_line(["train", *arguments])
+        if composition.compose(arguments).cluster.nodes == 1:
+            return local_ranks.run(command, log)
     return local_ranks.run_loopback(command, study.ranks, log)
 
 
