@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.path import HalvedPath, Records, new_residuals
+from megatron_sparse.bench.collectives.path import HalvedPath, LastRecord, new_residuals
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.options import above_zero, at_least, check_arguments, known
 from megatron_sparse.bench.table import (
@@ -327,7 +327,7 @@ class _Path:
         )
         config = case.config(settings, straggler=n - 1)
         self.transport = _RankWithoutPeers(_record(case, settings, n), nccl_engine=nccl_engine)
-        self._sink = Records()
+        self._sink = LastRecord()
         self._reducer = GradientReducer(
             config,
             Groups(self.transport),
@@ -344,7 +344,7 @@ class _Path:
         self.transport.begin()
         self._bucket.grad_N.copy_(self._values_N)
         self._reducer.start(self._bucket, 0).wait()
-        spent_us = self._sink.records.pop().host_cpu_us - 1e6 * self.transport.paused_s
+        spent_us = self._sink.record.host_cpu_us - 1e6 * self.transport.paused_s
         return spent_us, 1e6 * self.transport.c10d_s
 
 

@@ -100,10 +100,6 @@ class SchemeConfig:
             an error where they cannot share any), `backend` (gloo, NCCL), or `auto`: shared memory
             on the CPU where it works, which the first rank logs, but the backend's own sums of more
             than two ranks stay the backend's, bit for bit; docs/collectives.md, Inside a host.
-        piece_numel: a larger all-reduced bucket is synchronised in pieces, of which one is selected
-            or decoded while another is on the network; a piece ends with the parameter that brings
-            it to this many elements. null: 2 million on a CPU, 40 million on a GPU (a million for
-            each rank, if that is more).
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
@@ -132,7 +128,6 @@ class SchemeConfig:
     peer_windows: str = "auto"
     peer_in_order_of_coming: bool = False
     intra_node: str = "auto"
-    piece_numel: int | None = None
     timeout_s: float = 300.0
     watch_peers: bool = True
     nccl_errors: str = "torch"
@@ -159,8 +154,6 @@ class SchemeConfig:
                 expected=f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
                 got=self.block_size,
             )
-        if self.piece_numel is not None:
-            in_range("scheme.piece_numel", self.piece_numel, 1024, math.inf, integer=True)
         one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
         in_range("scheme.hash_seed", self.hash_seed, 0, 2**63 - 1, integer=True)
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)

@@ -74,9 +74,9 @@ def of_run(config: RunConfig) -> MemoryAccount:
         DatasetError: neither the model nor the data gives a vocabulary.
     """
     from megatron_sparse.megatron import predicted_buckets, training
+    from megatron_sparse.megatron.pieces import in_pieces
     from megatron_sparse.megatron.units import check_undo
     from megatron_sparse.planner.configured import with_swept_thresholds
-    from megatron_sparse.reduction.pieces import in_pieces
     from megatron_sparse.run import preparation
 
     if not config.plugin:

@@ -42,6 +42,7 @@ from megatron_sparse.megatron.buckets import (
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
 from megatron_sparse.megatron.parameter_recording import recording_parameters
+from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
@@ -51,7 +52,6 @@ from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
-from megatron_sparse.reduction.pieces import in_pieces
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group

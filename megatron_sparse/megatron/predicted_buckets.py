@@ -21,7 +21,7 @@ from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.megatron.models import VOCABULARY_MULTIPLE
-from megatron_sparse.reduction.pieces import GPU_PIECE_NUMEL, GPU_PIECE_NUMEL_PER_RANK
+from megatron_sparse.megatron.pieces import PIECE_NUMEL, PIECE_NUMEL_PER_RANK
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128
 """Elements, with the distributed optimizer; buckets can be cut for all ranks, too."""
@@ -167,7 +167,7 @@ def _bucket_numel(config: RunConfig) -> float:
     if not config.training.overlap_grad_reduce:
         return math.inf
     given = config.megatron.get("ddp_bucket_size")
-    return int(given or max(GPU_PIECE_NUMEL, GPU_PIECE_NUMEL_PER_RANK * config.data_parallel))
+    return int(given or max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * config.data_parallel))
 
 
 def _gradient_dtype(config: RunConfig) -> torch.dtype:

@@ -36,11 +36,11 @@ def attached(bucket_size=40_000, **options):
 
 def pruned_stores(attachment):
     """Copies of everything that the stores hold, by store and parameter."""
-    found = {}
-    for name, store in attachment.stores().items():
-        for (parameter, _), view in sorted(store.slices(), key=lambda each: each[0]):
-            found.setdefault(f"{name}.{parameter}", []).append(view)
-    return {key: torch.cat([view.flatten() for view in views]) for key, views in found.items()}
+    return {
+        f"{name}.{parameter}": view.clone()
+        for name, store in attachment.stores().items()
+        for parameter, view in store.by_parameter()
+    }
 
 
 def gradient_numel(attachment):

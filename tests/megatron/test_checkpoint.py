@@ -114,7 +114,6 @@ def loaded(saved, tmp_path_factory):
         path.write_bytes(path.read_bytes()[:100])
     cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing", *OLD)}
     cases["other buckets"] = (str(whole), {"bucket_size": None})
-    cases["pieces"] = (str(whole), {"bucket_size": None, "piece_numel": 10_000})
     cases["sum"] = (str(saved[0] / "sum"), {})
     _copy(whole, folder / "method")
     _rewrite(folder / "method/megatron_sparse", lambda s: s.update(kept=["residual", "velocity"]))
@@ -122,7 +121,7 @@ def loaded(saved, tmp_path_factory):
     return run_ranks(_load_all, 2, cases, timeout_s=TIMEOUT_S)
 
 
-@pytest.mark.parametrize("case", ["other buckets", "pieces", *OLD])
+@pytest.mark.parametrize("case", ["other buckets", *OLD])
 def test_the_same_size_gives_every_rank_its_own_back(saved, loaded, case):
     """With any buckets, and from files of earlier versions too."""
     for results, own in zip(loaded, saved[1], strict=True):

@@ -32,8 +32,6 @@ CHECK_STEPS = 2
 SMALLEST_PEAK, LARGEST_PEAK = 3, 7
 CHUNK = 1 << 20
 """Elements whose sums are compared at once: fp64 values of all ranks take memory."""
-PARAMETER_NUMEL = 1 << 20
-"""A square matrix of a layer whose hidden size is 1024."""
 EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
 """Up to which magnitude a dtype has all integers."""
 
@@ -102,7 +100,6 @@ class Case:
                 timeout_s=sweep.timeout_s,
                 straggler=pinned,
                 capacity=self._capacity(sweep),
-                piece_numel=sweep.piece_numel,
             )
         )
 
@@ -139,12 +136,8 @@ class Case:
         return sweep.capacity if known is None or known.takes_slots else None
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
-        """Of pruned parameters, each as large as the matrix of a layer."""
-        starts = range(0, self.numel, PARAMETER_NUMEL)
-        parameters = [
-            ParameterSlice(f"weight{number}", start, min(start + PARAMETER_NUMEL, self.numel))
-            for number, start in enumerate(starts)
-        ]
+        """One pruned parameter that is the whole bucket."""
+        parameters = [ParameterSlice("weight", 0, self.numel)]
         return Bucket("bench", grad_N, parameters, self.op, world_size)
 
     def owned(self, rank: int, world_size: int) -> slice:

@@ -1,4 +1,4 @@
-"""The reducer of `bench collectives`, and the groups of `--level node`."""
+"""`bench collectives --level node`: the groups of a level, and its path on virtual ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.path import Records, new_residuals
+from megatron_sparse.bench.collectives.path import LastRecord, new_residuals
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.methods import method_of
@@ -17,7 +17,6 @@ from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate, Progress
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
-from megatron_sparse.reduction.pieces import in_pieces
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 
@@ -59,42 +58,23 @@ class LevelPath:
         case: what is synchronised.
         sweep: how.
         groups: of the rank.
-        progress: drives the reducer; None for virtual ranks, which call `steps`. Their local work
-            takes no time, so they have nothing to gain from pieces.
+        progress: drives the reducer; None for virtual ranks, which call `steps`.
     """
 
     def __init__(
         self, case: Case, sweep: Sweep, groups: Groups, progress: Progress | None = None
     ) -> None:
-        self._config = config = case.config(sweep, straggler=groups.data_parallel.world_size - 1)
-        self._sink, self._on_virtual_rank = Records(), progress is None
+        config = case.config(sweep, straggler=groups.data_parallel.world_size - 1)
+        self.sink = LastRecord()
         self.residuals = new_residuals()
         self.reducer = GradientReducer(
             config,
             groups,
             FixedPlanner(config.compression, config.scheme),
             method_of(config.compression, self.residuals),
-            self._sink,
+            self.sink,
             progress,  # type: ignore[arg-type] - virtual ranks launch nothing
         )
-
-    def open_windows(self, bucket: Bucket) -> None:
-        """Makes windows of peer memory where the scheme uses them; see `GradientReducer`."""
-        self.reducer.open_windows(self._pieces(bucket))
-
-    def synchronise(self, bucket: Bucket, step: int) -> list[BucketRecord]:
-        """Launches the bucket as training does, in pieces if it is large; waits for its sum.
-
-        Returns:
-            The record of each piece.
-        """
-        self._sink.records.clear()
-        for pending in [self.reducer.start(piece, step) for piece in self._pieces(bucket)]:
-            pending.wait()
-        return self._sink.records
-
-    def _pieces(self, bucket: Bucket) -> list[Bucket]:
-        return [bucket] if self._on_virtual_rank else in_pieces(bucket, self._config)
 
     def steps(self, bucket: Bucket, step: int) -> Generator[Any, None, BucketRecord]:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
@@ -106,14 +86,13 @@ class LevelPath:
 
     def residual(self, bucket: Bucket) -> torch.Tensor:
         """A copy of what the rank holds, fp32 [N], at its places in the bucket."""
+        part = self.reducer.part(bucket)
         held_N = torch.zeros(bucket.numel, device=bucket.grad_N.device)
-        starts = {each.name: each.start for each in bucket.parameters}
-        for piece in self._pieces(bucket):
-            part = self.reducer.part(piece)
-            if part.name not in self.residuals:
-                continue
-            residual_M = self.residuals.begin(part)
-            for each in part.parameters:
-                start = starts[each.name] + each.offset
-                held_N[start : start + each.stop - each.start] = residual_M[each.start : each.stop]
+        if part.name not in self.residuals:
+            return held_N
+        residual_M = self.residuals.begin(part)
+        starts = {piece.name: piece.start for piece in bucket.parameters}
+        for piece in part.parameters:
+            start = starts[piece.name] + piece.offset
+            held_N[start : start + piece.stop - piece.start] = residual_M[piece.start : piece.stop]
         return held_N

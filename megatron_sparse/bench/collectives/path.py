@@ -83,15 +83,14 @@ class HalvedPath:
         return message.nnz, lambda: scheme.run(exchange, message)
 
 
-class Records(NullSink):
-    """Keeps the records of buckets."""
+class LastRecord(NullSink):
+    """Keeps the record of the last bucket."""
 
-    def __init__(self) -> None:
-        self.records: list[BucketRecord] = []
+    record: BucketRecord
 
     def record_bucket(self, record: BucketRecord) -> None:
         """See `RecordSink`."""
-        self.records.append(record)
+        self.record = record
 
 
 def new_residuals() -> ResidualStore:

@@ -20,7 +20,7 @@ from megatron_sparse.bench.collectives.case import CHECK_STEPS, CHUNK, Case, cas
 from megatron_sparse.bench.collectives.floor import payload_rate
 from megatron_sparse.bench.collectives.levels import LevelPath, groups_of_nodes
 from megatron_sparse.bench.collectives.path import HalvedPath
-from megatron_sparse.bench.collectives.row import Row, in_order, sent_figures, stages_us
+from megatron_sparse.bench.collectives.row import Row, in_order, sent_figures
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, typed
@@ -28,7 +28,7 @@ from megatron_sparse.bench.table import Progress
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.formats.message import VALUE_DTYPES
-from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
@@ -113,13 +113,10 @@ class RankBench(RankGroup):
     def _check(self, case: Case) -> tuple[int, str]:
         """Wrong elements on all ranks, and the scheme that the planner took."""
         path = self._path(case)
-        carried_by = ""
-
-        def synchronise(bucket: Bucket, step: int) -> None:
-            nonlocal carried_by
-            carried_by = path.synchronise(bucket, step)[-1].scheme
-
-        return self._count_wrong(case, path.residual, synchronise), carried_by
+        wrong = self._count_wrong(
+            case, path.residual, lambda bucket, step: path.reducer.start(bucket, step).wait()
+        )
+        return wrong, path.sink.record.scheme
 
     def _count_wrong(
         self,
@@ -187,13 +184,13 @@ class RankBench(RankGroup):
         path = self._path(case)
 
         def run(step: int) -> dict[str, float]:
-            records: list[BucketRecord] = []
-            total_us = self._timed(lambda: records.extend(path.synchronise(bucket, step)))
+            total_us = self._timed(lambda: path.reducer.start(bucket, step).wait())
+            record = path.sink.record
             return {
                 "total": total_us,
-                **stages_us([record.timer for record in records]),
-                "host_cpu": sum(record.host_cpu_us for record in records),
-                **sent_figures(records),
+                **record.stage_us(),
+                "host_cpu": record.host_cpu_us,
+                **sent_figures(record),
             }
 
         return run
@@ -227,7 +224,7 @@ class RankBench(RankGroup):
         path = LevelPath(case, self._sweep, self._groups(case), self._progress)
         dtype = VALUE_DTYPES[case.dtype]
         grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
-        path.open_windows(case.bucket(grad_N, self.world_size))
+        path.reducer.open_windows([case.bucket(grad_N, self.world_size)])
         return path
 
     def _groups(self, case: Case) -> Groups:

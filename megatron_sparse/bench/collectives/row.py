@@ -7,8 +7,7 @@ not add up.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Self
@@ -21,7 +20,7 @@ from megatron_sparse.bench.collectives.floor import codec_bytes
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
 from megatron_sparse.bench.table import Columns, TableRow
 from megatron_sparse.config.level import RANK
-from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, StageTimer
+from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
 
 SENT = ("wire_bytes", "inside_bytes", "nnz", "selected_from")
 MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "dense", "copy", *SENT)
@@ -203,38 +202,14 @@ class Row(CaseRow):
         return self
 
 
-def sent_figures(records: Sequence[BucketRecord]) -> dict[str, float]:
-    """The figures `SENT` of a bucket's pieces together."""
+def sent_figures(record: BucketRecord) -> dict[str, float]:
+    """The figures `SENT` of a record."""
     return {
-        "wire_bytes": sum(record.wire_bytes for record in records),
-        "inside_bytes": sum(record.inside_bytes for record in records),
-        "nnz": sum(record.nnz for record in records),
-        "selected_from": sum(record.numel for record in records),
+        "wire_bytes": record.wire_bytes,
+        "inside_bytes": record.inside_bytes,
+        "nnz": record.nnz,
+        "selected_from": record.numel,
     }
-
-
-def stages_us(timers: Sequence[StageTimer]) -> dict[str, float]:
-    """Microseconds of each of `BUCKET_STAGES` of a bucket's pieces together.
-
-    On a CPU `network` is the time in which a piece waited for it and no piece was worked on, so
-    the stages still add up. On CUDA it is the sum over pieces that overlap.
-    """
-    times = [timer.times_us() for timer in timers]
-    found = {name: sum(each[name] for each in times) for name in BUCKET_STAGES}
-    spans = [span for timer in timers for span in timer.spans]
-    if len(timers) > 1 and spans:
-        worked_s = _union_s((begin, end) for name, begin, end in spans if name != "network")
-        found["network"] = 1e6 * (_union_s((begin, end) for _, begin, end in spans) - worked_s)
-    return found
-
-
-def _union_s(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds that lie in at least one of the spans."""
-    total_s, covered_s = 0.0, -math.inf
-    for begin_s, end_s in sorted(spans):
-        total_s += max(0.0, end_s - max(begin_s, covered_s))
-        covered_s = max(covered_s, end_s)
-    return total_s
 
 
 def in_order(figures: Mapping[str, float]) -> list[float]:

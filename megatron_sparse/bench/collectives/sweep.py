@@ -82,7 +82,6 @@ class Sweep(Sizes):
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
     )
     intra_node: str = option("auto", "scheme.intra_node: auto | shared_memory | backend")
-    piece_numel: int | None = option(None, "scheme.piece_numel of an all-reduce.", min=1024)
     prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
     mbit: int | None = option(None, "Rate of each link, in Mbit/s; else measured.", min=1)
     warmup: int = option(2, "Rounds that are not timed.", min=0)

@@ -1,14 +1,12 @@
-"""Cuts a large bucket into pieces, which are synchronised one after another.
+"""Cuts a large bucket on a GPU into pieces, which are synchronised one after another.
 
-While one piece is on the network, the next one is selected and the previous one is decoded; whole,
-a bucket would do one thing at a time. On a GPU, where Megatron has one bucket for all gradients
-without `--overlap-grad-reduce`, the pieces also share buffers that would be as large as the model
-(`message_turns`, `Exchange.take`).
+Without `--overlap-grad-reduce` Megatron has one bucket for all gradients, and the buffers for its
+messages and sums would be as large as the model. The pieces share them (`reduction.message_turns`,
+`Exchange.take`), and one piece is selected while another is exchanged.
 
 A bucket that is reduce-scattered stays whole: a rank's shard of it lies in one place, and pieces
-would have their shards in others. So does one whose gradients are sent dense, because backends add
-in an order that depends on the buffer's size: the sums of a dense run are Megatron's own, bit for
-bit.
+would have their shards in others. So does one whose gradients are sent dense, because NCCL adds in
+an order that depends on the buffer's size: the sums of a dense run are Megatron's own, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import SparseConfig
 
-CPU_PIECE_NUMEL = 2_000_000
-"""Measured: docs/results/testbed.md, Pieces."""
-GPU_PIECE_NUMEL, GPU_PIECE_NUMEL_PER_RANK = 40_000_000, 1_000_000
+PIECE_NUMEL, PIECE_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Megatron's own bucket size with overlap; the second counts if it is more for all ranks."""
 
 
@@ -29,16 +25,16 @@ def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
     """The bucket, or pieces of it that end with a parameter; each a view of its gradients.
 
     Example:
-        With `scheme.piece_numel=40_000_000` a bucket of 90 million elements in parameters of 10
-        million becomes three pieces, of 40, 40 and 10 million.
+        A bucket of 90 million elements in parameters of 10 million becomes three pieces, of 40, 40
+        and 10 million.
     """
-    least = config.scheme.piece_numel or _default_numel(bucket)
-    if bucket.numel <= least or not _is_compressed(bucket, config):
+    most = max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * bucket.world_size)
+    if bucket.numel <= most or not bucket.grad_N.is_cuda or not _is_compressed(bucket, config):
         return [bucket]
     pieces, start, first = [], 0, 0
     for index, parameter in enumerate(bucket.parameters):
         is_last = index + 1 == len(bucket.parameters)
-        if is_last or parameter.stop - start >= least:
+        if is_last or parameter.stop - start >= most:
             stop = bucket.numel if is_last else parameter.stop
             moved = tuple(
                 replace(each, start=each.start - start, stop=each.stop - start)
@@ -51,12 +47,6 @@ def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
             )
             start, first = stop, index + 1
     return pieces
-
-
-def _default_numel(bucket: Bucket) -> int:
-    if bucket.grad_N.is_cuda:
-        return max(GPU_PIECE_NUMEL, GPU_PIECE_NUMEL_PER_RANK * bucket.world_size)
-    return CPU_PIECE_NUMEL
 
 
 def _is_compressed(bucket: Bucket, config: SparseConfig) -> bool:

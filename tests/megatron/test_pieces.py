@@ -1,4 +1,4 @@
-"""Large buckets are synchronised in pieces."""
+"""Large buckets on a GPU are synchronised in pieces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError
-from megatron_sparse.reduction.pieces import CPU_PIECE_NUMEL, in_pieces
+from megatron_sparse.megatron.pieces import in_pieces
 
 MILLION = 1_000_000
 ENDS = [10, 11, 50, 52, 97, 130]
@@ -49,27 +48,16 @@ def test_pieces_end_with_the_parameter_that_fills_them(scheme: str) -> None:
     assert found == [(p.name, p.start, p.stop, p.keep) for p in whole.parameters]
 
 
-def test_many_ranks_have_larger_pieces_on_a_gpu() -> None:
+def test_many_ranks_have_larger_pieces() -> None:
     assert [piece.numel // MILLION for piece in cut(bucket(ranks=60))] == [97, 35]
-
-
-def test_the_least_size_is_an_option_and_smaller_on_a_cpu() -> None:
-    assert CPU_PIECE_NUMEL == 2 * MILLION
-    sizes = [piece.numel // MILLION for piece in cut(bucket("cpu"))]
-    assert sizes == [10, 40, 2, 45, 35]
-    assert cut(bucket("cpu"), piece_numel=MILLION)[1].numel == MILLION
-    assert len(cut(bucket("cpu"), piece_numel=60 * MILLION)) == 2
-    assert len(cut(bucket(), piece_numel=45 * MILLION)) == 3
-    with pytest.raises(ConfigError, match="piece_numel"):
-        cut(bucket(), piece_numel=10)
 
 
 def test_what_stays_whole() -> None:
     for whole, overrides in (
-        (bucket("cpu"), {"piece_numel": 200 * MILLION}),
+        (bucket("cpu"), {}),
         (bucket(op=CollectiveOp.REDUCE_SCATTER), {}),
         (bucket(), {"scheme": "dense"}),
-        (bucket("cpu"), {"scheme": "dense_ring"}),
+        (bucket(), {"scheme": "dense_ring"}),
         (bucket(), {"enabled": False}),
     ):
         assert cut(whole, **overrides) == [whole]
