@@ -358,10 +358,7 @@ class Attachment:
             self.method.rescale(factor)
 
     def residual_norm(self) -> float:
-        """The residual's norm in units of `grad_norm`: without loss scale, divided by tokens.
-
-        Reads the residual once, and two numbers on the host.
-        """
+        """The residual's norm in units of `grad_norm`; reads the residual and waits for it."""
         return float(self.residuals.norm()) * self.unit.of_gradient()
 
     def plan_rows(self) -> list[dict[str, Any]]:
