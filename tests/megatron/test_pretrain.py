@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -81,7 +80,13 @@ def _flags(overlap: bool, distributed: bool) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "distributed"), list(itertools.product((False, True), (False, True)))
+    ("overlap", "distributed"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     """A run of five iterations, and one that stops after three and resumes from its checkpoint."""
