@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _RULE = re.compile(r"\| ?--")
-_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[\w+\])?`")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[[\w-]+\])?`")
 
 
 def rows_with_tests(page: str) -> list[tuple[str, list[tuple[str, str]]]]:

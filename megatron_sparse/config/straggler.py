@@ -26,7 +26,8 @@ class StragglerConfig:
             it pays) or `dynamic` (the rank that is missing when all others are ready, if skipping
             it pays). `persistent` and `dynamic` decide from timing and need
             scheme.deterministic=false.
-        rank: `pinned`: the rank, counted in the group that reduces gradients together.
+        rank: `pinned`: the rank, counted in the group that reduces gradients together; at
+            `compression.level=node` in a lane, so it is the number of the node.
         min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's
             critical delay, from its links' costs (`planner.cluster`, else measured at the start).
         history: number of past steps to consider.

@@ -6,12 +6,14 @@ docs/precision.md has the table of these tests.
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.doc_tables import untrue_rows
 from tests.ranks import run_ranks
 
@@ -30,7 +32,8 @@ PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
 CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
 COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16))
-"""Tokens of each sequence that count, by step and rank."""
+"""Tokens of each sequence that count, by step and rank; of four ranks two have the same."""
+AT_NODE = {"level": "node"}
 
 
 def _model(attached=True, plugin=None, **setting):
@@ -159,7 +162,7 @@ def _rerun_step(model, rank, reject):
     return runs
 
 
-def _rerun(rank):
+def _rerun(rank, plugin=None):
     """Three steps in Megatron's rerun mode, the second of them repeated, or none."""
     from megatron.core import rerun_state_machine as rerun
 
@@ -169,7 +172,7 @@ def _rerun(rank):
     for repeated in (None, 1):
         rerun.destroy_rerun_state_machine()
         rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
-        model, attachment = _model()
+        model, attachment = _model(plugin=plugin)
         runs = [_rerun_step(model, rank, step == repeated) for step in range(3)]
         results.append((runs, model.weights(), _residuals(attachment)))
         detach(attachment)
@@ -225,29 +228,63 @@ def _per_token_step(model, attachment, n_tokens):
 
 
 def _residual_by_bucket(attachment):
-    held = [attachment.residuals.settled(bucket) for bucket in attachment.buckets]
-    return [
-        torch.zeros_like(bucket.grad_N) if view is None else view.clone()
-        for bucket, view in zip(attachment.buckets, held, strict=True)
-    ]
+    """At level `node` a rank holds a part of each, which stands in its place here."""
+    result = []
+    for group in attachment.groups:
+        for bucket in group.buckets:
+            part = attachment.reducer(group).part(bucket)
+            values_M, whole_N = attachment.residuals.settled(part), torch.zeros_like(bucket.grad_N)
+            starts = {each.name: each.start for each in bucket.parameters}
+            for each in part.parameters if values_M is not None else ():
+                start = starts[each.name] + each.offset
+                stop = start + each.stop - each.start
+                whole_N[start:stop] = values_M[each.start : each.stop]
+            result.append(whole_N)
+    return result
+
+
+def _per_token_steps(rank, overlap, plugin=None):
+    """A report of each step, and the state at the end."""
+    from megatron_sparse.megatron import detach
+
+    setting = {"overlap": overlap, "bucket_size": 8_000, "loss_per_token": True}
+    model, attachment = _model(plugin=plugin, **setting)
+    reports = [_per_token_step(model, attachment, counts[rank % 2]) for counts in COUNTS]
+    state = attachment.residuals.undo, float(attachment.unit.gradient_factor)
+    detach(attachment)
+    return reports, (*state, "scale_gradients" not in vars(model.ddp))
 
 
 def _per_token(rank):
     from megatron_sparse.errors import ConfigError
-    from megatron_sparse.megatron import attach, detach
+    from megatron_sparse.megatron import attach
 
     reports = {}
     for overlap in (False, True):
-        model, attachment = _model(overlap=overlap, bucket_size=8_000, loss_per_token=True)
-        reports[overlap] = [_per_token_step(model, attachment, c[rank]) for c in COUNTS]
-        reports["state"] = attachment.residuals.undo, float(attachment.unit.gradient_factor)
-        detach(attachment)
-        reports["detached"] = "scale_gradients" not in vars(model.ddp)
+        reports[overlap], reports["state"] = _per_token_steps(rank, overlap)
+    model, _ = _model(attached=False, loss_per_token=True)
     try:
         attach(model.ddp, config=None, **PLUGIN)
     except ConfigError as error:
         reports["no optimizer"] = str(error)
     return reports
+
+
+def _on_two_nodes(rank, world_size):
+    os.environ[NODE_VARIABLE] = str(rank // 2)
+    cpu_mode.enable()
+    from megatron_sparse.megatron import detach
+
+    _, attachment = _model(plugin=AT_NODE)
+    lines = attachment.lines
+    detach(attachment)
+    return {
+        "lines": lines,
+        "rerun": _rerun(rank, AT_NODE),
+        "per token": {
+            overlap: _per_token_steps(rank, overlap, AT_NODE)[0] for overlap in (False, True)
+        },
+    }
 
 
 def _all(rank, world_size):
@@ -264,6 +301,12 @@ def _all(rank, world_size):
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(_all, 2, timeout_s=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Four ranks, two on each node."""
+    return run_ranks(_on_two_nodes, 4, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] == "fp16"])
@@ -307,8 +350,14 @@ def test_the_alarm_compares_norms_without_the_loss_scale(ranks):
         assert rank["growth"]["unscaled"] == rank["growth"]["norm"] > 0
 
 
-def test_rerun_mode_does_not_update_the_residual_twice(ranks):
-    for rank in ranks:
+def test_the_four_ranks_compress_per_node(nodes):
+    for rank in nodes:
+        assert any("level node: 2 nodes of 2 ranks" in line for line in rank["lines"])
+
+
+@pytest.mark.parametrize("group", ["ranks", "nodes"])
+def test_rerun_mode_does_not_update_the_residual_twice(group, request):
+    for rank in request.getfixturevalue(group):
         (once, weights, residuals), (repeated, weights_too, residuals_too) = rank["rerun"]
         assert once == [1, 1, 1]
         assert repeated == [1, 2, 1]
@@ -317,9 +366,12 @@ def test_rerun_mode_does_not_update_the_residual_twice(ranks):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(ranks, overlap):
+@pytest.mark.parametrize("group", ["ranks", "nodes"])
+def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(
+    group, overlap, request
+):
     """Old residuals + gradients = Megatron's result + new residuals, each in its own unit."""
-    for rank in ranks:
+    for rank in request.getfixturevalue(group):
         for step, report in enumerate(rank["per token"][overlap]):
             error = report["old"] + report["computed"] - report["got"] - report["new"]
             largest = float(report["computed"].abs().max())
@@ -332,10 +384,10 @@ def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes
 
 def test_a_loss_per_token_keeps_undo_copies_and_its_factor(ranks):
     for rank in ranks:
-        undo, factor = rank["per token"]["state"]
+        undo, factor, detached = rank["per token"]["state"]
         assert undo is True
         assert factor == pytest.approx(1 / (2 * sum(COUNTS[-1])), rel=1e-6)  # fp32
-        assert rank["per token"]["detached"]
+        assert detached
 
 
 def test_a_loss_per_token_without_the_optimizer_is_refused(ranks):

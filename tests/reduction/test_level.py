@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp, Reduction
-from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.reduction.memory import Share, account, held
 from tests.reduction.virtual_level import VirtualRanks, parameters
@@ -113,6 +113,16 @@ def test_every_method_and_option(options, op):
     ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
     for step in range(4):
         check_step(ranks, step)
+
+
+@pytest.mark.parametrize("op", [AR, RS])
+def test_a_pinned_straggler_is_a_rank_of_each_lane(op):
+    sizes = (2, 2, 2)
+    config = settings(straggler=StragglerConfig(mode="pinned", rank=1))
+    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes))
+    for step in range(3):
+        for record in check_step(ranks, step).records:
+            assert (record.scheme, record.straggler) == ("straggler_direct", 1)
 
 
 @pytest.mark.parametrize("op", [AR, RS])
