@@ -117,7 +117,7 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     assert all(any(rows[rank].any() for rows in residuals) for rank in range(2))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
     """Also with the distributed optimizer; compared by the weights that Megatron saves."""
     flags = (*_flags(overlap, overlap), f"training.save_interval={ITERATIONS}")

@@ -22,7 +22,10 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("method", FLAGS)
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name == "dgc" else pytest.mark.slow) for name in FLAGS],
+)
 def test_a_method_trains(tmp_path, method):
     run = train(
         tmp_path,
