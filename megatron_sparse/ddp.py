@@ -28,7 +28,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
-from megatron_sparse.config.level import INSTANCE, NODE
+from megatron_sparse.config.level import AUTO, RANK
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
@@ -422,7 +422,7 @@ def _check_nothing_is_gathered(config: SparseConfig) -> None:
 
 def _check_level(config: SparseConfig) -> None:
     """DDP makes new buckets after the first step, and their parts would lie on other ranks."""
-    if config.compression.level in (NODE, INSTANCE):
+    if config.compression.level not in (RANK, AUTO):
         raise ConfigError(
             f"compression.level={config.compression.level} does not go with plain DDP",
             expected="compression.level=rank or auto, which takes rank",

@@ -59,7 +59,7 @@ class DGC(SampledTopK):
         self.velocities = ResidualStore(
             torch.float32, undo=residuals.undo, outcome=residuals.outcome
         )
-        self.stores = {"residual": residuals, "momentum": self.velocities}
+        self.stores["momentum"] = self.velocities
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """See `CompressionMethod`: the residual with the old velocity in it.

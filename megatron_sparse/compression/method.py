@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout
-from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.compression.residual import RESIDUAL, ResidualStore
 from megatron_sparse.compression.threshold import range_limits
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
@@ -40,10 +40,13 @@ class CompressionMethod(Protocol):
         config: the settings it was made with.
         stores: the values kept for each element, by name; "residual" is among them. The owner of
             the method commits, rolls back, rescales, saves and loads them, and the method itself.
+        of_instances: selects from the sums of optimizer instances, where these are compressed too;
+            its store is among `stores`, and it keeps nothing else. None elsewhere.
     """
 
     config: CompressionConfig
     stores: dict[str, ResidualStore]
+    of_instances: CompressionMethod | None
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's residual [N], which is added to the gradient; mutates it."""
@@ -114,7 +117,8 @@ class SampledTopK:
     def __init__(self, config: CompressionConfig, residuals: ResidualStore) -> None:
         self.config = config
         self.residuals = residuals
-        self.stores = {"residual": residuals}
+        self.stores = {RESIDUAL: residuals}
+        self.of_instances: CompressionMethod | None = None
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """See `CompressionMethod`."""

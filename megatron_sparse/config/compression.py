@@ -48,9 +48,11 @@ class CompressionConfig:
             `rank`: none, each rank selects from its own. `node`: those of a node; each of its m
             ranks selects from its m-th of the sum, and only selections cross between nodes.
             `instance`: those of an instance of Megatron's distributed optimizer; the sum over
-            the instances is compressed. `auto`: `node` where several nodes have equally many
-            ranks, more than one, and links inside that are fast enough (`planner.cluster`); else
-            `rank`. The start says which level runs and why; see docs/compression.md.
+            the instances is compressed. `node+instance`: `node` inside each instance, and the sum
+            over the instances is compressed too, with a residual of its own. `auto`: `node` where
+            several nodes have equally many ranks, more than one, and links inside that are fast
+            enough (`planner.cluster`); else `rank`. The start says which level runs and why; see
+            docs/compression.md.
         method: how gradients accumulate and thresholds are found; docs/compression.md compares
             the methods. `topk`: leaky error feedback; every step samples the thresholds.
             `threshold_reuse`: the same, but a threshold serves for several steps. `sidco`: the

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 RANK, NODE, INSTANCE, AUTO = "rank", "node", "instance", "auto"
-LEVELS = (RANK, NODE, INSTANCE, AUTO)
+NODE_INSTANCE = "node+instance"
+LEVELS = (RANK, NODE, INSTANCE, NODE_INSTANCE, AUTO)
 """Allowed values of `compression.level`: which ranks' gradients are added up before selection."""

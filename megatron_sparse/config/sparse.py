@@ -25,6 +25,7 @@ from megatron_sparse.config.bits import (
 )
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
+from megatron_sparse.config.level import NODE_INSTANCE
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
@@ -234,6 +235,14 @@ class SparseConfig:
                 "makes its own plan",
                 remedy="pin the plan of another run, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
+            )
+        timed = priced and not self.planner.pin and not self.scheme.deterministic
+        if self.compression.level == NODE_INSTANCE and timed:
+            raise ConfigError(
+                "compression.level=node+instance has two plans for a bucket, and one measured time",
+                expected="scheme.deterministic=true, planner.pin, or planner.cluster=null",
+                got="scheme.deterministic=false with planner.cluster",
+                remedy="set scheme.deterministic=true: plans then come from predicted times",
             )
         self._resolve_bits()
         scheme = self.scheme

@@ -17,6 +17,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.levels import shapes_of
+from megatron_sparse.reduction.instances import shard_bucket
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.level_parts import instance_part, node_part
 from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, Share, account
@@ -96,11 +97,11 @@ def of_run(config: RunConfig) -> MemoryAccount:
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, [], undo=undo, per_token=False)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-    share = Share(0, _parts(buckets, config), buckets)
-    return account(sparse, [share], undo=undo, parameter_dtype=dtype or torch.float32)
+    shares = _shares(buckets, config)
+    return account(sparse, shares, undo=undo, parameter_dtype=dtype or torch.float32)
 
 
-def _parts(buckets: Sequence[Bucket], config: RunConfig) -> list[Bucket]:
+def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[Share]:
     """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
     nodes = [
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
@@ -109,7 +110,12 @@ def _parts(buckets: Sequence[Bucket], config: RunConfig) -> list[Bucket]:
     sparse = config.sparse
     choice = choose_level(sparse, nodes, buckets[0].instances, shapes_of(buckets, sparse))
     if choice.level == INSTANCE:
-        return [instance_part(bucket, 0) for bucket in buckets]
+        return [Share(0, [instance_part(bucket, 0) for bucket in buckets], buckets)]
+    parts = list(buckets)
     if len(choice.nodes) > 1:
-        return [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
-    return list(buckets)
+        parts = [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
+    shares = [Share(0, parts, buckets)]
+    if choice.compresses_instances:
+        shards = [shard_bucket(bucket, 0) for bucket in buckets]
+        shares.append(Share(0, shards, of_instances=True))
+    return shares

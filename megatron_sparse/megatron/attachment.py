@@ -51,7 +51,7 @@ from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
+from megatron_sparse.reduction.memory import MemoryAccount, account, held, shares_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
@@ -300,9 +300,10 @@ class Attachment:
             planner: the planner's state, empty for none.
             method: the result of `method_state` on this rank, empty for none.
         """
-        held = [self.reducer(group).part(each) for group in self.groups for each in group.buckets]
         for name, store in self.stores().items():
-            store.load(held, stores.get(name, {}))
+            for group in self.groups:
+                kept = self.reducer(group).kept_parts(name, group.buckets)
+                store.load(kept, stores.get(name, {}))
         self.step = step
         self.parameters.forget()
         self.planner.enabled = enabled
@@ -363,19 +364,19 @@ class Attachment:
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""
-        return [
-            self.reducer(group).report(bucket, self.step)
+        rows = [
+            self.reducer(group).reports(bucket, self.step)
             for group in self.groups
             for bucket in group.buckets
         ]
+        return list(itertools.chain.from_iterable(rows))
 
     def memory_account(self) -> MemoryAccount:
         """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        shares = []
-        for key, reducer in self._reducers.items():
-            wholes = self._buckets_of(key)
-            shares.append(Share(reducer.across.rank, list(map(reducer.part, wholes)), wholes))
-        return account(self.config, shares, undo=self.residuals.undo)
+        shares = [shares_of(each, self._buckets_of(key)) for key, each in self._reducers.items()]
+        return account(
+            self.config, list(itertools.chain.from_iterable(shares)), undo=self.residuals.undo
+        )
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""

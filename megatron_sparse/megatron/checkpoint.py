@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 
+from megatron_sparse.compression.residual import OF_INSTANCES
 from megatron_sparse.megatron import checkpoint_files, checkpoint_sharded
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_files import save
@@ -137,7 +138,8 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
     own = attachment.stores().keys()
-    for name in sorted(own ^ set(saved.kept)):
+    lines += _second_residual(OF_INSTANCES in saved.kept, OF_INSTANCES in own)
+    for name in sorted((own ^ set(saved.kept)) - {OF_INSTANCES}):
         what = "starts at zero: the checkpoint has none" if name in own else "is not used any more"
         lines.append(f"the compression method has changed: {name} {what}")
     size = Place.here().data_size
@@ -160,6 +162,13 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     if not (config.enabled and attachment.enabled):
         lines.append("compression is switched off: the next step sends the residuals")
     return lines
+
+
+def _second_residual(before: bool, now: bool) -> list[str]:
+    """What happens to the residuals of instances that `compression.level=node+instance` keeps."""
+    if before and not now:
+        return ["residuals of instances are added to the others: their total is the same"]
+    return ["residuals of instances start at zero: the checkpoint has none"] * (now and not before)
 
 
 def _in_words(rows: RowLayouts) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.compression.residual import SliceKey, check_size
+from megatron_sparse.compression.residual import OF_INSTANCES, RESIDUAL, SliceKey, check_size
 from megatron_sparse.config.level import RANK
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
@@ -24,6 +24,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
     READABLE,
     VERSION,
     Place,
+    RowLayouts,
     Saved,
     Stores,
     common_state,
@@ -41,6 +42,7 @@ from megatron_sparse.megatron.residual_rows import (
     row_layouts,
     rows_here,
     saved_slices,
+    sources,
     summed_parameters,
 )
 
@@ -67,8 +69,8 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
         for part in saved_parts(attachment.parameters.lossy)
     ]
     state = common_state(attachment) | rank_state(attachment) | {"masters": masters}
-    rows = rows_here(attachment)
-    state |= {"rows": row_layouts(attachment), "row": {kind: rows[kind].index for kind in rows}}
+    state |= {"rows": row_layouts(attachment), "row": _indices(attachment, RESIDUAL)}
+    state["row_of"] = {name: _indices(attachment, name) for name in stores}
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{dist.get_rank():05d}.pt"
@@ -76,6 +78,10 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
     torch.save(state | {"place": asdict(Place.here()), "stores": stores}, part)
     os.replace(part, path)
     return path
+
+
+def _indices(attachment: Attachment, store: str) -> dict[str, int]:
+    return {kind: row.index for kind, row in rows_here(attachment, store).items()}
 
 
 def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
@@ -124,7 +130,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         saved.unknown |= {name for name, _ in values} - known
     if saved.mode == "sum":
         saved.stores = _parts_of_sums(attachment, here, states)
-    elif same and all(level == RANK for level, _ in layouts.values()):
+    elif same and _is_whole(layouts) and OF_INSTANCES not in {*saved.kept, *attachment.stores()}:
         saved.stores = own["stores"]  # whole parameters, whatever the buckets
     elif not same and expert_parameters(attachment):
         raise CheckpointError(
@@ -137,6 +143,11 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     else:
         saved.stores = _moved(attachment, here, states)
     return saved
+
+
+def _is_whole(layouts: RowLayouts) -> bool:
+    """Whether each rank has a row."""
+    return all(level == RANK for level, _ in layouts.values())
 
 
 def _masters(
@@ -165,23 +176,26 @@ def _moved(
         CheckpointError: a parameter has another size.
     """
     experts = expert_parameters(attachment)
-    # By store and row, all that the ranks of the row have saved: the same parameters in each.
-    rows: dict[tuple[str, int], dict[SliceKey, torch.Tensor]] = {}
-    counts = {False: 0, True: 0}
+    # By store and kind the rows, each with all that its ranks have saved: the same parameters.
+    tables: dict[tuple[str, bool], dict[int, dict[SliceKey, torch.Tensor]]] = {}
     for place, state in states:
         for store, values in state["stores"].items():
+            # Files of earlier versions count all stores' rows alike.
+            rows = state.get("row_of", {}).get(store, state["row"])
             for key, value_M in values.items():
                 expert = key[0] in experts
                 if place.shard(expert) == here.shard(expert):
-                    row = state["row"]["expert" if expert else "dense"]
-                    rows.setdefault((store, row), {})[key] = value_M
-                    counts[expert] = max(counts[expert], row + 1)
+                    row = rows["expert" if expert else "dense"]
+                    tables.setdefault((store, expert), {}).setdefault(row, {})[key] = value_M
     result: Stores = {}
     for store in attachment.stores():
-        for held in held_slices(attachment):
-            if has_parameter(rows.get((store, 0), {}), held):
-                taken = held.row.takes(counts[held.expert])
-                parts = [cut(rows.get((store, row), {}), held) for row in taken]
+        for held in held_slices(attachment, store):
+            found = []
+            for source in sources(store, attachment.stores()):
+                table = tables.get((source, held.expert), {})
+                found += [table[row] for row in sorted(table) if has_parameter(table[row], held)]
+            if found:
+                parts = [cut(found[row], held) for row in held.row.takes(len(found))]
                 # A row that takes none over is zero, but exists: all ranks save the same ones.
                 value_M = add_rows(parts) if parts else torch.zeros(held.numel)
                 result.setdefault(store, {})[held.key] = value_M
@@ -201,13 +215,15 @@ def _parts_of_sums(
     }
     result: Stores = {}
     for store in attachment.stores():
-        for held in held_slices(attachment):
+        for held in held_slices(attachment, store):
             name, start = held.key
-            total_P = sums.get((held.expert, store, name))
-            if total_P is not None:
+            keys = ((held.expert, s, name) for s in sources(store, attachment.stores()))
+            totals = [sums[key] for key in keys if key in sums]
+            for total_P in totals:
                 check_size(name, total_P.numel(), held.whole_numel)
-                part_M = part_of_sum(total_P[start : start + held.numel], held)
-                result.setdefault(store, {})[held.key] = part_M
+            if totals:
+                total_M = add_rows([total_P[start : start + held.numel] for total_P in totals])
+                result.setdefault(store, {})[held.key] = part_of_sum(total_M, held)
     return result
 
 

@@ -47,6 +47,7 @@ from megatron_sparse.megatron.residual_rows import (
     part_of_sum,
     row_layouts,
     saved_slices,
+    sources,
     summed_parameters,
 )
 
@@ -228,27 +229,40 @@ def _pieces(
     Raises:
         CheckpointError: a parameter has another size.
     """
-    held = list(held_slices(attachment))
-    for store in attachment.stores():
-        for each in held:
-            name, start = each.key
-            entry = found.get(f"{_store_key(store, here, each.expert)}{name}")
-            if entry is None:
-                continue
-            check_size(name, entry.shape[-1], each.whole_numel)
-            empty_M = torch.empty(each.numel, dtype=entry.dtype)
-            if mode == "sum":
-                sums = ShardedTensor(
-                    entry.key, empty_M, empty_M.dtype, (each.numel,), entry.shape, (start,), None
-                )
-                yield _Piece(store, each, {"sum": sums})
-                continue
-            table = (entry.shape[0], entry.shape[1])
-            template = {
-                str(row): _part_of_table(entry.key, torch.empty_like(empty_M), table, (row, start))
-                for row in each.row.takes(table[0])
-            }
-            yield _Piece(store, each, template)
+    stores = attachment.stores()
+    for store in stores:
+        for each in held_slices(attachment, store):
+            name, _ = each.key
+            keys = (f"{_store_key(s, here, each.expert)}{name}" for s in sources(store, stores))
+            entries = [found[key] for key in keys if key in found]
+            for entry in entries:
+                check_size(name, entry.shape[-1], each.whole_numel)
+            if entries:
+                taken = _sums(entries, each) if mode == "sum" else _rows(entries, each)
+                yield _Piece(store, each, {str(index): one for index, one in enumerate(taken)})
+
+
+def _sums(entries: list[_Entry], held: HeldSlice) -> list[ShardedTensor]:
+    """The requests for a slice of each sum."""
+    start, requests = (held.piece.offset,), []
+    for entry in entries:
+        empty_M = torch.empty(held.numel, dtype=entry.dtype)
+        shape = (held.numel,)
+        requests.append(
+            ShardedTensor(entry.key, empty_M, empty_M.dtype, shape, entry.shape, start, None)
+        )
+    return requests
+
+
+def _rows(entries: list[_Entry], held: HeldSlice) -> list[ShardedTensor]:
+    """The requests for the rows that a slice takes over; rows are counted through all tables."""
+    rows = [(entry, row) for entry in entries for row in range(entry.shape[0])]
+    requests = []
+    for entry, row in (rows[number] for number in held.row.takes(len(rows))):
+        empty_M = torch.empty(held.numel, dtype=entry.dtype)
+        table = (entry.shape[0], entry.shape[1])
+        requests.append(_part_of_table(entry.key, empty_M, table, (row, held.piece.offset)))
+    return requests
 
 
 def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> set[str]:

@@ -9,12 +9,15 @@ A checkpoint has each parameter as a table: rows x elements. After a change of r
 new row r takes the sum of the old rows j with j mod count = r, so the total over rows, which error
 feedback still has to send, is preserved.
 
+At level `node+instance` a second store has a row for each instance, in a table of its own. In a run
+without this store its rows count as further rows of the first one (`sources`).
+
 Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +25,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
-from megatron_sparse.compression.residual import SliceKey, check_size
-from megatron_sparse.config.level import NODE, RANK
+from megatron_sparse.compression.residual import OF_INSTANCES, RESIDUAL, SliceKey, check_size
+from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.checkpoint_layout import Place, RowLayouts
@@ -79,8 +82,11 @@ class HeldSlice:
         return self.piece.name, self.piece.offset
 
 
-def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
-    """This rank's row of a group's parameters."""
+def row_of(attachment: Attachment, group: GroupBuckets, store: str = RESIDUAL) -> Row:
+    """This rank's row of a group's parameters in a store."""
+    if store == OF_INSTANCES:
+        across = group.instances_group
+        return Row(INSTANCE, dist.get_rank(across), dist.get_world_size(across))
     level = attachment.reducer(group).level_groups
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
@@ -93,10 +99,10 @@ def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
     return Row(level.level, index, count)
 
 
-def rows_here(attachment: Attachment) -> dict[str, Row]:
-    """This rank's rows, by kind of parameter: `dense`, `expert`."""
+def rows_here(attachment: Attachment, store: str = RESIDUAL) -> dict[str, Row]:
+    """This rank's rows in a store, by kind of parameter: `dense`, `expert`."""
     return {
-        "expert" if group.expert else "dense": row_of(attachment, group)
+        "expert" if group.expert else "dense": row_of(attachment, group, store)
         for group in attachment.groups
     }
 
@@ -106,16 +112,31 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
     return {kind: (row.level, row.count) for kind, row in rows_here(attachment).items()}
 
 
-def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
-    """All slices whose residuals this rank holds or may come to hold, in the buckets' order."""
+def sources(store: str, stores: Iterable[str]) -> list[str]:
+    """The saved stores that a store takes over, in the order in which their rows are counted.
+
+    Args:
+        store: of this run.
+        stores: all of this run.
+
+    Example:
+        >>> sources("residual", ["residual"]), sources("residual", ["residual", OF_INSTANCES])
+        (['residual', 'residual_of_instances'], ['residual'])
+    """
+    takes_more = store == RESIDUAL and OF_INSTANCES not in stores
+    return [store, OF_INSTANCES] if takes_more else [store]
+
+
+def held_slices(attachment: Attachment, store: str) -> Iterator[HeldSlice]:
+    """All slices of which this rank holds values in a store, or may, in the buckets' order."""
     for group in attachment.groups:
-        row = row_of(attachment, group)
+        row, reducer = row_of(attachment, group, store), attachment.reducer(group)
         for host in group.buckets:
             numels = {piece.name: piece.stop - piece.start for piece in host.parameters}
-            bucket = attachment.reducer(group).part(host)
-            for piece in bucket.parameters:
-                numel, whole_numel = piece.stop - piece.start, numels[piece.name]
-                yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
+            for bucket in reducer.kept_parts(store, [host]):
+                for piece in bucket.parameters:
+                    numel, whole_numel = piece.stop - piece.start, numels[piece.name]
+                    yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
 
 
 def saved_slices(attachment: Attachment) -> Iterator[tuple[str, HeldSlice, torch.Tensor]]:
@@ -123,9 +144,8 @@ def saved_slices(attachment: Attachment) -> Iterator[tuple[str, HeldSlice, torch
 
     Values are views. Buckets that were never pruned have none.
     """
-    held = list(held_slices(attachment))
     for name, store in attachment.stores().items():
-        for each in held:
+        for each in held_slices(attachment, name):
             values_N = store.settled(each.bucket)
             if values_N is not None:
                 yield name, each, values_N[each.piece.start : each.piece.stop]
@@ -160,11 +180,11 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
         for group in attachment.groups:
             rank, size = here.row(group.expert)
             for host in group.buckets:
-                bucket = attachment.reducer(group).part(host)
-                values_N = store.settled(bucket)
+                kept = attachment.reducer(group).kept_parts(name, [host])
+                values_N = store.settled(kept[0]) if kept else None
                 if values_N is None:
                     continue
-                total_N = _in_place(values_N, bucket, host)
+                total_N = _in_place(values_N, kept[0], host)
                 dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
                 for piece in host.parameters:
                     if turn % size == rank:

@@ -22,9 +22,14 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.peer_two_shot import peer_layout
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
+from megatron_sparse.compression.residual import (
+    OF_INSTANCES,
+    RESIDUAL,
+    RESIDUAL_DTYPES,
+    ResidualStore,
+)
 from megatron_sparse.config.parameters import COMPRESSED
-from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
+from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
 from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.cuda_ext.peer_ops import window_bytes
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
@@ -55,11 +60,13 @@ class Share(NamedTuple):
         rank: this rank's number in the group that exchanges selections.
         buckets: what this rank selects from: whole buckets, or its parts of them.
         wholes: the buckets themselves, at a level above `rank`; None: the same.
+        of_instances: the buckets are sums of instances, selected from after another share's.
     """
 
     rank: int
     buckets: Sequence[Bucket]
     wholes: Sequence[Bucket] | None = None
+    of_instances: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,15 +135,16 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets, given in groups:
+    for rank, buckets, given, of_instances in groups:
         wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
-        found = _Group(config, rank, undo=undo)
+        found = _Group(_of_instances(config) if of_instances else config, rank, undo=undo)
         for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
             found.add_inside(bucket, whole)
-            parameters += sum(piece.stop - piece.start for piece in whole.parameters)
+            if not of_instances:
+                parameters += sum(piece.stop - piece.start for piece in whole.parameters)
         totals.update(found.nbytes(buckets))
         notes |= dict.fromkeys(
             f"without the buffers of {name}, which are known when it has run"
@@ -144,6 +152,21 @@ def account(
         )
     nbytes = {item: totals[item] for item in ITEMS if totals[item]}
     return MemoryAccount(parameters, nbytes, tuple(notes))
+
+
+def shares_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> list[Share]:
+    """This rank's shares of the buckets of a reducer."""
+    shares = [Share(reducer.across.rank, [reducer.part(bucket) for bucket in buckets], buckets)]
+    if reducer.second is not None:
+        shards = reducer.kept_parts(OF_INSTANCES, buckets)
+        shares.append(Share(reducer.second.across.rank, shards, of_instances=True))
+    return shares
+
+
+def _of_instances(config: SparseConfig) -> SparseConfig:
+    """What sums of instances are selected with; see `compression.methods`."""
+    compression = replace(config.compression, method="topk")
+    return replace(config, compression=compression, straggler=StragglerConfig())
 
 
 def _shard_numel(bucket: Bucket) -> int:
@@ -168,10 +191,11 @@ def held(
     """
     found: Counter[str] = Counter(undo=0, messages=0)
     for name, store in stores.items():
-        found[name] += store.nbytes - store.undo_nbytes
+        found[RESIDUAL if name == OF_INSTANCES else name] += store.nbytes - store.undo_nbytes
         found["undo"] += store.undo_nbytes
     windows = 0
-    for reducer in reducers:
+    firsts = list(reducers)
+    for reducer in [*firsts, *(each.second for each in firsts if each.second is not None)]:
         windows += reducer.window_bytes
         for purpose, nbytes in reducer.buffers.by_purpose().items():
             found[item_of(purpose)] += nbytes

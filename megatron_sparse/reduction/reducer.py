@@ -32,7 +32,8 @@ branches for them. They are chosen once, when the reducer is made:
   their gradients before the selection, behind the gate; what follows happens to this rank's part
   of that sum.
 - `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
-  reduce-scatters inside an instance, and the second half sums the shards of all instances.
+  reduce-scatters inside an instance, and the second half sums the shards of all instances: dense,
+  or by a second reducer with a residual of its own.
 - `GradientListener`s see gradients and selections, for instance to dump them.
 
 Shape suffixes: N elements of the bucket, R threshold ranges.
@@ -41,7 +42,7 @@ Shape suffixes: N elements of the bucket, R threshold ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -50,8 +51,9 @@ import torch
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.method import CompressionMethod
+from megatron_sparse.compression.residual import OF_INSTANCES
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
@@ -174,8 +176,20 @@ class GradientReducer:
         self.selector = Selector(method, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
-        self._second_half = second_half(groups.instances)
+        self.second = self._of_instances(groups) if groups.compresses_instances else None
+        self._second_half = second_half(groups.instances, self.transport.rank, self.second)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
+
+    def _of_instances(self, groups: Groups) -> GradientReducer:
+        """The reducer of the ranks that own the same shard; it selects from sums of instances."""
+        method = self.selector.method.of_instances
+        assert groups.instances is not None
+        assert method is not None, "compression.level is node+instance"
+        return GradientReducer(
+            replace(self._config, straggler=StragglerConfig()),
+            Groups(groups.instances, groups.tensor_parallel),
+            *(self.planner, method, self._sink, self.progress),
+        )
 
     def open_windows(self, buckets: Sequence[Bucket]) -> None:
         """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
@@ -194,6 +208,8 @@ class GradientReducer:
         """
         parts = [self.part(bucket) for bucket in buckets]
         self.windows = windows_for(parts, self._config, self.planner, self._level.across)
+        if self.second is not None:
+            self.second.open_windows(self.kept_parts(OF_INSTANCES, buckets))
 
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
@@ -202,6 +218,11 @@ class GradientReducer:
         """
         return self._level.part(bucket)
 
+    def kept_parts(self, store: str, buckets: Iterable[Bucket]) -> list[Bucket]:
+        """What a store of the method keeps values of, in the order of `buckets`."""
+        part = self._second_half.part if store == OF_INSTANCES else self.part
+        return [kept for kept in map(part, buckets) if kept is not None]
+
     @property
     def across(self) -> Transport:
         """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
@@ -209,7 +230,7 @@ class GradientReducer:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of device memory that this rank's windows take."""
+        """Bytes of device memory that this rank's windows take, those of `second` apart."""
         return 0 if self.windows is None else self.windows.nbytes
 
     def start(
@@ -364,6 +385,14 @@ class GradientReducer:
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
+
+    def reports(self, bucket: Bucket, step: int) -> list[dict[str, Any]]:
+        """The bucket's rows of `plan.json`; two where the sums of instances are compressed too."""
+        rows = [self.report(bucket, step)]
+        if self.second is not None:
+            shards = self.kept_parts(OF_INSTANCES, [bucket])
+            rows += [self.second.report(shard, step) for shard in shards]
+        return rows
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""

@@ -54,14 +54,17 @@ LAYOUTS = {
 CHECKPOINTS = ("all_reduce", "overlap", "instances")
 ONE_EACH = {"tensor": (Layout(tensor=2, ddp=OVERLAP), "node")}
 """Two nodes with one data-parallel rank of each group: they run at level `rank`, and say so."""
+NESTED = {"rank_and_instance": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node+instance")}
+"""On 4 ranks that are nodes of their own: gradients are compressed per rank, and per instance."""
 ONE_NODE = {"pipeline": (Layout(pipeline=2, microbatches=2, ddp=OVERLAP), "node")}
 """Each data-parallel group is on one node, where nothing is compressed."""
 LARGE = {
     "tensor": (Layout(tensor=2, ddp=SHARDED | OVERLAP), "node"),
     "expert": (Layout(expert=2, experts=4, ddp=OVERLAP), "node"),
     "nodes_in_instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node"),
+    "nodes_and_instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node+instance"),
 }
-"""On 8 ranks in nodes of 4, or for the last one of 2."""
+"""On 8 ranks in nodes of 4, or with instances of 2."""
 
 
 def _train(layout, level, **plugin):
@@ -82,7 +85,7 @@ def _train(layout, level, **plugin):
         "losses": losses,
         "copies": {name: (_copies(model)[name], w) for name, w in model.weights().items()},
         "pruned": {n for n, held in attachment.residuals.by_parameter() if held.any()},
-        "residual": attachment.residuals.nbytes - attachment.residuals.undo_nbytes,
+        "residual": attachment.memory_report()["residual"],
         "account": attachment.memory_account().nbytes.get("residual", 0),
         "whole": 4 * numel,
         "lines": [line for line in lines if "compressed at level" in line],
@@ -119,6 +122,11 @@ def _four(rank, world_size, folder):
     for name in CHECKPOINTS:
         with parallel_state_of(LAYOUTS[name][0]):
             reports[f"checkpoint {name}"] = _checkpoints(*LAYOUTS[name], Path(folder, name))
+    _on_node(rank, 1)
+    for name, (layout, level) in NESTED.items():
+        with parallel_state_of(layout):
+            reports[name] = _report(layout, level)
+            reports[f"checkpoint {name}"] = _checkpoints(layout, level, Path(folder, name))
     return reports
 
 
@@ -126,7 +134,7 @@ def _eight(rank, world_size):
     cpu_mode.enable()
     reports = {}
     for name, (layout, level) in LARGE.items():
-        _on_node(rank, 2 if name == "nodes_in_instances" else 4)
+        _on_node(rank, 2 if layout.instances > 1 else 4)
         with parallel_state_of(layout):
             reports[name] = _report(layout, level)
     return reports
@@ -153,8 +161,9 @@ class _Run:
         )
 
     def held(self):
-        store = self.attachment.residuals
-        return {key: view.clone() for key, view in store.slices()}
+        """By store, parameter and first element."""
+        stores = self.attachment.stores().items()
+        return {(name, *key): v.clone() for name, store in stores for key, v in store.slices()}
 
     def totals(self):
         """The residual of each parameter, whole, in fp64: exact for sums of two fp32 numbers."""
@@ -163,7 +172,7 @@ class _Run:
             for bucket in self.attachment.buckets
             for piece in bucket.parameters
         }
-        for (name, start), view in self.held().items():
+        for (_, name, start), view in self.held().items():
             whole[name][start : start + view.numel()] += view
         for values in whole.values():
             torch.distributed.all_reduce(values)
@@ -212,8 +221,16 @@ def _rounded(totals):
     return {name: values.float() for name, values in totals.items()}
 
 
+def _close(first, second):
+    """Up to the rounding of a few fp32 sums."""
+    assert first.keys() == second.keys()
+    return all(torch.allclose(first[n], second[n], rtol=1e-6, atol=1e-9) for n in first)
+
+
 def _checkpoints(layout, level, folder):
     """Whether residuals survive, by what was saved and what loads it."""
+    is_nested = level == "node+instance"
+    same = _close if is_nested else _equal  # a change of level adds up the two residuals
     run = _Run(layout, level)
     for _ in range(2):
         run.model.step()
@@ -237,16 +254,19 @@ def _checkpoints(layout, level, folder):
     for other in (level, "rank"):
         for case in ("sum", "sum files"):
             again = _Run(layout, other).load(folder / case)
-            found[f"{case}: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
+            found[f"{case}: total at {other}"] = same(_rounded(again.totals()), _rounded(totals))
             again.end()
     for kind in ("full", "full files"):
         ranks = _Run(layout, "rank").load(folder / kind)
-        found[f"{kind}: total at rank"] = _equal(ranks.totals(), totals)
+        found[f"{kind}: total at rank"] = same(ranks.totals(), totals)
         save = ranks.save if kind == "full" else ranks.save_files
         save(folder / f"{kind} of ranks", "full")
         ranks.end()
         again = _Run(layout, level).load(folder / f"{kind} of ranks")
-        found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
+        if is_nested:
+            found[f"{kind} of ranks: total"] = same(again.totals(), totals)
+        else:
+            found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
         again.end()
     return found
 
@@ -315,7 +335,19 @@ def test_a_group_on_one_node_is_dense(four, name):
     assert all("2 ranks on one node" in line for line in said)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", NESTED)
+def test_ranks_and_instances_compress(four, name):
+    """The residual of a rank is whole, and that of its instance a shard: half a bucket."""
+    _assert_trains(four, name, NESTED[name][0])
+    for rank in four:
+        sparse = rank[name]["sparse"]
+        assert sparse["residual"] == sparse["account"] == sparse["whole"] * 3 // 2
+    said = [line for rank in four for line in rank[name]["sparse"]["lines"]]
+    assert all("level rank: each node has one rank, and between 2 instances" in s for s in said)
+    assert said
+
+
+@pytest.mark.parametrize("name", [*CHECKPOINTS, *NESTED])
 def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
     for rank in four:
         found = rank[f"checkpoint {name}"]

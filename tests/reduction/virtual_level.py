@@ -8,7 +8,12 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import (
+    OF_INSTANCES,
+    RESIDUAL_DTYPES,
+    Outcome,
+    ResidualStore,
+)
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
@@ -120,13 +125,16 @@ class VirtualRanks:
 
     def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
         """Values of the parameters of a rank's part, at their places in the whole bucket."""
-        bucket = self.buckets[rank]
-        starts = {piece.name: piece.start for piece in bucket.parameters}
-        whole_N = torch.zeros(bucket.numel)
-        for piece in self.reducers[rank].part(bucket).parameters:
-            start = starts[piece.name] + piece.offset
-            whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
-        return whole_N
+        return in_place(self.buckets[rank], self.reducers[rank].part(self.buckets[rank]), part_M)
+
+    def second_residual(self, rank: int) -> torch.Tensor:
+        """The residual of the rank's shard of its instance's sum, in the whole bucket, fp32."""
+        bucket, reducer = self.buckets[rank], self.reducers[rank]
+        store = reducer.selector.method.stores[OF_INSTANCES]
+        (shard,) = reducer.kept_parts(OF_INSTANCES, [bucket])
+        if shard.name not in store:
+            return torch.zeros(bucket.numel)
+        return in_place(bucket, shard, store[shard.name].float())
 
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that each node has sent to others."""
@@ -189,6 +197,16 @@ class VirtualRanks:
         return result_N[bucket.shard(rank % self.each)]
 
 
+def in_place(bucket: Bucket, part: Bucket, part_M: torch.Tensor) -> torch.Tensor:
+    """Values of a part's parameters, at their places in the bucket; zero elsewhere."""
+    starts = {piece.name: piece.start for piece in bucket.parameters}
+    whole_N = torch.zeros(bucket.numel)
+    for piece in part.parameters:
+        start = starts[piece.name] + piece.offset
+        whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
+    return whole_N
+
+
 def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
     """The groups of each rank of a cluster."""
     n = len(cluster.transports)
@@ -213,5 +231,6 @@ def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> l
             found.append(Groups(whole[rank], level=level))
             continue
         level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
-        found.append(Groups(whole[rank], None, others[rank] if instances > 1 else None, level))
+        several = others[rank] if instances > 1 else None
+        found.append(Groups(whole[rank], None, several, level, choice.compresses_instances))
     return found
