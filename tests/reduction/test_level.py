@@ -90,24 +90,23 @@ def test_sums_are_exact_and_nothing_is_lost(sizes, op):
             assert 0 < found.records[0].nnz < 0.2 * part.numel
 
 
+OPTIONS = [
+    {"scheme": "agsparse"},
+    {"scheme": "auto", "density": 0.02},
+    {"scheme": "sparse_ring"},
+    {"scheme": "dense_q"},
+    {"capacity": 1.25},
+    {"method": "threshold_reuse"},
+    {"method": "sidco"},
+    {"method": "dgc", "momentum": 0.0},
+    {"threshold_scope": "bucket"},
+    {"warmup_iters": 2},
+    {"undo": "always"},
+]
+
+
 @pytest.mark.parametrize("op", [AR, RS])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scheme": "agsparse"},
-        {"scheme": "auto", "density": 0.02},
-        {"scheme": "sparse_ring"},
-        {"scheme": "dense_q"},
-        {"capacity": 1.25},
-        {"method": "threshold_reuse"},
-        {"method": "sidco"},
-        {"method": "dgc", "momentum": 0.0},
-        {"threshold_scope": "bucket"},
-        {"warmup_iters": 2},
-        {"undo": "always"},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_every_method_and_option(options, op):
     sizes = (2, 2, 2)
     ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
@@ -115,11 +114,21 @@ def test_every_method_and_option(options, op):
         check_step(ranks, step)
 
 
-@pytest.mark.parametrize("op", [AR, RS])
-def test_a_pinned_straggler_is_a_rank_of_each_lane(op):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_method_and_option_of_an_instance(options):
     sizes = (2, 2, 2)
-    config = settings(straggler=StragglerConfig(mode="pinned", rank=1))
-    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes))
+    config = settings(level="instance", **options)
+    ranks = VirtualRanks(config, sizes, RS, numel_of(RS, sizes), instances=3)
+    for step in range(4):
+        check_step(ranks, step)
+        ranks.step(gradients(ranks, step), step, accepted=False)
+
+
+@pytest.mark.parametrize(("level", "op"), [("node", AR), ("node", RS), ("instance", RS)])
+def test_a_pinned_straggler_is_a_rank_of_each_lane(level, op):
+    sizes, instances = (2, 2, 2), 3 if level == "instance" else 1
+    config = settings(level=level, straggler=StragglerConfig(mode="pinned", rank=1))
+    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes), instances=instances)
     for step in range(3):
         for record in check_step(ranks, step).records:
             assert (record.scheme, record.straggler) == ("straggler_direct", 1)
