@@ -138,7 +138,8 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
     own = attachment.stores().keys()
-    lines += _second_residual(OF_INSTANCES in saved.kept, OF_INSTANCES in own)
+    second = [attachment.reducer(group).second for group in attachment.groups]
+    lines += _second_residual(OF_INSTANCES in saved.kept, any(second))
     for name in sorted((own ^ set(saved.kept)) - {OF_INSTANCES}):
         what = "starts at zero: the checkpoint has none" if name in own else "is not used any more"
         lines.append(f"the compression method has changed: {name} {what}")

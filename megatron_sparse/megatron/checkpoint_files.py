@@ -42,7 +42,6 @@ from megatron_sparse.megatron.residual_rows import (
     row_layouts,
     rows_here,
     saved_slices,
-    sources,
     summed_parameters,
 )
 
@@ -191,9 +190,10 @@ def _moved(
     for store in attachment.stores():
         for held in held_slices(attachment, store):
             found = []
-            for source in sources(store, attachment.stores()):
+            for source in held.sources:
                 table = tables.get((source, held.expert), {})
-                found += [table[row] for row in sorted(table) if has_parameter(table[row], held)]
+                if table and has_parameter(table[min(table)], held):
+                    found += [table[row] for row in sorted(table)]
             if found:
                 parts = [cut(found[row], held) for row in held.row.takes(len(found))]
                 # A row that takes none over is zero, but exists: all ranks save the same ones.
@@ -217,7 +217,7 @@ def _parts_of_sums(
     for store in attachment.stores():
         for held in held_slices(attachment, store):
             name, start = held.key
-            keys = ((held.expert, s, name) for s in sources(store, attachment.stores()))
+            keys = ((held.expert, source, name) for source in held.sources)
             totals = [sums[key] for key in keys if key in sums]
             for total_P in totals:
                 check_size(name, total_P.numel(), held.whole_numel)

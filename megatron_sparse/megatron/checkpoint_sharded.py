@@ -47,7 +47,6 @@ from megatron_sparse.megatron.residual_rows import (
     part_of_sum,
     row_layouts,
     saved_slices,
-    sources,
     summed_parameters,
 )
 
@@ -229,11 +228,10 @@ def _pieces(
     Raises:
         CheckpointError: a parameter has another size.
     """
-    stores = attachment.stores()
-    for store in stores:
+    for store in attachment.stores():
         for each in held_slices(attachment, store):
             name, _ = each.key
-            keys = (f"{_store_key(s, here, each.expert)}{name}" for s in sources(store, stores))
+            keys = (f"{_store_key(source, here, each.expert)}{name}" for source in each.sources)
             entries = [found[key] for key in keys if key in found]
             for entry in entries:
                 check_size(name, entry.shape[-1], each.whole_numel)

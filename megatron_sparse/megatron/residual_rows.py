@@ -9,15 +9,15 @@ A checkpoint has each parameter as a table: rows x elements. After a change of r
 new row r takes the sum of the old rows j with j mod count = r, so the total over rows, which error
 feedback still has to send, is preserved.
 
-At level `node+instance` a second store has a row for each instance, in a table of its own. In a run
-without this store its rows count as further rows of the first one (`sources`).
+At level `node+instance` a second store has a row for each instance, in a table of its own. Where a
+run does not compress sums of instances, these rows count as further rows of the first store.
 
 Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,6 +67,7 @@ class HeldSlice:
         whole_numel: elements of the parameter.
         expert: whether the parameter is an expert's.
         row: of which the slice is a part.
+        sources: the saved stores that it takes over; rows are counted through all of them.
     """
 
     bucket: Bucket
@@ -75,6 +76,7 @@ class HeldSlice:
     whole_numel: int
     expert: bool
     row: Row
+    sources: tuple[str, ...] = (RESIDUAL,)
 
     @property
     def key(self) -> SliceKey:
@@ -112,31 +114,18 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
     return {kind: (row.level, row.count) for kind, row in rows_here(attachment).items()}
 
 
-def sources(store: str, stores: Iterable[str]) -> list[str]:
-    """The saved stores that a store takes over, in the order in which their rows are counted.
-
-    Args:
-        store: of this run.
-        stores: all of this run.
-
-    Example:
-        >>> sources("residual", ["residual"]), sources("residual", ["residual", OF_INSTANCES])
-        (['residual', 'residual_of_instances'], ['residual'])
-    """
-    takes_more = store == RESIDUAL and OF_INSTANCES not in stores
-    return [store, OF_INSTANCES] if takes_more else [store]
-
-
 def held_slices(attachment: Attachment, store: str) -> Iterator[HeldSlice]:
     """All slices of which this rank holds values in a store, or may, in the buckets' order."""
     for group in attachment.groups:
         row, reducer = row_of(attachment, group, store), attachment.reducer(group)
+        takes_more = store == RESIDUAL and reducer.second is None
+        sources = (store, OF_INSTANCES) if takes_more else (store,)
         for host in group.buckets:
             numels = {piece.name: piece.stop - piece.start for piece in host.parameters}
             for bucket in reducer.kept_parts(store, [host]):
                 for piece in bucket.parameters:
                     numel, whole_numel = piece.stop - piece.start, numels[piece.name]
-                    yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
+                    yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row, sources)
 
 
 def saved_slices(attachment: Attachment) -> Iterator[tuple[str, HeldSlice, torch.Tensor]]:

@@ -139,7 +139,7 @@ def account(
         wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
-        found = _Group(_of_instances(config) if of_instances else config, rank, undo=undo)
+        found = _Group(config, rank, undo=undo, of_instances=of_instances)
         for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
             found.add_inside(bucket, whole)
@@ -161,12 +161,6 @@ def shares_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> list[Share
         shards = reducer.kept_parts(OF_INSTANCES, buckets)
         shares.append(Share(reducer.second.across.rank, shards, of_instances=True))
     return shares
-
-
-def _of_instances(config: SparseConfig) -> SparseConfig:
-    """What sums of instances are selected with; see `compression.methods`."""
-    compression = replace(config.compression, method="topk")
-    return replace(config, compression=compression, straggler=StragglerConfig())
 
 
 def _shard_numel(bucket: Bucket) -> int:
@@ -209,8 +203,12 @@ def held(
 class _Group:
     """Adds up what one reducer will hold."""
 
-    def __init__(self, config: SparseConfig, rank: int, *, undo: bool) -> None:
+    def __init__(self, config: SparseConfig, rank: int, *, undo: bool, of_instances: bool) -> None:
+        if of_instances:  # see `compression.methods`
+            compression = replace(config.compression, method="topk")
+            config = replace(config, compression=compression, straggler=StragglerConfig())
         self._config, self._rank, self._undo = config, rank, undo
+        self._has_turns = not of_instances
         self._planner = FixedPlanner(config.compression, config.scheme)
         if config.planner.pin:
             self._planner = planner_of(config, logs=False)
@@ -299,7 +297,8 @@ class _Group:
                 scratch = scratch_capacity(offsets, sizes.places.records)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
-            shared = bucket.grad_N.is_cuda or purpose == "scratch"
+            is_own = purpose in _BEFORE_GATE and not self._has_turns
+            shared = (bucket.grad_N.is_cuda and not is_own) or purpose == "scratch"
             key = (purpose, "" if shared else bucket.name)
             self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 

@@ -121,5 +121,6 @@ def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
     buffers = MessageBuffers()
     buffers.take("star:0", 100, torch.device("cpu"))
     buffers.take("received:0", 50, torch.device("cpu"))
-    reducer = cast("GradientReducer", SimpleNamespace(buffers=buffers, window_bytes=0))
+    given = SimpleNamespace(buffers=buffers, window_bytes=0, second=None)
+    reducer = cast("GradientReducer", given)
     assert held({}, [reducer]) == {"undo": 0, "messages": 100, "received": 50}
