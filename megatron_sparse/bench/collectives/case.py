@@ -110,24 +110,26 @@ class Case:
         sends_whole = known is not None and known.sends_whole
         return sends_whole or self.value_bits is not None or self.sum_bits is not None
 
-    def count_wrong(self, result_M: torch.Tensor, sent: Sequence[torch.Tensor]) -> int:
+    def count_wrong(self, results: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> int:
         """Elements that are not the sum of the values that ranks have sent.
 
         Args:
-            result_M: part of the sum, in the gradient's dtype.
+            results: the same part of the sum [M] on one rank or several, in the gradient's dtype.
             sent: fp32 [M] of each rank: what the gradient and the residual have lost.
         """
         wrong = 0
-        for start in range(0, len(result_M), CHUNK):
+        for start in range(0, len(results[0]), CHUNK):
             part = slice(start, start + CHUNK)
             sent_nC = torch.stack([values_M[part] for values_M in sent]).double()
-            found_C, exact_C, slack = result_M[part], sent_nC.sum(0), 0.0
+            exact_C, slack = sent_nC.sum(0), 0.0
             if self.rounds:
                 # n - 1 fp32 additions in any order, and three of an owner that rounds its sum. A
                 # wrong value would be off by a step of its group, which is 2^12 times as much.
                 slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
-            low_C, high_C = ((exact_C + off).float().to(found_C.dtype) for off in (-slack, slack))
-            wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
+            dtype = results[0].dtype
+            low_C, high_C = ((exact_C + off).float().to(dtype) for off in (-slack, slack))
+            for found_C in (result_M[part] for result_M in results):
+                wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
         return wrong
 
     def _capacity(self, sweep: Sweep) -> float | None:

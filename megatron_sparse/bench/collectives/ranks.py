@@ -147,7 +147,7 @@ class RankBench(RankGroup):
             low, high = max(start, own.start), min(start + CHUNK, own.stop)
             if low < high:
                 parts = [values_C[low - start : high - start] for values_C in sent_nC]
-                wrong += case.count_wrong(grad_N[low:high], parts)
+                wrong += case.count_wrong([grad_N[low:high]], parts)
         return wrong
 
     def _time(self, case: Case, row: Row, wire_rate: float) -> None:

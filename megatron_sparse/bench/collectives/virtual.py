@@ -19,6 +19,7 @@ from megatron_sparse.bench.collectives.row import Row
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.bench.table import Progress
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BucketRecord, StageTimer
@@ -143,11 +144,14 @@ class VirtualRanks:
         """Elements of all results that differ from the sum of what was sent of small integers."""
         case, n = self._case, len(self._paths)
         _, outcomes = self.run([case.small_integers(rank, n, step) for rank in range(n)], step)
-        wrong = 0
-        for rank, outcome in enumerate(outcomes):
-            own = case.owned(rank, n)
-            wrong += case.count_wrong(outcome.result, [each.sent_N[own] for each in outcomes])
-        return wrong
+        results, sent = [each.result for each in outcomes], [each.sent_N for each in outcomes]
+        if case.op is CollectiveOp.ALL_REDUCE:
+            return case.count_wrong(results, sent)
+        owned = [case.owned(rank, n) for rank in range(n)]
+        return sum(
+            case.count_wrong([result], [sent_N[own] for sent_N in sent])
+            for result, own in zip(results, owned, strict=True)
+        )
 
     def _steps(
         self, transport: VirtualTransport, given: list[torch.Tensor], step: int
