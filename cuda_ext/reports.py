@@ -135,8 +135,8 @@ def _waiting() -> _Waiting:
     def run() -> None:
         while True:
             device, copied, wake = waiting.get()
-            torch.cuda.set_device(device)  # a thread begins with the first one
             with suppress(RuntimeError):  # `finish` meets the device's error again, and raises it
+                torch.cuda.set_device(device)  # a thread begins with the first one
                 copied.synchronize()
             wake()
 

@@ -55,6 +55,18 @@ def test_one_thread_on_the_right_device_waits_for_all(monkeypatch: pytest.Monkey
     assert names.count("megatron_sparse_report") == 1
 
 
+def test_the_thread_outlives_a_device_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    for set_device in (fails, lambda device: None):
+        monkeypatch.setattr(torch.cuda, "set_device", set_device)
+        event, woken = Event(), threading.Event()
+        event.end()
+        copy_behind(event).when_ready(woken.set)
+        assert woken.wait(10)
+
+
 def test_what_is_there_wakes_at_once() -> None:
     woken: list[bool] = []
     HostCopy([]).when_ready(lambda: woken.append(True))
