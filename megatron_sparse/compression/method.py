@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout
-from megatron_sparse.compression.residual import RESIDUAL, ResidualStore
+from megatron_sparse.compression.residual import OF_INSTANCES, RESIDUAL, ResidualStore
 from megatron_sparse.compression.threshold import range_limits
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
@@ -40,13 +40,20 @@ class CompressionMethod(Protocol):
         config: the settings it was made with.
         stores: the values kept for each element, by name; "residual" is among them. The owner of
             the method commits, rolls back, rescales, saves and loads them, and the method itself.
-        of_instances: selects from the sums of optimizer instances, where these are compressed too;
-            its store is among `stores`, and it keeps nothing else. None elsewhere.
     """
 
     config: CompressionConfig
     stores: dict[str, ResidualStore]
-    of_instances: CompressionMethod | None
+
+    def of_instances(self, config: CompressionConfig) -> CompressionMethod:
+        """What selects from the sums of optimizer instances; always the same object.
+
+        From the first call on its residual is one of `stores`. It keeps nothing else.
+
+        Args:
+            config: its settings.
+        """
+        ...
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """The bucket's residual [N], which is added to the gradient; mutates it."""
@@ -118,7 +125,16 @@ class SampledTopK:
         self.config = config
         self.residuals = residuals
         self.stores = {RESIDUAL: residuals}
-        self.of_instances: CompressionMethod | None = None
+        self._of_instances: SampledTopK | None = None
+
+    def of_instances(self, config: CompressionConfig) -> CompressionMethod:
+        """See `CompressionMethod`: sampled top-k with error feedback, for every method."""
+        if self._of_instances is None:
+            first = self.residuals
+            second = ResidualStore(first.dtype, undo=first.undo, outcome=first.outcome)
+            self._of_instances = SampledTopK(config, second)
+            self.stores[OF_INSTANCES] = second
+        return self._of_instances
 
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """See `CompressionMethod`."""

@@ -138,8 +138,10 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
     own = attachment.stores().keys()
-    second = [attachment.reducer(group).second for group in attachment.groups]
-    lines += _second_residual(OF_INSTANCES in saved.kept, any(second))
+    if OF_INSTANCES in set(saved.kept) - own:
+        lines.append("residuals of instances are added to the others: their total is the same")
+    elif OF_INSTANCES in own - set(saved.kept):
+        lines.append("residuals of instances start at zero: the checkpoint has none")
     for name in sorted((own ^ set(saved.kept)) - {OF_INSTANCES}):
         what = "starts at zero: the checkpoint has none" if name in own else "is not used any more"
         lines.append(f"the compression method has changed: {name} {what}")
@@ -163,13 +165,6 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     if not (config.enabled and attachment.enabled):
         lines.append("compression is switched off: the next step sends the residuals")
     return lines
-
-
-def _second_residual(before: bool, now: bool) -> list[str]:
-    """What happens to the residuals of instances that `compression.level=node+instance` keeps."""
-    if before and not now:
-        return ["residuals of instances are added to the others: their total is the same"]
-    return ["residuals of instances start at zero: the checkpoint has none"] * (now and not before)
 
 
 def _in_words(rows: RowLayouts) -> str:

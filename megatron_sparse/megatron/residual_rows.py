@@ -105,8 +105,15 @@ def rows_here(attachment: Attachment, store: str = RESIDUAL) -> dict[str, Row]:
     """This rank's rows in a store, by kind of parameter: `dense`, `expert`."""
     return {
         "expert" if group.expert else "dense": row_of(attachment, group, store)
-        for group in attachment.groups
+        for group in _groups_of(attachment, store)
     }
+
+
+def _groups_of(attachment: Attachment, store: str) -> list[GroupBuckets]:
+    """The groups of which a store keeps values."""
+    if store != OF_INSTANCES:
+        return attachment.groups
+    return [group for group in attachment.groups if attachment.reducer(group).second is not None]
 
 
 def row_layouts(attachment: Attachment) -> RowLayouts:
@@ -116,7 +123,7 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
 
 def held_slices(attachment: Attachment, store: str) -> Iterator[HeldSlice]:
     """All slices of which this rank holds values in a store, or may, in the buckets' order."""
-    for group in attachment.groups:
+    for group in _groups_of(attachment, store):
         row, reducer = row_of(attachment, group, store), attachment.reducer(group)
         takes_more = store == RESIDUAL and reducer.second is None
         sources = (store, OF_INSTANCES) if takes_more else (store,)
@@ -166,14 +173,14 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
     here = Place.here()
     for name, store in attachment.stores().items():
         turn = 0
-        for group in attachment.groups:
+        for group in _groups_of(attachment, name):
             rank, size = here.row(group.expert)
             for host in group.buckets:
-                kept = attachment.reducer(group).kept_parts(name, [host])
-                values_N = store.settled(kept[0]) if kept else None
+                (bucket,) = attachment.reducer(group).kept_parts(name, [host])
+                values_N = store.settled(bucket)
                 if values_N is None:
                     continue
-                total_N = _in_place(values_N, kept[0], host)
+                total_N = _in_place(values_N, bucket, host)
                 dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
                 for piece in host.parameters:
                     if turn % size == rank:

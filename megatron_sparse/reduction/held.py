@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import Gate, Job
+from megatron_sparse.reduction.job import Job, without_gates
 from megatron_sparse.reduction.pending import Pending
 
 
@@ -33,7 +33,7 @@ class HeldProgress:
 
     def steps(self) -> Generator[Any, None, None]:
         """The job without its gate, which is for threads."""
-        yield from (each for each in self._job() if not isinstance(each, Gate))
+        yield from without_gates(self._job())
         self._pending.end(None)
 
     def close(self) -> None:

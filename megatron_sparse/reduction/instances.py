@@ -24,9 +24,10 @@ from typing import Protocol
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import POSTED, QUEUED, Exchange
 from megatron_sparse.collectives.dense import dense
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.reduction.bucket_job import BucketJob
-from megatron_sparse.reduction.job import Gate, Stage
-from megatron_sparse.reduction.level_parts import instance_part
+from megatron_sparse.reduction.job import Stage, without_gates
+from megatron_sparse.reduction.level_parts import KeptParts, instance_part
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
 
@@ -46,10 +47,6 @@ class ShardReducer(Protocol):
 class SecondHalf(Protocol):
     """The stage that follows the collective of a bucket's group."""
 
-    def part(self, bucket: Bucket) -> Bucket | None:
-        """What is selected from after the collective, always the same object; None: nothing."""
-        ...
-
     def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """Runs the steps of a collective, then the second half; returns the bytes sent in both.
 
@@ -61,46 +58,36 @@ class SecondHalf(Protocol):
         ...
 
 
-def second_half(instances: Transport | None, rank: int, reducer: ShardReducer | None) -> SecondHalf:
+def second_half(
+    instances: Transport | None, shards: KeptParts, reducer: ShardReducer | None
+) -> SecondHalf:
     """The sum over the instances, or nothing where there is one instance only.
 
     Args:
         instances: the ranks that own the same shard, one of each instance.
-        rank: this rank in its instance.
+        shards: `shard_bucket` of this rank.
         reducer: of these ranks, where their shards are compressed.
     """
     if instances is None:
         return OneInstance()
     if reducer is None:
-        return SumOverInstances(instances)
-    return CompressedInstances(reducer, rank)
+        return SumOverInstances(shards, instances)
+    return CompressedInstances(shards, reducer)
 
 
 class OneInstance:
     """Nothing follows the collective."""
-
-    def part(self, bucket: Bucket) -> Bucket | None:
-        """See `SecondHalf`."""
-        return None
 
     def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """See `SecondHalf`."""
         return steps
 
 
-class SumOverInstances:
-    """Adds up this rank's shard over all instances, dense.
+class _OverInstances:
+    """What both ways have in common: the averaged shard, and the order of the halves."""
 
-    Args:
-        instances: the ranks that own the same shard, one of each instance.
-    """
-
-    def __init__(self, instances: Transport) -> None:
-        self._instances = instances
-
-    def part(self, bucket: Bucket) -> Bucket | None:
-        """See `SecondHalf`."""
-        return None
+    def __init__(self, shards: KeptParts) -> None:
+        self._shards = shards
 
     def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """See `SecondHalf`; `steps` is a reduce-scatter.
@@ -108,53 +95,67 @@ class SumOverInstances:
         Raises:
             CommunicationError: an instance means another bucket or step.
         """
-        return one_after_another(steps, lambda: self._sum(exchange, step))
+        return one_after_another(steps, lambda: self._second(exchange, step))
+
+    def _second(self, exchange: Exchange, step: int) -> Stage[int]:
+        bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
+        shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
+        if exchange.averages:
+            shard.grad_N.div_(bucket.instances)
+        across = replace(exchange, bucket=shard, averages=False)
+        return (yield from self._sum(across, step))
 
     def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        shard = shard_bucket(exchange.bucket, exchange.transport.rank)
-        if exchange.averages:
-            shard.grad_N.div_(exchange.bucket.instances)
-        across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
-        return (yield from dense(across, shard.grad_N, step))
+        """Overwrites the shard, the exchange's bucket, with the sum; returns the bytes sent."""
+        raise NotImplementedError
 
 
-class CompressedInstances:
+class SumOverInstances(_OverInstances):
+    """Adds up this rank's shard over all instances, dense.
+
+    Args:
+        shards: see `second_half`.
+        instances: the ranks that own the same shard, one of each instance.
+    """
+
+    def __init__(self, shards: KeptParts, instances: Transport) -> None:
+        super().__init__(shards)
+        self._instances = instances
+
+    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
+        across = replace(exchange, transport=self._instances)
+        return dense(across, exchange.bucket.grad_N, step)
+
+
+class CompressedInstances(_OverInstances):
     """Selects from this rank's shard, and adds up the selections of all instances.
 
     The stages count to those of the bucket: both halves have one record.
 
     Args:
+        shards: see `second_half`.
         reducer: of the ranks that own the same shard.
-        rank: this rank in its instance.
     """
 
-    def __init__(self, reducer: ShardReducer, rank: int) -> None:
+    def __init__(self, shards: KeptParts, reducer: ShardReducer) -> None:
+        super().__init__(shards)
         self._reducer = reducer
-        self._rank = rank
-        self._parts: dict[str, tuple[Bucket, Bucket]] = {}
-
-    def part(self, bucket: Bucket) -> Bucket:
-        """See `SecondHalf`."""
-        kept, shard = self._parts.get(bucket.name, (None, None))
-        if shard is None or kept is not bucket:
-            shard = shard_bucket(bucket, self._rank)
-            self._parts[bucket.name] = bucket, shard
-        return shard
-
-    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
-        """See `SecondHalf`; `steps` is a reduce-scatter."""
-        return one_after_another(steps, lambda: self._sum(exchange, step))
 
     def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        bucket, shard = exchange.bucket, self.part(exchange.bucket)
-        shard.grad_N = bucket.grad_N[bucket.shard(self._rank)]
-        if exchange.averages:
-            shard.grad_N.div_(bucket.instances)
-        job = self._reducer.job(shard, step)
+        job = self._reducer.job(exchange.bucket, step)
         job.record.timer = exchange.timer
         # The bucket has passed its gate already.
         yield from without_gates(self._reducer.synchronise(job))
         return job.record.wire_bytes
+
+
+def config_of_instances(config: SparseConfig) -> SparseConfig:
+    """The configuration of what selects from sums of instances: sampled top-k, no stragglers.
+
+    Velocities of DGC, for example, are in these sums already.
+    """
+    compression = replace(config.compression, method="topk")
+    return replace(config, compression=compression, straggler=StragglerConfig())
 
 
 def shard_bucket(bucket: Bucket, rank: int) -> Bucket:
@@ -191,11 +192,6 @@ def one_after_another(first: Stage[int], second: Callable[[], Stage[int]]) -> St
     if later_bytes is None:
         later_bytes = yield from later
     return sent_bytes + later_bytes
-
-
-def without_gates(steps: Stage[None]) -> Stage[None]:
-    """The steps of a pipeline, without its gates."""
-    yield from (outcome for outcome in steps if not isinstance(outcome, Gate))
 
 
 def until_queued(steps: Stage[int], posted: object = None) -> Stage[int | None]:

@@ -60,6 +60,12 @@ type Stage[T] = Generator[object, None, T]
 Job = Callable[[], Stage[None]]
 """Makes the generator."""
 
+
+def without_gates(steps: Stage[None]) -> Stage[None]:
+    """The steps of a job without its gates: where another job's gates, or none, keep the order."""
+    yield from (outcome for outcome in steps if not isinstance(outcome, Gate))
+
+
 POLL_S = 20e-3
 """Waiting jobs are polled this often, for deadlines and for ranks that are gone: neither wakes the
 thread that drives them."""

@@ -62,7 +62,12 @@ from megatron_sparse.planner import Plan
 from megatron_sparse.recording import INSIDE_TIER, BucketRecord
 from megatron_sparse.reduction.instances import until_queued
 from megatron_sparse.reduction.job import GATE, Gate, Stage
-from megatron_sparse.reduction.level_parts import instance_part, node_cuts, node_part
+from megatron_sparse.reduction.level_parts import (
+    KeptParts,
+    instance_part,
+    node_cuts,
+    node_part,
+)
 from megatron_sparse.transport import Transport
 
 
@@ -197,15 +202,11 @@ class _DenseInside:
         self._has_own_gathers = groups.gather is not None
         self._options = options
         self._buffers = buffers
-        self._parts: dict[str, tuple[Bucket, Bucket]] = {}
+        self._parts = KeptParts(self._new_part)
 
     def part(self, bucket: Bucket) -> Bucket:
         """See `Level`."""
-        kept, part = self._parts.get(bucket.name, (None, None))
-        if part is None or kept is not bucket:
-            part = self._new_part(bucket)
-            self._parts[bucket.name] = bucket, part
-        return part
+        return self._parts.of(bucket)
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         raise NotImplementedError

@@ -29,7 +29,7 @@ from megatron_sparse.compression.residual import (
     ResidualStore,
 )
 from megatron_sparse.config.parameters import COMPRESSED
-from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
+from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.cuda_ext.peer_ops import window_bytes
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
@@ -38,6 +38,7 @@ from megatron_sparse.formats.message import TURNS, wire_dtype_of
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.reduction.instances import config_of_instances
 from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
@@ -204,9 +205,8 @@ class _Group:
     """Adds up what one reducer will hold."""
 
     def __init__(self, config: SparseConfig, rank: int, *, undo: bool, of_instances: bool) -> None:
-        if of_instances:  # see `compression.methods`
-            compression = replace(config.compression, method="topk")
-            config = replace(config, compression=compression, straggler=StragglerConfig())
+        if of_instances:
+            config = config_of_instances(config)
         self._config, self._rank, self._undo = config, rank, undo
         self._has_turns = not of_instances
         self._planner = FixedPlanner(config.compression, config.scheme)

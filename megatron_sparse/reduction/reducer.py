@@ -53,7 +53,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.method import CompressionMethod
 from megatron_sparse.compression.residual import OF_INSTANCES
 from megatron_sparse.compression.selection import Selector
-from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
@@ -62,9 +62,10 @@ from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.bucket_job import BucketJob
 from megatron_sparse.reduction.group_threshold import threshold_source
 from megatron_sparse.reduction.groups import Groups
-from megatron_sparse.reduction.instances import second_half
+from megatron_sparse.reduction.instances import config_of_instances, second_half, shard_bucket
 from megatron_sparse.reduction.job import GATE, Progress, Stage
 from megatron_sparse.reduction.level import alone, level_of
+from megatron_sparse.reduction.level_parts import KeptParts
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
@@ -177,18 +178,21 @@ class GradientReducer:
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self.second = self._of_instances(groups) if groups.compresses_instances else None
-        self._second_half = second_half(groups.instances, self.transport.rank, self.second)
+        self._shards = KeptParts(lambda bucket: shard_bucket(bucket, self.transport.rank))
+        self._second_half = second_half(groups.instances, self._shards, self.second)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
 
     def _of_instances(self, groups: Groups) -> GradientReducer:
         """The reducer of the ranks that own the same shard; it selects from sums of instances."""
-        method = self.selector.method.of_instances
         assert groups.instances is not None
-        assert method is not None, "compression.level is node+instance"
+        config = config_of_instances(self._config)
         return GradientReducer(
-            replace(self._config, straggler=StragglerConfig()),
+            config,
             Groups(groups.instances, groups.tensor_parallel),
-            *(self.planner, method, self._sink, self.progress),
+            self.planner,
+            self.selector.method.of_instances(config.compression),
+            self._sink,
+            self.progress,
         )
 
     def open_windows(self, buckets: Sequence[Bucket]) -> None:
@@ -220,8 +224,9 @@ class GradientReducer:
 
     def kept_parts(self, store: str, buckets: Iterable[Bucket]) -> list[Bucket]:
         """What a store of the method keeps values of, in the order of `buckets`."""
-        part = self._second_half.part if store == OF_INSTANCES else self.part
-        return [kept for kept in map(part, buckets) if kept is not None]
+        if store != OF_INSTANCES:
+            return [self.part(bucket) for bucket in buckets]
+        return [] if self.second is None else [self._shards.of(bucket) for bucket in buckets]
 
     @property
     def across(self) -> Transport:
@@ -388,11 +393,8 @@ class GradientReducer:
 
     def reports(self, bucket: Bucket, step: int) -> list[dict[str, Any]]:
         """The bucket's rows of `plan.json`; two where the sums of instances are compressed too."""
-        rows = [self.report(bucket, step)]
-        if self.second is not None:
-            shards = self.kept_parts(OF_INSTANCES, [bucket])
-            rows += [self.second.report(shard, step) for shard in shards]
-        return rows
+        second = [] if self.second is None else [self.second.report(self._shards.of(bucket), step)]
+        return [self.report(bucket, step), *second]
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
