@@ -143,13 +143,13 @@ def _eight(rank, world_size):
 class _Run:
     """A model at a level, its checkpoints, and the sums of its residuals over all ranks.
 
-    `warnings` are those that loading logged.
+    `warnings` and `lines` are those that loading logged.
     """
 
     def __init__(self, layout, level):
         from megatron_sparse.megatron import attach
 
-        self.warnings = []
+        self.warnings, self.lines = [], []
         self.model = ParallelGPT(layout)
         self.attachment = attach(
             self.model.chunks,
@@ -199,13 +199,22 @@ class _Run:
     def load(self, folder):
         from megatron_sparse.megatron import checkpoint
 
-        handler = logging.Handler(logging.WARNING)
-        handler.emit = lambda record: self.warnings.append(record.getMessage())
+        def keep(record):
+            is_warning = record.levelno >= logging.WARNING
+            (self.warnings if is_warning else self.lines).append(record.getMessage())
+
+        handler = logging.Handler()
+        handler.emit = keep
         logger = logging.getLogger("megatron_sparse")
+        logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         checkpoint.load(self.attachment, folder, iteration=77)
         logger.removeHandler(handler)
         return self
+
+    def says(self, line):
+        """Whether loading logged it; only the first rank logs."""
+        return torch.distributed.get_rank() != 0 or any(line in each for each in self.lines)
 
     def end(self):
         from megatron_sparse.megatron import detach
@@ -259,12 +268,15 @@ def _checkpoints(layout, level, folder):
     for kind in ("full", "full files"):
         ranks = _Run(layout, "rank").load(folder / kind)
         found[f"{kind}: total at rank"] = same(ranks.totals(), totals)
+        if is_nested:
+            found[f"{kind}: says so"] = ranks.says("residuals of instances are added to the others")
         save = ranks.save if kind == "full" else ranks.save_files
         save(folder / f"{kind} of ranks", "full")
         ranks.end()
         again = _Run(layout, level).load(folder / f"{kind} of ranks")
         if is_nested:
             found[f"{kind} of ranks: total"] = same(again.totals(), totals)
+            found[f"{kind} of ranks: says so"] = again.says("instances start at zero")
         else:
             found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
         again.end()

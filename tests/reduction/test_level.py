@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp, Reduction
-from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
+from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.reduction.memory import Share, account, held
-from tests.reduction.virtual_level import VirtualRanks, parameters
+from tests.reduction.virtual_level import OPTIONS, VirtualRanks, gradients, numel_of, settings
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
 NODES = [
@@ -30,40 +30,6 @@ NODES = [
     (2,) * 8,
     (4, 3, 3, 3, 3),
 ]
-
-
-def settings(**overrides):
-    """A configuration whose every step prunes."""
-    given = {
-        "level": "node",
-        "density": 0.05,
-        "warmup_iters": 0,
-        "ramp_iters": 0,
-        "keep_below_numel": 0,
-        "samples": 200,
-        "scheme": "direct",
-    }
-    return SparseConfig.from_overrides(**given | overrides)
-
-
-def numel_of(op, sizes):
-    """Of an all-reduce no multiple of the ranks of a node."""
-    n = sum(sizes)
-    return 12 * 101 * n if op is RS else 12 * 101 * n + 1
-
-
-def gradients(ranks, step, dtype=torch.float32):
-    """Small integers, different on each rank, zero in the padding."""
-    numel = ranks.buckets[0].numel
-    mask_N = torch.zeros(numel)
-    for piece in parameters(numel):
-        mask_N[piece.start : piece.stop] = 1
-    drawn = []
-    for rank in range(ranks.n):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        drawn_N = torch.randint(-9, 10, (numel,), generator=generator)
-        drawn.append((drawn_N * mask_N).to(dtype))
-    return drawn
 
 
 def check_step(ranks, step, dtype=torch.float32, **options):
@@ -88,21 +54,6 @@ def test_sums_are_exact_and_nothing_is_lost(sizes, op):
             part = ranks.reducers[0].part(ranks.buckets[0])
             assert part.numel < ranks.buckets[0].numel
             assert 0 < found.records[0].nnz < 0.2 * part.numel
-
-
-OPTIONS = [
-    {"scheme": "agsparse"},
-    {"scheme": "auto", "density": 0.02},
-    {"scheme": "sparse_ring"},
-    {"scheme": "dense_q"},
-    {"capacity": 1.25},
-    {"method": "threshold_reuse"},
-    {"method": "sidco"},
-    {"method": "dgc", "momentum": 0.0},
-    {"threshold_scope": "bucket"},
-    {"warmup_iters": 2},
-    {"undo": "always"},
-]
 
 
 @pytest.mark.parametrize("op", [AR, RS])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import BucketRecord, NullSink
-from megatron_sparse.reduction.job import Gate
+from megatron_sparse.reduction.job import without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -27,6 +28,56 @@ from megatron_sparse.transport.topology import NO_TIME
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
 """Parameters as parts of the bucket; what is left is padding."""
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"scheme": "agsparse"},
+    {"scheme": "auto", "density": 0.02},
+    {"scheme": "sparse_ring"},
+    {"scheme": "dense_q"},
+    {"capacity": 1.25},
+    {"method": "threshold_reuse"},
+    {"method": "sidco"},
+    {"method": "dgc", "momentum": 0.0},
+    {"threshold_scope": "bucket"},
+    {"warmup_iters": 2},
+    {"undo": "always"},
+]
+"""Settings that each level is tested with."""
+
+
+def settings(**overrides):
+    """A configuration whose every step prunes."""
+    given = {
+        "level": "node",
+        "density": 0.05,
+        "warmup_iters": 0,
+        "ramp_iters": 0,
+        "keep_below_numel": 0,
+        "samples": 200,
+        "scheme": "direct",
+    }
+    return SparseConfig.from_overrides(**given | overrides)
+
+
+def numel_of(op, sizes):
+    """Of an all-reduce no multiple of the ranks of a node."""
+    n = sum(sizes)
+    return 12 * 101 * n if op is CollectiveOp.REDUCE_SCATTER else 12 * 101 * n + 1
+
+
+def gradients(ranks, step, dtype=torch.float32):
+    """Small integers, different on each rank, zero in the padding."""
+    numel = ranks.buckets[0].numel
+    mask_N = torch.zeros(numel)
+    for piece in parameters(numel):
+        mask_N[piece.start : piece.stop] = 1
+    drawn = []
+    for rank in range(ranks.n):
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        drawn_N = torch.randint(-9, 10, (numel,), generator=generator)
+        drawn.append((drawn_N * mask_N).to(dtype))
+    return drawn
 
 
 def parameters(numel: int) -> list[ParameterSlice]:
@@ -162,9 +213,7 @@ class VirtualRanks:
         def pipeline(transport):
             job = self.reducers[transport.rank].job(self.buckets[transport.rank], step)
             records[transport.rank] = job.record
-            for outcome in self.reducers[transport.rank].synchronise(job):
-                if not isinstance(outcome, Gate):
-                    yield outcome
+            yield from without_gates(self.reducers[transport.rank].synchronise(job))
 
         self.cluster.run(pipeline)
         for rank in range(self.n):
