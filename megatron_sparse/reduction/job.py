@@ -61,9 +61,15 @@ Job = Callable[[], Stage[None]]
 """Makes the generator."""
 
 
-def without_gates(steps: Stage[None]) -> Stage[None]:
+def without_gates[T](steps: Stage[T]) -> Stage[T]:
     """The steps of a job without its gates: where another job's gates, or none, keep the order."""
-    yield from (outcome for outcome in steps if not isinstance(outcome, Gate))
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(outcome, Gate):
+            yield outcome
 
 
 POLL_S = 20e-3

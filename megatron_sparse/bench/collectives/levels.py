@@ -14,7 +14,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import Gate, Progress
+from megatron_sparse.reduction.job import Progress, without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -79,9 +79,7 @@ class LevelPath:
     def steps(self, bucket: Bucket, step: int) -> Generator[Any, None, BucketRecord]:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
         job = self.reducer.job(bucket, step)
-        for outcome in self.reducer.synchronise(job):
-            if not isinstance(outcome, Gate):
-                yield outcome
+        yield from without_gates(self.reducer.synchronise(job))
         return job.record
 
     def residual(self, bucket: Bucket) -> torch.Tensor:

@@ -25,13 +25,12 @@ from megatron_sparse.bench.cost_models.virtual_truth import (
 )
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Exchange
-from megatron_sparse.collectives.base import Steps, Yielded
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import Gate, Stage
+from megatron_sparse.reduction.job import without_gates
 from megatron_sparse.reduction.level import NodeLevel
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.simulate.pricing import ChargingTimer
@@ -68,7 +67,7 @@ def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) ->
     groups = virtual_groups(cluster, LevelChoice(NODE, "as asked", members))
     timers: list[ChargingTimer] = []
 
-    def start(transport: VirtualTransport) -> Steps:
+    def start(transport: VirtualTransport) -> Generator[Any, None, int]:
         rank = transport.rank
         timer = ChargingTimer(transport, price)
         timers.append(timer)
@@ -82,25 +81,14 @@ def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) ->
         lane: Any = HostedTransport(virtual, setting.host_s_per_message)
         level = NodeLevel(replace(own, across=lane), setting.options, buffers)
         record = BucketRecord("truth", 0, scheme, Phase.TARGET, 1.0, numel, timer=timer)
-        yield from _without_gates(level.inside(bucket, record))
+        yield from without_gates(level.inside(bucket, record))
         exchange = Exchange(level.part(bucket), lane, buffers, timer, setting.options)
         steps = level.after(steps_of(scheme, exchange), exchange, bucket, record)
-        return (yield from _without_gates(steps))
+        return (yield from without_gates(steps))
 
     cluster.run(start)
     total_s = cluster.modelled_s + setting.host_s_per_bucket
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
-
-
-def _without_gates[T](stage: Stage[T]) -> Generator[Yielded, None, T]:
-    """A bucket that is alone needs no gates."""
-    while True:
-        try:
-            yielded = next(stage)
-        except StopIteration as end:
-            return end.value
-        if not isinstance(yielded, Gate):
-            yield cast("Yielded", yielded)
 
 
 def _of_parts(part: torch.Tensor, lanes: int, setting: Setting) -> torch.Tensor:
