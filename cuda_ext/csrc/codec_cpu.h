@@ -150,12 +150,14 @@ MS_INLINE int64_t index_at(const void* indices, int64_t k) {
   return index;
 }
 
-template <int VALUE>
+// With `FETCH` for an accumulator in memory, without for one in a cache.
+template <int VALUE, bool FETCH>
 void add_sparse(float* acc, const void* indices, const void* values, int64_t count) {
   using L = VectorLanes;
   constexpr int W = L::kWidth;
   // Sparse elements lie too far apart for the hardware to fetch them ahead.
   const auto fetch = [&](int64_t k) {
+    if constexpr (!FETCH) return;
     for (int lane = 0; lane < W; ++lane) {
       __builtin_prefetch(acc + index_at(indices, k + lane), 1, kSecondLevel);
     }
@@ -173,6 +175,29 @@ void add_sparse(float* acc, const void* indices, const void* values, int64_t cou
     add(k, W, load_raw<VALUE>(values, k));
   }
   if (k < count) add(k, count - k, load_raw_some<VALUE>(values, k, count - k));
+}
+
+// Copies numbers to memory that is not read soon, past the caches: a plain store would first fetch
+// the line that it replaces.
+inline void copy_past_caches(const float* from, int64_t count, float* to) {
+  int64_t i = 0;
+#if defined(__SSE2__)
+  constexpr int W = MS_WIDTH;
+  const int64_t bytes = -reinterpret_cast<intptr_t>(to) & (4 * W - 1);
+  const int64_t head = bytes / 4 < count ? bytes / 4 : count;
+  for (; i < head; ++i) to[i] = from[i];
+  for (; i + W <= count; i += W) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(to + i, _mm512_loadu_ps(from + i));
+#elif defined(__AVX2__)
+    _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
+#else
+    _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+#endif
+  }
+  _mm_sfence();
+#endif
+  for (; i < count; ++i) to[i] = from[i];
 }
 
 template <int VALUE>
@@ -207,7 +232,8 @@ constexpr void fill_codec(Kernels& kernels) {
   kernels.convert[GRAD][kBf16] = convert<GRAD, kBf16>;
   kernels.convert[GRAD][kFp16] = convert<GRAD, kFp16>;
   kernels.add_dense[GRAD] = add_dense<GRAD>;
-  kernels.add_sparse[GRAD] = add_sparse<GRAD>;
+  kernels.add_sparse[GRAD] = add_sparse<GRAD, true>;
+  kernels.add_sparse_cached[GRAD] = add_sparse<GRAD, false>;
   kernels.add_bits[GRAD] = add_bits<GRAD>;
   kernels.expand[GRAD] = expand<GRAD>;
 }

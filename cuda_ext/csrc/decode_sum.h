@@ -2,8 +2,9 @@
 // pass over the accumulator.
 //
 // The pass goes window by window. A window stays in a cache while every message adds its entries to
-// it, in the order of the messages. So memory is read and written once, not once for each message,
-// and a fresh sum is cleared on the way. The bits are those of one message after another.
+// it, in the order of the messages. So memory is read and written once, not once for each message.
+// A large fresh sum is added up beside the accumulator, in memory that stays in a cache, and then
+// copied past the caches: memory is only written. The bits are those of one message after another.
 // Free of torch, as decode_records.h is.
 #pragma once
 
@@ -15,6 +16,9 @@
 
 namespace megatron_sparse {
 
+// Elements of a sum that the processor's caches do not hold until it is read.
+inline constexpr int64_t kLargeSum = int64_t{1} << 21;
+
 struct MessageBytes {
   const uint8_t* bytes;
   int64_t size;
@@ -25,6 +29,7 @@ struct Window {
   int64_t segment;
   int64_t begin;
   int64_t end;
+  int64_t acc_begin;  // of the segment, in the accumulator
 };
 
 using Records = std::vector<DecodeChunk>;  // of a message, one for each segment
@@ -32,8 +37,10 @@ using Records = std::vector<DecodeChunk>;  // of a message, one for each segment
 // Cuts the segments into windows; `messages` are the records of those that are added.
 std::vector<Window> cut_windows(const std::vector<Records>& messages, const Expected& expected);
 
-// Adds a checked record's entries in a window.
-void add_window(const DecodeChunk& record, const Window& window, float* acc, const Kernels& kernel);
+// Adds the entries of checked messages in a window. With `fresh` the window becomes their sum;
+// `is_large`: the whole sum does not fit a cache.
+void add_window(const std::vector<Records>& messages, const Window& window, bool fresh,
+                bool is_large, float* acc, const Kernels& kernel);
 
 // Adds messages, which all must be as expected. A bad one is left out. With `fresh` the content of
 // the accumulator is ignored, and it becomes the sum of the good messages.
@@ -52,16 +59,11 @@ std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const
     statuses.push_back(status);
   }
   const std::vector<Window> windows = cut_windows(good, expected);
+  const int64_t numel = expected.offsets[expected.segment_count] - expected.offsets[0];
+  const bool is_large = numel >= kLargeSum;
   parallel(static_cast<int64_t>(windows.size()), [&](int64_t begin, int64_t end) {
     for (int64_t w = begin; w < end; ++w) {
-      const Window& window = windows[w];
-      if (fresh) {
-        float* segment = acc + expected.offsets[window.segment] - expected.base;
-        std::fill(segment + window.begin, segment + window.end, 0.0f);
-      }
-      for (const Records& records : good) {
-        add_window(records[window.segment], window, acc, kernel);
-      }
+      add_window(good, windows[w], fresh, is_large, acc, kernel);
     }
   });
   return statuses;

@@ -75,6 +75,12 @@ struct Kernels {
   // acc[indices[k]] += values[k]; the indices were checked. [value dtype]
   void (*add_sparse[3])(float* acc, const void* indices, const void* values, int64_t count);
 
+  // The same for an accumulator that is in a cache. [value dtype]
+  void (*add_sparse_cached[3])(float* acc, const void* indices, const void* values, int64_t count);
+
+  // Copies `count` numbers to memory that is not read soon.
+  void (*copy_past_caches)(const float* from, int64_t count, float* to);
+
   // acc[i] += the next value for each set bit i of `words`, of which there are `count`; 64-bit
   // words of any alignment, bits beyond numel are zero. [value dtype]
   void (*add_bits[3])(float* acc, const void* words, int64_t numel, const void* values,

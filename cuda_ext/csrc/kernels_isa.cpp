@@ -22,6 +22,7 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_prune<kFp16>(filled);
     filled.count_bits = MS_ISA::count_bits;
     filled.list_bits = MS_ISA::list_bits;
+    filled.copy_past_caches = MS_ISA::copy_past_caches;
     filled.permute = MS_ISA::permute;
     filled.unpermute = MS_ISA::unpermute;
     MS_ISA::fill_stage<kFp32>(filled);

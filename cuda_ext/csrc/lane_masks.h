@@ -135,6 +135,22 @@ MS_INLINE VectorLanes::U running_sum(VectorLanes::U u) {
 #endif
 }
 
+// The bits that are set in any lane.
+MS_INLINE uint32_t bits_of_all(VectorLanes::U u) {
+#if defined(__AVX512F__)
+  return static_cast<uint32_t>(_mm512_reduce_or_epi32(reinterpret_cast<__m512i>(u)));
+#elif defined(__AVX2__)
+  const __m256i all = reinterpret_cast<__m256i>(u);
+  __m128i half = _mm_or_si128(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
+  half = _mm_or_si128(half, _mm_srli_si128(half, 8));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_or_si128(half, _mm_srli_si128(half, 4))));
+#else
+  uint32_t any = 0;
+  for (int lane = 0; lane < MS_WIDTH; ++lane) any |= u[lane];
+  return any;
+#endif
+}
+
 // The inverse of pack_left: the first lanes of `u` go to the lanes that `mask` names, the others
 // become zero.
 MS_INLINE VectorLanes::U spread_right(VectorLanes::U u, uint32_t mask) {

@@ -194,30 +194,74 @@ void rice_dequantise(const void* words, int64_t count, float* values) {
   }
 }
 
+// Words of bits that follow each other without a gap.
+class BitWriter {
+ public:
+  MS_INLINE_MEMBER explicit BitWriter(uint32_t* to) : to_(to) {}
+
+  // Appends the lowest `count` <= 32 bits of a word that has no others.
+  MS_INLINE_MEMBER void append(uint32_t word, int count) {
+    open_ |= static_cast<uint64_t>(word) << filled_;
+    filled_ += count;
+    if (filled_ < 32) return;
+    *to_++ = static_cast<uint32_t>(open_);
+    open_ >>= 32;
+    filled_ -= 32;
+  }
+
+  // Fills the last word with zeros; returns the end of the words.
+  MS_INLINE_MEMBER uint32_t* finish() {
+    if (filled_ > 0) *to_++ = static_cast<uint32_t>(open_);
+    return to_;
+  }
+
+ private:
+  uint32_t* to_;
+  uint64_t open_ = 0;
+  int filled_ = 0;
+};
+
 // Codes the gaps before the entries, of which index[-1] = -1 precedes the first; returns the words.
 inline int64_t rice_code_gaps(const int32_t* index, int64_t count, int r, uint32_t* words) {
-  const uint32_t* begin = words;
-  for (int64_t i = 0; r > 0 && i < count; i += kPlane, words += r) {
-    alignas(64) uint32_t gaps[kPlane] = {};
+  using L = VectorLanes;
+  constexpr int W = MS_WIDTH;
+  uint32_t* remainders = words;
+  BitWriter unary(words + r * planes_of(count));
+  for (int64_t i = 0; i < count; i += kPlane) {
     const int64_t some = count - i < kPlane ? count - i : kPlane;
-    for (int64_t k = 0; k < some; ++k) gaps[k] = index[i + k] - index[i + k - 1] - 1;
-    store_planes(gaps, r, words);
-  }
-  // The end of the unary part is known at the end only; words in between are cleared on the way.
-  int64_t end = -1, cleared = 0;
-  uint32_t word = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    end += 1 + (static_cast<uint32_t>(index[i] - index[i - 1] - 1) >> r);
-    const int64_t place = end / 32;
-    if (place != cleared) {
-      words[cleared++] = word;
-      for (; cleared < place; ++cleared) words[cleared] = 0;
-      word = 0;
+    // The place of each entry's one bit behind the block's first bit.
+    L::U places[kPlane / W], behind = first_lanes();
+    uint32_t planes[kMostSpan] = {};
+    for (int part = 0; part < kPlane; part += W, behind += W) {
+      const int64_t at = i + part, lanes = count - at < W ? count - at : W;
+      L::U gap = {};
+      if (lanes == W) {
+        gap = load_raw<kFp32>(index, at) - load_raw<kFp32>(index, at - 1) - 1;
+      } else if (lanes > 0) {
+        const L::U here = load_raw_some<kFp32>(index, at, lanes);
+        gap = here - load_raw_some<kFp32>(index, at - 1, lanes) - 1;
+        gap = L::select(first_lanes() < static_cast<uint32_t>(lanes), gap, L::U{});
+      }
+      for (int p = 0; p < r; ++p) planes[p] |= lanes_with(gap, uint32_t{1} << p) << part;
+      const L::U quotients = running_sum(gap >> r);
+      places[part / W] = quotients + behind;
+      behind += quotients[W - 1];
     }
-    word |= uint32_t{1} << (end % 32);
+    for (int p = 0; p < r; ++p) *remainders++ = planes[p];
+    const int64_t last = some - 1;
+    const uint32_t bits = places[last / W][last % W] + 1;
+    for (uint32_t first = 0; first < bits; first += 32) {
+      uint32_t word = 0;
+      for (int part = 0; part < kPlane; part += W) {
+        const L::U place = places[part / W] - first;
+        word |= bits_of_all(L::select(place < 32u, (L::U{} + 1u) << (place & 31u), L::U{}));
+      }
+      const int left = bits - first < 32 ? static_cast<int>(bits - first) : 32;
+      if (left < 32) word &= (uint32_t{1} << left) - 1;
+      unary.append(word, left);
+    }
   }
-  if (count > 0) words[cleared++] = word;
-  return words + cleared - begin;
+  return unary.finish() - words;
 }
 
 // The elements of a chunk's checked entries. `words` begins with the remainders; the unary part has

@@ -8,8 +8,9 @@ All-reduce:
 1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
    every rank's message size, 8 (2 + n) bytes a rank.
 2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
-   rank order, so that all ranks get the same bits, in two passes over its sum: those of the first
-   half of the ranks when they have arrived, then the rest. On CUDA one pass adds them all.
+   rank order, so that all ranks get the same bits, in one pass over its sum.
+On the CPU a long message goes in 2 or 4 parts (`part_borders`), each in n - 1 rounds: a part is
+added while the next one is on its way.
 
 Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
 
@@ -21,20 +22,27 @@ Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
-from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes
+from megatron_sparse.collectives.base import (
+    Exchange,
+    Identity,
+    Phase,
+    Round,
+    Steps,
+    Subgroup,
+    exchange_sizes,
+)
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
-from megatron_sparse.collectives.gather import pairwise_all_gather
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
+from megatron_sparse.collectives.parts import part_borders, part_bytes, parts_at, parts_in_one
 from megatron_sparse.collectives.records import (
+    Cut,
     check_announced,
     group_of,
     reads_reports,
     shard_cuts,
-    whole_cut,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -77,27 +85,57 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
-    whole = whole_cut(message.layout)
-    sizes = [message.nbytes] * n
+    borders = part_borders(exchange.bucket)
+    parts = parts_at(message.layout, borders)
+    sizes = [part_bytes(message, parts)] * n
     if message.slots is None:
-        table = yield from exchange_sizes([message.nbytes], identity, transport)
-        sizes = [row[0] for row in table]
-        check_announced(sizes, [whole] * n, message.value_dtype)
-    received: dict[int, torch.Tensor] = {}
-    batches = sums.batches(n)
-
-    def add_in_rank_order(sender: int, records: torch.Tensor) -> None:
-        received[sender] = records
-        while batches and all(each in received for each in batches[0]):
-            ranks = batches.pop(0)
-            parts = [received[each] for each in ranks]
-            sums.add_messages(parts, whole, ranks, fresh=ranks.start == 0)
-
-    room = sums.take("received", sum(sizes) - sizes[rank])
-    own = message.buffer[: message.nbytes]
-    yield from pairwise_all_gather(own, room, sizes, group, add_in_rank_order)
-    sums.write(whole.elements)
+        sizes = yield from exchange_sizes(sizes[rank], identity, transport)
+        for number, part in enumerate(parts):
+            check_announced([row[number] for row in sizes], [part] * n, message.value_dtype)
+    in_one = parts_in_one(sizes)
+    parts = parts_at(message.layout, borders[in_one - 1 :: in_one])
+    sizes = [[sum(row[k : k + in_one]) for k in range(0, len(row), in_one)] for row in sizes]
+    yield from _exchange_parts(message, parts, sizes, sums, group)
+    sums.write(slice(0, exchange.bucket.numel))
     return group.sent_bytes
+
+
+def _exchange_parts(
+    message: Message,
+    parts: Sequence[Cut],
+    sizes: Sequence[Sequence[int]],
+    sums: SparseSum,
+    group: Subgroup,
+) -> Phase:
+    """Sends this rank's parts to all, and adds each part when those of all ranks have come.
+
+    Args:
+        message: this rank's.
+        parts: of all messages.
+        sizes: for each rank, the bytes of its message's parts.
+        sums: becomes the sum.
+        group: the ranks.
+    """
+    n, rank = group.world_size, group.rank
+    own = message.buffer[: message.nbytes].split(sizes[rank])
+    senders = [(rank + step) % n for step in range(1, n)]
+    lengths = [sizes[sender][number] for number in range(len(parts)) for sender in senders]
+    room = iter(sums.take("received", sum(lengths)).split(lengths))
+    came = [{rank: piece} | {sender: next(room) for sender in senders} for piece in own]
+    rounds: list[Round] = [
+        (
+            [((rank - step) % n, own[number]) for step in range(1, n)],
+            [(sender, pieces[sender]) for sender in senders],
+        )
+        for number, pieces in enumerate(came)
+    ]
+
+    def add_complete(arrived: int) -> None:
+        if arrived > 0:
+            pieces = came[arrived - 1]
+            sums.add_messages([pieces[each] for each in range(n)], parts[arrived - 1], range(n))
+
+    yield from group.in_rounds(rounds, add_complete, independent=True, last=True)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:
@@ -116,10 +154,10 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
 def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
-    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement;
-    and additions in rank order, in two batches, so that most ranks add late. Each message is priced
-    as an addition of its own, which is too much for those that find the sum in a cache. A
-    reduce-scatter is `split_cost`.
+    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement,
+    and the additions at the end: what parts hide of them is left out. Each message is priced as an
+    addition of its own, which is too much for those that find the sum in a cache. A reduce-scatter
+    is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -127,29 +165,12 @@ def cost(run: DryRun) -> None:
         return
     if not run.has_slots:
         run.agree()
-    n, whole = run.n, run.piece()
+    whole, density = run.piece(), float(run.densities.whole(1))
     nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
-    density = float(run.densities.whole(1))
+    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
     first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
-    half = (n + 1) // 2
-    # Local work of each rank [n] when it has received so many messages, while the next one arrives.
-    work_s = np.zeros((n, n))
-    work_s[_half_complete(n, half), np.arange(n)] = first_s + (half - 1) * addition_s
-    work_s[-1] += (n - half) * addition_s
-    run.shifts([(received + 1, nbytes, work_s[received]) for received in range(n - 1)])
-    run.work(work_s[-1])
-
-
-def _half_complete(n: int, half: int) -> np.ndarray:
-    """How many messages each rank [n] has received when it has those of ranks 0 to `half` - 1.
-
-    Rank r receives the messages of ranks r + 1, r + 2, ... (modulo n). So a rank that is one of
-    them, but not rank 0, has the last of them with its last message. The messages of the other
-    ranks are complete then at the earliest: they are added at the end.
-    """
-    ranks = np.arange(n)
-    return np.where(ranks >= half, n - 1 - (ranks - half), np.where(ranks == 0, half - 1, n - 1))
+    run.work(first_s + (run.n - 1) * addition_s)
 
 
 SCHEME = Scheme(
@@ -157,6 +178,7 @@ SCHEME = Scheme(
     Input.SPARSE,
     run=agsparse,
     place=70,
+    extra_cuts=part_borders,
     cost=cost,
     buffers=buffers,
     takes_slots=True,

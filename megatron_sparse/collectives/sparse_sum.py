@@ -90,16 +90,6 @@ class SparseSum:
         """See `Exchange.take`."""
         return self._exchange.take(purpose, numel, dtype)
 
-    def batches(self, ranks: int) -> list[range]:
-        """The ranks whose messages `add_messages` should add together, in rank order.
-
-        Each call takes a pass over the sum. On CUDA all messages are added in one. On the CPU the
-        first half is added while the others are on their way: a pass more, but less is left to do
-        when the last message has come.
-        """
-        half = ranks if self.sum_N.is_cuda else (ranks + 1) // 2
-        return [part for part in (range(half), range(half, ranks)) if part]
-
     def clear(self) -> None:
         """Makes the whole sum zero, for records that are added later and are not `fresh`."""
         with self._timer.stage("decode"):
