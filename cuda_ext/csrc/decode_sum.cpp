@@ -1,6 +1,7 @@
 #include "decode_sum.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <numeric>
 
@@ -62,7 +63,8 @@ void add_window(const std::vector<Records>& messages, const Window& window, bool
   }
   // Kept from call to call: fresh memory would cost more than the work.
   static thread_local std::vector<float> sum;
-  sum.assign(numel, 0.0f);
+  if (static_cast<int64_t>(sum.size()) < numel) sum.resize(numel);
+  std::memset(sum.data(), 0, 4 * numel);
   add_part(messages, window, -window.begin, sum.data(), of_cached(kernel));
   kernel.copy_past_caches(sum.data(), numel, to);
 }

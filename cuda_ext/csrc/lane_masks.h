@@ -135,6 +135,18 @@ MS_INLINE VectorLanes::U running_sum(VectorLanes::U u) {
 #endif
 }
 
+// Sets bit p in the lanes that `mask` names; none of them has it.
+MS_INLINE VectorLanes::U with_bit(VectorLanes::U u, uint32_t mask, int p) {
+#if defined(__AVX512F__)
+  const __m512i bit = _mm512_set1_epi32(1 << p), old = reinterpret_cast<__m512i>(u);
+  return reinterpret_cast<VectorLanes::U>(
+      _mm512_mask_or_epi32(old, static_cast<__mmask16>(mask), old, bit));
+#else
+  const VectorLanes::U bit = VectorLanes::U{} + (uint32_t{1} << p);
+  return u | VectorLanes::select(lanes_of(mask), bit, VectorLanes::U{});
+#endif
+}
+
 // The bits that are set in any lane.
 MS_INLINE uint32_t bits_of_all(VectorLanes::U u) {
 #if defined(__AVX512F__)

@@ -41,6 +41,8 @@ class PrunePass {
 
   int residual_dtype() const { return types_.residual; }
   bool stochastic() const { return stochastic_; }
+  // Whether the residual of what is staged is zero: fp32 values are not rounded.
+  bool leaves_zero() const { return types_.grad == kFp32 && staged_ == kFp32; }
   HashSeed residual_seed() const { return seeds_.residual; }
   char* residual_at(int64_t element) const {
     return residual_ + element * dtype_bytes(types_.residual);

@@ -45,13 +45,11 @@ MS_INLINE void store_planes(const uint32_t* numbers, int bits, uint32_t* words) 
 
 // Of the 32 numbers whose bit p is in word p, a vector from number i on.
 MS_INLINE VectorLanes::U numbers_of_planes(const uint8_t* words, int bits, int i) {
-  using L = VectorLanes;
-  L::U number = {};
+  VectorLanes::U number = {};
   for (int p = 0; p < bits; ++p) {
     uint32_t word;
     std::memcpy(&word, words + 4 * p, sizeof word);
-    const L::U bit = L::U{} + (uint32_t{1} << p);
-    number |= L::select(lanes_of(word >> i & kAllLanes), bit, L::U{});
+    number = with_bit(number, word >> i & kAllLanes, p);
   }
   return number;
 }
@@ -67,11 +65,11 @@ MS_INLINE void load_planes(const uint8_t* words, int bits, uint32_t* numbers) {
 // `whole`: zero must be a level.
 template <int BITS>
 MS_INLINE uint32_t levels_of(const float* a, int64_t count, bool whole) {
-  uint32_t bits[kRiceGroup], high = 0, low = ~uint32_t{0};
-  std::memcpy(bits, a, sizeof bits);
-  for (int i = 0; i < kRiceGroup; ++i) high = bits[i] > high ? bits[i] : high;
+  // Without copies of the group: compilers make a slow string instruction of one.
+  uint32_t high = 0, low = ~uint32_t{0};
+  for (int i = 0; i < kRiceGroup; ++i) high = as_bits(a[i]) > high ? as_bits(a[i]) : high;
   if (whole) return whole_levels<BITS>(high);
-  for (int64_t i = 0; i < count; ++i) low = bits[i] < low ? bits[i] : low;
+  for (int64_t i = 0; i < count; ++i) low = as_bits(a[i]) < low ? as_bits(a[i]) : low;
   float sum[kRiceGroup] = {};
   if constexpr (fits_mean(BITS)) {
     std::memcpy(sum, a, sizeof sum);
@@ -101,7 +99,7 @@ MS_INLINE void store_residual(const RiceValues& call, int64_t at, float rest) {
 // Adds the residual to a group's numbers. Without indices the loop is one of vectors.
 template <int RESIDUAL>
 MS_INLINE void add_residual(const RiceValues& call, int64_t begin, int64_t count, float* x) {
-  if (call.residual == nullptr) return;
+  if (call.residual == nullptr || call.residual_is_zero) return;
   if (call.index == nullptr) {
     for (int64_t i = 0; i < count; ++i) x[i] += load_residual<RESIDUAL>(call.residual, begin + i);
     return;
@@ -133,9 +131,18 @@ void rice_quantise(const RiceValues& call) {
   uint8_t* to = static_cast<uint8_t*>(call.words);
   for (int64_t begin = 0; begin < call.count; begin += kRiceGroup) {
     const int64_t count = call.count - begin < kRiceGroup ? call.count - begin : kRiceGroup;
-    alignas(64) float x[kRiceGroup] = {}, a[kRiceGroup], rest[kRiceGroup];
+    alignas(64) float x[kRiceGroup], a[kRiceGroup], rest[kRiceGroup];
     alignas(64) uint32_t codes[kRiceGroup];
-    std::memcpy(x, from + 4 * begin, 4 * count);
+    for (int i = 0; i < kRiceGroup; i += MS_WIDTH) {
+      const int64_t lanes = count - i;
+      VectorLanes::U raw = {};
+      if (lanes >= MS_WIDTH) {
+        raw = load_raw<kFp32>(from, begin + i);
+      } else if (lanes > 0) {
+        raw = load_raw_some<kFp32>(from, begin + i, lanes);
+      }
+      store_raw<kFp32>(x, i, raw);
+    }
     add_residual<RESIDUAL>(call, begin, count, x);
     for (int i = 0; i < kRiceGroup; ++i) a[i] = as_float(as_bits(x[i]) & kMagnitude);
     const uint32_t word = levels_of<BITS>(a, count, call.index == nullptr);
@@ -270,14 +277,12 @@ inline void rice_positions(const void* words, int64_t count, int r, int64_t unar
   const uint8_t* from = static_cast<const uint8_t*>(words);
   const uint8_t* ones = from + 4 * r * planes_of(count);
   const int64_t pairs = unary / 2;
-  list_bits(ones, pairs, 0, count_bits(ones, pairs), index);
-  if (unary % 2 != 0) {
-    uint32_t last;
-    std::memcpy(&last, ones + 8 * pairs, sizeof last);
-    int32_t* next = index + count - __builtin_popcount(last);
-    for (; last != 0; last &= last - 1) {
-      *next++ = static_cast<int32_t>(64 * pairs) + __builtin_ctz(last);
-    }
+  uint32_t last = 0;
+  if (unary % 2 != 0) std::memcpy(&last, ones + 8 * pairs, sizeof last);
+  int32_t* next = index + count - __builtin_popcount(last);
+  list_bits(ones, pairs, 0, next - index, index);
+  for (; last != 0; last &= last - 1) {
+    *next++ = static_cast<int32_t>(64 * pairs) + __builtin_ctz(last);
   }
   if (r == 0) return;
   // An entry's element is one for each entry before it, and the sum of the gaps up to it: of their

@@ -109,6 +109,7 @@ int64_t RiceEncoder::code(int64_t c, const RiceFeedback& feedback, RiceRoom& roo
                        whole ? numel : chunk.nnz,
                        nullptr,
                        feedback.residual,
+                       feedback.is_zero && !whole,
                        static_cast<uint64_t>(chunk.begin),
                        feedback.seed,
                        feedback.stochastic,
@@ -264,7 +265,7 @@ std::tuple<Tensor, Tensor> prune_encode_rice(
 
   RiceEncoder encoder(request, scratch.mutable_data_ptr());
   const RiceFeedback feedback = {pass.residual_at(0), pass.residual_dtype(), pass.residual_seed(),
-                                 pass.stochastic()};
+                                 pass.stochastic(), pass.leaves_zero()};
   const int64_t chunk_count = encoder.chunks.size();
   // With a capacity the values are needed until the counts of all chunks are known.
   const bool at_once = capacity.nnz == nullptr;

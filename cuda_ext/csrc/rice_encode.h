@@ -58,6 +58,7 @@ struct RiceFeedback {
   int dtype = kFp32;
   HashSeed seed = {};
   bool stochastic = false;
+  bool is_zero = false;  // the residual of the staged elements
 };
 
 // A thread's memory.
