@@ -102,8 +102,10 @@ fi
 say "tests"
 code=0
 if $lint; then
-  # The tests of a file stay in one process: they share fixtures, and some of them ports.
-  selection+=(-n "${MEGATRON_SPARSE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}" --dist loadfile)
+  # The tests of a file stay in one process: they share fixtures, and some of them ports. Files keep
+  # the order of tests/conftest.py.
+  selection+=(-n "${MEGATRON_SPARSE_TEST_WORKERS:-$((cores < 4 ? cores : 4))}" --dist loadfile
+    --no-loadscope-reorder)
 fi
 # One thread a process: several ranks share the machine's cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "${selection[@]}" "$@" || code=$?

@@ -46,7 +46,8 @@ std::vector<Window> cut_windows(const std::vector<Records>& messages, const Expe
     }
     const int64_t step = (std::max(kWindow, width) + width - 1) / width * width;
     for (int64_t begin = 0; begin < numel; begin += step) {
-      windows.push_back({s, begin, std::min(begin + step, numel), expected.offsets[s] - expected.base});
+      windows.push_back(
+          {s, begin, std::min(begin + step, numel), expected.offsets[s] - expected.base});
     }
   }
   return windows;

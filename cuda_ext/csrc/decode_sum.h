@@ -45,10 +45,12 @@ void add_window(const std::vector<Records>& messages, const Window& window, bool
 // Adds messages, which all must be as expected. A bad one is left out. With `fresh` the content of
 // the accumulator is ignored, and it becomes the sum of the good messages.
 //
-// parallel(n, work) calls work(begin, end) on parts of [0, n).
+// parallel(n, work) calls work(begin, end) on parts of [0, n). A sum of `large` elements counts as
+// one that no cache holds.
 template <class Parallel>
 std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const Expected& expected,
-                                bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
+                                bool fresh, float* acc, const Kernels& kernel, Parallel parallel,
+                                int64_t large = kLargeSum) {
   std::vector<Status> statuses;
   std::vector<Records> good;
   for (const MessageBytes& message : messages) {
@@ -60,7 +62,7 @@ std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const
   }
   const std::vector<Window> windows = cut_windows(good, expected);
   const int64_t numel = expected.offsets[expected.segment_count] - expected.offsets[0];
-  const bool is_large = numel >= kLargeSum;
+  const bool is_large = numel >= large;
   parallel(static_cast<int64_t>(windows.size()), [&](int64_t begin, int64_t end) {
     for (int64_t w = begin; w < end; ++w) {
       add_window(good, windows[w], fresh, is_large, acc, kernel);

@@ -34,11 +34,11 @@ struct RiceValues {
   int64_t count;
   const int32_t* index;  // their elements in the chunk; null where all elements have a value
   void* residual;        // of the chunk's elements, fp32 or bf16; null for none
-  bool residual_is_zero;  // of the elements that have a value, before the call
   uint64_t first;        // the chunk's first element in the bucket
   HashSeed seed;         // of the rounding of a bf16 residual
   bool stochastic;
-  void* words;  // where the result goes; may be where the values are
+  void* words;                    // where the result goes; may be where the values are
+  bool residual_is_zero = false;  // of the elements that have a value, before the call
 };
 
 struct Kernels {

@@ -109,11 +109,11 @@ int64_t RiceEncoder::code(int64_t c, const RiceFeedback& feedback, RiceRoom& roo
                        whole ? numel : chunk.nnz,
                        nullptr,
                        feedback.residual,
-                       feedback.is_zero && !whole,
                        static_cast<uint64_t>(chunk.begin),
                        feedback.seed,
                        feedback.stochastic,
-                       chunk.values};
+                       chunk.values,
+                       feedback.is_zero && !whole};
   if (feedback.residual != nullptr) {
     values.residual = feedback.residual + chunk.begin * dtype_bytes(feedback.dtype);
   }

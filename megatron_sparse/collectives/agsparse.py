@@ -7,10 +7,9 @@ than each message. But each rank sends its message n - 1 times, so the scheme su
 All-reduce:
 1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
    every rank's message size, 8 (2 + n) bytes a rank.
-2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
-   rank order, so that all ranks get the same bits, in one pass over its sum.
-On the CPU a long message goes in 2 or 4 parts (`part_borders`), each in n - 1 rounds: a part is
-added while the next one is on its way.
+2. One exchange: every rank sends its message to every other. It adds them in rank order, so that
+   all ranks get the same bits, in one pass over its sum. On the CPU long messages go in 2 or 4
+   parts, an exchange each (`parts`): a part is added while the next one is on its way.
 
 Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
 
@@ -117,25 +116,22 @@ def _exchange_parts(
         group: the ranks.
     """
     n, rank = group.world_size, group.rank
+    peers = [(rank + step) % n for step in range(1, n)]
     own = message.buffer[: message.nbytes].split(sizes[rank])
-    senders = [(rank + step) % n for step in range(1, n)]
-    lengths = [sizes[sender][number] for number in range(len(parts)) for sender in senders]
+    lengths = [sizes[peer][number] for number in range(len(parts)) for peer in peers]
     room = iter(sums.take("received", sum(lengths)).split(lengths))
-    came = [{rank: piece} | {sender: next(room) for sender in senders} for piece in own]
-    rounds: list[Round] = [
-        (
-            [((rank - step) % n, own[number]) for step in range(1, n)],
-            [(sender, pieces[sender]) for sender in senders],
-        )
-        for number, pieces in enumerate(came)
+    pieces = [{rank: piece} | {peer: next(room) for peer in peers} for piece in own]
+    exchanges: list[Round] = [
+        ([(peer, of_part[rank]) for peer in peers], [(peer, of_part[peer]) for peer in peers])
+        for of_part in pieces
     ]
 
-    def add_complete(arrived: int) -> None:
+    def add_last(arrived: int) -> None:
         if arrived > 0:
-            pieces = came[arrived - 1]
-            sums.add_messages([pieces[each] for each in range(n)], parts[arrived - 1], range(n))
+            of_part, part = pieces[arrived - 1], parts[arrived - 1]
+            sums.add_messages([of_part[each] for each in range(n)], part, range(n))
 
-    yield from group.in_rounds(rounds, add_complete, independent=True, last=True)
+    yield from group.in_rounds(exchanges, add_last, last=True)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:
@@ -154,10 +150,10 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
 def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
-    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement,
-    and the additions at the end: what parts hide of them is left out. Each message is priced as an
-    addition of its own, which is too much for those that find the sum in a cache. A reduce-scatter
-    is `split_cost`.
+    With messages of m bytes: alpha + (n - 1) m beta (SparCML, section 5, with all messages on their
+    way at once). Added: the agreement, and the additions at the end: what parts hide of them is
+    left out. Each message is priced as an addition of its own, which is too much for those that
+    find the sum in a cache. A reduce-scatter is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -167,7 +163,7 @@ def cost(run: DryRun) -> None:
         run.agree()
     whole, density = run.piece(), float(run.densities.whole(1))
     nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
-    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
+    run.clocks.everybody_at_once(nbytes, run.host_s)
     first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
     run.work(first_s + (run.n - 1) * addition_s)

@@ -305,12 +305,13 @@ void try_sum(const Control& control, const uint8_t* message, int64_t bytes,
   const MessageBytes two = {other.get(), static_cast<int64_t>(valid.size())};
   const std::vector<MessageBytes> messages = {one, in_slots ? one : two, one};
   const bool fresh = (control.options & kFresh) != 0;
+  const int64_t large = random() % 2 == 0 ? 0 : kLargeSum;
   for (const Kernels* kernel : all_kernels()) {
     std::unique_ptr<float[]> sum(new float[numel]), wanted(new float[numel]);
     std::fill(sum.get(), sum.get() + numel, 0.5f);
     std::fill(wanted.get(), wanted.get() + numel, fresh ? 0.0f : 0.5f);
     const std::vector<Status> statuses =
-        sum_records(messages, expected, fresh, sum.get(), *kernel, serial);
+        sum_records(messages, expected, fresh, sum.get(), *kernel, serial, large);
     for (size_t i = 0; i < messages.size(); ++i) {
       const Status status = decode_records(messages[i].bytes, messages[i].size, expected, false,
                                            wanted.get(), *kernel, serial);

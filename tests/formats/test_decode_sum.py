@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from unittest import mock
@@ -87,6 +89,16 @@ def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
     ]
 
 
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def added_one_by_one(
     acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
 ) -> torch.Tensor:
@@ -113,17 +125,40 @@ def test_bits_are_those_of_one_message_after_another(mix: str, fresh: bool) -> N
             assert room[[0, -1]].isnan().all()
 
 
+@pytest.mark.parametrize("log2_span", [12, 17, 18])
+def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
+    """Its windows are added up beside it, those of the longest chunks in place."""
+    numel, code = (1 << 21) + 4099, WIRE_CODES["fp32"]
+    offsets = torch.tensor([0, 77_777, numel])
+    segments = Segments(offsets, torch.tensor([1, 0], dtype=torch.uint8))
+    expected = Expected(offsets, code, STEP, rank=0)
+    spec = RecordSpec(code, STEP, FORMAT_CODES["rice"], log2_span=log2_span)
+    messages = []
+    for rank, density in enumerate((0.01, 0.3, 0.001)):
+        values_M = cases.pruned_grad(numel, density, torch.float32, rank)
+        out = torch.empty(capacity(offsets, code), dtype=torch.uint8)
+        sizes = encode_segments(values_M, segments, None, spec, out, BUFFERS)
+        messages.append(out[: int(sizes.sum())].clone())
+    acc_M = cases.make("spread", numel, torch.float32)
+    wanted_M = added_one_by_one(acc_M, messages, expected, fresh=True)
+    for isa in cases.ISAS:
+        for threads in (1, 3):
+            got_M = cases.unaligned(acc_M)
+            with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa), on_threads(threads):
+                decode_sum_(got_M, messages, expected, range(3))
+            cases.assert_same_bits(got_M, wanted_M, f"{isa}, {threads} threads")
+            room = got_M._base
+            assert room is not None
+            assert room[[0, -1]].isnan().all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_threads_do_not_change_bits(threads: int) -> None:
     messages, expected = messages_of("fp32", 5), expected_of("coo")
     wanted_M = added_one_by_one(torch.zeros(NUMEL), messages, expected, fresh=True)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        got_M = torch.empty(NUMEL)
+    got_M = torch.empty(NUMEL)
+    with on_threads(threads):
         decode_sum_(got_M, messages, expected, range(5))
-    finally:
-        torch.set_num_threads(before)
     cases.assert_same_bits(got_M, wanted_M, f"{threads} threads")
 
 
