@@ -7,9 +7,10 @@ than each message. But each rank sends its message n - 1 times, so the scheme su
 All-reduce:
 1. Agreement: one all-gather of a fingerprint of the collective (bucket, scheme, dtype, step) and of
    every rank's message size, 8 (2 + n) bytes a rank.
-2. One exchange: every rank sends its message to every other. It adds them in rank order, so that
-   all ranks get the same bits, in one pass over its sum. On the CPU long messages go in 2 or 4
-   parts, an exchange each (`parts`): a part is added while the next one is on its way.
+2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
+   rank order, so that all ranks get the same bits, in one pass over its sum. On the CPU long
+   messages go in 2 or 4 parts (`parts`), each to all peers at once: a part is added while the next
+   one is on its way.
 
 Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
 
@@ -34,6 +35,7 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
+from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.parts import part_borders, part_bytes, parts_at, parts_in_one
 from megatron_sparse.collectives.records import (
@@ -116,20 +118,25 @@ def _exchange_parts(
         group: the ranks.
     """
     n, rank = group.world_size, group.rank
-    peers = [(rank + step) % n for step in range(1, n)]
     own = message.buffer[: message.nbytes].split(sizes[rank])
-    lengths = [sizes[peer][number] for number in range(len(parts)) for peer in peers]
-    room = iter(sums.take("received", sum(lengths)).split(lengths))
-    pieces = [{rank: piece} | {peer: next(room) for peer in peers} for piece in own]
+    lengths = [[row[number] for row in sizes] for number in range(len(parts))]
+    others = [each for of_part in lengths for r, each in enumerate(of_part) if r != rank]
+    room = iter(sums.take("received", sum(others)).split(others))
+    # The records of each part, by rank.
+    pieces = [[mine if r == rank else next(room) for r in range(n)] for mine in own]
+    if len(parts) == 1:
+        yield from pairwise_all_to_all(own * n, pieces[0], group, last=True)
+        sums.add_messages(pieces[0], parts[0], range(n))
+        return
+    peers = [(rank + step) % n for step in range(1, n)]
     exchanges: list[Round] = [
-        ([(peer, of_part[rank]) for peer in peers], [(peer, of_part[peer]) for peer in peers])
-        for of_part in pieces
+        ([(peer, mine) for peer in peers], [(peer, of_part[peer]) for peer in peers])
+        for mine, of_part in zip(own, pieces, strict=True)
     ]
 
     def add_last(arrived: int) -> None:
         if arrived > 0:
-            of_part, part = pieces[arrived - 1], parts[arrived - 1]
-            sums.add_messages([of_part[each] for each in range(n)], part, range(n))
+            sums.add_messages(pieces[arrived - 1], parts[arrived - 1], range(n))
 
     yield from group.in_rounds(exchanges, add_last, last=True)
 
@@ -150,10 +157,10 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
 def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
-    With messages of m bytes: alpha + (n - 1) m beta (SparCML, section 5, with all messages on their
-    way at once). Added: the agreement, and the additions at the end: what parts hide of them is
-    left out. Each message is priced as an addition of its own, which is too much for those that
-    find the sum in a cache. A reduce-scatter is `split_cost`.
+    With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement,
+    and the additions at the end: what parts hide of them is left out. Each message is priced as an
+    addition of its own, which is too much for those that find the sum in a cache. A reduce-scatter
+    is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -163,7 +170,7 @@ def cost(run: DryRun) -> None:
         run.agree()
     whole, density = run.piece(), float(run.densities.whole(1))
     nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
-    run.clocks.everybody_at_once(nbytes, run.host_s)
+    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
     first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
     run.work(first_s + (run.n - 1) * addition_s)

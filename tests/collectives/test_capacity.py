@@ -168,13 +168,11 @@ def test_exact_with_fixed_bytes_and_no_agreement(name, op, n):
         assert [sent for _, _, sent in outcomes] == fixed, case
         # Nothing else went over any link.
         assert [cluster.sent_bytes(rank) for rank in range(n)] == fixed, case
-        first, second = n - 1, 0 if op is CollectiveOp.REDUCE_SCATTER else n - 1
-        if name == "agsparse" and op is CollectiveOp.ALL_REDUCE:
-            first, second = min(n - 1, 1), 0
+        second = 0 if op is CollectiveOp.REDUCE_SCATTER or name == "agsparse" else n - 1
         if name in ("ssar_split_ag", "dsar_split_ag"):
             second = math.ceil(math.log2(n))
         if case.numel:
-            assert cluster.modelled_s == first + second, case
+            assert cluster.modelled_s == n - 1 + second, case
 
 
 def test_the_ranks_data_do_not_change_a_byte():

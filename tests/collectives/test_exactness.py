@@ -78,7 +78,7 @@ def in_one_call(monkeypatch):
     [
         (name, op)
         for name, op in BY_FORM
-        if name in ("direct", "zen", "hierarchical", "straggler", "straggler_direct")
+        if name in ("agsparse", "direct", "zen", "hierarchical", "straggler", "straggler_direct")
     ],
 )
 def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):

@@ -47,7 +47,7 @@ def test_parts_give_the_exact_sum(n: int, expected: int, exchanges: list[int]) -
         wanted = exact_sum(case)
         for result in results_of(case):
             assert torch.equal(result.double(), wanted)
-        assert exchanges == [expected] * n
+        assert exchanges == [expected if n > 1 else 0] * n
 
 
 @pytest.mark.usefixtures("exchanges")
@@ -76,7 +76,7 @@ def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.M
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 12)
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, "fp32", "fp32", 0.0, 1000)
     results_of(case)
-    assert exchanges == [1] * 4
+    assert exchanges == [3] * 4  # one peer at a time
 
 
 @pytest.mark.usefixtures("exchanges")

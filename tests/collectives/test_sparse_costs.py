@@ -194,7 +194,7 @@ COSTS = {
     "agsparse": (
         lambda o, r, reduce: (o.n - 1) * o.whole[r] if reduce else _split(o, r),
         lambda n, _: 2 + n,
-        lambda n, reduce: 2 if reduce else n,
+        lambda n, _: n,
     ),
     "direct": (
         _direct,
