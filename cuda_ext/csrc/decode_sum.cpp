@@ -8,7 +8,7 @@
 namespace megatron_sparse {
 namespace {
 
-// Elements of a window, at least: 64 KiB, so that it stays in the second-level cache with what the
+// Elements of a window, at least: 128 KiB, so that it stays in the second-level cache with what the
 // messages' entries need there.
 constexpr int64_t kWindow = int64_t{1} << 15;
 // Of one that is added up beside the accumulator, at most: 512 KiB.

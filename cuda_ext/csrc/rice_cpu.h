@@ -32,17 +32,6 @@ MS_INLINE void store_planes(const uint32_t* numbers, uint32_t* words) {
   }
 }
 
-MS_INLINE void store_planes(const uint32_t* numbers, int bits, uint32_t* words) {
-  constexpr int W = MS_WIDTH;
-  for (int p = 0; p < bits; ++p) {
-    uint32_t word = 0;
-    for (int i = 0; i < kPlane; i += W) {
-      word |= lanes_with(load_raw<kFp32>(numbers, i), uint32_t{1} << p) << i;
-    }
-    words[p] = word;
-  }
-}
-
 // Of the 32 numbers whose bit p is in word p, a vector from number i on.
 MS_INLINE VectorLanes::U numbers_of_planes(const uint8_t* words, int bits, int i) {
   VectorLanes::U number = {};

@@ -40,6 +40,8 @@ def parts_at(layout: Layout, borders: Cuts) -> tuple[Cut, ...]:
     """The parts that begin at the borders; all of it, if no segments begin there.
 
     Example:
+        >>> import torch
+        >>> from megatron_sparse.bucket import ParameterSlice
         >>> p = [ParameterSlice("w", 0, 8)]
         >>> b = Bucket("0", torch.zeros(8), p, CollectiveOp.ALL_REDUCE, 2)
         >>> [part.elements for part in parts_at(b.layout(False, (4,)), (4,))]
