@@ -317,7 +317,7 @@ def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) ->
         "pre-commit run --all-files",
         "python -m megatron_sparse.cuda_ext.build",
         "packages",
-        "python -m pytest -m not slow -n 3 --dist loadfile",
+        "python -m pytest -m not slow -n 3 --dist loadfile --no-loadscope-reorder",
         "fuzz 120",
     ]
 
@@ -334,8 +334,8 @@ def test_quick_loop_is_linters_and_tests_of_one_process(checkout: Path, recorded
     ]
     words = tests.split()
     assert words[:6] == ["python", "-m", "pytest", "-m", "not", "slow"]
-    assert words[-6:] == ["-n", "2", "--dist", "loadfile", "-k", "zen"]
-    paths = words[6:-6]
+    assert words[-7:] == ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-k", "zen"]
+    paths = words[6:-7]
     assert "tests/formats" in paths
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
@@ -344,7 +344,7 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
     run_script("test.sh --full", checkout, MEGATRON_SPARSE_FUZZ_SECONDS="7", OMP_NUM_THREADS="1")
     workers = min(len(os.sched_getaffinity(0)), 4)
     assert recorded.read_text().splitlines()[-2:] == [
-        f"python -m pytest -n {workers} --dist loadfile",
+        f"python -m pytest -n {workers} --dist loadfile --no-loadscope-reorder",
         "fuzz 7",
     ]
     recorded.unlink()
