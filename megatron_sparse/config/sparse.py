@@ -244,6 +244,14 @@ class SparseConfig:
                 got="scheme.deterministic=false with planner.cluster",
                 remedy="set scheme.deterministic=true: plans then come from predicted times",
             )
+        if self.scheme.wire_dtype is not None and not self.compression.enabled:
+            raise ConfigError(
+                "scheme.wire_dtype has no effect where compression is off",
+                expected="scheme.wire_dtype=null, or compression.enabled=true",
+                got=f"scheme.wire_dtype={self.scheme.wire_dtype}, compression.enabled=false",
+                remedy="to round every element and prune none: compression.enabled=true "
+                "compression.density=1",
+            )
         self._resolve_bits()
         scheme = self.scheme
         check_value_bits(self.compression, scheme.format, scheme.wire_dtype)

@@ -25,6 +25,8 @@ VALIDATION = (
     " validation loss at iteration {number}{again} | lm loss value: {loss:E} | lm loss PPL\n"
 )
 MS = {PLAIN: 1000.0, "safe": 100.0, "extreme": 50.0}
+WIRE_RATIO = 0.05
+"""Of every compressed run."""
 ADDED = {PLAIN: 0.0, "safe": 0.0, "extreme": 1.0}
 """To the loss of every validation."""
 
@@ -60,6 +62,11 @@ def commands(monkeypatch) -> list[list[str]]:
                 loss = 6 - 0.1 * (number // interval) + ADDED[setting]
                 log.write(VALIDATION.format(number=number, again="", loss=loss))
         log.write(VALIDATION.format(number=last, again=" on validation set", loss=loss))
+        if setting != PLAIN:
+            folder = Path(words["runs_dir"], words["name"])
+            folder.mkdir()
+            summary = json.dumps({"total_wire_ratio": WIRE_RATIO})
+            (folder / "summary.json").write_text(summary)
         return 0
 
     monkeypatch.setattr(local_ranks, "run_netbed", run)
@@ -70,6 +77,7 @@ def commands(monkeypatch) -> list[list[str]]:
 def test_seconds_are_those_of_iterations_up_to_a_loss(commands, tmp_path):
     plain, safe, extreme = report.rows_of(command.run(race(tmp_path)))
     assert (plain.iterations, safe.iterations) == (20, 20), "22 are rounded"
+    assert (plain.wire_ratio, safe.wire_ratio) == (1, WIRE_RATIO)
     # Plain Megatron is at 80 % after 16 of its iterations, and at 5 * 1.005 after 19.5.
     assert (plain.early_s, plain.early_speedup, plain.to_plain) == (pytest.approx(16), 1, None)
     assert plain.final_s == pytest.approx(19.5)
@@ -88,6 +96,20 @@ def test_a_comparison_goes_on_where_it_stopped(commands, tmp_path):
     assert command.run(race(tmp_path, settings=[PLAIN, "safe"])) == results
     command.run(race(tmp_path, settings=[PLAIN], overrides=["training.lr=1e-4"]))
     assert len(commands) == 3, "other arguments are another run"
+
+
+def test_bytes_are_those_of_the_whole_stretched_run(commands, tmp_path):
+    _, safe = report.rows_of(command.run(race(tmp_path, settings=[PLAIN, "safe"], iters=200)))
+    assert safe.wire_ratio == pytest.approx(WIRE_RATIO * 1.1)
+
+
+def test_gradients_in_bf16_are_sent_so(tmp_path):
+    (run,) = (
+        each for each in race(tmp_path, settings=[PLAIN, "bf16"]).runs() if each.name[0] == "b"
+    )
+    config = compose(race(tmp_path).arguments(run))
+    assert (config.scheme.name, config.scheme.wire_dtype) == ("dense", "bf16")
+    assert config.compression.enabled, "switched off, all travels in the gradient's own dtype"
 
 
 def test_schedules_are_stretched_with_the_run(tmp_path):
@@ -119,7 +141,8 @@ def test_command_table_and_picture(commands, tmp_path, capsys):
     assert [(row["setting"], row["mbit"]) for row in written] == [
         (setting, mbit) for mbit in (100, 1000) for setting in (PLAIN, "safe")
     ]
-    assert (pictures / f"{report.PICTURE}.png").stat().st_size > 5000
+    for picture in (report.PICTURE, report.BYTES):
+        assert (pictures / f"{picture}.png").stat().st_size > 5000
     with (pictures / f"{report.PICTURE}.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 4 * VALIDATIONS
     assert len(commands) == 4

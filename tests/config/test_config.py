@@ -137,6 +137,10 @@ class TestPluginSections:
         text = refusal(SparseConfig.from_overrides, **overrides)
         assert all(word in text for word in words), text
 
+    def test_a_dtype_of_the_wire_is_refused_where_it_has_no_effect(self):
+        text = refusal(SparseConfig.from_overrides, enabled=False, wire_dtype="bf16")
+        assert "scheme.wire_dtype has no effect" in text
+
     def test_few_bits_are_taken(self):
         for bits in (8, 4, 3, 2, None):
             for form in ("auto", "rice"):

@@ -99,6 +99,9 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
             "train data=mock scheme=zen training.use_distributed_optimizer=true",
             "training.use_distributed_optimizer=false",
         ),
+        Mistake(
+            "train data=mock compression=dense scheme.wire_dtype=bf16", "compression.density=1"
+        ),
         Mistake("train data=mock scheme=zen scheme.capacity=1.25", "agsparse"),
         Mistake("train data=mock scheme=omnireduce scheme.format=pici", "scheme.format=auto"),
         Mistake("train data=mock scheme=straggler", "straggler.mode=pinned"),

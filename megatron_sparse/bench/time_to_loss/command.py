@@ -12,6 +12,7 @@ loss between the two validations that it lies between, at the place of a straigh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
@@ -19,7 +20,7 @@ from statistics import mean, median
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bench.table import describe_cpu
-from megatron_sparse.bench.time_to_loss.settings import CORPUS, VOCAB_SIZE, Race, Run
+from megatron_sparse.bench.time_to_loss.settings import CORPUS, PLAIN, VOCAB_SIZE, Race, Run
 from megatron_sparse.bench.training import ITERATION
 from megatron_sparse.bench.training_runs import finished_curve, save_result, saved_result
 from megatron_sparse.megatron import corpus
@@ -39,6 +40,8 @@ class Result:
         iteration_ms: of each iteration.
         curve: (iteration, validation loss), each iteration once.
         foreign_load: the share of the machine that other programs took during the run.
+        wire_ratio: bytes of gradients and parameters that were sent, over those of plain Megatron's
+            whole run.
     """
 
     setting: str
@@ -47,6 +50,7 @@ class Result:
     iteration_ms: list[float]
     curve: list[tuple[int, float]]
     foreign_load: float
+    wire_ratio: float
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -136,9 +140,17 @@ def _train(race: Race, each: Run) -> Result:
     printed = log_path.read_text("utf-8", errors="replace")
     times_ms = [float(time_ms) for time_ms, _ in ITERATION.findall(printed)]
     curve = _merged(finished_curve("time-to-loss", log_path, code, len(times_ms)))
-    result = Result(each.setting.name, each.mbit, arguments, times_ms, curve, share)
+    ratio = _wire_ratio(race, each, len(times_ms))
+    result = Result(each.setting.name, each.mbit, arguments, times_ms, curve, share, ratio)
     save_result(race.out / each.name / RESULT_FILE, asdict(result))
     return result
+
+
+def _wire_ratio(race: Race, each: Run, iterations: int) -> float:
+    if each.setting.name == PLAIN:
+        return 1.0
+    summary = json.loads((race.out / each.name / "summary.json").read_text("utf-8"))
+    return summary["total_wire_ratio"] * iterations / race.iters
 
 
 def _merged(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

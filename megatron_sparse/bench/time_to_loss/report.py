@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
 from megatron_sparse.bench.table import Columns, TableRow, print_table
@@ -12,7 +13,11 @@ from megatron_sparse.bench.time_to_loss.command import Result
 from megatron_sparse.bench.time_to_loss.settings import BY_NAME, PLAIN, VALIDATIONS
 from megatron_sparse.simulate import figures
 
-PICTURE = "time-to-loss"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+PICTURE, BYTES = "time-to-loss", "loss-over-bytes"
+"""Names of the pictures and their CSV."""
 EARLY_SHARE = 0.8
 """The first target: plain Megatron's loss after this share of its run."""
 FINAL_MARGIN = 1.005
@@ -31,6 +36,7 @@ class Row(TableRow):
         iterations: how many the run had.
         iteration_ms: median.
         final: validation loss.
+        wire_ratio: bytes of gradients and parameters of the whole run, over plain Megatron's.
         to_plain: the final loss over plain Megatron's, in %; null for plain Megatron.
         early_s: seconds to plain Megatron's loss at 80 % of its run; null if never reached.
         early_speedup: plain Megatron's `early_s` over it.
@@ -42,8 +48,9 @@ class Row(TableRow):
 
     COLUMNS = Columns(
         "label >34 setting | mbit >6 | iterations >5 iters | iteration_ms >13.1f iteration(ms) | "
-        "final >7.4f loss | to_plain >+11.2f to plain(%) | early_s >11.1f 80 % loss(s) | "
-        "early_speedup >8.2f speedup | final_s >10.1f +0.5 %(s) | final_speedup >8.2f speedup"
+        "wire_ratio >6.3f wire | final >7.4f loss | to_plain >+11.2f to plain(%) | "
+        "early_s >11.1f 80 % loss(s) | early_speedup >8.2f speedup | final_s >10.1f +0.5 %(s) | "
+        "final_speedup >8.2f speedup"
     )
 
     op: str
@@ -52,6 +59,7 @@ class Row(TableRow):
     mbit: int | None
     iterations: int
     iteration_ms: float
+    wire_ratio: float
     final: float
     to_plain: float | None
     early_s: float | None
@@ -63,11 +71,11 @@ class Row(TableRow):
 
 
 def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
-    """Prints the table; on request writes its rows and draws the picture.
+    """Prints the table; on request writes its rows and draws the pictures.
 
     Args:
         results: of finished runs, with plain Megatron's at each rate.
-        folder: for the picture and its CSV, made if missing; None draws none.
+        folder: for the pictures and their CSV, made if missing; None draws none.
         json_path: for one JSON object a line; None writes none.
 
     Raises:
@@ -101,6 +109,7 @@ def _row(each: Result, plain: Result) -> Row:
         mbit=each.mbit,
         iterations=len(each.iteration_ms),
         iteration_ms=each.median_ms,
+        wire_ratio=each.wire_ratio,
         final=each.final,
         to_plain=None if each is plain else 100 * (each.final / plain.final - 1),
         early_s=seconds[0],
@@ -113,15 +122,30 @@ def _row(each: Result, plain: Result) -> Row:
 
 
 def draw(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes the picture and the CSV that it is drawn from.
+    """Writes the pictures and the CSV that each is drawn from.
 
     Raises:
         DependencyError: matplotlib is missing.
     """
     canvas_of = figures.canvas_class()
     folder.mkdir(parents=True, exist_ok=True)
-    table, picture = folder / f"{PICTURE}.csv", folder / f"{PICTURE}.png"
-    rows: list[figures.Row] = [
+    written = []
+    for name, rows, draw_onto in (
+        (PICTURE, curve_rows(results), _draw_curves),
+        (BYTES, bytes_rows(rows_of(results)), _draw_bytes),
+    ):
+        table, picture = folder / f"{name}.csv", folder / f"{name}.png"
+        figures.write_csv(rows, table)
+        canvas = canvas_of(figsize=(figures.WIDTH_IN, 4.2), dpi=figures.DPI, layout="constrained")
+        draw_onto(rows, canvas)
+        canvas.savefig(picture, pil_kwargs={"optimize": True})
+        written += [table, picture]
+    return written
+
+
+def curve_rows(results: Sequence[Result]) -> list[figures.Row]:
+    """A row for each validation of each run."""
+    return [
         {
             "series": BY_NAME[each.setting].label,
             "mbit": each.mbit,
@@ -131,15 +155,45 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
         for each in results
         for seconds, loss in each.points
     ]
-    figures.write_csv(rows, table)
-    canvas = canvas_of(figsize=(figures.WIDTH_IN, 4.2), dpi=figures.DPI, layout="constrained")
+
+
+def bytes_rows(rows: Sequence[Row]) -> list[figures.Row]:
+    """A row for each run."""
+    return [
+        {
+            "series": row.label,
+            "mbit": row.mbit,
+            "wire_ratio": row.wire_ratio,
+            "to_plain": row.to_plain or 0.0,
+        }
+        for row in rows
+    ]
+
+
+def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
     styles, by_rate = figures.styles_of(rows), figures.groups(rows, "mbit")
     panels = canvas.subplots(1, len(by_rate), squeeze=False)[0]
     for axes, (mbit, members) in zip(panels, by_rate.items(), strict=True):
         figures.draw_lines(axes, members, "seconds", "loss", styles)
         figures.log_axis(axes, "x")
-        where = "loopback" if mbit is None else f"{mbit} Mbit/s"
-        axes.set(title=where, xlabel="seconds of training", ylabel="validation loss")
+        axes.set(title=_where(mbit), xlabel="seconds of training", ylabel="validation loss")
     figures.shared_legend(canvas, panels)
-    canvas.savefig(picture, pil_kwargs={"optimize": True})
-    return [table, picture]
+
+
+def _draw_bytes(rows: list[figures.Row], canvas: Canvas) -> None:
+    styles, by_rate = figures.styles_of(rows), figures.groups(rows, "mbit")
+    panels = canvas.subplots(1, len(by_rate), squeeze=False, sharey=True)[0]
+    for axes, (mbit, members) in zip(panels, by_rate.items(), strict=True):
+        figures.draw_lines(axes, members, "wire_ratio", "to_plain", styles)
+        figures.log_axis(axes, "x")
+        axes.axhline(0, color="black", linestyle="--", linewidth=1)
+        axes.set(
+            title=_where(mbit),
+            xlabel="bytes of the whole run, gradients and parameters, of Megatron's",
+            ylabel="final validation loss, % above Megatron's",
+        )
+    figures.shared_legend(canvas, panels)
+
+
+def _where(mbit: int | None) -> str:
+    return "loopback" if mbit is None else f"{mbit} Mbit/s"

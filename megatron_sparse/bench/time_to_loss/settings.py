@@ -47,7 +47,14 @@ SETTINGS = (
     Setting(
         "bf16",
         "gradients in bf16",
-        ("scheme=dense", "compression=dense", "scheme.wire_dtype=bf16", "parameters.method=raw"),
+        (
+            "scheme=dense",
+            "compression.density=1",
+            "scheme.wire_dtype=bf16",
+            "parameters.method=raw",
+        ),
+        warmup=0,
+        ramp=0,
     ),
     Setting(
         "dense_q4",
