@@ -71,20 +71,50 @@ class Figure:
         Raises:
             DependencyError: matplotlib is missing.
         """
-        canvas_of = canvas_class()
-        rows = self.rows(fast)
-        folder.mkdir(parents=True, exist_ok=True)
-        table, picture = (folder / f"{self.name}.{end}" for end in ("csv", "png"))
-        write_csv(rows, table)
-        canvas = canvas_of(figsize=(WIDTH_IN, self.height_in), dpi=DPI, layout="constrained")
-        self.draw(rows, canvas)
+        require_figures()
         short = ", reduced sweep" if fast else ""
-        canvas.suptitle(
-            f"{self.title}\n{self.label}{short}. {self.assumptions}", fontsize=9, wrap=True
+        title = f"{self.title}\n{self.label}{short}. {self.assumptions}"
+        return write_picture(
+            folder, self.name, self.rows(fast), self.draw, self.height_in, title=title
         )
-        # Sixteen million colours make the file three times as large.
-        canvas.savefig(picture, pil_kwargs={"optimize": True})
-        return [table, picture]
+
+
+def write_picture(
+    folder: Path,
+    name: str,
+    rows: Sequence[Row],
+    draw: Callable[[list[Row], Canvas], None],
+    height_in: float,
+    *,
+    title: str = "",
+) -> list[Path]:
+    """Writes a picture and the CSV that it is drawn from: `<name>.csv` and `<name>.png`.
+
+    Args:
+        folder: made if missing.
+        name: of the files.
+        rows: of the CSV, one at least.
+        draw: puts them onto an empty canvas.
+        height_in: of the picture.
+        title: above it; empty for none, or where `draw` writes one.
+
+    Returns:
+        The files.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
+    canvas_of = canvas_class()
+    folder.mkdir(parents=True, exist_ok=True)
+    table, picture = (folder / f"{name}.{end}" for end in ("csv", "png"))
+    write_csv(rows, table)
+    canvas = canvas_of(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+    draw(list(rows), canvas)
+    if title:
+        canvas.suptitle(title, fontsize=9, wrap=True)
+    # Sixteen million colours make the file three times as large.
+    canvas.savefig(picture, pil_kwargs={"optimize": True})
+    return [table, picture]
 
 
 def canvas_class() -> type[Canvas]:

@@ -10,14 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sparse.simulate.figures import (
-    DPI,
-    WIDTH_IN,
-    canvas_class,
     draw_lines,
     log_axis,
     shared_legend,
     styles_of,
-    write_csv,
+    write_picture,
 )
 from megatron_sparse.simulate.levels import LevelRow, Training
 
@@ -82,16 +79,9 @@ def draw_levels(rows: Sequence[LevelRow], training: Training, folder: Path) -> l
     Raises:
         DependencyError: matplotlib is missing.
     """
-    canvas_of = canvas_class()
-    folder.mkdir(parents=True, exist_ok=True)
-    table, picture = folder / "levels.csv", folder / "levels.png"
+    title = f"{describe(training, rows[0].cluster)}\n{LABEL}"
     plain = [row.to_dict() for row in rows]
-    write_csv(plain, table)
-    canvas = canvas_of(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
-    _draw(plain, canvas)
-    canvas.suptitle(f"{describe(training, rows[0].cluster)}\n{LABEL}", fontsize=9, wrap=True)
-    canvas.savefig(picture, pil_kwargs={"optimize": True})
-    return [table, picture]
+    return write_picture(folder, "levels", plain, _draw, HEIGHT_IN, title=title)
 
 
 def _draw(rows: Sequence[dict[str, Any]], canvas: Canvas) -> None:

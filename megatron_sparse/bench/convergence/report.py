@@ -151,25 +151,14 @@ def draw(results: Sequence[Result], rows: Sequence[Row], folder: Path) -> list[P
     Raises:
         DependencyError: matplotlib is missing.
     """
-    canvas_of = figures.canvas_class()
-    folder.mkdir(parents=True, exist_ok=True)
-    curves = curve_rows(results)
     finals = [row.to_dict() for row in rows]
-    bits = bits_rows(rows)
-    pictures = [(CURVES, curves, _draw_curves, 4.8), (FINAL, finals, _draw_final, 4.2)]
-    if bits:
+    pictures = [
+        (CURVES, curve_rows(results), _draw_curves, 4.8),
+        (FINAL, finals, _draw_final, 4.2),
+    ]
+    if bits := bits_rows(rows):
         pictures.append((BITS, bits, _draw_bits, 4.8))
-    written = []
-    for name, data, draw_onto, height_in in pictures:
-        table, picture = folder / f"{name}.csv", folder / f"{name}.png"
-        figures.write_csv(data, table)
-        canvas = canvas_of(
-            figsize=(figures.WIDTH_IN, height_in), dpi=figures.DPI, layout="constrained"
-        )
-        draw_onto(data, canvas)
-        canvas.savefig(picture, pil_kwargs={"optimize": True})
-        written += [table, picture]
-    return written
+    return [path for picture in pictures for path in figures.write_picture(folder, *picture)]
 
 
 def curve_rows(results: Sequence[Result]) -> list[figures.Row]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PICTURE, BYTES = "time-to-loss", "loss-over-bytes"
 """Names of the pictures and their CSV."""
+HEIGHT_IN = 4.2
 EARLY_SHARE = 0.8
 """The first target: plain Megatron's loss after this share of its run."""
 FINAL_MARGIN = 1.005
@@ -127,20 +128,13 @@ def draw(results: Sequence[Result], folder: Path) -> list[Path]:
     Raises:
         DependencyError: matplotlib is missing.
     """
-    canvas_of = figures.canvas_class()
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, rows, draw_onto in (
+    pictures = (
         (PICTURE, curve_rows(results), _draw_curves),
         (BYTES, bytes_rows(rows_of(results)), _draw_bytes),
-    ):
-        table, picture = folder / f"{name}.csv", folder / f"{name}.png"
-        figures.write_csv(rows, table)
-        canvas = canvas_of(figsize=(figures.WIDTH_IN, 4.2), dpi=figures.DPI, layout="constrained")
-        draw_onto(rows, canvas)
-        canvas.savefig(picture, pil_kwargs={"optimize": True})
-        written += [table, picture]
-    return written
+    )
+    return [
+        path for picture in pictures for path in figures.write_picture(folder, *picture, HEIGHT_IN)
+    ]
 
 
 def curve_rows(results: Sequence[Result]) -> list[figures.Row]:
