@@ -181,11 +181,8 @@ def _draw_bytes(rows: list[figures.Row], canvas: Canvas) -> None:
         figures.draw_lines(axes, members, "wire_ratio", "to_plain", styles)
         figures.log_axis(axes, "x")
         axes.axhline(0, color="black", linestyle="--", linewidth=1)
-        axes.set(
-            title=_where(mbit),
-            xlabel="bytes of the whole run, gradients and parameters, of Megatron's",
-            ylabel="final validation loss, % above Megatron's",
-        )
+        axes.set(title=_where(mbit), xlabel="bytes of the whole run, over Megatron's")
+    panels[0].set_ylabel("final validation loss, % above Megatron's")
     figures.shared_legend(canvas, panels)
 
 
