@@ -104,10 +104,8 @@ def test_bytes_are_those_of_the_whole_stretched_run(commands, tmp_path):
 
 
 def test_gradients_in_bf16_are_sent_so(tmp_path):
-    (run,) = (
-        each for each in race(tmp_path, settings=[PLAIN, "bf16"]).runs() if each.name[0] == "b"
-    )
-    config = compose(race(tmp_path).arguments(run))
+    both = race(tmp_path, settings=[PLAIN, "bf16"])
+    config = compose({run.setting.name: both.arguments(run) for run in both.runs()}["bf16"])
     assert (config.scheme.name, config.scheme.wire_dtype) == ("dense", "bf16")
     assert config.compression.enabled, "switched off, all travels in the gradient's own dtype"
 
