@@ -212,9 +212,10 @@ class SamplePlan:
         window_bits = mask_N.view(-1, WINDOW_NUMEL)[self.window_W.to(mask_N.device)]
         # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
+        before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])
         parts = [
             *(
-                _counts(mask_B64, nnz_B, _even_cuts(self.numel, p))
+                _counts(mask_B64, before_B, _even_cuts(self.numel, p))
                 for p in (self.finest, self.world_size)
             ),
             _nonempty_blocks(nnz_B > 0),
@@ -333,7 +334,7 @@ class SamplePlan:
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
                 held, union = (
-                    int((sets.reshape(-1, size // WORD_BITS) != 0).any(1).sum()) / len(sets)
+                    np.count_nonzero(_any_of(sets, size // WORD_BITS)) / len(sets)
                     for sets in (words_nW, union_W)
                 )
                 count = -(-seen // size)
@@ -342,6 +343,14 @@ class SamplePlan:
             most = _independent(fraction, n)
             found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
         return found
+
+
+def _any_of(words_gW: np.ndarray, count: int) -> np.ndarray:
+    """Unions of `count` words each, a power of two; halving is faster than a reduction."""
+    found = words_gW.reshape(-1, count)
+    while found.shape[1] > 1:
+        found = found[:, ::2] | found[:, 1::2]
+    return found
 
 
 def _independent(fraction: float, n: int) -> float:
@@ -362,11 +371,16 @@ def _even_cuts(numel: int, pieces: int) -> np.ndarray:
     return np.arange(pieces + 1, dtype=np.int64) * numel // pieces
 
 
-def _counts(mask_B64: torch.Tensor, nnz_B: torch.Tensor, cuts: np.ndarray) -> torch.Tensor:
-    """Non-zero elements between each cut and the next; int64 on the mask's device."""
+def _counts(mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray) -> torch.Tensor:
+    """Non-zero elements between each cut and the next; int64 on the mask's device.
+
+    Args:
+        mask_B64: the non-zero elements.
+        before_B: how many lie before each block of 64, and before the end.
+        cuts: ascending elements.
+    """
     if mask_B64.shape[0] == 0:
-        return nnz_B.new_zeros(len(cuts) - 1)
-    before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])
+        return before_B.new_zeros(len(cuts) - 1)
     cut_P = torch.from_numpy(cuts).to(mask_B64.device)
     word_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
     inside_P = cut_P - word_P * WORD_BITS
@@ -380,8 +394,9 @@ def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
     counts = []
     for _ in BLOCK_SIZES:
         counts.append(full_B.count_nonzero())
+        # A reduction over two columns takes several times as long.
         pairs = torch.nn.functional.pad(full_B, (0, full_B.numel() % 2)).view(-1, 2)
-        full_B = pairs.any(1)
+        full_B = pairs[:, 0] | pairs[:, 1]
     return torch.stack(counts)
 
 
