@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from megatron_sparse.config.removed import removed
 from megatron_sparse.errors import ConfigError
 
 
@@ -13,9 +14,11 @@ def one_of(key: str, value: object, choices: Sequence[object]) -> None:
     """Refuses a value that is not one of `choices`.
 
     Raises:
-        ConfigError: lists the choices.
+        ConfigError: lists the choices, or says that the value has left.
     """
     if value not in choices:
+        if gone := removed(key, value):
+            raise gone
         raise ConfigError(
             f"{key} is unknown",
             expected=" | ".join(map(str, choices)),

@@ -29,6 +29,7 @@ from megatron_sparse.config.level import NODE_INSTANCE
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
+from megatron_sparse.config.removed import removed
 from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
@@ -373,6 +374,8 @@ class SparseConfig:
                 parts["compression"][key] = overrides[key]
             elif key in scheme:
                 parts["scheme"][key] = overrides[key]
+            elif gone := _removed_option(key):
+                raise gone
             else:
                 raise ConfigError(
                     f"unknown option {key!r}",
@@ -383,6 +386,12 @@ class SparseConfig:
         return cls(
             CompressionConfig(**parts["compression"]), SchemeConfig(**parts["scheme"]), **sections
         )
+
+
+def _removed_option(keyword: str) -> ConfigError | None:
+    """The error for a flat keyword whose key has left."""
+    found = (removed(f"{section}.{keyword}") for section in ("compression", "scheme"))
+    return next((error for error in found if error is not None), None)
 
 
 SECTIONS: Mapping[str, Any] = {

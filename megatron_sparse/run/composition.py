@@ -35,6 +35,7 @@ from omegaconf.errors import (
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
 from megatron_sparse.config.redaction import redact, redact_command
+from megatron_sparse.config.removed import removed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
@@ -228,6 +229,8 @@ def config_error(error: Exception) -> ConfigError:
 
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     group, _, option = name.removesuffix(".yaml").rpartition("/")
+    if gone := removed(group, option):
+        return gone
     meant = _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
@@ -257,6 +260,8 @@ def closest_key(key: str) -> str | None:
 
 
 def _unknown_key(key: str) -> ConfigError:
+    if gone := removed(key):
+        return gone
     section = key.rpartition(".")[0]
     inside = [known for known in _keys(RunConfig) if section and known.startswith(f"{section}.")]
     meant = closest_key(key)

@@ -11,6 +11,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
+from megatron_sparse.config.removed import REMOVED
 from megatron_sparse.config.run import (
     ClusterConfig,
     DataConfig,
@@ -26,6 +27,7 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
+from megatron_sparse.run.composition import compose
 
 
 def refusal(make, *args, **kwargs) -> str:
@@ -324,3 +326,18 @@ class TestRun:
     )
     def test_the_warm_up_of_a_short_run_is_derived(self, iterations, given, taken):
         assert TrainingConfig(iterations=iterations, lr_warmup_iters=given).lr_warmup == taken
+
+
+class TestRemoved:
+    """What has left the configuration says so, and what to use in its place."""
+
+    @pytest.mark.parametrize("name", REMOVED)
+    def test_every_way_to_give_it_names_the_remedy(self, name):
+        said = refusal(compose, [name if "=" in name else f"{name}=1"])
+        assert f"{name} has left" in said
+        assert REMOVED[name] in said
+
+    @pytest.mark.parametrize("name", [name for name in REMOVED if "=" not in name])
+    def test_nothing_that_has_left_is_still_a_key(self, name):
+        section, _, key = name.partition(".")
+        assert not hasattr(getattr(RunConfig(), section), key)
