@@ -27,7 +27,7 @@ from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
-from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -270,7 +270,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     message = selector.select(
         bucket, MessageSpec(1.0, format="coo"), step=STEP, timer=StageTimer(device)
     )
-    own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
+    own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
     yield CodecCall(
         CodecOp.PARTITION,
         "pairs",
@@ -279,7 +279,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     )
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
-    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, SchemeConfig.hash_seed)
+    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
     place = PartitionRecord(wide, 0, torch.float32, 0, STEP)
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()

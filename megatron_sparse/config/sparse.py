@@ -78,7 +78,6 @@ class SchemeConfig:
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
             keeps 4 bytes for each element of a bucket.
-        hash_seed: `zen`: what that hash is a function of; the same on all ranks.
         hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
             in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
         ring_intra_density: `adaptive_ring`: density (nnz / numel) from which a partial sum goes
@@ -121,7 +120,6 @@ class SchemeConfig:
     capacity: str | int | float | None = "auto"
     block_size: int = 256
     partition_hash: str = "permutation"
-    hash_seed: int = 1234
     hash_rounds: int = 0
     ring_intra_density: float | None = None
     ring_inter_density: float | None = None
@@ -157,7 +155,6 @@ class SchemeConfig:
                 got=self.block_size,
             )
         one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
-        in_range("scheme.hash_seed", self.hash_seed, 0, 2**63 - 1, integer=True)
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)

@@ -99,11 +99,9 @@ class GradientDumpWriter:
         """
         if not tracking.record_gradients_iters:
             return None
-        both = tracking.record_gradients == "both"
         return cls(
             tracking.folder_for("record_gradients_iters", run_dir) / FOLDER,
             tracking.record_gradients_iters,
-            kinds=tuple(Kind) if both else (Kind(tracking.record_gradients),),
             rank=rank,
             world_size=len(ranks),
             first_rank=min(ranks),

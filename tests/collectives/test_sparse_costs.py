@@ -10,7 +10,7 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, over_groups
-from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from megatron_sparse.wire import (
@@ -89,7 +89,7 @@ class Oracle:
 
     def partitions(self, values):
         """For each of ZEN's partitions: elements, and the number of non-zero ones."""
-        h0 = PermutationHash(values.numel(), self.n, self.case.options.hash_seed)
+        h0 = PermutationHash(values.numel(), self.n, HASH_SEED)
         owner = h0.partition_of(torch.arange(values.numel()))
         return [
             (int((owner == p).sum()), int(values[owner == p].count_nonzero()))

@@ -242,7 +242,6 @@ class TestData:
             {"split": "90,10"},
             {"split": "0,0,0"},
             {"split": "a,b,c"},
-            {"num_workers": -1},
         ],
     )
     def test_refusals(self, values):

@@ -27,7 +27,7 @@ SMALL = (
     "training.micro_batch_size=2",
     "training.global_batch_size=4",
     "training.log_interval=1",
-    "data.num_workers=0",
+    "megatron.num_workers=0",
     "training.lr_warmup_iters=1",
     "megatron.ddp_bucket_size=40000",
     "compression.keep_below_numel=256",
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_plugin_state_starts_with_zero_residuals_and_says_s
 
 def test_nan_in_one_gradient_ends_in_megatrons_own_error(tmp_path):
     """fp32 without loss scaling: Megatron raises; the plugin neither hides nor delays it."""
-    train(tmp_path, "nan", *AT_TARGET, "training.lr=1e30", "training.clip_grad=0", check=False)
+    train(tmp_path, "nan", *AT_TARGET, "training.lr=1e30", "megatron.clip_grad=0", check=False)
     text = (tmp_path / "nan.log").read_text()
     assert "found NaN in local grad norm" in text
 

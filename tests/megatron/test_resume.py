@@ -25,8 +25,6 @@ TARGET = (
 PLANNED = (
     "scheme=auto",
     "planner.cluster=ethernet_25gbit",
-    "planner.profile_iters=1",
-    "planner.profile_every=2",
     "planner.schemes=[direct,ssar_rd]",
     # Buckets for which pruning pays, by that cluster's prices.
     "data.vocab_size=4096",
@@ -66,7 +64,7 @@ LAYOUTS = {
     "dropout, lossy parameters": (
         "scheme=agsparse",
         "model.dropout=0.1",
-        "data.num_workers=1",
+        "megatron.num_workers=1",
         "training.eval_interval=2",
         "training.eval_iters=1",
         "training.overlap_grad_reduce=true",

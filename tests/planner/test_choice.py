@@ -18,6 +18,7 @@ from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, choice
+from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.pricing.cluster import find
@@ -309,11 +310,6 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
         {"schemes": ["magic"]},
         {"schemes": []},
         {"schemes": ["straggler"]},
-        {"hysteresis": 2.0},
-        {"profile_iters": 0},
-        {"replan_every": 0},
-        {"retry_after": 1.5},
-        {"profile_every": -1},
     ],
 )
 def test_wrong_settings_are_refused(wrong):
@@ -337,13 +333,20 @@ def _train(rank, world_size, steps):
         density=0.02,
         deterministic=False,
         timeout_s=30.0,
-        planner=PlannerConfig(cluster="ethernet_25gbit", replan_every=4, profile_iters=1),
+        planner=PlannerConfig(cluster="ethernet_25gbit"),
     )
     group = dist.group.WORLD
     assert group is not None
     transport = ProcessGroupTransport(group, 30.0, torch.device("cpu"))
     progress = ProgressThread(torch.device("cpu"), 30.0)
-    planner = planner_of(config, logs=False)
+    planner = PricedPlanner(
+        config.compression,
+        config.scheme,
+        config.planner,
+        find("ethernet_25gbit"),
+        logs=False,
+        pace=Pace(replan_every=4, profile_iters=1),
+    )
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     records = []
     sink = NullSink()

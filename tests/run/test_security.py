@@ -189,7 +189,6 @@ INNOCENT = (
     "rl_skip_bos_token",
     "key",
     "sort_key",
-    "hash_seed",
     "keep_patterns",
     "KEYBOARD",
     "author",

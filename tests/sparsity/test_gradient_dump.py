@@ -116,16 +116,12 @@ def test_the_configuration_says_what_is_dumped(tmp_path):
     assert of(run_dir=None) is None
     both = of(record_gradients_iters=[5])
     assert all(both.wants(5, kind) for kind in Kind)
-    one = of(record_gradients_iters=[5], record_gradients="gradient")
-    assert [kind for kind in Kind if one.wants(5, kind)] == [Kind.GRADIENT]
-    one.write("b", 5, Kind.GRADIENT, torch.ones(1))
+    both.write("b", 5, Kind.GRADIENT, torch.ones(1))
     assert (tmp_path / FOLDER / "iteration-000005/group-4-2/rank-0001/b.gradient.pt").is_file()
     with pytest.raises(ConfigError, match="run_dir"):
         of(run_dir=None, record_gradients_iters=[5])
     with pytest.raises(ConfigError, match="record_gradients_iters"):
         TrackingConfig(record_gradients_iters=[0])
-    with pytest.raises(ConfigError, match="record_gradients is unknown"):
-        TrackingConfig(record_gradients="all")
 
 
 class TestWrongFiles:
