@@ -6,7 +6,17 @@ from collections.abc import Mapping
 
 from megatron_sparse.errors import ConfigError
 
-REMOVED: Mapping[str, str] = {}
+_PEER_MEMORY = (
+    "use scheme.name=direct, which runs over NCCL, or compression.level=node, which leaves sums "
+    "inside a node to the backend"
+)
+
+REMOVED: Mapping[str, str] = {
+    "planner.schemes=peer_two_shot": _PEER_MEMORY,
+    "scheme.name=peer_two_shot": _PEER_MEMORY,
+    "scheme.peer_in_order_of_coming": _PEER_MEMORY,
+    "scheme.peer_windows": _PEER_MEMORY,
+}
 """`section.key`, `section.key=value` or `group=option`, with the remedy that the error gives."""
 
 
