@@ -18,10 +18,11 @@ from functools import cache, lru_cache
 import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
-from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 from megatron_sparse.cuda_ext.record_spec import Segments
 from megatron_sparse.cuda_ext.reports import Reports
 
+STATUS_WORDS = 4
+"""Words of a decoder's status, and of an encoder's report before the sizes and counts."""
 _DENSE_KIND = 0
 _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
 _OUTSIDE = 2  # decode_launch.h
