@@ -2,7 +2,7 @@
 
     bash scripts/gpu_check.sh                 every stage
     bash scripts/gpu_check.sh --call 1        correctness and speed of the main path
-    bash scripts/gpu_check.sh --call 2        NCCL, hashing, moves, CUDA graphs
+    bash scripts/gpu_check.sh --call 2        NCCL, capacity mode, hashing, moves
     bash scripts/gpu_check.sh --call 3        compute-sanitizer, the rest
     bash scripts/gpu_check.sh --rehearse      every stage without a GPU: see below
     bash scripts/gpu_check.sh --list          the stages, their limits and commands
