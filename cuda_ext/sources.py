@@ -90,7 +90,6 @@ CUDA_UNITS = (
     "hash_split",
     "hash_memory",
     "hash_partition",
-    "peer",
     "threshold",
     "nccl_sum",
 )
@@ -104,7 +103,6 @@ CUDA_BINDINGS = (
     "row_sparse",
     "moves",
     "hash_partition",
-    "peer",
     "threshold",
     "nccl_sum",
 )

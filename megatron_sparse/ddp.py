@@ -32,16 +32,14 @@ from megatron_sparse.config.level import AUTO, RANK
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
-from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
-from megatron_sparse.planner.plan import Windows
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
-from megatron_sparse.transport import Transport, open_transport
+from megatron_sparse.transport import open_transport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -111,7 +109,6 @@ class DDPState:
         self._progress = progress_on(device, timeout_s)
         self.config = with_agreed_capacity(self.config, device, self._transport.group)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
-        _check_no_windows(self._planner, self._transport)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[self.config.compression.residual_dtype],
             undo=False,
@@ -429,17 +426,6 @@ def _check_level(config: SparseConfig) -> None:
             got=config.compression.level,
             remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
             "hierarchical adds up inside a node what its ranks have selected",
-        )
-
-
-def _check_no_windows(planner: Planner, transport: Transport) -> None:
-    """Windows need buckets that stay, but DDP makes new buckets after the first step."""
-    if planner.windows(transport) is Windows.REQUIRED:
-        raise ConfigError(
-            "peer_two_shot does not go with plain DDP, whose buckets change after the first step",
-            expected="a scheme that runs over any process group",
-            got="scheme.name=peer_two_shot, or planner.pin of a plan that takes it",
-            remedy="use scheme.name=direct, or Megatron with megatron_sparse.attach",
         )
 
 

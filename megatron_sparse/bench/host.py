@@ -39,7 +39,7 @@ from megatron_sparse.bench.table import (
     torch_threads,
 )
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
@@ -53,7 +53,7 @@ from megatron_sparse.transport.process_group import ProcessGroupTransport
 
 SCHEMES = tuple(
     name
-    for name, scheme in over_groups().items()
+    for name, scheme in SCHEMES.items()
     if scheme.takes_slots or name in ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
 )
 """Schemes whose messages have sizes that all ranks know beforehand."""
@@ -261,7 +261,7 @@ def rows(sweep: HostSweep) -> Iterator[HostRow]:
         with _fake_group(n):
             for scheme in sweep.schemes:
                 yield _measure(sweep, scheme, n)
-                if sweep.nccl_engine and over_groups()[scheme].has_engine:
+                if sweep.nccl_engine and SCHEMES[scheme].has_engine:
                     yield _measure(sweep, scheme, n, nccl_engine=True)
 
 
@@ -315,7 +315,7 @@ class _Path:
         *,
         nccl_engine: bool = False,
     ) -> None:
-        density = 1.0 if over_groups()[name].takes is Input.DENSE else DENSITY
+        density = 1.0 if SCHEMES[name].takes is Input.DENSE else DENSITY
         case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = Sweep(
             min_bytes=4 * case.numel,

@@ -26,7 +26,6 @@ from megatron_sparse.bench.options import (
     parse_size,
 )
 from megatron_sparse.bench.parameters.sweep import ParameterSweep
-from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
 from megatron_sparse.cli import bench_training
@@ -170,17 +169,6 @@ def bucket(sweep: BucketSweep, json: JsonFile = None) -> None:
     raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
 
 
-@command(bench, "The two-shot all-reduce over peer memory, on virtual ranks of one GPU.")
-def peer(options: PeerOptions, json: JsonFile = None) -> None:
-    """Exits with 1 where a row is wrong. See docs/peer-memory.md."""
-    import torch
-
-    from megatron_sparse.bench.peer import command as runner
-
-    rows = runner.run(options, json, torch.device("cuda"))
-    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
-
-
 @command(bench, "Messages and sums between this host's ranks: shared memory beside gloo.")
 def node(
     sweep: NodeSweep,
@@ -257,7 +245,7 @@ def cost_models(
     """See docs/cost-models.md."""
     from megatron_sparse.bench.cost_models import command as runner
     from megatron_sparse.bucket import CollectiveOp
-    from megatron_sparse.collectives import over_groups
+    from megatron_sparse.collectives import SCHEMES
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.pricing.cluster import find
 
@@ -266,7 +254,7 @@ def cost_models(
         runner.report(runner.measured_rows(measured, find(cluster)), json)
         return
     sweep = runner.CostSweep(
-        schemes=list(over_groups()) if scheme == "all" else scheme.split(","),
+        schemes=list(SCHEMES) if scheme == "all" else scheme.split(","),
         kinds=kind.split(","),
         densities=parse_densities("--density", density),
         world_sizes=parse_counts("--ranks", ranks),

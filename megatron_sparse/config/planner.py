@@ -16,9 +16,8 @@ class PlannerConfig:
             the name of a shipped cluster model. `train cluster=NAME` sets it to the costs of that
             cluster where they are known. null compares bytes instead of times; `schemes` then has
             no effect.
-        schemes: names of candidate schemes; `dense` is always a candidate. null takes all but
-            `peer_two_shot`, whose windows need memory, and without `compression.value_bits`
-            `dense_q`, which rounds.
+        schemes: names of candidate schemes; `dense` is always a candidate. null takes all, but
+            `dense_q`, which rounds, only with `compression.value_bits`.
         pin: a `plan.json` whose schemes are used, whatever they cost.
     """
 

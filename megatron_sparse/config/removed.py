@@ -6,6 +6,11 @@ from collections.abc import Mapping
 
 from megatron_sparse.errors import ConfigError
 
+_PEER_MEMORY = (
+    "use scheme.name=direct, which runs over NCCL, or compression.level=node, which leaves sums "
+    "inside a node to the backend"
+)
+
 REMOVED: Mapping[str, str] = {
     "cluster.omp_num_threads": "set cluster.env.OMP_NUM_THREADS=N, or export OMP_NUM_THREADS",
     "data.num_workers": "set megatron.num_workers=N",
@@ -17,7 +22,11 @@ REMOVED: Mapping[str, str] = {
     "planner.profile_iters": "leave it out: the first 3 steps of ramp and target are sampled",
     "planner.replan_every": "leave it out: measured times are compared every 50 steps",
     "planner.retry_after": "leave it out: a scheme that lost to dense rests for 1000 steps",
+    "planner.schemes=peer_two_shot": _PEER_MEMORY,
     "scheme.hash_seed": "leave it out: the hash of zen is the same everywhere",
+    "scheme.name=peer_two_shot": _PEER_MEMORY,
+    "scheme.peer_in_order_of_coming": _PEER_MEMORY,
+    "scheme.peer_windows": _PEER_MEMORY,
     "straggler.history": "leave it out: the last 20 steps count",
     "straggler.inject_delay_ms": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
     "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",

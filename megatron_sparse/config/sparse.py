@@ -41,7 +41,6 @@ RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 NCCL_ERRORS = ("torch", "typed")
 INTRA_NODE = ("auto", "shared_memory", "backend")
-PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
@@ -71,7 +70,7 @@ class SchemeConfig:
         capacity: null exchanges message sizes, for which a GPU's host waits; a factor such as 1.25
             fixes them beforehand: no segment sends more than this many times the target density of
             its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,
-            `ssar_split_ag`, `dsar_split_ag` and `peer_two_shot`. `auto` is 1.25 on CUDA, for each
+            `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for each
             bucket whose scheme is one of these, and null elsewhere: on a CPU, with
             `lossless_patterns` or `threshold_reuse`, and without the compiled codec;
             docs/collectives.md, Capacity mode.
@@ -87,11 +86,6 @@ class SchemeConfig:
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
         inner: `hierarchical`: the sparse scheme that runs across the nodes.
-        peer_windows: `peer_two_shot`: where the memory comes from that all ranks reach by pointer:
-            `symmetric_memory` (torch's), `cuda_ipc`, or `auto`, the first of them that works.
-        peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
-            has come, into memory of their own, for groups in which somebody is late. It is so too
-            where `straggler.mode` has stragglers left behind.
         sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
             (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
             owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
@@ -106,10 +100,10 @@ class SchemeConfig:
             rank and group), long before the timeout; docs/collectives.md, Faults.
         nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
             watchdog, which ends the process; `typed` aborts communicators instead, and raises an
-            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron,
+            error that names the group (docs/nccl.md). On CUDA, with Megatron,
             and with the backend nccl as torch's ProcessGroupNCCL.
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
-            communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
+            communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
             The NCCL engine). On CUDA, with the same backend.
         deterministic: freeze every decision that would be taken from timing.
     """
@@ -125,8 +119,6 @@ class SchemeConfig:
     ring_inter_density: float | None = None
     ring_gather_density: float | None = None
     inner: str = "direct"
-    peer_windows: str = "auto"
-    peer_in_order_of_coming: bool = False
     intra_node: str = "auto"
     timeout_s: float = 300.0
     watch_peers: bool = True
@@ -159,8 +151,6 @@ class SchemeConfig:
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
         one_of("scheme.intra_node", self.intra_node, INTRA_NODE)
-        one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
-        is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
         if self.sum_bits is not None:
             one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS))

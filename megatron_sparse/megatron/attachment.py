@@ -134,8 +134,6 @@ class Attachment:
             key = id(group.process_group)
             if key not in self._reducers:
                 self._reducers[key] = self._make_reducer(group)
-        for key, reducer in self._reducers.items():
-            reducer.open_windows(self._buckets_of(key))
         for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup

@@ -42,13 +42,13 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.collectives import Exchange
 from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message
-from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
+from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
     DENSE,
@@ -174,7 +174,6 @@ class PricedPlanner(FixedPlanner):
             candidates(self._config.schemes, self._compression.given_value_bits),
             self._options,
             bucket.grad_N.device.type,
-            has_windows=bucket.has_windows,
         )
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
         prices = state.predicted_us = price(profile)
@@ -227,17 +226,6 @@ class PricedPlanner(FixedPlanner):
         return state
 
     # What ranks exchange
-
-    def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: for a group on one node, also by the cluster's links."""
-        named = any(
-            SCHEMES[name].needs_windows
-            for name in candidates(self._config.schemes, self._compression.given_value_bits)
-        )
-        here = len(set(transport.nodes)) == 1
-        has_tier = here and self._cluster.has_peer_memory(transport.world_size)
-        wanted = named and has_tier and transport.world_size > 1
-        return Windows.WELCOME if wanted else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
         """See `Planner`."""

@@ -21,7 +21,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
-from megatron_sparse.collectives.peer_two_shot import peer_layout
 from megatron_sparse.compression.residual import (
     OF_INSTANCES,
     RESIDUAL,
@@ -31,7 +30,6 @@ from megatron_sparse.compression.residual import (
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import workspace
-from megatron_sparse.cuda_ext.peer_ops import window_bytes
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
@@ -188,14 +186,10 @@ def held(
     for name, store in stores.items():
         found[RESIDUAL if name == OF_INSTANCES else name] += store.nbytes - store.undo_nbytes
         found["undo"] += store.undo_nbytes
-    windows = 0
     firsts = list(reducers)
     for reducer in [*firsts, *(each.second for each in firsts if each.second is not None)]:
-        windows += reducer.window_bytes
         for purpose, nbytes in reducer.buffers.by_purpose().items():
             found[item_of(purpose)] += nbytes
-    if windows:
-        found["windows"] = windows
     if parameters:
         found["parameters"] = parameters
     return {item: found[item] for item in ITEMS if item in found}
@@ -352,24 +346,7 @@ class _Group:
             found[item_of(purpose)] += copies * nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
-        found["windows"] = self._window_bytes(buckets)
         return found
-
-    def _window_bytes(self, buckets: Sequence[Bucket]) -> int:
-        scheme, planner = self._config.scheme, self._config.planner
-        names = (planner.schemes or ()) if scheme.name == AUTO else (scheme.name,)
-        wanted = any(SCHEMES[name].needs_windows for name in names)
-        if not wanted or not all(bucket.grad_N.is_cuda for bucket in buckets):
-            return 0
-        layouts = [
-            peer_layout(
-                bucket, wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype), scheme.format
-            )
-            for bucket in buckets
-        ]
-        message_room = max((layout.message_room for layout in layouts), default=0)
-        sum_room = max((layout.sum_room for layout in layouts), default=0)
-        return window_bytes(message_room, sum_room) if layouts else 0
 
 
 def _steps(compression: CompressionConfig) -> list[int]:

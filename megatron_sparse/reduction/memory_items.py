@@ -42,10 +42,6 @@ ITEMS = {
         "scratch memory of the encoders, shared by all buckets",
         "training.overlap_grad_reduce=true: smaller buckets",
     ),
-    "windows": Item(
-        "peer memory of scheme=peer_two_shot, shared by all buckets",
-        "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
-    ),
     "parameters": Item(
         "this rank's shards of the parameters once more, for exact and lossy gathers",
         "parameters.method=raw",

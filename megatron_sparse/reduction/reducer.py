@@ -70,9 +70,7 @@ from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.reduction.streams import used_here
-from megatron_sparse.reduction.windows import windows_for
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.peer_memory import PeerMemory
 
 
 class GradientListener(Protocol):
@@ -173,7 +171,6 @@ class GradientReducer:
         self._listeners = tuple(listeners)
         self.buffers = MessageBuffers()
         self._turns = MessageTurns(self.buffers)
-        self.windows: PeerMemory | None = None
         self.selector = Selector(method, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
@@ -195,26 +192,6 @@ class GradientReducer:
             self.progress,
         )
 
-    def open_windows(self, buckets: Sequence[Bucket]) -> None:
-        """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
-
-        A window is memory that the other ranks of the group can read and write directly. Call this
-        once, before the first `start`. Collective over the group; waits for the device. Sets
-        `Bucket.has_windows`.
-
-        Args:
-            buckets: all that this reducer will ever synchronise. Their sizes must not change.
-
-        Raises:
-            ConfigError: the scheme needs windows, and the group cannot have any.
-            HostError: the ranks cannot access one another's memory.
-            DependencyError: this version of torch has no peer memory.
-        """
-        parts = [self.part(bucket) for bucket in buckets]
-        self.windows = windows_for(parts, self._config, self.planner, self._level.across)
-        if self.second is not None:
-            self.second.open_windows(self.kept_parts(OF_INSTANCES, buckets))
-
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
 
@@ -232,11 +209,6 @@ class GradientReducer:
     def across(self) -> Transport:
         """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
         return self._level.across
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of device memory that this rank's windows take, those of `second` apart."""
-        return 0 if self.windows is None else self.windows.nbytes
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
@@ -357,7 +329,6 @@ class GradientReducer:
             job.timer,
             self._config.scheme,
             record.straggler,
-            self.windows,
             job.averages,
         )
         message = selected if isinstance(selected, Message) else None

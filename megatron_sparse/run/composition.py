@@ -101,7 +101,7 @@ def _scheme_override(text: str) -> str:
     known = group_options(SCHEME)
     for name in value.split(","):
         if re.fullmatch(r"\w+", name) and name not in known:
-            raise _unknown_option(f"{SCHEME}/{name}", known)
+            raise removed("scheme.name", name) or _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"
 
 

@@ -116,15 +116,11 @@ def _check_optimizer(config: RunConfig) -> None:
 
 def _check_device(config: RunConfig) -> None:
     """Raises the errors that each rank would raise when it attaches."""
-    from megatron_sparse.collectives import SCHEMES, peer_windows
     from megatron_sparse.transport import nccl_communicator
 
     if config.cluster.device != "cpu":
         _check_nccl_backend(config)
         return
-    scheme = SCHEMES.get(config.scheme.name)
-    if scheme is not None and scheme.needs_windows:
-        raise peer_windows.refusal("cluster.device=cpu")
     if config.scheme.nccl_engine:
         raise nccl_communicator.refusal("cluster.device=cpu")
 

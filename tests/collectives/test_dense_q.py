@@ -240,8 +240,6 @@ def test_ranks_with_other_bits_do_not_meet():
         ({"scheme": "dense_q", "wire_dtype": "bf16"}, "dense_q sends values in few bits"),
         ({"scheme": "direct", "nccl_engine": True, "value_bits": 4}, "no records of format rice"),
         ({"scheme": "direct", "nccl_engine": True, "format": "rice"}, "no records of format rice"),
-        ({"scheme": "peer_two_shot", "value_bits": 4}, "peer_two_shot has no records of format"),
-        ({"scheme": "peer_two_shot", "format": "rice"}, "peer_two_shot has no records of format"),
     ],
 )
 def test_what_excludes_few_bits(overrides, words):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives import over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
@@ -29,7 +29,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 RANKS, NUMEL, STEPS = 3, 3000, 3
 IN_CAPACITY = [
     (name, op)
-    for name, scheme in over_groups().items()
+    for name, scheme in SCHEMES.items()
     for op in CollectiveOp
     if scheme.takes_slots and op in scheme.ops
 ]
@@ -146,7 +146,7 @@ def test_every_method_of_selection(not_waiting: NotWaiting, overrides: dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in over_groups() if name.startswith("dense_") and "broadcast" not in name],
+    [name for name in SCHEMES if name.startswith("dense_") and "broadcast" not in name],
 )
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, check, over_groups
+from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import AUTO_CAPACITY, SchemeConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
@@ -26,7 +26,7 @@ from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.device import GPU, to_gpu
 
 CPU = torch.device("cpu")
-NAMES = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
+NAMES = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
 
 
 def bucket_on(device: torch.device, op: CollectiveOp = CollectiveOp.ALL_REDUCE) -> Bucket:
@@ -73,8 +73,6 @@ def test_auto_keeps_all_candidates_and_prices_each_as_it_runs(name: str) -> None
     assert fits(name, shape.op, SchemeConfig(capacity=AUTO_CAPACITY)) == takes_slots
     for device in ("cpu", "cuda"):
         cluster = replace(find("ethernet_25gbit"), device=device)
-        if SCHEMES[name].needs_windows and not cluster.has_peer_memory(8):
-            continue
         capacity = AUTO_CAPACITY if device == "cuda" and takes_slots else None
         as_it_runs = predict(name, shape, profile, cluster, SchemeConfig(capacity=capacity))
         assert predict(name, shape, profile, cluster, SchemeConfig()) == as_it_runs

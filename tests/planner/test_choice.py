@@ -232,7 +232,7 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
     assert plan(planner, 0).scheme == "dense_q"
 
 
-@pytest.mark.parametrize("name", ["zen", "peer_two_shot", "direct"])
+@pytest.mark.parametrize("name", ["zen", "direct"])
 def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, name):
     path = _written(tmp_path, chosen=name)
     config = SparseConfig.from_overrides(

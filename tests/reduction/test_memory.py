@@ -107,11 +107,6 @@ def test_velocities_and_their_copies_count() -> None:
     }
 
 
-def test_windows_are_as_large_as_the_largest_bucket_needs() -> None:
-    found = of(at_target(scheme="peer_two_shot"), bucket("0"), bucket("1", numel=NUMEL // 2))
-    assert found.nbytes["windows"] == pytest.approx(2 * (1 + 1 / RANKS) * 4 * NUMEL, rel=0.01)
-
-
 def test_a_scheme_that_skips_a_rank_is_named() -> None:
     straggler = StragglerConfig(mode="pinned", rank=1)
     assert "straggler_direct" in of(at_target(straggler=straggler), bucket()).line()
@@ -121,6 +116,6 @@ def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
     buffers = MessageBuffers()
     buffers.take("star:0", 100, torch.device("cpu"))
     buffers.take("received:0", 50, torch.device("cpu"))
-    given = SimpleNamespace(buffers=buffers, window_bytes=0, second=None)
+    given = SimpleNamespace(buffers=buffers, second=None)
     reducer = cast("GradientReducer", given)
     assert held({}, [reducer]) == {"undo": 0, "messages": 100, "received": 50}

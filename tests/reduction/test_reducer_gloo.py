@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import Input, over_groups
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -34,7 +34,7 @@ CASES = list(
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (op, dtype, wire, density, name)
-    for name, scheme in over_groups().items()
+    for name, scheme in SCHEMES.items()
     for op, dtype, wire, density in (
         (CollectiveOp.ALL_REDUCE, "fp32", None, 0.01),
         (CollectiveOp.ALL_REDUCE, "fp32", "bf16", 0.3),
@@ -209,7 +209,7 @@ def test_buckets_in_flight_together_stay_bit_identical_on_all_ranks():
 
 
 TIMEOUT_S = 2
-SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
+SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
 
 
 def _disagree(rank, world_size, cases):

@@ -27,7 +27,6 @@ from megatron_sparse.bench.rank_group import RankGroup, typed
 from megatron_sparse.bench.table import Progress
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import NODE
-from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.level_choice import choose_level
@@ -221,11 +220,7 @@ class RankBench(RankGroup):
         return run
 
     def _path(self, case: Case) -> LevelPath:
-        path = LevelPath(case, self._sweep, self._groups(case), self._progress)
-        dtype = VALUE_DTYPES[case.dtype]
-        grad_N = torch.empty(case.numel, dtype=dtype, device=self._device)
-        path.reducer.open_windows([case.bucket(grad_N, self.world_size)])
-        return path
+        return LevelPath(case, self._sweep, self._groups(case), self._progress)
 
     def _groups(self, case: Case) -> Groups:
         """All ranks, and at level `node` this rank's node and lane. Collective."""

@@ -35,9 +35,9 @@ def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
     """Names of schemes; `all` is each of them and `auto`."""
     if text != "all":
         return parse_names(flag, text)
-    from megatron_sparse.collectives import over_groups
+    from megatron_sparse.collectives import SCHEMES
 
-    return ("auto", *over_groups())
+    return ("auto", *SCHEMES)
 
 
 @dataclass(frozen=True, kw_only=True)

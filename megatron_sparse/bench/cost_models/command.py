@@ -29,7 +29,7 @@ from megatron_sparse.bench.cost_models.codec_prices import (
 from megatron_sparse.bench.options import check_arguments, fractions, known
 from megatron_sparse.bench.table import Columns, TableRow, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -151,7 +151,7 @@ class CostSweep:
         check_arguments(
             "bench cost-models",
             [
-                known("scheme", self.schemes, over_groups()),
+                known("scheme", self.schemes, SCHEMES),
                 (
                     "scheme",
                     self.schemes,

@@ -103,9 +103,7 @@ class PlannerRanks(RankBench):
             grad_N = workload.source(self.rank).to(self._device)
             profile = self._profile(grad_N)
             shape = BucketShape(grad_N.numel(), 0, 4, self._trial.op, self.world_size)
-            names = runnable(
-                candidates(self._trial.schemes, None), options, self._device.type, has_windows=False
-            )
+            names = runnable(candidates(self._trial.schemes, None), options, self._device.type)
             predictions_us = prices_us(
                 shape, profile, cluster=cluster, options=options, names=names
             )
