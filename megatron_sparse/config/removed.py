@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 from megatron_sparse.errors import ConfigError
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "scheme.intra_node": "leave it out: ranks of a host use the backend (gloo, NCCL)",
+}
 """`section.key`, `section.key=value` or `group=option`, with the remedy that the error gives."""
 
 
