@@ -68,9 +68,6 @@ CPU_BINDINGS = (
     "moves_record.cpp",
     "moves.cpp",
     "quantised.cpp",
-    "shared_sum.cpp",
-    "shared_engine.cpp",
-    "shared_memory.cpp",
 )
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),

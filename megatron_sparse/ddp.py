@@ -39,7 +39,7 @@ from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -100,13 +100,17 @@ class DDPState:
         self._unplaced: dict[str, dict[str, torch.Tensor]] = {}
         self._in_flight: list[PendingReduction | PendingRowSparse] = []
         self._device = device
-        timeout_s = self.config.scheme.timeout_s
+        scheme = self.config.scheme
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
-        self._transport = open_transport(
-            group, self.config.scheme, device, nccl_engine=self.config.scheme.nccl_engine
+        self._transport = ProcessGroupTransport(
+            group,
+            scheme.timeout_s,
+            device,
+            liveness=scheme.watch_peers,
+            nccl_engine=scheme.nccl_engine,
         )
-        self._progress = progress_on(device, timeout_s)
+        self._progress = progress_on(device, scheme.timeout_s)
         self.config = with_agreed_capacity(self.config, device, self._transport.group)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         self.residuals = ResidualStore(

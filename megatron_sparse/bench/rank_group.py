@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
-from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT
 
 LINGER_S = 5.0
@@ -35,11 +34,10 @@ class RankGroup:
         rank: of this process.
         world_size: processes.
         nccl_engine: `scheme.nccl_engine`.
-        intra_node: `scheme.intra_node`.
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
-        ConfigError: the engine without a GPU, or ranks cannot share memory and must.
+        ConfigError: the engine without a GPU.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class RankGroup:
         world_size: int,
         *,
         nccl_engine: bool = False,
-        intra_node: str = SchemeConfig.intra_node,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         on_cuda = torch.cuda.is_available()
@@ -68,8 +65,9 @@ class RankGroup:
         )
         world = dist.group.WORLD
         assert world is not None, "just made"
-        self._scheme = SchemeConfig(timeout_s=timeout_s, intra_node=intra_node)
-        self._transport = open_transport(world, self._scheme, self._device, nccl_engine=nccl_engine)
+        self._transport = ProcessGroupTransport(
+            world, timeout_s, self._device, nccl_engine=nccl_engine
+        )
         self._progress = progress_on(self._device, timeout_s)
 
     def __enter__(self) -> Self:
@@ -85,12 +83,6 @@ class RankGroup:
     def nodes(self) -> set[int]:
         """The hosts, by the first rank on each."""
         return set(self._transport.nodes)
-
-    @property
-    def transport_name(self) -> str:
-        """`shared_memory` where all pairwise messages take it, else the backend's name."""
-        shared = len(self.nodes) == 1 and self._transport.intra_node == "shared_memory"
-        return "shared_memory" if shared and self.world_size > 1 else self.backend
 
     def _median_us(self, times_us: Sequence[float]) -> float:
         """The median over the rounds of the slowest rank's time."""

@@ -25,7 +25,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 
 Version = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 """Reduces a sparse gradient; returns the sum and the bytes that this rank sent."""
@@ -82,9 +82,9 @@ def main() -> None:
 
     dist.init_process_group("gloo")
     device = torch.device("cpu")
-    scheme = SchemeConfig()
-    transport = open_transport(dist.group.WORLD, scheme, device)  # type: ignore[arg-type]
-    progress = ProgressThread(device, scheme.timeout_s)
+    timeout_s = SchemeConfig.timeout_s
+    transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, device)  # type: ignore[arg-type]
+    progress = ProgressThread(device, timeout_s)
 
     def ours(way: Way) -> Version:
         reducer = RowSparseReducer(transport, NullSink(), progress, way)

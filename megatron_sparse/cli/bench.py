@@ -18,7 +18,6 @@ from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
 from megatron_sparse.bench.density.sweep import DensitySweep
 from megatron_sparse.bench.gather.sweep import GatherSweep
-from megatron_sparse.bench.node.sweep import NodeSweep
 from megatron_sparse.bench.options import (
     command,
     parse_counts,
@@ -29,9 +28,10 @@ from megatron_sparse.bench.parameters.sweep import ParameterSweep
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
 from megatron_sparse.cli import bench_training
+from megatron_sparse.cli.left import Commands
 from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file
 
-bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
+bench = typer.Typer(cls=Commands, help="Measures one part on this machine.", no_args_is_help=True)
 
 PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -167,20 +167,6 @@ def bucket(sweep: BucketSweep, json: JsonFile = None) -> None:
 
     rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
-
-
-@command(bench, "Messages and sums between this host's ranks: shared memory beside gloo.")
-def node(
-    sweep: NodeSweep,
-    ranks: Annotated[
-        int | None, typer.Option(min=2, help="4, or as many as a launcher has started.")
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """Exits with 1 when a row is wrong: see docs/collectives.md."""
-    from megatron_sparse.bench.node import command as runner
-
-    raise typer.Exit(runner.run(sweep, ranks, json))
 
 
 @command(bench, "Collectives, dense gradient to dense sum, beside the backend's dense one.")

@@ -40,7 +40,6 @@ RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 NCCL_ERRORS = ("torch", "typed")
-INTRA_NODE = ("auto", "shared_memory", "backend")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
@@ -91,10 +90,6 @@ class SchemeConfig:
             owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
             fp32 residual. null: in full. `auto` is 8 where `compression.value_bits` is a number and
             the residual allows it, else null. A reduce-scatter gathers no sums.
-        intra_node: how ranks of one host exchange messages and add up: `shared_memory` (on the CPU;
-            an error where they cannot share any), `backend` (gloo, NCCL), or `auto`: shared memory
-            on the CPU where it works, which the first rank logs, but the backend's own sums of more
-            than two ranks stay the backend's, bit for bit; docs/collectives.md, Inside a host.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
@@ -119,7 +114,6 @@ class SchemeConfig:
     ring_inter_density: float | None = None
     ring_gather_density: float | None = None
     inner: str = "direct"
-    intra_node: str = "auto"
     timeout_s: float = 300.0
     watch_peers: bool = True
     nccl_errors: str = "torch"
@@ -150,7 +144,6 @@ class SchemeConfig:
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
-        one_of("scheme.intra_node", self.intra_node, INTRA_NODE)
         is_flag("scheme.watch_peers", self.watch_peers)
         if self.sum_bits is not None:
             one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS))

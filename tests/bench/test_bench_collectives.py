@@ -388,7 +388,7 @@ class TestLoopback:
         ]
         for row in rows:
             assert set(row) >= KEYS
-            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "shared_memory")
+            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
             for name in KEYS & {name for name in row if name.endswith("_us")}:
                 assert math.isfinite(row[name]), name
             assert row["time_us"] > row["network_us"] > 0

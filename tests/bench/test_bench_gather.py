@@ -71,7 +71,7 @@ def test_between_ranks(tmp_path):
     assert outcome.exit_code == 0, outcome.output
     (row,) = map(json.loads, path.read_text().splitlines())
     assert row["wrong"] == 0
-    assert row["transport"] == "shared_memory"
+    assert row["transport"] == "gloo"
     assert row["time_us"] > 0
     assert row["raw_us"] > 0
     assert row["wire_bytes"] < row["raw_bytes"]

@@ -251,7 +251,7 @@ def test_ranks_over_loopback(tmp_path):
     schemes = ["dense", "dense_ring", "straggler", "direct", "straggler_direct", RULE]
     assert [row["scheme"] for row in rows] == 2 * schemes
     for row in rows:
-        assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "shared_memory")
+        assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
         assert row["straggler"] == 0
         assert 0 < row["time_us"] <= row["p99_us"]
         assert row["wire_bytes"] > 0

@@ -17,7 +17,7 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
 from tests.straggler.settings import section_for
 
@@ -93,7 +93,7 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
         SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
         straggler=section_for(scheme),
     )
-    transport = open_transport(group, config.scheme, torch.device("cpu"))
+    transport = ProcessGroupTransport(group, config.scheme.timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
     planner = FixedPlanner(config.compression, config.scheme)
     records = Records()

@@ -31,7 +31,7 @@ from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.transport import ProcessGroupTransport, open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -61,9 +61,8 @@ class RankBench(RankGroup):
             rank,
             world_size,
             nccl_engine=sweep.nccl_engine,
-            intra_node=sweep.intra_node,
         )
-        self._place = {"transport": self.transport_name, "mbit": sweep.mbit}
+        self._place = {"transport": self.backend, "mbit": sweep.mbit}
         self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
 
@@ -234,7 +233,7 @@ class RankBench(RankGroup):
         return self._level_groups
 
     def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        transport = open_transport(ranks, self._scheme, self._device, any_order=True)
+        transport = ProcessGroupTransport(ranks, self._sweep.timeout_s, self._device)
         self._level_transports.append(transport)
         return transport
 

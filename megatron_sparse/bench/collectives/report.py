@@ -51,7 +51,7 @@ def run_as_rank[Bench: RankGroup](
     def measure(bench: Bench) -> Rows:
         if bench.rank:
             return [row.to_dict() for row in rows(bench, _show_nothing)]
-        where = f"{bench.world_size} ranks, {bench.transport_name}, hosts: {len(bench.nodes)}"
+        where = f"{bench.world_size} ranks, {bench.backend}, hosts: {len(bench.nodes)}"
         print_head(settings, where)
         return dicts(print_table(columns, rows(bench, progress_of), json_path))
 

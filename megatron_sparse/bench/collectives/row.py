@@ -44,7 +44,7 @@ class CaseRow(TableRow):
         count: elements.
         bytes: of the gradient.
         world_size: ranks.
-        transport: of pairwise messages: `gloo`, `nccl`, `shared_memory` or `virtual`.
+        transport: of pairwise messages: `gloo`, `nccl` or `virtual`.
         mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
         modelled: times of the network are those of an alpha-beta model.
         wrong: elements, on all ranks, that differ from the exact sum.

@@ -81,7 +81,6 @@ class Sweep(Sizes):
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
     )
-    intra_node: str = option("auto", "scheme.intra_node: auto | shared_memory | backend")
     prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
     mbit: int | None = option(None, "Rate of each link, in Mbit/s; else measured.", min=1)
     warmup: int = option(2, "Rounds that are not timed.", min=0)
@@ -97,7 +96,7 @@ class Sweep(Sizes):
         from megatron_sparse.collectives import SCHEMES
         from megatron_sparse.config.compression import VALUE_BITS
         from megatron_sparse.config.level import NODE, RANK
-        from megatron_sparse.config.sparse import INTRA_NODE, MESSAGE_FORMATS
+        from megatron_sparse.config.sparse import MESSAGE_FORMATS
 
         level_fits = self.prune or set(self.levels) == {RANK}
         engine_fits = not self.nccl_engine or self.capacity is not None
@@ -108,7 +107,6 @@ class Sweep(Sizes):
             known("scheme", self.schemes, ("auto", *SCHEMES)),
             known("op", self.ops, CollectiveOp),
             known("format", [self.message_format], MESSAGE_FORMATS),
-            known("intra_node", [self.intra_node], INTRA_NODE),
             known("value_bits", list(map(str, self.value_bits)), (WHOLE_BITS, *VALUE_BITS)),
             known("sum_bits", [str(self.sum_bits)], (None, *VALUE_BITS)),
             known("level", self.levels, (RANK, NODE)),

@@ -81,7 +81,7 @@ class GatherBench(RankGroup):
             self._transport.nodes,
             self._gather(counted[:, 2:].median(0).values),
             Outcome(
-                transport=self.transport_name,
+                transport=self.backend,
                 modelled=False,
                 time_us=self._median_us(counted[:, 0].tolist()),
                 raw_us=self._median_us(counted[:, 1].tolist()),
