@@ -17,7 +17,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import peer_windows
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import PEER_WINDOWS, PlannerConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, HostError
@@ -134,7 +133,7 @@ class Rank:
             config,
             Groups(cast("Transport", transport)),
             planner_of(config, logs=False),
-            method_of(config.compression, self.residuals),
+            self.residuals,
             NullSink(),
             cast("ProgressThread", Inline(encoder)),
         )

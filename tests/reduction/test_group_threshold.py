@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -110,7 +109,7 @@ def _reduce(rank, world_size):
         config,
         Groups(transports[0], tensor_parallel=transports[1]),
         planner_of(config, logs=False),
-        method_of(config.compression, residuals),
+        residuals,
         NullSink(),
         progress,
     )
@@ -143,7 +142,7 @@ def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
             config,
             Groups(VirtualCluster(1).transports[0]),
             planner_of(config, logs=False),
-            method_of(config.compression, None),
+            None,
             NullSink(),
             None,
         )

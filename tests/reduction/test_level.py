@@ -58,7 +58,7 @@ def test_sums_are_exact_and_nothing_is_lost(sizes, op):
 
 @pytest.mark.parametrize("op", [AR, RS])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_method_and_option(options, op):
+def test_every_option(options, op):
     sizes = (2, 2, 2)
     ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
     for step in range(4):
@@ -66,7 +66,7 @@ def test_every_method_and_option(options, op):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_method_and_option_of_an_instance(options):
+def test_every_option_of_an_instance(options):
     sizes = (2, 2, 2)
     config = settings(level="instance", **options)
     ranks = VirtualRanks(config, sizes, RS, numel_of(RS, sizes), instances=3)
@@ -201,8 +201,8 @@ def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
     ranks.step(gradients(ranks, 0, dtype), 0)
     reducer, bucket = ranks.reducers[1], ranks.buckets[1]
     share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket])
-    counted, found = account(config, [share], undo=False).nbytes, held({}, [reducer])
-    items = ("messages", "received", "sums", "workspace")
+    counted, found = account(config, [share], undo=False).nbytes, held(ranks.store(1), [reducer])
+    items = ("residual", "messages", "received", "sums", "workspace")
     assert [counted.get(item) for item in items] == [found.get(item) for item in items]
 
 

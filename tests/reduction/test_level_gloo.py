@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.config.straggler import StragglerConfig
@@ -47,7 +46,7 @@ def _train(rank, world_size, op, config, has_gathers):
         config,
         Groups(whole, level=level),
         planner_of(config, logs=False),
-        method_of(config.compression, residuals),
+        residuals,
         NullSink(),
         progress,
     )

@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Input, over_groups
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
@@ -101,7 +100,7 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
         config,
         Groups(transport),
         planner,
-        method_of(config.compression, residuals),
+        residuals,
         records,
         progress,
     ), records
@@ -114,7 +113,7 @@ def _matrix(rank, world_size, cases):
     results = []
     for op, dtype, wire, density, scheme in cases:
         reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
-        residuals = reducer.selector.method.stores["residual"]
+        residuals = reducer.selector.residuals
         rounds = []
         carried = torch.zeros(NUMEL, dtype=torch.float32)
         for step in range(2):
@@ -190,7 +189,7 @@ def _many_buckets(rank, world_size):
                 pendings.append(reducer.start(buckets[-1], step=0))
             for pending in pendings:
                 pending.wait()
-            reducer.selector.method.stores["residual"].rollback()
+            reducer.selector.residuals.rollback()
             sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
         reducer.transport.close()
     progress.close()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
@@ -242,9 +241,7 @@ def _reducer(config, sink, timeout_s):
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(
-        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
-    )
+    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
     return reducer, transport
 
 

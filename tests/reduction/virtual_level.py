@@ -8,13 +8,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import (
-    OF_INSTANCES,
-    RESIDUAL_DTYPES,
-    Outcome,
-    ResidualStore,
-)
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
@@ -36,9 +30,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"scheme": "sparse_ring"},
     {"scheme": "dense_q"},
     {"capacity": 1.25},
-    {"method": "threshold_reuse"},
-    {"method": "sidco"},
-    {"method": "dgc", "momentum": 0.0},
     {"threshold_scope": "bucket"},
     {"warmup_iters": 2},
     {"undo": "always"},
@@ -146,7 +137,7 @@ class VirtualRanks:
                     config,
                     groups[rank],
                     planner_of(config, logs=False),
-                    method_of(config.compression, residuals),
+                    residuals,
                     NullSink(),
                     None,
                 )
@@ -165,7 +156,7 @@ class VirtualRanks:
 
     def store(self, rank: int) -> ResidualStore:
         """The residuals of a rank."""
-        return self.reducers[rank].selector.method.stores["residual"]
+        return self.reducers[rank].selector.residuals
 
     def residual(self, rank: int) -> torch.Tensor:
         """A rank's residual of its part, fp32; zeros if it keeps none."""
@@ -177,15 +168,6 @@ class VirtualRanks:
     def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
         """Values of the parameters of a rank's part, at their places in the whole bucket."""
         return in_place(self.buckets[rank], self.reducers[rank].part(self.buckets[rank]), part_M)
-
-    def second_residual(self, rank: int) -> torch.Tensor:
-        """The residual of the rank's shard of its instance's sum, in the whole bucket, fp32."""
-        bucket, reducer = self.buckets[rank], self.reducers[rank]
-        store = reducer.selector.method.stores[OF_INSTANCES]
-        (shard,) = reducer.kept_parts(OF_INSTANCES, [bucket])
-        if shard.name not in store:
-            return torch.zeros(bucket.numel)
-        return in_place(bucket, shard, store[shard.name].float())
 
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that each node has sent to others."""
@@ -217,7 +199,8 @@ class VirtualRanks:
 
         self.cluster.run(pipeline)
         for rank in range(self.n):
-            for store in self.reducers[rank].selector.method.stores.values() if reported else ():
+            if reported:
+                store = self.store(rank)
                 store.commit() if accepted else store.rollback()
         found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
         found.records = [records[rank] for rank in range(self.n)]
@@ -281,5 +264,5 @@ def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> l
             continue
         level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
         several = others[rank] if instances > 1 else None
-        found.append(Groups(whole[rank], None, several, level, choice.compresses_instances))
+        found.append(Groups(whole[rank], None, several, level))
     return found
