@@ -96,9 +96,7 @@ def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
             assert result["goes on"] is True
 
 
-@pytest.mark.parametrize(
-    "stores", [["residual", "momentum"], ["residual", "residual_of_instances"]]
-)
+@pytest.mark.parametrize("left", ["momentum", "residual_of_instances"])
 def test_state_of_what_has_left_is_refused(left):
     """Of a compression method or level of an earlier version."""
     from megatron_sparse.errors import CheckpointError
