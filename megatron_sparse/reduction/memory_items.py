@@ -22,7 +22,7 @@ ITEMS = {
         "the part of gradients that was not sent yet", "compression.residual_dtype=bf16 halves it"
     ),
     "undo": Item(
-        "a copy of it, to undo a step that is skipped or repeated",
+        "a copy of the residual, to undo a step that is skipped or repeated",
         "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
     ),
     "messages": Item(

@@ -134,19 +134,23 @@ def test_a_repeated_step_is_undone_first(op):
         assert torch.equal(once.residual(rank), twice.residual(rank))
 
 
-def test_averages_are_divided_once():
-    sizes = (2, 2)
-    for op in (AR, RS):
-        sums, means = (
-            VirtualRanks(settings(), sizes, op, numel_of(op, sizes), reduction=reduction)
-            for reduction in (Reduction.SUM, Reduction.AVG)
-        )
-        given = gradients(sums, 0)
-        total, mean = sums.step(given, 0), means.step(given, 0)
-        for rank in range(sums.n):
-            found = means.part_of_result(rank, mean.results[rank])
-            assert torch.equal(found * 4, sums.part_of_result(rank, total.results[rank]))
-            assert torch.equal(means.residual(rank) * 4, sums.residual(rank))
+@pytest.mark.parametrize(
+    ("level", "op", "instances"),
+    [("node", AR, 1), ("node", RS, 1), ("node", RS, 2), ("rank", RS, 2), ("instance", RS, 2)],
+)
+def test_averages_are_divided_once(level, op, instances):
+    sizes = (2, 2) * instances
+    config, numel = settings(level=level), numel_of(op, sizes)
+    sums, means = (
+        VirtualRanks(config, sizes, op, numel, reduction=reduction, instances=instances)
+        for reduction in (Reduction.SUM, Reduction.AVG)
+    )
+    given = gradients(sums, 0)
+    total, mean = sums.step(given, 0), means.step(given, 0)
+    for rank in range(sums.n):
+        found = means.part_of_result(rank, mean.results[rank])
+        assert torch.equal(found * sums.n, sums.part_of_result(rank, total.results[rank]))
+        assert torch.equal(means.residual(rank) * sums.n, sums.residual(rank))
 
 
 @pytest.mark.parametrize("op", [AR, RS])

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullSink
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.job import without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
 """Parameters as parts of the bucket; what is left is padding."""
@@ -60,15 +60,9 @@ def numel_of(op, sizes):
 def gradients(ranks, step, dtype=torch.float32):
     """Small integers, different on each rank, zero in the padding."""
     numel = ranks.buckets[0].numel
-    mask_N = torch.zeros(numel)
-    for piece in parameters(numel):
-        mask_N[piece.start : piece.stop] = 1
-    drawn = []
-    for rank in range(ranks.n):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        drawn_N = torch.randint(-9, 10, (numel,), generator=generator)
-        drawn.append((drawn_N * mask_N).to(dtype))
-    return drawn
+    return [
+        integers(parameters(numel), numel, 1000 * step + rank, dtype) for rank in range(ranks.n)
+    ]
 
 
 def parameters(numel: int) -> list[ParameterSlice]:
@@ -127,21 +121,7 @@ class VirtualRanks:
         groups = groups_of(self.cluster, self.choice, instances)
         self.reducers, self.buckets = [], []
         for rank in range(self.n):
-            residuals = ResidualStore(
-                RESIDUAL_DTYPES[config.compression.residual_dtype],
-                undo=True,
-                outcome=Outcome.REPORTED,
-            )
-            self.reducers.append(
-                GradientReducer(
-                    config,
-                    groups[rank],
-                    planner_of(config, logs=False),
-                    residuals,
-                    NullSink(),
-                    None,
-                )
-            )
+            self.reducers.append(reducer_of(config, groups[rank]))
             self.buckets.append(
                 Bucket(
                     "0",
@@ -160,10 +140,7 @@ class VirtualRanks:
 
     def residual(self, rank: int) -> torch.Tensor:
         """A rank's residual of its part, fp32; zeros if it keeps none."""
-        store, part = self.store(rank), self.reducers[rank].part(self.buckets[rank])
-        if part.name not in store:
-            return torch.zeros(part.numel)
-        return store[part.name].float().clone()
+        return residual_of(self.reducers[rank], self.buckets[rank])
 
     def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
         """Values of the parameters of a rank's part, at their places in the whole bucket."""
@@ -227,16 +204,6 @@ class VirtualRanks:
         if bucket.op is CollectiveOp.ALL_REDUCE:
             return result_N
         return result_N[bucket.shard(rank % self.each)]
-
-
-def in_place(bucket: Bucket, part: Bucket, part_M: torch.Tensor) -> torch.Tensor:
-    """Values of a part's parameters, at their places in the bucket; zero elsewhere."""
-    starts = {piece.name: piece.start for piece in bucket.parameters}
-    whole_N = torch.zeros(bucket.numel)
-    for piece in part.parameters:
-        start = starts[piece.name] + piece.offset
-        whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
-    return whole_N
 
 
 def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
