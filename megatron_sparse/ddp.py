@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config.level import AUTO, RANK
@@ -97,7 +96,7 @@ class DDPState:
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()
-        self._unplaced: dict[str, dict[str, torch.Tensor]] = {}
+        self._unplaced: dict[str, torch.Tensor] = {}
         self._in_flight: list[PendingReduction | PendingRowSparse] = []
         self._device = device
         scheme = self.config.scheme
@@ -118,22 +117,16 @@ class DDPState:
             undo=False,
             outcome=Outcome.ASSUMED,
         )
-        self._method = method_of(self.config.compression, self.residuals)
         sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config,
             Groups(self._transport),
             self._planner,
-            self._method,
+            self.residuals,
             sink,
             self._progress,
         )
         self._row_reducer = RowSparseReducer(self._transport, sink, self._progress)
-        if self.config.compression.method == "dgc":
-            logger.warning(
-                "compression.method=dgc: DDP does not show its hook the optimizer; it must be SGD "
-                "with momentum 0, whose place compression.momentum takes"
-            )
         if ddp.find_unused_parameters:
             logger.warning(
                 "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "
@@ -276,10 +269,10 @@ class DDPState:
             self._take_residuals_back()
         self._buckets[index] = bucket
         self._placed.add(index)
-        for store, waiting in self._unplaced.items():
-            mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
-            if mine:
-                self._method.stores[store].load([bucket], mine)
+        waiting = self._unplaced
+        mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
+        if mine:
+            self.residuals.load([bucket], mine)
         return bucket
 
     def _take_residuals_back(self) -> None:
@@ -289,12 +282,11 @@ class DDPState:
         """
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
-            for name, store in self._method.stores.items():
-                if bucket.name in store:
-                    held_N, waiting = store[bucket.name], self._unplaced.setdefault(name, {})
-                    for piece in bucket.parameters:
-                        waiting[piece.name] = held_N[piece.start : piece.stop]
-                    store.load([bucket], {})
+            if bucket.name in self.residuals:
+                held_N = self.residuals[bucket.name]
+                for piece in bucket.parameters:
+                    self._unplaced[piece.name] = held_N[piece.start : piece.stop]
+                self.residuals.load([bucket], {})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
@@ -302,11 +294,9 @@ class DDPState:
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
         """
-        stores: dict[str, dict[str, torch.Tensor]] = {}
+        held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
-            for store, values in self._method.stores.items():
-                held = self._unplaced.get(store, {}) | dict(values.by_parameter())
-                stores[store] = {name: view.detach().cpu().clone() for name, view in held.items()}
+            held = self._unplaced | dict(self.residuals.by_parameter())
         return {
             "version": VERSION,
             "rank": self._transport.rank,
@@ -314,9 +304,7 @@ class DDPState:
             "step": self.step,
             "enabled": self.enabled,
             "planner": self._planner.state_dict(),
-            "residuals": stores.pop("residual", {}),
-            "stores": stores,
-            "method": self._method.state_dict(),
+            "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -342,9 +330,7 @@ class DDPState:
                     "with zero residuals by not loading it",
                 )
         numels = {name: parameter.numel() for parameter, name in self._names.items()}
-        stores = {"residual": state["residuals"]} | state.get("stores", {})
-        saved = [item for values in stores.values() for item in values.items()]
-        for name, residual in saved:
+        for name, residual in state["residuals"].items():
             if residual.numel() != numels.get(name):
                 raise CheckpointError(
                     f"the saved residual of {name} does not fit the model",
@@ -352,12 +338,9 @@ class DDPState:
                     got=residual.numel(),
                     remedy="resume with the same model",
                 )
-        own = self._method.stores
-        for store in own.values():
-            store.load(self._buckets.values(), {})
+        self.residuals.load(self._buckets.values(), {})
         kept = self.config.compression.residual_checkpoint != "none"
-        self._unplaced = {name: dict(stores[name]) for name in own if kept and name in stores}
-        self._method.load_state_dict(state.get("method", {}))
+        self._unplaced = dict(state["residuals"]) if kept else {}
         self._planner.load_state_dict(state.get("planner", {}))
         self.step, self._planner.enabled = state["step"], state["enabled"]
 

@@ -40,7 +40,6 @@ from megatron_sparse.bench.table import (
 )
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
@@ -332,7 +331,7 @@ class _Path:
             config,
             Groups(self.transport),
             FixedPlanner(config.compression, config.scheme),
-            method_of(config.compression, new_residuals()),
+            new_residuals(),
             self._sink,
             progress,
         )

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -239,7 +238,8 @@ def _select_calls(
     bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(
-        method_of(CompressionConfig(leak=0.0), residuals),
+        CompressionConfig(leak=0.0),
+        residuals,
         0,
         MessageBuffers(),
     )
@@ -263,7 +263,8 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(
-        method_of(CompressionConfig(leak=0.0), residuals),
+        CompressionConfig(leak=0.0),
+        residuals,
         0,
         MessageBuffers(),
     )

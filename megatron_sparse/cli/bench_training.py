@@ -114,9 +114,7 @@ def convergence(
     ),
     setting: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...", help="all, or of docs/results/convergence.md, rivals included."
-        ),
+        typer.Option(metavar="NAME,...", help="all, or of docs/results/convergence.md."),
     ] = "all",
     seeds: Annotated[str, typer.Option(metavar="N,...", help="Each trains every setting.")] = "1,2",
     iters: Annotated[int, typer.Option(help="Iterations of each run.")] = 1500,

@@ -13,6 +13,16 @@ _PEER_MEMORY = (
 
 REMOVED: Mapping[str, str] = {
     "cluster.omp_num_threads": "set cluster.env.OMP_NUM_THREADS=N, or export OMP_NUM_THREADS",
+    "compression.level=node+instance": "set compression.level=node, which adds up instances dense, "
+    "or instance, which compresses the sum over them",
+    "compression.method": "leave it out: sampled top-k with leaky error feedback is the method",
+    "compression.momentum": "set the optimizer's own momentum",
+    "compression.momentum_masking": "leave it out: residuals have no momentum to mask",
+    "compression.ramp_shape": "leave it out: the density falls by equal factors",
+    "compression.reuse_iters": "set fewer compression.samples: sampling costs less then",
+    "compression=dgc": "set compression=topk999, with the optimizer's own momentum",
+    "compression=sidco": "set compression=topk999 or another density: thresholds are quantiles",
+    "compression=threshold_reuse": "set compression=topk99, and fewer compression.samples",
     "data.num_workers": "set megatron.num_workers=N",
     "model.attention_dropout": "set megatron.attention_dropout=P; without it model.dropout counts",
     "model.init_std": "set megatron.init_method_std=S",

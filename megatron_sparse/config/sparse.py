@@ -24,8 +24,7 @@ from megatron_sparse.config.bits import (
     sends_full_values,
 )
 from megatron_sparse.config.checks import in_range, is_flag, one_of
-from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
-from megatron_sparse.config.level import NODE_INSTANCE
+from megatron_sparse.config.compression import VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
@@ -71,8 +70,7 @@ class SchemeConfig:
             its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,
             `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for each
             bucket whose scheme is one of these, and null elsewhere: on a CPU, with
-            `lossless_patterns` or `threshold_reuse`, and without the compiled codec;
-            docs/collectives.md, Capacity mode.
+            `lossless_patterns`, and without the compiled codec; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
             keeps 4 bytes for each element of a bucket.
@@ -217,14 +215,6 @@ class SparseConfig:
                 remedy="pin the plan of another run, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
             )
-        timed = priced and not self.planner.pin and not self.scheme.deterministic
-        if self.compression.level == NODE_INSTANCE and timed:
-            raise ConfigError(
-                "compression.level=node+instance has two plans for a bucket, and one measured time",
-                expected="scheme.deterministic=true, planner.pin, or planner.cluster=null",
-                got="scheme.deterministic=false with planner.cluster",
-                remedy="set scheme.deterministic=true: plans then come from predicted times",
-            )
         if self.scheme.wire_dtype is not None and not self.compression.enabled:
             raise ConfigError(
                 "scheme.wire_dtype has no effect where compression is off",
@@ -237,25 +227,8 @@ class SparseConfig:
         scheme = self.scheme
         check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
         check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
-        capacity, most = self.scheme.given_capacity, REUSE_BAND[1]
-        method = self.compression.method
-        if method == "threshold_reuse" and capacity and capacity <= most:
-            raise ConfigError(
-                "compression.method=threshold_reuse could not notice a threshold that is too low",
-                expected=f"scheme.capacity > {most:g}, the largest accepted excess, or null",
-                got=f"scheme.capacity={capacity:g}",
-                remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
-            )
-        if self.compression.lossless_patterns and capacity is not None:
-            raise ConfigError(
-                "compression.lossless_patterns would lose elements beyond a message of fixed size",
-                expected="scheme.capacity=null",
-                got=f"scheme.capacity={capacity:g}",
-                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
-            )
-        needs_sizes = self.compression.lossless_patterns or method == "threshold_reuse"
-        if needs_sizes and self.scheme.capacity == "auto":
-            self.scheme = replace(self.scheme, capacity=None)
+        if self.compression.lossless_patterns:
+            self._exchange_sizes()
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
             raise ConfigError(
                 f"straggler.mode={self.straggler.mode} decides from timing",
@@ -264,6 +237,18 @@ class SparseConfig:
                 remedy="set scheme.deterministic=false, or name the straggler: "
                 "straggler.mode=pinned straggler.rank=RANK",
             )
+
+    def _exchange_sizes(self) -> None:
+        """Lossless parameters need messages as large as what is not zero: no capacity."""
+        capacity = self.scheme.given_capacity
+        if capacity is not None:
+            raise ConfigError(
+                "compression.lossless_patterns would lose elements beyond a message of fixed size",
+                expected="scheme.capacity=null",
+                got=f"scheme.capacity={capacity:g}",
+                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
+            )
+        self.scheme = replace(self.scheme, capacity=None)
 
     def _resolve_bits(self) -> None:
         """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`."""

@@ -90,15 +90,12 @@ class Transports:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
             return Groups(whole, tensor_parallel, None, level)
-        second = choice.compresses_instances
-        instances = None
-        if others is not None:
-            instances = self.make(others, nccl_engine=engine and second)
+        instances = None if others is None else self.make(others)
         level = None
         if choice.level == NODE:
             gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
-        return Groups(whole, tensor_parallel, instances, level, second)
+        return Groups(whole, tensor_parallel, instances, level)
 
     def _say(self, line: str, whole: ProcessGroupTransport) -> None:
         if line not in self.lines:

@@ -26,7 +26,6 @@ LINES = (
     " validation loss at iteration 100 on validation set | lm loss value: {again:E} | lm loss PPL\n"
 )
 LOSS = {"dense": 4.0, "topk1": 4.1, "topk01": 4.4, "sgd_dense": 5.0, "sgd_topk1": 5.2}
-RIVALS = [setting.name for setting in SETTINGS if setting.rival is not None]
 
 
 def study(out: Path, **changed) -> Study:
@@ -94,22 +93,6 @@ def test_ranks_of_several_nodes_are_started_here(commands, monkeypatch, tmp_path
     convergence.run(study(tmp_path, settings=["safe"], seeds=[1], ranks=4, overrides=nodes))
     assert groups == [4]
     assert commands[0][:4] == local_ranks.command_line(["train"])
-
-
-def test_rivals_train_as_the_other_settings_do_in_processes_of_their_own(commands, tmp_path):
-    results = convergence.run(study(tmp_path, settings=["dense_q4", *RIVALS], seeds=[1]))
-    ours, *theirs = commands
-    assert ours[:4] == local_ranks.command_line(["train"])
-    for name, command in zip(RIVALS, theirs, strict=True):
-        assert command[1:4] == ["-m", convergence.RIVAL_RANK, name]
-        # The same model, data, schedule of learning rates and validations, and the same warm-up.
-        differing = set(overrides(command).items()) ^ set(overrides(ours).items())
-        assert {key for key, _ in differing} <= {
-            "name",
-            "compression.density",
-            "compression.ramp_iters",
-        }
-    assert {row.setting for row in report.rows_of(results)} == {"dense_q4", *RIVALS}
 
 
 def test_a_study_compares_within_a_seed(commands, tmp_path):

@@ -12,7 +12,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
@@ -84,10 +83,7 @@ class Side:
             config,
             Groups(wrapped),
             FixedPlanner(config.compression, config.scheme),
-            method_of(
-                config.compression,
-                ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
-            ),
+            ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
             NullSink(),
             self.progress,
         )

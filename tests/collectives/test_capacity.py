@@ -12,7 +12,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
@@ -440,7 +439,7 @@ def _train(rank, world_size, schemes):
             config,
             Groups(transport),
             planner,
-            method_of(config.compression, residuals),
+            residuals,
             records,
             progress,
         )

@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, base, check, direct
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.compression.selection import Selector
@@ -63,7 +62,7 @@ class Run:
             rank = transport.rank
             bucket = self.bucket(given[rank].clone())
             plan = self.planner.plan_for(bucket, step)
-            method = method_of(self.config, self.residuals[rank])
+            method = self.residuals[rank]
             message = Selector(method, rank, self.buffers[rank]).select(
                 bucket, plan.message_spec(bucket, self.options), step=step, timer=StageTimer()
             )

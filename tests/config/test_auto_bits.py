@@ -74,7 +74,6 @@ def test_the_defaults_go_with_every_scheme_and_format(name, form):
         ({"nccl_engine": True}, (None, None)),
         ({"capacity": None}, (4, 8)),
         ({"scheme": "direct", "capacity": 1.5}, (4, 8)),
-        *(({"method": m}, (4, 8)) for m in ("topk", "threshold_reuse", "sidco", "dgc")),
         ({"threshold_scope": "tp_group"}, (4, 8)),
         ({"planner": PlannerConfig(schemes=["direct", "zen"])}, (None, None)),
         ({"planner": PlannerConfig(schemes=["dense", "dense_ring"])}, (None, None)),
@@ -117,7 +116,7 @@ def test_other_words_are_refused(key, section, value):
     assert "auto | 8 | 4 | 3 | 2" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["topk95", "topk99", "topk999", "sidco", "threshold_reuse", "dgc"])
+@pytest.mark.parametrize("name", ["topk95", "topk99", "topk999"])
 def test_the_papers_settings_send_values_in_full(name):
     config = compose([f"compression={name}"]).sparse
     assert (config.compression.value_bits, config.scheme.sum_bits) == (None, None)

@@ -51,13 +51,11 @@ LAYOUTS = {
         "megatron.initial_loss_scale=4194304",
         "megatron.loss_scale_window=2",
     ),
-    "momentum, values of 3 bits": (
-        "compression=dgc",
+    "the optimizer's momentum, values of 3 bits": (
         "compression.value_bits=3",
         "scheme=direct",
         "scheme.sum_bits=4",
         "megatron.optimizer=sgd",
-        "megatron.sgd_momentum=0",
     ),
     # Loaders with workers and validation draw from the generator that dropout uses on a CPU. Before
     # each validation and save Megatron gathers once more, and between them in the forward pass.
@@ -73,9 +71,7 @@ LAYOUTS = {
         "parameters.method=lossy",
         "parameters.verify_every=1",
     ),
-    "the optimizer's momentum": ("scheme=agsparse", "megatron.optimizer=sgd"),
 }
-SLOW = ("the optimizer's momentum",)
 
 
 def assert_goes_on_exactly(resumed, whole):
@@ -92,10 +88,7 @@ def assert_goes_on_exactly(resumed, whole):
     return tensors
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_resuming_is_bit_exact(tmp_path, layout):
     flags = (*TARGET, *LAYOUTS[layout])
     whole = train(tmp_path, "whole", *flags)
@@ -110,7 +103,6 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     residuals = [value for name, value in tensors.items() if ".residual." in name]
     assert all(len(rows) == 2 for rows in residuals)
     assert any(bool(rows[1].any()) for rows in residuals)
-    assert any(".momentum." in name for name in tensors) is (layout.startswith("momentum"))
     masters = [name for name in tensors if ".master." in name]
     assert bool(masters) is ("lossy" in layout)
     if masters:

@@ -12,7 +12,6 @@ import torch
 from megatron_sparse.bench.collectives.path import residual_of
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
@@ -351,9 +350,7 @@ def _train(rank, world_size, steps):
     records = []
     sink = NullSink()
     sink.record_bucket = records.append
-    reducer = GradientReducer(
-        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
-    )
+    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
     errors = []
     for step in range(steps):
         pending = []

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -21,17 +20,18 @@ from megatron_sparse.config.sparse import (
     StragglerConfig,
 )
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import Links
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualWork
 from tests.ranks import run_ranks
+from tests.reduction.reducers import reducer_of
 
 N = 4
 NUMEL = 3 * 4096
@@ -243,12 +243,14 @@ def _reducer(config, sink, timeout_s):
     assert dist.group.WORLD is not None
     progress = ProgressThread(torch.device("cpu"), timeout_s)
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(
-        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
-    )
-    return reducer, transport
+    groups, outcome = Groups(transport), Outcome.ASSUMED
+    return reducer_of(config, groups, sink, progress, outcome=outcome), transport
+
+
+def _gloo_bucket(rank, world_size, number):
+    """Of the rank's gradient, `number` + 1 times."""
+    gradient, pieces = GRADIENTS[rank] * (number + 1), [ParameterSlice(f"w{number}", 0, NUMEL)]
+    return Bucket(f"b{number}", gradient, pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
 class Buckets(Readiness):
@@ -277,16 +279,7 @@ def _train(rank, world_size):
         reducer, transport = _reducer(_gloo_config(mode, scheme), sink, 20.0)
         sums = []
         for step in range(9):
-            buckets = [
-                Bucket(
-                    f"b{i}",
-                    GRADIENTS[rank] * (i + 1),
-                    [ParameterSlice(f"w{i}", 0, NUMEL)],
-                    CollectiveOp.ALL_REDUCE,
-                    world_size,
-                )
-                for i in range(2)
-            ]
+            buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
             pending = [reducer.start(bucket, step) for bucket in buckets]
             for handle in pending:
                 handle.wait()
@@ -306,16 +299,9 @@ def _never_come(rank, world_size):
     if rank == 1:
         time.sleep(4.0)
         return None
-    bucket = Bucket(
-        "b0",
-        GRADIENTS[rank].clone(),
-        [ParameterSlice("w", 0, NUMEL)],
-        CollectiveOp.ALL_REDUCE,
-        world_size,
-    )
     start_s = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
-        reducer.start(bucket, 0).wait()
+        reducer.start(_gloo_bucket(rank, world_size, 0), 0).wait()
     return str(caught.value), time.monotonic() - start_s
 
 

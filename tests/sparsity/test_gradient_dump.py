@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -218,9 +217,7 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
         config,
         Groups(transport),
         FixedPlanner(config.compression, config.scheme),
-        method_of(
-            config.compression, ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-        ),
+        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
         NullSink(),
         progress,
         [GradientDumpWriter(tmp_path, [1, 3])],

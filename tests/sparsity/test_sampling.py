@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig
@@ -160,7 +159,8 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
             bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
             buffers, timer = MessageBuffers(), StageTimer()
             selector = Selector(
-                method_of(CompressionConfig(density=0.05), residuals()),
+                CompressionConfig(density=0.05),
+                residuals(),
                 transport.rank,
                 buffers,
             )
@@ -245,7 +245,7 @@ def test_what_a_sample_costs(spec, most):
     """
     gradient = torch.randn(2**22)
     bucket, buffers, timer = make_bucket(gradient.clone(), 1), MessageBuffers(), StageTimer()
-    selector = Selector(method_of(CompressionConfig(), residuals()), 0, buffers)
+    selector = Selector(CompressionConfig(), residuals(), 0, buffers)
     (transport,) = VirtualCluster(1).transports
     took_s = {"select": [], "sample": []}
     for step in range(6):

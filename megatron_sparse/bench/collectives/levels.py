@@ -11,7 +11,6 @@ from megatron_sparse.bench.collectives.case import Case
 from megatron_sparse.bench.collectives.path import LastRecord, new_residuals
 from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Progress, without_gates
@@ -71,7 +70,7 @@ class LevelPath:
             config,
             groups,
             FixedPlanner(config.compression, config.scheme),
-            method_of(config.compression, self.residuals),
+            self.residuals,
             self.sink,
             progress,  # type: ignore[arg-type] - virtual ranks launch nothing
         )

@@ -15,7 +15,6 @@ from megatron_sparse.bench.collectives.sweep import Sweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.formats.message import MessageBuffers
@@ -51,7 +50,8 @@ class HalvedPath:
         self._buffers = MessageBuffers()
         self._transport = transport
         self._selector = Selector(
-            method_of(config.compression, self.residuals),
+            config.compression,
+            self.residuals,
             transport.rank,
             self._buffers,
         )

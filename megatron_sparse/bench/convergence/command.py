@@ -14,7 +14,6 @@ the differences between them.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -30,7 +29,6 @@ from megatron_sparse.run import composition, local_ranks
 RESULT_FILE = "convergence.json"
 VOCAB_SIZE = 1024
 """Small, for even so half of the model's weights belong to the vocabulary."""
-RIVAL_RANK = "megatron_sparse.bench.convergence.rivals.rank"
 
 
 @dataclass(frozen=True)
@@ -149,18 +147,15 @@ def _place(study: Study, each: Run) -> list[str]:
 
 
 def _start(study: Study, each: Run, log: IO[str]) -> int:
-    """Runs `train`, or ranks with a rival in the plugin's place; returns the exit code.
+    """Runs `train`; returns the exit code.
 
     With `cluster.nodes` this machine's ranks stand for those of several nodes. `train` starts the
     ranks of one node only, so they are started here.
     """
     arguments = [*study.arguments(each), *_place(study, each)]
-    if each.setting.rival is not None:
-        command = [sys.executable, "-m", RIVAL_RANK, each.setting.name, *arguments]
-    else:
-        command = local_ranks.command_line(["train", *arguments])
-        if composition.compose(arguments).cluster.nodes == 1:
-            return local_ranks.run(command, log)
+    command = local_ranks.command_line(["train", *arguments])
+    if composition.compose(arguments).cluster.nodes == 1:
+        return local_ranks.run(command, log)
     return local_ranks.run_loopback(command, study.ranks, log)
 
 

@@ -1,5 +1,5 @@
 """The settings of `bench convergence`: each changes one factor of `compression=topk99`, or is a
-preset, a rival, or dense.
+preset, or dense.
 
 Warm-up and ramp are those of `config.CompressionConfig`, scaled to the length of the run. A setting
 that trains with SGD is compared with dense SGD, every other one with dense Adam.
@@ -22,8 +22,6 @@ LONG_RAMP_SHARE = 0.7
 """The same of the presets with a long ramp."""
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
-_MASK_INTERVAL = 10
-"""Steps for which a mask holds: a bit for each element, as owners gather it, is a tenth in each."""
 VALIDATIONS = 10
 """Validations in a run, at equal distances, the last one at its end."""
 _LOSSY = (
@@ -33,34 +31,10 @@ _LOSSY = (
 )
 _FULL_SUMS = "scheme.sum_bits=null"
 _IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4", _FULL_SUMS)
-"""Every element; what a rival does after it is its own."""
+"""Every element."""
 _TOPK99 = "compression=topk99"
 _OWN, _PRESETS = "fp32 values", "presets"
 _SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
-
-
-@dataclass(frozen=True)
-class PowerSGD:
-    """A rival: gradient matrices as products of thin ones, see `rivals.power_sgd`.
-
-    Attributes:
-        rank: columns of the thin matrices.
-    """
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class MomentMask:
-    """A rival: values without indices, by masks of Adam's first moment, see `rivals.moment_mask`.
-
-    Attributes:
-        interval: steps from one choice of the mask to the next.
-        owners: each rank decides about its part of the mask, by its own gradient too.
-    """
-
-    interval: int
-    owners: bool
 
 
 @dataclass(frozen=True)
@@ -75,7 +49,6 @@ class Setting:
         ramp: share of the iterations in which the density falls to the target.
         baseline: name of the setting that it is compared with.
         tier: 1 runs first.
-        rival: takes the plugin's place from the end of the warm-up on; None: the plugin stays.
         curve: the line in the picture of loss over bits that it is a point of; None: of none.
     """
 
@@ -86,19 +59,7 @@ class Setting:
     ramp: float = RAMP_SHARE
     baseline: str = DENSE
     tier: int = 1
-    rival: PowerSGD | MomentMask | None = None
     curve: str | None = None
-
-
-def _masked(name: str, label: str, density: float, *, owners: bool) -> Setting:
-    return Setting(
-        name,
-        f"{label}, 4 bits",
-        (*_IN_4_BITS, f"compression.density={density:g}"),
-        tier=4,
-        rival=MomentMask(_MASK_INTERVAL, owners),
-        curve="masks of owners" if owners else "masks of m",
-    )
 
 
 def _in_bits(percent: int, bits: int) -> Setting:
@@ -116,11 +77,6 @@ def _preset_with_long_ramp(name: str) -> Setting:
     return Setting(name, f"preset {name}", overrides, ramp=LONG_RAMP_SHARE, curve=_PRESETS)
 
 
-def _power_sgd(rank: int) -> Setting:
-    name, label = f"powersgd{rank}", f"PowerSGD, rank {rank}"
-    return Setting(name, label, _IN_4_BITS, ramp=0, tier=4, rival=PowerSGD(rank), curve="PowerSGD")
-
-
 SETTINGS = (
     Setting(DENSE, "dense", ("compression=dense",)),
     Setting("topk1", "1 %", (_TOPK99,), curve=_OWN),
@@ -132,12 +88,6 @@ SETTINGS = (
     Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2, curve="4 bits"),
     *(_in_bits(percent, bits=4) for percent in (10, 5, 2)),
     *(_in_bits(percent, bits=2) for percent in (22, 10, 5)),
-    _power_sgd(4),
-    _power_sgd(16),
-    _masked("moment5", "5 %, masks of m", 0.05, owners=False),
-    _masked("moment22", "22 %, masks of m", 0.22, owners=False),
-    _masked("owners5", "5 %, owners' masks", 0.05, owners=True),
-    _masked("owners22", "22 %, owners' masks", 0.22, owners=True),
     Setting("leak09", "1 %, leak 0.9", (_TOPK99, "compression.leak=0.9"), tier=2),
     Setting("cold", "1 %, no warm-up, no ramp", (_TOPK99,), warmup=0, ramp=0, tier=2),
     Setting("lossy4", "dense, parameters in 4 bits", (*_LOSSY, "parameters.bits=4"), tier=2),

@@ -27,7 +27,6 @@ from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.compression import dense_value_bits
@@ -226,7 +225,7 @@ def steps_of(scheme: str, exchange: Exchange) -> Steps:
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
     rank = exchange.transport.rank
-    selector = Selector(method_of(CompressionConfig(), residuals), rank, exchange.buffers)
+    selector = Selector(CompressionConfig(), residuals, rank, exchange.buffers)
     message = selector.select(
         bucket,
         MessageSpec(

@@ -25,7 +25,6 @@ class DensitySweep(Options):
     densities: Sequence[float] = option(
         "0.001,0.01,0.05,0.25", "Fractions asked for.", parse_densities, flag="--density"
     )
-    method: str = option("topk", "compression.method")
     threshold_scope: str = option("parameter", "parameter | bucket")
     samples: int = option(CompressionConfig.samples, "compression.samples", min=1)
     elements: int = option(100_000, "Elements of the gradient.", min=1)
@@ -38,14 +37,9 @@ class DensitySweep(Options):
         )
 
     def config(self) -> CompressionConfig:
-        """The settings that rows share; the momentum of dgc is 0, so that all methods see the same.
+        """The settings that rows share.
 
         Raises:
             ConfigError: they do not go together.
         """
-        return CompressionConfig(
-            method=self.method,
-            threshold_scope=self.threshold_scope,
-            samples=self.samples,
-            momentum=0.0,
-        )
+        return CompressionConfig(threshold_scope=self.threshold_scope, samples=self.samples)
