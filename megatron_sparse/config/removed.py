@@ -6,7 +6,10 @@ from collections.abc import Mapping
 
 from megatron_sparse.errors import ConfigError
 
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
+    "the coders on synthetic moves",
+}
 """`section.key`, `section.key=value` or `group=option`, with the remedy that the error gives."""
 
 
