@@ -43,6 +43,8 @@ REMOVED: Mapping[str, str] = {
     "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
     "tracking.flush_every": "leave it out: lines are flushed every 10 iterations, and at the end",
     "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
+    "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
+    "the coders on synthetic moves",
     "tracking.wandb_entity": "export WANDB_ENTITY=NAME",
     "training.clip_grad": "set megatron.clip_grad=NORM",
     "training.log_interval": "set megatron.log_interval=N",

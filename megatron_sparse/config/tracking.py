@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
-from megatron_sparse.errors import ConfigError
 
 CONSOLES = ("auto", "live", "plain", "off")
 
@@ -37,9 +35,6 @@ class TrackingConfig:
         record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
             in the run's folder, before and after selection, for `megatron-sparse profile`;
             docs/profiling.md has their size.
-        record_parameters_iters: iterations in which the first rank of each data-parallel group
-            writes its parameters before and after the optimizer step to `parameters/` in the run's
-            folder, for `megatron-sparse bench parameters --pairs`; not the run's last one.
     """
 
     console: str = "auto"
@@ -52,7 +47,6 @@ class TrackingConfig:
     trace_start: int = 1
     nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
-    record_parameters_iters: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         one_of("tracking.console", self.console, CONSOLES)
@@ -65,20 +59,3 @@ class TrackingConfig:
         is_flag("tracking.nvtx", self.nvtx)
         for iteration in self.record_gradients_iters:
             in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
-        for iteration in self.record_parameters_iters:
-            in_range("tracking.record_parameters_iters", iteration, 1, math.inf, integer=True)
-
-    def folder_for(self, key: str, run_dir: Path | None) -> Path:
-        """The run's folder, which what a key records is written to.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if run_dir is None:
-            raise ConfigError(
-                f"tracking.{key} needs a run's folder to write to",
-                expected="install(config, run_dir=...)",
-                got="no folder",
-                remedy=f"give one, or leave tracking.{key} out",
-            )
-        return run_dir

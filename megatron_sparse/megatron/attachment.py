@@ -39,7 +39,6 @@ from megatron_sparse.megatron.buckets import (
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
-from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.transports import Transports
@@ -76,7 +75,7 @@ class Attachment:
         chunks: Megatron's DDP-wrapped model chunks.
         config: the plugin's configuration.
         sink: receives each bucket's telemetry record.
-        run_dir: where recorded gradients and parameters go, if `tracking` asks for any.
+        run_dir: where recorded gradients go, if `tracking` asks for any.
     """
 
     def __init__(
@@ -225,7 +224,6 @@ class Attachment:
         self.residuals.undo = undo or self.config.compression.undo == "always"
         self.residuals.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
-        begin = recording_parameters(self, self._check_nccl)
         self.parameters.plan(
             self.groups,
             self.config,
@@ -238,7 +236,7 @@ class Attachment:
             optimizer,
             self._sums,
             self.sink,
-            begin=begin,
+            begin=self._check_nccl,
             end=self._step_ended,
             inner_s=lambda: self.parameters.waited_s,
         )

@@ -6,13 +6,12 @@ no more than that. zstd (level 3) and lz4 get the moves themselves, as integers 
 (0, -1, 1, ...), in the parameters' width: far better for them than the parameters' own bytes. Their
 times are without the subtraction that makes the moves.
 
-The parameters come from a run (`--pairs`), or are synthetic: normal weights of RMS 0.02 in fp32,
-normal updates of RMS 0.3 times the learning rate (measured for AdamW), both rounded to the dtype.
+The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times the
+learning rate (measured for AdamW), both rounded to the dtype.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +34,6 @@ from megatron_sparse.bench.table import (
 )
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
-from megatron_sparse.sparsity.parameter_pairs import read_pairs
 from megatron_sparse.wire import MOVES_CODERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +56,7 @@ class Row(TableRow):
     """One line of the table and one JSON object.
 
     Attributes:
-        parameters: the pair's name: a learning rate, an iteration, or a kind of parameter.
+        parameters: the pair's name: a learning rate.
         coder: that made the bytes.
         dtype: of the parameters.
         numel: parameters.
@@ -93,14 +91,8 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
 
     Raises:
         ConfigError: a file that cannot be written.
-        ProfileError: the recorded parameters are missing or damaged.
     """
-    source = (
-        "synthetic: normal weights and updates"
-        if sweep.pairs is None
-        else f"recorded parameters of {sweep.pairs}"
-    )
-    print(f"# {describe_cpu(sweep.threads)}\n# {source}")
+    print(f"# {describe_cpu(sweep.threads)}\n# synthetic: normal weights and updates")
     coders = [name for name in sweep.coders if name in MOVES_CODERS]
     for name, package in (("zstd", "zstandard"), ("lz4", "lz4")):
         if name not in sweep.coders:
@@ -112,43 +104,16 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
             print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
     with torch_threads(sweep.threads):
         rows = (
-            row for case in cases(sweep) for row in measure(case, coders, sweep.warmup, sweep.iters)
+            row
+            for rate in sweep.rates
+            for row in measure(
+                synthetic(sweep.elements, rate, DTYPES[sweep.dtype]),
+                coders,
+                sweep.warmup,
+                sweep.iters,
+            )
         )
         return print_table(Row.COLUMNS, rows, json_path)
-
-
-def cases(sweep: ParameterSweep) -> Iterator[Case]:
-    """The pairs to measure, one at a time."""
-    if sweep.pairs is None:
-        for rate in sweep.rates:
-            yield synthetic(sweep.elements, rate, DTYPES[sweep.dtype])
-        return
-    parts: dict[tuple[str, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for pair in read_pairs(sweep.pairs):
-        if not sweep.kinds:
-            # Sorted by iteration: the one before is complete.
-            name = f"iteration {pair.iteration}"
-            if parts and (name, pair.old_N.dtype) not in parts:
-                yield from _joined(parts)
-                parts.clear()
-            parts.setdefault((name, pair.old_N.dtype), []).append((pair.old_N, pair.new_N))
-            continue
-        for name, old, new in zip(
-            pair.names,
-            pair.old_N.split(list(pair.sizes)),
-            pair.new_N.split(list(pair.sizes)),
-            strict=True,
-        ):
-            kind = re.sub(r"\.\d+(?=\.)", "", name.removeprefix("module."))
-            parts.setdefault((kind, old.dtype), []).append((old, new))
-    yield from _joined(parts)
-
-
-def _joined(
-    parts: dict[tuple[str, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]],
-) -> Iterator[Case]:
-    for (name, _), pairs in parts.items():
-        yield Case(name, *(torch.cat(side) for side in zip(*pairs, strict=True)))
 
 
 def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron_sparse.bench.options import (
     DTYPE_NAMES,
@@ -32,25 +31,15 @@ def parse_rates(option: str, text: str) -> tuple[float, ...]:
 class ParameterSweep(Options):
     """What `bench parameters` measures."""
 
-    pairs: Path | None = option(  # noqa: RUF009 - it makes a field
-        None,
-        "A run's folder with recorded parameters (tracking.record_parameters_iters); without it "
-        "the moves are synthetic: Adam's on normal weights.",
-        metavar="FOLDER",
-    )
-    kinds: bool = option(
-        False, "Of recorded parameters: a row for each kind, all layers and iterations together."
-    )
     rates: Sequence[float] = option(
         "3e-5,1e-4,3e-4,1e-3",
-        "Learning rates of synthetic moves: updates of RMS 0.3 times the rate on weights of RMS "
-        "0.02, both normal.",
+        "Learning rates: updates of RMS 0.3 times the rate on weights of RMS 0.02, both normal.",
         parse_rates,
         flag="--lr",
         metavar="LR,...",
     )
-    dtype: str = option("bf16", "Of synthetic parameters: fp32 | bf16 | fp16.")
-    elements: int = option(4_000_000, "Synthetic parameters.", min=1)
+    dtype: str = option("bf16", "Of the parameters: fp32 | bf16 | fp16.")
+    elements: int = option(4_000_000, "Parameters.", min=1)
     coders: Sequence[str] = option(
         ",".join(CODERS),
         "zstd (level 3) and lz4 compress the moves; the rest are the plugin's.",
@@ -68,11 +57,5 @@ class ParameterSweep(Options):
                 known("dtype", (self.dtype,), DTYPE_NAMES),
                 known("coder", self.coders, CODERS),
                 ("lr", self.rates, all(rate >= 0 for rate in self.rates), "0 or more"),
-                (
-                    "kinds",
-                    self.kinds,
-                    not self.kinds or self.pairs is not None,
-                    "--pairs with it: synthetic parameters have no kinds",
-                ),
             ],
         )
