@@ -15,6 +15,7 @@ import typer
 
 from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import PASSES_ARGUMENTS_ON, bench
+from megatron_sparse.cli.renamed import answer_for_renamed
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.version import __version__
@@ -73,6 +74,7 @@ app.command("simulate", help="Draw the papers' figures anew on the virtual clust
     plans.simulate
 )
 app.add_typer(bench, name="bench")
+answer_for_renamed(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
