@@ -293,8 +293,8 @@ def bench_hashing(rehearse: bool) -> list[int]:
 
 def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:
     """A bucket from gradient to sum: floor, host time, waits, overlap."""
-    from megatron_sparse.bench.bucket.command import run
-    from megatron_sparse.bench.bucket.sweep import BucketSweep
+    from megatron_sparse.bench.exchange.bucket import run
+    from megatron_sparse.bench.exchange.options import BucketSweep
 
     tiny = BucketSweep(min_bytes=2**16, max_bytes=2**16, iters=1, warmup=0)
     # Triton's kernels are in the codecs' stage; a whole bucket of them takes too long here.

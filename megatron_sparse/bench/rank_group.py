@@ -24,6 +24,9 @@ from megatron_sparse.transport.netbed import NETBED_MBIT
 
 LINGER_S = 5.0
 
+Turn = Callable[[int], Sequence[float]]
+"""One action of a round, called with the round's number; returns this rank's figures of it."""
+
 
 class RankGroup:
     """This rank in the group of all ranks; a context manager that ends its threads and its group.
@@ -41,13 +44,7 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        store: Any,
-        rank: int,
-        world_size: int,
-        *,
-        nccl_engine: bool = False,
+        self, timeout_s: float, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
     ) -> None:
         self.rank, self.world_size = rank, world_size
         on_cuda = torch.cuda.is_available()
@@ -84,6 +81,29 @@ class RankGroup:
         """The hosts, by the first rank on each."""
         return set(self._transport.nodes)
 
+    def _in_turn(
+        self, turns: Sequence[Turn], warmup: int, iters: int
+    ) -> tuple[list[torch.Tensor], float]:
+        """Runs every action once a round, so that a slowdown of the machine affects all of them.
+
+        Each round begins with another action than the round before.
+
+        Returns:
+            For each action the figures of all ranks in the rounds that count, fp64 [n, R, M]; and
+            the share of the machine that other programs took in these rounds.
+        """
+        rounds: list[list[Sequence[float]]] = [[] for _ in turns]
+        load = HostLoad()
+        for number in range(warmup + iters):
+            if number == warmup:
+                load = HostLoad()
+            for place in range(len(turns)):
+                index = (place + number) % len(turns)
+                rounds[index].append(turns[index](number))
+        share = self._foreign_load(load)
+        figures = [torch.tensor(each[warmup:], dtype=torch.float64) for each in rounds]
+        return [self._gather(each) for each in figures], share
+
     def _median_us(self, times_us: Sequence[float]) -> float:
         """The median over the rounds of the slowest rank's time."""
         slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
@@ -112,6 +132,10 @@ class RankGroup:
         gathered = sent.new_empty(self.world_size, *sent.shape)
         self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
         return gathered.to(own.device)
+
+    def _count(self, own: int) -> int:
+        """The sum of all ranks' counts."""
+        return int(self._gather(torch.tensor([own], dtype=torch.float64)).sum())
 
     def _foreign_load(self, load: HostLoad) -> float:
         """The share of the machines that other programs took since `load` was made."""

@@ -15,13 +15,11 @@ import typer
 
 from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import PASSES_ARGUMENTS_ON, bench
-from megatron_sparse.cli.left import Commands
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.version import __version__
 
 app = typer.Typer(
-    cls=Commands,
     help="Gradient compression for Megatron-LM.",
     no_args_is_help=True,
     add_completion=False,

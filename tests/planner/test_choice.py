@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench.collectives.path import residual_of
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -322,6 +322,13 @@ def test_only_candidates_are_chosen_and_dense_always_is_one():
     assert planner.plan_for(a_bucket(torch.zeros(NUMEL)), 0).scheme in ("dense", "ssar_rd", "zen")
 
 
+def _residual(residuals: ResidualStore, bucket: Bucket) -> torch.Tensor:
+    """A copy of a bucket's residual; zeros where it has none, as after a dense plan."""
+    if bucket.name in residuals:
+        return residuals.begin(bucket).clone()
+    return torch.zeros(bucket.numel)
+
+
 def _train(rank, world_size, steps):
     """The whole data path with a model cluster on gloo: plans, predictions, sums."""
     import torch.distributed as dist
@@ -358,11 +365,11 @@ def _train(rank, world_size, steps):
             generator = torch.Generator().manual_seed(1000 * step + rank)
             grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
             bucket = a_bucket(grad_N.clone(), world_size, name)
-            before_N = residual_of(residuals, bucket)
+            before_N = _residual(residuals, bucket)
             pending.append((bucket, grad_N + before_N, reducer.start(bucket, step)))
         for bucket, given_N, handle in pending:
             handle.wait()
-            sent_N = given_N - residual_of(residuals, bucket)
+            sent_N = given_N - _residual(residuals, bucket)
             dist.all_reduce(sent_N)
             errors.append((bucket.grad_N - sent_N).abs().max().item())
     sparse = sum(SCHEMES[record.scheme].takes is Input.SPARSE for record in records)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.cost_models import virtual_truth
-from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
+from megatron_sparse.bench.exchange import truth
+from megatron_sparse.bench.exchange.truth import Setting, full_size_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.sparse import SchemeConfig
@@ -113,7 +113,7 @@ def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: in
     """Seconds that the network takes: predicted, and on a virtual cluster."""
     given = stratified(n, 0.05, numel)
     setting = Setting.on(where, n, None, OPTIONS, op, numel)
-    taken_s = virtual_truth.run(scheme, given, setting).total_s
+    taken_s = truth.run(scheme, given, setting).total_s
     found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
     return [found.network_s, taken_s]
 

@@ -15,7 +15,7 @@ from itertools import product
 
 import torch
 
-from megatron_sparse.bench.collectives.sweep import WHOLE_BITS, Sweep
+from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
@@ -72,7 +72,7 @@ class Case:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
-    def config(self, sweep: Sweep, straggler: int) -> SparseConfig:
+    def config(self, sweep: CollectiveSweep, straggler: int) -> SparseConfig:
         """A configuration in which the first step is at the target already.
 
         Args:
@@ -132,7 +132,7 @@ class Case:
                 wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
         return wrong
 
-    def _capacity(self, sweep: Sweep) -> float | None:
+    def _capacity(self, sweep: CollectiveSweep) -> float | None:
         """None for schemes that take none; what `auto` goes by does."""
         known = SCHEMES.get(self.scheme)
         return sweep.capacity if known is None or known.takes_slots else None
@@ -177,7 +177,7 @@ class Case:
         return values.to(VALUE_DTYPES[self.dtype])
 
 
-def cases_of(sweep: Sweep, world_size: int) -> list[Case]:
+def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
     """Sizes outermost, schemes innermost, so that neighbours can be compared.
 
     Raises:
@@ -194,7 +194,7 @@ def cases_of(sweep: Sweep, world_size: int) -> list[Case]:
     return cases
 
 
-def _cases(sweep: Sweep, world_size: int) -> Iterator[Case]:
+def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
         numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
         if numel == 0:
@@ -224,7 +224,9 @@ def _is_for_ranks(scheme: str) -> bool:
     return known is not None and (known.takes is Input.DENSE or skips_straggler(scheme))
 
 
-def _sum_bits(sweep: Sweep, scheme: str, op: CollectiveOp, bits: int | None) -> int | None:
+def _sum_bits(
+    sweep: CollectiveSweep, scheme: str, op: CollectiveOp, bits: int | None
+) -> int | None:
     """None for schemes that cannot gather sums in few bits; see `config.bits`."""
     known = SCHEMES.get(scheme)
     has_residual = known is None or (

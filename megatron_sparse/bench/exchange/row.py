@@ -3,11 +3,22 @@
 The slowest rank's time counts. The stages are that rank's in the same round, so that they and
 `host_us` add up to its time; each figure is a median over the rounds, so the printed medians need
 not add up.
+
+The floor is the least time that a synchronisation can take: its bytes at the rates measured beside
+it. Wire: the busiest rank's bytes, at the rate of its link. Codec, for sparse schemes: the bytes
+that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
+once. The floor counts the passes that every codec needs:
+
+- selection: gradient and residual are read, the residual is written;
+- the sum is written once;
+- a message is written once, and as many bytes as are sent are read.
+
+Scattered additions are not counted: a codec that merges messages tile by tile has none outside of
+the cache. For dense schemes only the wire counts: they add while bytes arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Self
@@ -15,16 +26,21 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.collectives.floor import codec_bytes
+from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
 from megatron_sparse.bench.table import Columns, TableRow
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import RANK
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
 
-SENT = ("wire_bytes", "inside_bytes", "nnz", "selected_from")
-MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "dense", "copy", *SENT)
-"""What a rank measures in a round: microseconds, bytes and elements."""
+MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "wire_bytes", "inside_bytes", "nnz", "numel")
+"""What a rank measures of the scheme in a round: microseconds, bytes and elements."""
+RESIDUAL_BYTES = 4
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload fraction of the bytes that Ethernet carries at an MTU of 1500."""
 
 
 @dataclass(kw_only=True)
@@ -131,7 +147,7 @@ class Row(CaseRow):
         host_cpu_us: what the progress thread spent of the processor: on a CPU with the codecs, on
             CUDA what the Python path costs the host; null for virtual ranks, which have none.
         copy_us: a plain copy of the gradient by all ranks at once, in turn with the scheme.
-        floor_us: the least that the scheme's bytes take, wire and codec; see `collectives.floor`.
+        floor_us: the least that the scheme's bytes take, wire and codec; see above.
         network_floor_us: the wire's part of it.
     """
 
@@ -163,35 +179,43 @@ class Row(CaseRow):
     network_floor_us: float | None = None
 
     def measured(
-        self, case: Case, rounds_nRM: torch.Tensor, wire_rate: float, *, prune: bool
+        self,
+        case: Case,
+        scheme_nRM: torch.Tensor,
+        dense_nR: torch.Tensor,
+        copy_nR: torch.Tensor,
+        wire_rate: float,
+        *,
+        prune: bool,
     ) -> Row:
         """Fills in the times; mutates and returns the row.
 
         Args:
             case: the row's.
-            rounds_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
+            scheme_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
+            dense_nR: microseconds of the dense collective.
+            copy_nR: microseconds of the plain copy.
             wire_rate: payload bytes a second that a rank can send.
             prune: whether selection was timed.
         """
-        rounds = {name: rounds_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
-        slowest, every = rounds["total"].argmax(axis=0), np.arange(rounds_nRM.shape[1])
-        total = rounds["total"][slowest, every]
-        stage = {name: rounds[name][slowest, every] for name in BUCKET_STAGES}
-        dense = rounds["dense"].max(axis=0)
-        self.time_us, self.dense_us = median(total.tolist()), median(dense.tolist())
+        rounds = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
+        slowest, every = rounds["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
+        of_slowest = {name: values[slowest, every] for name, values in rounds.items()}
+        total, stages = of_slowest["total"], sum(of_slowest[name] for name in BUCKET_STAGES)
+        dense = dense_nR.numpy().max(axis=0)
+        self.time_us, self.dense_us = _median(total), _median(dense)
         self.p99_us = float(np.percentile(total, 99))
-        self.speedup = median((dense / total).tolist())
-        self.prune_us = median((stage["threshold"] + stage["prune"]).tolist())
-        self.encode_us, self.network_us, self.decode_us = (
-            median(stage[name].tolist()) for name in ("encode", "network", "decode")
+        self.speedup = _median(dense / total)
+        self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
+        for name in ("encode", "network", "decode", "host_cpu"):
+            setattr(self, f"{name}_us", _median(of_slowest[name]))
+        self.host_us = _median(total - stages)
+        self.copy_us = _median(copy_nR.numpy().max(axis=0))
+        self.wire_bytes, self.inside_bytes = (
+            round(_median(rounds[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
         )
-        self.host_us = median((total - sum(stage.values())).tolist())
-        self.host_cpu_us = median(rounds["host_cpu"][slowest, every].tolist())
-        self.copy_us = median(rounds["copy"].max(axis=0).tolist())
-        self.wire_bytes = round(median(rounds["wire_bytes"].max(axis=0).tolist()))
-        self.inside_bytes = round(median(rounds["inside_bytes"].max(axis=0).tolist()))
         nnz = float(rounds["nnz"].mean())
-        self.sent_density = nnz / float(rounds["selected_from"].mean())
+        self.sent_density = nnz / float(rounds["numel"].mean())
         copy_rate = 2 * case.nbytes / self.copy_us
         codec = codec_bytes(
             case, self.carried_by, self.wire_bytes, nnz, self.world_size, prune=prune
@@ -202,16 +226,43 @@ class Row(CaseRow):
         return self
 
 
-def sent_figures(record: BucketRecord) -> dict[str, float]:
-    """The figures `SENT` of a record."""
-    return {
-        "wire_bytes": record.wire_bytes,
-        "inside_bytes": record.inside_bytes,
-        "nnz": record.nnz,
-        "selected_from": record.numel,
-    }
+def figures_of(record: BucketRecord, total_us: float) -> dict[str, float]:
+    """The figures `MEASURED` of a bucket."""
+    sent = {name: getattr(record, name) for name in ("wire_bytes", "inside_bytes", "nnz", "numel")}
+    return {"total": total_us, **record.stage_us(), "host_cpu": record.host_cpu_us, **sent}
 
 
-def in_order(figures: Mapping[str, float]) -> list[float]:
-    """A round's figures in the order of `MEASURED`."""
-    return [figures[name] for name in MEASURED]
+def _median(values_R: np.ndarray) -> float:
+    return median(values_R.tolist())
+
+
+def payload_rate(mbit: float) -> float:
+    """Payload bytes a second of a link."""
+    return mbit * 1e6 / 8 * PAYLOAD_SHARE
+
+
+def codec_bytes(
+    case: Case, scheme: str, wire_bytes: float, nnz: float, n: int, *, prune: bool
+) -> float:
+    """Bytes that one rank's codec reads and writes at least.
+
+    Args:
+        case: what is synchronised.
+        scheme: the one that carried it.
+        wire_bytes: sent by the busiest rank.
+        nnz: elements that a rank selected.
+        n: ranks.
+        prune: count selection.
+
+    Example:
+        >>> case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
+        >>> codec_bytes(case, "agsparse", 8, 1, 2, prune=True)  # 400 + 800 + 400 + 8 + 8
+        1616.0
+    """
+    if SCHEMES[scheme].takes is Input.DENSE:
+        return 0.0
+    owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
+    value_bytes = VALUE_DTYPES[case.dtype].itemsize
+    message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
+    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
+    return float(selection + owned + wire_bytes)

@@ -2,8 +2,8 @@
 
 Planners and cost models are compared with this. Every rank selects from its gradient, encodes,
 sends, decodes and adds, by the registered collective; the network is the cluster's alpha-beta clock
-(`VirtualCluster`) and local work is charged call by call (`ChargingTimer`), on the density that
-the call really has. The charges are `CodecPrices`, which no planner sees: cost models interpolate
+(`VirtualCluster`) and local work is charged call by call (`ChargingTimer`): the bytes that the call
+really moves, at the rate of a GPU's memory. No planner sees these charges: cost models interpolate
 a cluster's table, which was made at other densities, sizes and vectors.
 
 A bucket of some hundred thousand elements stands for one of any size, as in `simulate.pricing`;
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench.cost_models.codec_prices import CodecPrices
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
@@ -38,7 +37,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.simulate.pricing import ChargingTimer
+from megatron_sparse.simulate.pricing import ChargingTimer, Measure, moved_bytes
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 from megatron_sparse.wire import (
@@ -52,6 +51,9 @@ from megatron_sparse.wire import (
     PICI_TILE,
     payload_bytes,
 )
+
+SMALL_NUMEL = 64
+"""Tensors up to this size are offsets, sizes and states: they do not grow with the bucket."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Setting:
         topology: nodes and links; as many ranks as there are gradients.
         host_s_per_message: as of `ClusterModel`.
         host_s_per_bucket: as of `ClusterModel`.
-        prices: of local work; None makes it free.
+        codec_rate: bytes a second that local work reads and writes; None makes it free.
         options: of the schemes.
         op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that the simulated one represents.
@@ -112,7 +114,7 @@ class Setting:
     topology: Topology
     host_s_per_message: float
     host_s_per_bucket: float
-    prices: CodecPrices | None
+    codec_rate: float | None
     options: SchemeConfig
     op: CollectiveOp
     full_numel: int
@@ -122,7 +124,7 @@ class Setting:
         cls,
         cluster: ClusterModel,
         world_size: int,
-        prices: CodecPrices | None,
+        codec_rate: float | None,
         options: SchemeConfig,
         op: CollectiveOp,
         full_numel: int,
@@ -132,11 +134,36 @@ class Setting:
             cluster.topology(world_size),
             cluster.host_s_per_message,
             cluster.host_s_per_bucket,
-            prices,
+            codec_rate,
             options,
             op,
             full_numel,
         )
+
+    def price(self, numel: int) -> Measure | None:
+        """Seconds of an operation on a bucket of so few elements that stands for the whole."""
+        if self.codec_rate is None:
+            return None
+        rate, scale = self.codec_rate, self.full_numel / numel
+
+        def seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
+            grows = func.namespace == "megatron_sparse" or _largest(args, kwargs) > SMALL_NUMEL
+            return moved_bytes(func, args, kwargs, result) * (scale if grows else 1.0) / rate
+
+        return seconds
+
+
+def _largest(*values: Any) -> int:
+    """Elements of the largest tensor in some arguments."""
+    sizes = [0]
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            sizes.append(value.numel())
+        elif isinstance(value, list | tuple):
+            sizes.append(_largest(*value))
+        elif isinstance(value, dict):
+            sizes.append(_largest(*value.values()))
+    return max(sizes)
 
 
 def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
@@ -180,36 +207,23 @@ def _run_dense(scheme: str, world_size: int, setting: Setting) -> VirtualTiming:
 
 
 def _run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
-    cluster, timers = _drive(scheme, gradients, setting)
-    total_s = cluster.modelled_s + setting.host_s_per_bucket
-    return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
-
-
-def _drive(
-    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting
-) -> tuple[VirtualCluster, list[ChargingTimer]]:
     n, numel = len(gradients), gradients[0].numel()
-    scale = setting.full_numel / numel
-    price = None if setting.prices is None else setting.prices.measure(scale)
-    cluster = FullSizeCluster(n, setting.topology, message_scale=scale)
+    price = setting.price(numel)
+    cluster = FullSizeCluster(n, setting.topology, message_scale=setting.full_numel / numel)
     timers: list[ChargingTimer] = []
 
     def start(transport: VirtualTransport) -> Steps:
         timer = ChargingTimer(transport, price)
         timers.append(timer)
         posting: Any = HostedTransport(transport, setting.host_s_per_message)
-        bucket = Bucket(
-            "truth",
-            gradients[transport.rank].clone(),
-            [ParameterSlice("w", 0, numel)],
-            setting.op,
-            n,
-        )
+        whole = [ParameterSlice("w", 0, numel)]
+        bucket = Bucket("truth", gradients[transport.rank].clone(), whole, setting.op, n)
         exchange = Exchange(bucket, posting, MessageBuffers(), timer, setting.options)
         return steps_of(scheme, exchange)
 
     cluster.run(start)
-    return cluster, timers
+    total_s = cluster.modelled_s + setting.host_s_per_bucket
+    return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
 
 
 def steps_of(scheme: str, exchange: Exchange) -> Steps:

@@ -16,7 +16,7 @@ timed. The columns:
   in a backward pass. `hidden` is the share of the shorter one that costs no time.
 
 CUDA_DEVICE_MAX_CONNECTIONS counts: with 1 hardware queue kernels of two streams may wait for one
-another. It has not been run on a GPU.
+another. It has not been run on a GPU. `--stub-nccl` is another table: see `stub_nccl`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from statistics import median
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_sparse.bench.bucket.sweep import BucketSweep
-from megatron_sparse.bench.collectives.case import Case, cases_of
-from megatron_sparse.bench.collectives.ranks import RankBench
-from megatron_sparse.bench.collectives.report import print_head
-from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.collectives import CollectiveRanks
+from megatron_sparse.bench.exchange.frame import print_head
+from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.codec_choice import CODEC
@@ -103,7 +102,7 @@ class BucketRow(TableRow):
         return (shorter + longer - self.both_us) / shorter
 
 
-class BucketBench(RankBench):
+class BucketBench(CollectiveRanks):
     """A group of this process alone; see the module's docstring.
 
     Args:
@@ -114,19 +113,18 @@ class BucketBench(RankBench):
     def __init__(self, sweep: BucketSweep, codec: str) -> None:
         self._options, self._codec = sweep, codec
         has_slots = codec != "torch"
-        cases = Sweep(
+        cases = CollectiveSweep(
             min_bytes=sweep.min_bytes,
             max_bytes=sweep.max_bytes,
             densities=(sweep.density,),
-            dtypes=("fp32",),
-            schemes=(sweep.scheme,),
+            schemes=sweep.schemes,
             capacity=sweep.capacity if has_slots else None,
             nccl_engine=sweep.nccl_engine and has_slots,
         )
         super().__init__(cases, HashStore(), 0, 1)
 
     def bucket_rows(self) -> Iterator[BucketRow]:
-        """A row for each size."""
+        """A row for each size and scheme."""
         queues = os.environ.get(QUEUES)
         for case in cases_of(self._sweep, 1):
             show_progress(f"{case.nbytes} B")
@@ -175,13 +173,13 @@ class BucketBench(RankBench):
         self, action: Callable[[], object], before: Callable[[], object] = lambda: None
     ) -> float:
         """Median microseconds until the device has done the action; `before` is not timed."""
-        times_us = []
-        for number in range(self._options.warmup + self._options.iters):
+
+        def turn(_: int) -> list[float]:
             before()
-            time_us = self._timed(action)
-            if number >= self._options.warmup:
-                times_us.append(time_us)
-        return median(times_us)
+            return [self._timed(action)]
+
+        (times_1R1,), _ = self._in_turn([turn], self._options.warmup, self._options.iters)
+        return median(times_1R1.flatten().tolist())
 
     def _busy(self, time_us: float) -> Callable[[], object]:
         """Products of matrices that take about as long as the bucket."""

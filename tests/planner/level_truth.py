@@ -1,7 +1,7 @@
 """Times a bucket at level `node` on a virtual cluster with held-out prices: a MODEL.
 
 The steps inside the nodes are those of training (`reduction.level`), on groups of the virtual
-cluster; across runs the collective, as in `virtual_truth`. All lanes share the clock and the
+cluster; across runs the collective, as in `truth`. All lanes share the clock and the
 network cards. Each node's gradient is on one of its ranks and the others' are zero, so that a
 node's sum has the density that is asked for. All lanes have the same: in training each of them
 selects the target density from its own part.
@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 
-from megatron_sparse.bench.collectives.levels import virtual_groups
-from megatron_sparse.bench.cost_models.virtual_truth import (
+from megatron_sparse.bench.exchange.path import virtual_groups
+from megatron_sparse.bench.exchange.truth import (
     FullSizeCluster,
     HostedTransport,
     Setting,
@@ -27,7 +27,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Exchange
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.level import NODE
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import without_gates
@@ -43,25 +42,18 @@ def run_at_node(scheme: str, parts: Sequence[torch.Tensor], setting: Setting) ->
 
     Args:
         scheme: a name in `SCHEMES`.
-        parts: of each node, fp32; see `virtual_truth.run`. Every part of a node's sum is this one.
+        parts: of each node, fp32; see `truth.run`. Every part of a node's sum is this one.
             Not mutated.
         setting: the topology has nodes of one size; `full_numel` is that of the whole bucket.
 
     Raises:
-        ConfigError: there is not one part for each node.
         MegatronSparseError: the collective failed.
     """
     topology = setting.topology
     n, lanes = topology.world_size, topology.node_sizes[0]
     numel = lanes * parts[0].numel()
-    if len(parts) != len(topology.node_sizes):
-        raise ConfigError(
-            "level node cannot be run on a virtual cluster",
-            expected=f"a part for each of {len(topology.node_sizes)} nodes",
-            got=len(parts),
-        )
     scale = setting.full_numel / numel
-    price = None if setting.prices is None else setting.prices.measure(scale)
+    price = setting.price(numel)
     cluster = FullSizeCluster(n, topology, message_scale=scale)
     members = tuple(map(tuple, members_of(topology.nodes)))
     groups = virtual_groups(cluster, LevelChoice(NODE, "as asked", members))
