@@ -13,6 +13,7 @@ import torch
 
 from megatron_sparse.bench.exchange import collectives
 from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import MEASURED, Row, codec_bytes, payload_rate
@@ -49,7 +50,7 @@ def sweep(**changed) -> CollectiveSweep:
 
 def run_virtual(n=4, path=None, **changed):
     topology = Topology.even(n, 2, LINK, LINK)
-    return running.run_virtual(collectives.bench_of(sweep(**changed)), topology, path)
+    return running.run_virtual(CollectiveBench, sweep(**changed), topology, path)
 
 
 def run_cli(*arguments: str) -> int:

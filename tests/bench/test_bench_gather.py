@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.gather import virtual_rows
+from megatron_sparse.bench.exchange.gather import GatherBench
 from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.parameters import price
 from megatron_sparse.transport import Link, Topology
@@ -15,7 +15,8 @@ INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
 
 
 def rows(topology, **sweep):
-    return list(virtual_rows(GatherSweep(elements=100_000, **sweep), topology, lambda *_: None))
+    cases = GatherSweep(elements=100_000, **sweep)
+    return list(GatherBench.virtual_rows(cases, topology, lambda *_: None))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -8,14 +8,13 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange import stragglers
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.options import STRAGGLER_SCHEMES, StragglerSweep
 from megatron_sparse.bench.exchange.straggler_figure import draw
 from megatron_sparse.bench.exchange.stragglers import (
     AUTO_FACTOR,
     RULE,
-    StragglerRanks,
+    StragglerBench,
     StragglerRow,
     compare,
     modelled_us,
@@ -35,8 +34,8 @@ DENSE = ("dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"
 
 def run_virtual(n, delays_ms, path=None, figure=None, **changed):
     fields = {"min_bytes": 2**18, "max_bytes": 2**18, "densities": [0.02], "delays_ms": delays_ms}
-    bench = stragglers.bench_of(StragglerSweep(**fields | changed), figure)
-    rows = running.run_virtual(bench, Topology((n,), LINK, LINK), path)
+    sweep = StragglerSweep(figure=figure, **fields | changed)
+    rows = running.run_virtual(StragglerBench, sweep, Topology((n,), LINK, LINK), path)
     return {(row["scheme"], round(row["delay_us"])): row for row in rows}, rows
 
 
@@ -222,7 +221,7 @@ def test_ranks_over_loopback(tmp_path):
 
 
 def test_ranks_of_several_machines_are_refused():
-    ranks = StragglerRanks.__new__(StragglerRanks)
+    ranks = StragglerBench.__new__(StragglerBench)
     ranks.rank = 0
     ranks._gather = lambda own: torch.stack([own, own + 1])
     with pytest.raises(ConfigError, match="clocks cannot be compared"):

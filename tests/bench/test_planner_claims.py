@@ -10,10 +10,10 @@ from megatron_sparse.bench.exchange import planner_cases as cases
 from megatron_sparse.bench.exchange.options import PlannerOptions
 from megatron_sparse.bench.exchange.planner import (
     PlannerRow,
-    Trial,
     Verdict,
     errors_of,
     sampled_profile,
+    virtual_rows,
 )
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.sparsity.characteristics import profile_of
@@ -26,13 +26,13 @@ ZEN_OWN = ("zen", "ssar_rd")
 dense is always a candidate."""
 
 
-def trial(workloads, ranks, clusters, schemes=None) -> Trial:
+def of_workloads(workloads, ranks, clusters, schemes=None):
     given = {"ranks": ranks, "clusters": clusters, "schemes": schemes}
-    return Trial(PlannerOptions(bucket_bytes=4 * FULL, **given), workloads)
+    return list(virtual_rows(PlannerOptions(bucket_bytes=4 * FULL, **given), workloads))
 
 
 def rows(kinds, *where):
-    return list(trial(cases.synthetic(kinds, NUMEL), *where).rows())
+    return of_workloads(cases.synthetic(kinds, NUMEL), *where)
 
 
 def test_five_kinds_on_three_clusters():
@@ -81,7 +81,7 @@ def test_a_recording_is_tried_on_its_largest_sparse_bucket(tmp_path):
     gradient = workload.gradients(4)[3]
     assert gradient.count_nonzero() == NUMEL // 50
     assert gradient.max() == 4
-    found = list(trial([workload], (2, 4, 8), ["ethernet_25gbit"]).rows())
+    found = of_workloads([workload], (2, 4, 8), ["ethernet_25gbit"])
     assert [row.world_size for row in found] == [2, 4]
     assert Verdict.of(found).holds, "\n".join(row.line() for row in found)
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
-from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep, NodePlace
+from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
 from megatron_sparse.bench.options import at_least, check_arguments
 from megatron_sparse.bench.parameters.command import synthetic
-from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
@@ -37,23 +34,6 @@ from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
 MEASURED = ("encode_us", "decode_us", "wire_bytes", "message_bytes")
 """What a rank measures of a gather."""
-
-
-def run(sweep: GatherSweep, place: NodePlace, json_path: Path | None) -> int:
-    """Measures a sweep; returns the exit code, 1 where bits are wrong. See `frame.run`."""
-    return run_bench(bench_of(with_rate(sweep)), place, json_path)
-
-
-def bench_of(sweep: GatherSweep) -> Bench:
-    """The bench of a sweep."""
-    return Bench(
-        name="gather",
-        columns=GatherRow.COLUMNS,
-        options=sweep,
-        check=lambda ranks: check_arguments("bench gather", [at_least("ranks", ranks, 2)]),
-        ranks=lambda *group: GatherRanks(sweep, *group),
-        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
-    )
 
 
 @dataclass(frozen=True)
@@ -250,30 +230,31 @@ class RankGather:
         return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
 
 
-class GatherRanks(RankGroup):
-    """One rank's part of the bench; see `RankGroup`.
+class GatherBench(Bench[GatherSweep]):
+    """See the module's docstring."""
 
-    Args:
-        sweep: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
+    NAME, ROW = "gather", GatherRow
 
-    Raises:
-        CommunicationError: the ranks cannot reach one another.
-    """
+    @classmethod
+    def check(cls, cases: GatherSweep, ranks: int, *, virtual: bool) -> None:
+        """See `Bench`."""
+        check_arguments("bench gather", [at_least("ranks", ranks, 2)])
 
-    def __init__(self, sweep: GatherSweep, store: Any, rank: int, world_size: int) -> None:
-        self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size)
-
-    def rows(self, progress: Progress) -> Iterator[GatherRow]:
-        """Every case; see `frame.Ranks`."""
-        for case in each_case(cases_of(self._sweep, self._transport.nodes), progress):
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
+        for case in each_case(cases_of(self._cases, self._transport.nodes), progress):
             yield self._row(case)
 
+    @classmethod
+    def virtual_rows(
+        cls, cases: GatherSweep, topology: Topology, progress: Progress
+    ) -> Iterator[TableRow]:
+        """See `Bench`."""
+        for case in each_case(cases_of(cases, topology.nodes), progress):
+            yield _virtual_row(cases, case, topology)
+
     def _row(self, case: GatherCase) -> GatherRow:
-        sweep = self._sweep
+        sweep = self._cases
         own = RankGather(sweep, case, self._transport, self._progress)
         raw_N = torch.empty_like(own.values_N)
         own.gather.start(0).wait()
@@ -305,12 +286,6 @@ class GatherRanks(RankGroup):
             raw_us=raw_us,
             wrong=self._count(wrong),
         )
-
-
-def virtual_rows(sweep: GatherSweep, topology: Topology, progress: Progress) -> Iterator[GatherRow]:
-    """Every case on virtual ranks."""
-    for case in each_case(cases_of(sweep, topology.nodes), progress):
-        yield _virtual_row(sweep, case, topology)
 
 
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
