@@ -42,15 +42,6 @@ def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def check_mistake(capsys, words: str, bench: str, *arguments: str) -> None:
-    """A mistake ends the command with one typed error that has these words."""
-    assert run_cli(bench, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert words in error
-    assert "Traceback" not in error
-
-
 def break_scheme(monkeypatch, name: str, change) -> None:
     """Lets a scheme's sums be wrong: `change` mutates the bucket's gradient [N] after it."""
 

@@ -228,20 +228,3 @@ def test_ranks_of_several_machines_are_refused():
         ranks._check_clocks()
     ranks._gather = lambda own: torch.stack([own, own])
     ranks._check_clocks()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--delay-ms=soon"], "--delay-ms"),
-        (["--delay-ms=-1"], "0 to less than"),
-        (["--delay-ms=2000", "--timeout=1"], "0 to less than"),
-        (["--straggler=4", "--ranks=4"], "0 to 3"),
-        (["--scheme=telepathy"], "straggler"),
-        (["--netbed"], "--mbit R"),
-        (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
-    ],
-)
-def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    running.check_mistake(capsys, words, "stragglers", *arguments)

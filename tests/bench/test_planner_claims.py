@@ -15,10 +15,9 @@ from megatron_sparse.bench.exchange.planner import (
     sampled_profile,
     virtual_rows,
 )
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
-from tests.bench.running import check_mistake, read_rows, run_cli, run_loopback
+from tests.bench.running import read_rows, run_cli, run_loopback
 
 NUMEL, FULL = 2**16, 2**24
 ZEN_OWN = ("zen", "ssar_rd")
@@ -149,26 +148,6 @@ def test_it_fails_when_the_claim_does(monkeypatch, capsys):
     monkeypatch.setattr(planner, "prices_us", lambda *_, **__: {"dense": 2.0, "sparse_ps": 1.0})
     assert run_cli("planner", "--kinds=uniform_50", "--ranks=4", *SMALL) == 1
     assert "FAILS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--kinds", "magic"), "unknown"),
-        (("--ranks", "1"), "--ranks"),
-        (("--op", "x"), "--op"),
-        (("--clusters", "mars"), "--clusters"),
-        (("--schemes", "x"), "planner.schemes"),
-        (("--recording", "nowhere"), "no gradient dump"),
-    ],
-)
-def test_wrong_arguments_are_one_error(capsys, arguments, word):
-    check_mistake(capsys, word, "planner", *arguments)
-
-
-def test_an_unknown_kind_is_refused():
-    with pytest.raises(ConfigError, match="kind of gradients"):
-        cases.synthetic(["magic"], 2**16)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ time. `encode_us` and `decode_us` are this machine's, measured.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -158,19 +159,18 @@ def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str)
     Example:
         Two nodes of two ranks:
         >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "flat")
-        140
+        140.0
         >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "per-node")
-        70
+        70.0
     """
-    names = set(nodes)
-    if len(names) == 1:
+    own: dict[int, float] = defaultdict(float)
+    for node, size in zip(nodes, message_bytes, strict=True):
+        own[node] += size
+    if len(own) == 1:
         return None
-    sent = []
-    for name in names:
-        own = sum(size for size, node in zip(message_bytes, nodes, strict=True) if node == name)
-        elsewhere = sum(node != name for node in nodes)
-        sent.append(own * (len(names) - 1 if way == PER_NODE else elsewhere))
-    return max(sent)
+    if way == PER_NODE:
+        return max(own.values()) * (len(own) - 1)
+    return max(size * sum(other != node for other in nodes) for node, size in own.items())
 
 
 class _LastGather(NullSink):
