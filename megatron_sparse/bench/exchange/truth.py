@@ -28,7 +28,7 @@ from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config.level import RANK
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
@@ -36,10 +36,11 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.simulate.pricing import ChargingTimer, Measure, moved_bytes
 from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import members_of
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
@@ -198,7 +199,8 @@ def _run(
     n, numel = len(gradients), gradients[0].numel()
     case = Case(setting.op, scheme, "fp32", 1.0, numel, level=level)
     cluster = FullSizeCluster(n, setting.topology, message_scale=setting.full_numel / numel)
-    choice = choose_level(case.config(SWEEP, straggler=n - 1), setting.topology.nodes)
+    members = members_of(setting.topology.nodes) if level == NODE else []
+    choice = LevelChoice(level, "as asked", tuple(map(tuple, members)))
     groups = virtual_groups(cluster, choice)
     paths = [BucketPath(case, SWEEP, _hosted(each, setting)) for each in groups]
     timers = [ChargingTimer(each, setting.price(numel)) for each in cluster.transports]
