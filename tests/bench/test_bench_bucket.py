@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_sparse.bench.exchange import stub_nccl
 from megatron_sparse.bench.exchange.bucket import BucketRow, run
 from megatron_sparse.bench.exchange.options import BucketSweep
-from megatron_sparse.collectives import over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import WireFormatError
 from tests.bench.running import read_rows, run_cli
 
@@ -19,7 +19,7 @@ FIXED_SIZES = [
     "dense",
     "dense_ring",
     "dense_allpairs",
-    *(name for name, scheme in over_groups().items() if scheme.takes_slots),
+    *(name for name, scheme in SCHEMES.items() if scheme.takes_slots),
 ]
 
 
