@@ -6,8 +6,8 @@ no more than that. zstd (level 3) and lz4 get the moves themselves, as integers 
 (0, -1, 1, ...), in the parameters' width: far better for them than the parameters' own bytes. Their
 times are without the subtraction that makes the moves.
 
-The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times the
-learning rate (measured for AdamW), both rounded to the dtype.
+The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
+the learning rate (measured for AdamW), both rounded to the dtype.
 """
 
 from __future__ import annotations
