@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sparse.compression.residual import check_size
-from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.checkpoint_files import check_sizes
 from megatron_sparse.megatron.checkpoint_layout import (
-    READABLE,
+    VERSION,
     Place,
     Saved,
+    check_sizes,
+    check_version,
     common_state,
     model_parameters,
     rank_state,
@@ -115,7 +115,7 @@ def _part_of_table(
 
 
 def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
-    """The state that this rank takes over; None if the checkpoint holds none of the plugin's.
+    """The state that this rank takes over; None if the checkpoint holds none of this version.
 
     Reads the metadata and this rank's own part; not collective.
 
@@ -125,7 +125,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         stores: whether to read residuals; without them the layout of the model does not matter.
 
     Raises:
-        CheckpointError: the state is of another version or another model-parallel layout.
+        CheckpointError: residuals are of another version or another model-parallel layout.
     """
     here = Place.here()
     found = _entries(checkpoint)
@@ -133,15 +133,11 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     if header_object.unique_key not in found:
         return None
     header = _load(checkpoint, {"header": header_object})["header"]
-    if header["version"] not in READABLE:
-        raise CheckpointError(
-            f"the plugin's state in {checkpoint} was written by another version",
-            expected=" or ".join(map(str, READABLE)),
-            got=header["version"],
-            remedy="resume with that version of megatron_sparse",
-        )
+    check_version(checkpoint, header["version"], wanted=stores)
+    if header["version"] != VERSION:
+        return None
     if stores:
-        check_sizes(tuple(header["model_sizes"]), here, "set compression.residual_checkpoint=none")
+        check_sizes(tuple(header["model_sizes"]), here)
     saved = Saved(
         header["step"],
         header["enabled"],
@@ -165,7 +161,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     loaded = _load(checkpoint, template) if template else {}
     if "rank" in loaded:
         own = loaded["rank"]
-        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own.get("rows")
+        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
         saved.method = own["method"] if same and saved.has_rows(row_layouts(attachment)) else {}
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:

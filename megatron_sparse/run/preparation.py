@@ -91,6 +91,11 @@ def preflight(config: RunConfig) -> int:
         _check_optimizer(config)
         _check_device(config)
         refusals.check_section(config.megatron)
+        refusals.check_checkpoints(
+            config.megatron,
+            config.compression.residual_checkpoint,
+            saves=bool(config.training.save_interval or config.training.exit_signal),
+        )
     refusals.check_optimizer(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_sparse.megatron import cpu_mode
@@ -41,6 +42,18 @@ def pruned_stores(attachment):
         for name, store in attachment.stores().items()
         for parameter, view in store.by_parameter()
     }
+
+
+def save(attachment, folder, mode="full"):
+    """Saves the plugin's state alone, as Megatron saves it with its own."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron import checkpoint
+
+    attachment.config.compression.residual_checkpoint = mode
+    folder.mkdir(exist_ok=True, parents=True)
+    dist.barrier()
+    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(folder))
 
 
 def gradient_numel(attachment):

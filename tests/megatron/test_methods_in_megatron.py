@@ -14,6 +14,7 @@ from megatron_sparse.config.compression import METHODS
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.megatron.checkpoint_cases import save
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -53,7 +54,7 @@ def _resume(method, folder):
     toy = SmallGPT(SGD)
     attachment = attach(toy.ddp, toy.optimizer, method=method, **AT_TARGET)
     start = _steps(toy)
-    checkpoint.save(attachment, Path(folder, method))
+    save(attachment, Path(folder, method))
     # SGD without momentum has no state of its own.
     weights = copy.deepcopy(toy.ddp.module.state_dict())
     drawn = toy.generator.get_state()
