@@ -84,23 +84,21 @@ gone_nodes() {
   echo "${gone[*]}"
 }
 
-# preflight COMMAND...: checks that every rank reaches every other, before the job spends hours.
-# COMMAND starts the arguments that follow it on every rank. MEGATRON_SPARSE_PREFLIGHT=off skips the
-# check; with `strict` a slow link or a wrong clock ends the job too.
+# preflight COMMAND...: measures the job's links, before it spends hours; ends it if a rank does not
+# come. COMMAND starts the arguments that follow it on every rank. MEGATRON_SPARSE_PREFLIGHT=off
+# skips this.
 preflight() {
-  local mode=${MEGATRON_SPARSE_PREFLIGHT:-on} arguments=(doctor --distributed)
+  local mode=${MEGATRON_SPARSE_PREFLIGHT:-on}
+  local arguments=(calibrate --quick --force --out "megatron-sparse-$SLURM_JOB_ID.yaml")
   case $mode in
     off) return ;;
     on) ;;
-    strict) arguments+=(--strict) ;;
-    *)
-      fail "MEGATRON_SPARSE_PREFLIGHT is unknown" "on | strict | off" "$mode" "unset it"
-      ;;
+    *) fail "MEGATRON_SPARSE_PREFLIGHT is unknown" "on | off" "$mode" "unset it" ;;
   esac
-  if [ -n "$cluster" ]; then arguments+=(--cluster "$cluster"); fi
+  if [ -n "$cluster" ]; then arguments+=(--env "$cluster"); fi
   "$@" -m megatron_sparse.cli.main "${arguments[@]}" || {
     local code=$?
-    echo "error: the pre-flight check failed with code $code; the lines above name the node;" \
+    echo "error: the pre-flight check failed with code $code; the lines above say why;" \
       "sbatch --exclude=NODE avoids it" >&2
     exit "$code"
   }

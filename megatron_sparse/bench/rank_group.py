@@ -15,10 +15,13 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
+from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.in_order import progress_on
+from megatron_sparse.run import slurm
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT
 
@@ -169,6 +172,8 @@ def typed(operation: Callable[[], object]) -> None:
 def as_rank[Group: RankGroup, Result](
     make: Callable[[Any, int, int], Group],
     action: Callable[[Group], Result],
+    *,
+    timeout_s: float = default_pg_timeout.total_seconds(),
 ) -> Result:
     """Runs one rank's part; RANK and WORLD_SIZE must be set.
 
@@ -178,12 +183,15 @@ def as_rank[Group: RankGroup, Result](
     Args:
         make: the group of this process, from the store, its rank and the number of ranks.
         action: what to do in it.
-    """
-    from torch.distributed.rendezvous import rendezvous
+        timeout_s: for all ranks to meet.
 
+    Raises:
+        CommunicationError: rank 0 cannot be reached.
+    """
     torch.set_num_threads(1)
-    store, rank, world_size = next(rendezvous("env://"))
+    store, rank, world_size = open_store(timeout_s)
     try:
+        meet(store, rank, world_size, timeout_s, slurm.host_of_each_rank(os.environ))
         with make(store, rank, world_size) as group:
             return action(group)
     except MegatronSparseError as error:

@@ -93,6 +93,10 @@ def calibrate(
     density: Annotated[
         str, typer.Option(metavar="D,...", help="Gradient densities of the sweep.")
     ] = "0.05,0.2,0.4",
+    env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Set the environment of configs/cluster/NAME."),
+    ] = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds after which an operation has failed.")
     ] = 120,
@@ -108,6 +112,7 @@ def calibrate(
         size_bytes=parse_size("--size", size),
         densities=parse_densities("--density", density),
         timeout_s=timeout,
+        env=env,
     )
     place = runner.Place(ranks, netbed, mbit, ranks_per_node, cluster if virtual else None)
     if virtual is not (cluster is not None) or (virtual and not sweep):

@@ -27,36 +27,21 @@ def doctor(
         bool,
         typer.Option("--memory", help="Show what the plugin would hold in that run, item by item."),
     ] = False,
-    distributed: Annotated[
-        bool, typer.Option("--distributed", help="Check the ranks of a job and their links.")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(min=2, help="Start N ranks here; default: those of srun or torchrun."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Set the environment of configs/cluster/NAME."),
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for the ranks' answers.")] = 60,
-    strict: Annotated[bool, typer.Option("--strict", help="Treat warnings as failures.")] = False,
+    distributed: Annotated[bool, typer.Option("--distributed", hidden=True)] = False,
     json: JsonFile = None,
 ) -> None:
-    """Exits with 1 if a part that training needs is missing. For jobs see docs/slurm.md."""
-    from megatron_sparse.doctor import checks as report
-    from megatron_sparse.doctor import distributed as job
-
+    """Exits with 1 if a part that training needs is missing. For a job's ranks: `calibrate`."""
+    if distributed:
+        raise ConfigError(
+            "doctor --distributed has left megatron_sparse",
+            expected="a command that there is",
+            got="doctor --distributed",
+            remedy="megatron-sparse calibrate --quick, under the same launcher: it says whether "
+            "all ranks have met and agree, and names the slowest link",
+        )
     if memory:
         from megatron_sparse.doctor import memory as plugin_memory
 
-        others = (distributed, ranks is not None, cluster is not None, strict)
-        if any(others):
-            raise ConfigError(
-                "--memory looks at a configuration, not at ranks",
-                expected="doctor --memory OVERRIDE..., with --json if wanted",
-                got="--memory with --distributed, --ranks, --cluster or --strict",
-                remedy="leave the others out; write cluster=NAME for a cluster's configuration",
-            )
         raise typer.Exit(plugin_memory.run(overrides or [], json))
     if overrides:
         raise ConfigError(
@@ -65,15 +50,8 @@ def doctor(
             got=" ".join(overrides),
             remedy="add --memory",
         )
-    if distributed:
-        raise typer.Exit(job.run(job.Request(ranks, cluster, timeout, strict, json)))
-    if ranks is not None or cluster is not None or strict:
-        raise ConfigError(
-            "--ranks, --cluster and --strict check the ranks of a job",
-            expected="--distributed with them",
-            got="no --distributed",
-            remedy="add --distributed",
-        )
+    from megatron_sparse.doctor import checks as report
+
     raise typer.Exit(report.run(json))
 
 

@@ -1,12 +1,13 @@
 """The plugin's part of a Megatron checkpoint: step, switch, scales, plan and residuals.
 
-With `--ckpt-format torch_dist`, Megatron's default, all of it travels in Megatron's own checkpoint
-(`checkpoint_sharded`); with other formats in one file for each rank beside it
-(`checkpoint_files`). `load` reads either kind.
+All of it travels in Megatron's own distributed checkpoint (`checkpoint_sharded`), the format
+`--ckpt-format torch_dist`. With other formats nothing of it is saved; `refusals` refuses them where
+residuals are to be saved.
 
 Policies, each with a line in the log:
 
-- If the plugin's state of any rank is missing, residuals start at zero.
+- If the checkpoint holds no state of the plugin, residuals start at zero. State that an earlier
+  version wrote is an error, unless the run takes over no residuals.
 - With another number of rows, new row r takes the sum of the old rows j with j mod count = r. So
   the total over rows, which error feedback still has to send, is preserved. A row is a rank's, or
   with `compression.level` a node's or an instance's; see `residual_rows`.
@@ -26,25 +27,26 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 
-from megatron_sparse.megatron import checkpoint_files, checkpoint_sharded
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.checkpoint_files import save
 from megatron_sparse.megatron.checkpoint_layout import (
     Place,
     RowLayouts,
     Saved,
     bucket_sizes,
-    check_structure,
+    check_version,
 )
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
-from megatron_sparse.megatron.checkpoint_sharded import sharded_state
+from megatron_sparse.megatron.checkpoint_sharded import read, sharded_state
 from megatron_sparse.megatron.parameter_masters import masters_from
 from megatron_sparse.megatron.residual_rows import row_layouts
 from megatron_sparse.parameters.agreement import LOSSY
 
-__all__ = ["KEY", "check_structure", "load", "save", "sharded_state"]
+__all__ = ["KEY", "load", "sharded_state"]
 
 logger = logging.getLogger("megatron_sparse")
+
+OLD_FILES = "megatron_sparse/rank_*.pt"
+"""What earlier versions wrote with other formats of Megatron's."""
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
@@ -56,15 +58,15 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         iteration: the step to continue from if the folder holds no state of the plugin.
 
     Raises:
-        CheckpointError: the state is damaged, or belongs to another model-parallel layout.
+        CheckpointError: residuals are of another version or another model-parallel layout.
     """
     wanted = attachment.config.compression.residual_checkpoint != "none"
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
-        saved = checkpoint_sharded.read(attachment, checkpoint, residuals=wanted)
+        saved = read(attachment, checkpoint, residuals=wanted)
     if saved is None:
-        saved = checkpoint_files.read(attachment, checkpoint, residuals=wanted)
-    if not _on_every_rank(saved is not None):
+        if any(checkpoint.glob(OLD_FILES)):
+            check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
         attachment.restore(
             {},
             step=iteration,
@@ -74,12 +76,11 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
             planner={},
         )
         logger.warning(
-            "%s holds no complete plugin state: residuals start at zero, step %d",
+            "%s holds no state of this version of the plugin: residuals start at zero, step %d",
             checkpoint,
             iteration,
         )
         return
-    assert saved is not None
     attachment.restore(
         saved.residuals,
         step=saved.step,

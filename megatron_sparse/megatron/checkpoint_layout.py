@@ -7,19 +7,18 @@ parameter name. Residuals: `residual_rows`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
 from megatron_sparse.compression.residual import SliceKey
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.parameter_masters import Parts
 
-VERSION = 3
-READABLE = (2, VERSION)
-"""Version 2 had a row for each rank, without saying so."""
+VERSION = 4
 Residuals = dict[SliceKey, torch.Tensor]
 """Parameter and first element -> 1-D tensor."""
 RowLayouts = dict[str, tuple[str, int]]
@@ -38,10 +37,10 @@ class Place:
     pipeline_size: int
     expert: int
     expert_size: int
-    expert_data: int = 0
-    expert_data_size: int = 1
-    expert_tensor: int = 0
-    expert_tensor_size: int = 1
+    expert_data: int
+    expert_data_size: int
+    expert_tensor: int
+    expert_tensor_size: int
 
     @classmethod
     def here(cls) -> Place:
@@ -84,8 +83,9 @@ class Saved:
     """One rank's part of a checkpoint.
 
     `data_size` and `rows` are of the run that wrote it: its data-parallel size, and how the rows of
-    residuals lie, if the checkpoint says it. `unknown` names parameters that this run does not
-    have. `masters` are the parts of `parameters.method=lossy` that overlap with this rank's
+    residuals lie; `buckets` and `rows` are None for a model with another layout, whose residuals
+    are not read. `unknown` names parameters that this run does not have. `masters` are the parts
+    of `parameters.method=lossy` that overlap with this rank's
     shards.
     """
 
@@ -104,28 +104,43 @@ class Saved:
 
     def has_rows(self, rows: RowLayouts) -> bool:
         """Whether residuals lie in rows as in the run that wrote the checkpoint."""
-        before = {kind: tuple(layout) for kind, layout in (self.rows or {}).items()}
-        return all(before.get(kind, ("rank", rows[kind][1])) == rows[kind] for kind in rows)
+        return self.rows == rows
 
 
-def check_structure(*, constant: bool, mode: str) -> None:
-    """Rejects Megatron's assumption that every checkpoint of a run has the same tensors.
-
-    A bucket has a residual only after its first selection.
+def check_version(checkpoint: Path, version: object, *, wanted: bool) -> None:
+    """Refuses residuals that another version of the plugin has written.
 
     Args:
-        constant: Megatron's --ckpt-assume-constant-structure.
-        mode: `compression.residual_checkpoint`.
+        checkpoint: the folder.
+        version: of the state in it.
+        wanted: whether this run takes over residuals; without them it starts at zero all the same.
 
     Raises:
-        ConfigError: the assumption, with a mode that saves residuals.
+        CheckpointError: they are wanted, and of another version.
     """
-    if constant and mode != "none":
-        raise ConfigError(
-            "--ckpt-assume-constant-structure does not hold: residuals appear while training",
-            expected="checkpoints whose structure may change",
-            got=f"the flag, with compression.residual_checkpoint={mode}",
-            remedy="leave the flag out, or set compression.residual_checkpoint=none",
+    if wanted and version != VERSION:
+        raise CheckpointError(
+            f"the plugin's state in {checkpoint} was written by another version",
+            expected=f"version {VERSION}, in Megatron's own checkpoint",
+            got=version,
+            remedy="resume with that version of megatron_sparse, or start with zero residuals: "
+            "compression.residual_checkpoint=none",
+        )
+
+
+def check_sizes(saved: tuple[int, ...], here: Place) -> None:
+    """Refuses residuals of a model with another layout.
+
+    Raises:
+        CheckpointError: a tensor-, pipeline- or expert-parallel size differs.
+    """
+    if saved != here.model_sizes():
+        raise CheckpointError(
+            "the checkpoint's residuals belong to another model-parallel layout",
+            expected=f"(tensor, pipeline, expert) sizes {here.model_sizes()}",
+            got=saved,
+            remedy="resume with the same sizes, or start with zero residuals: "
+            "compression.residual_checkpoint=none",
         )
 
 
@@ -163,8 +178,3 @@ def model_parameters(attachment: Attachment) -> set[tuple[bool, str]]:
         for bucket in group.buckets
         for piece in bucket.parameters
     }
-
-
-def expert_parameters(attachment: Attachment) -> set[str]:
-    """Names of the parameters whose rows are those of the expert data-parallel group."""
-    return {name for expert, name in model_parameters(attachment) if expert}

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_sparse.compression.residual import check_size
-from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
-from megatron_sparse.megatron.checkpoint_files import check_sizes
 from megatron_sparse.megatron.checkpoint_layout import (
-    READABLE,
+    VERSION,
     Place,
     Saved,
+    check_sizes,
+    check_version,
     common_state,
     model_parameters,
     rank_state,
@@ -115,7 +115,7 @@ def _part_of_table(
 
 
 def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved | None:
-    """The state that this rank takes over; None if the checkpoint holds none of the plugin's.
+    """The state that this rank takes over; None if the checkpoint holds none of this version.
 
     Reads the metadata and this rank's own part; not collective.
 
@@ -125,7 +125,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         residuals: whether to read them; without them the layout of the model does not matter.
 
     Raises:
-        CheckpointError: the state is of another version or another model-parallel layout.
+        CheckpointError: residuals are of another version or another model-parallel layout.
     """
     here = Place.here()
     found = _entries(checkpoint)
@@ -133,16 +133,11 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if header_object.unique_key not in found:
         return None
     header = _load(checkpoint, {"header": header_object})["header"]
-    if header["version"] not in READABLE:
-        raise CheckpointError(
-            f"the plugin's state in {checkpoint} was written by another version",
-            expected=" or ".join(map(str, READABLE)),
-            got=header["version"],
-            remedy="resume with that version of megatron_sparse",
-        )
+    check_version(checkpoint, header["version"], wanted=residuals)
+    if header["version"] != VERSION:
+        return None
     if residuals:
-        check_sizes(tuple(header["model_sizes"]), here, "set compression.residual_checkpoint=none")
-        _check_kept(header.get("kept", [RESIDUAL]))
+        check_sizes(tuple(header["model_sizes"]), here)
     saved = Saved(
         header["step"],
         header["enabled"],
@@ -165,7 +160,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     loaded = _load(checkpoint, template) if template else {}
     if "rank" in loaded:
         own = loaded["rank"]
-        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own.get("rows")
+        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:
         # A row that takes none over is zero, but exists: all ranks save the same parameters.
@@ -178,22 +173,6 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if residuals:
         saved.unknown = _unknown(attachment, here, found)
     return saved
-
-
-def _check_kept(stores: list[str]) -> None:
-    """Refuses the state of a compression method or level that has left, before it is lost.
-
-    Raises:
-        CheckpointError: the checkpoint has more than one value for each element.
-    """
-    if stores != [RESIDUAL]:
-        raise CheckpointError(
-            "the checkpoint has state of a compression method or level that has left",
-            expected=f"{RESIDUAL} alone",
-            got=", ".join(stores),
-            remedy="resume with the version that wrote it, or set "
-            "compression.residual_checkpoint=none",
-        )
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,15 @@ class Plugin:
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        refusals.check_arguments(_arguments())
+        self._check_arguments()
         return self._originals["setup_model_and_optimizer"](*args, **kwargs)
+
+    def _check_arguments(self) -> None:
+        """Refuses settings of Megatron's, and says what other checkpoint formats lose."""
+        arguments, mode = _arguments(), self.config.compression.residual_checkpoint
+        refusals.check_arguments(arguments, mode)
+        if arguments.save and arguments.ckpt_format != refusals.OWN_FORMAT and _is_writer():
+            logger.warning(refusals.LOST, arguments.ckpt_format)
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         original = self._originals["get_megatron_optimizer"]
@@ -197,10 +204,6 @@ class Plugin:
 
     def _add_state_to(self, optimizer: Any) -> None:
         """Adds the plugin's state to the optimizer's in Megatron's own checkpoint."""
-        checkpoint.check_structure(
-            constant=_arguments().ckpt_assume_constant_structure,
-            mode=self.config.compression.residual_checkpoint,
-        )
         original = optimizer.sharded_state_dict
 
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -294,22 +297,16 @@ class Plugin:
         arguments = _arguments()
         temporary = bool(kwargs.get("non_persistent_ckpt"))
         local = temporary and arguments.non_persistent_ckpt_type == "local"
-        sharded = arguments.ckpt_format == "torch_dist" and not local
+        sharded = arguments.ckpt_format == refusals.OWN_FORMAT and not local
         if local:
             logger.warning("local checkpoints do not hold the residual")
         elif sharded and arguments.no_save_optim:
             logger.warning("--no-save-optim: the residual is not saved, like the optimizer's state")
         self._saves_sharded = sharded
         try:
-            result = self._originals["save_checkpoint"](iteration, *args, **kwargs)
+            return self._originals["save_checkpoint"](iteration, *args, **kwargs)
         finally:
             self._saves_sharded = False
-        if not (sharded or local):
-            folder = get_checkpoint_name(arguments.save, iteration, return_base_dir=True)
-            checkpoint.save(self.attachment, Path(folder))
-            # No rank may go on, and perhaps exit, before every rank's part is on disk.
-            dist.barrier()
-        return result
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         original = self._originals["load_checkpoint"]
@@ -390,10 +387,11 @@ def install(
             got="a second",
             remedy="close() the first plugin",
         )
+    given = check(SparseConfig.given("install", config, overrides))
     with contextlib.suppress(AssertionError):  # raised by Megatron while it has no arguments
-        refusals.check_arguments(_arguments())
+        refusals.check_arguments(_arguments(), given.compression.residual_checkpoint)
     _installed = Plugin(
-        check(SparseConfig.given("install", config, overrides)),
+        given,
         Path(run_dir) if run_dir is not None else None,
         resolved_config,
     )

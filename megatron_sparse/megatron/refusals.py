@@ -86,6 +86,48 @@ REFUSALS = (
 )
 
 
+OWN_FORMAT = "torch_dist"
+"""The format of Megatron's checkpoints in which the plugin's state travels."""
+LOST = (
+    "--ckpt-format %s: checkpoints hold nothing of the plugin. A resumed run starts with zero "
+    "residuals, a new plan, the switch as configured and the lossy parameters that all ranks hold; "
+    "its steps go on at the checkpoint's iteration"
+)
+
+
+def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) -> None:
+    """Refuses settings of Megatron's checkpoints with which residuals would be lost.
+
+    Args:
+        settings: Megatron's arguments, or the `megatron:` section.
+        mode: `compression.residual_checkpoint`.
+        saves: whether the run saves checkpoints.
+
+    Raises:
+        ConfigError: residuals are to be saved, in a format that cannot hold them, or under the
+            assumption that every checkpoint of a run has the same tensors: a bucket has a residual
+            only after its first selection.
+    """
+    if mode == "none":
+        return
+    found = settings.get("ckpt_format", OWN_FORMAT)
+    if saves and found != OWN_FORMAT:
+        raise ConfigError(
+            "checkpoints of this format cannot hold residuals",
+            expected=f"--ckpt-format {OWN_FORMAT}, Megatron's default",
+            got=f"--ckpt-format {found}, with compression.residual_checkpoint={mode}",
+            remedy=f"set --ckpt-format {OWN_FORMAT} (megatron.ckpt_format={OWN_FORMAT}); or "
+            "compression.residual_checkpoint=none: a resumed run then starts with zero residuals",
+        )
+    if settings.get("ckpt_assume_constant_structure"):
+        raise ConfigError(
+            "--ckpt-assume-constant-structure does not hold: residuals appear while training",
+            expected="checkpoints whose structure may change",
+            got=f"the flag, with compression.residual_checkpoint={mode}",
+            remedy="leave the flag out, or set compression.residual_checkpoint=none",
+        )
+
+
 def check_section(section: Mapping[str, Any]) -> None:
     """Checks the `megatron:` section of a run.
 
@@ -102,12 +144,18 @@ def check_section(section: Mapping[str, Any]) -> None:
             )
 
 
-def check_arguments(arguments: Any) -> None:
+def check_arguments(arguments: Any, mode: str) -> None:
     """Checks Megatron's parsed arguments, before it builds a model.
 
+    Args:
+        arguments: Megatron's.
+        mode: `compression.residual_checkpoint`.
+
     Raises:
-        ConfigError: they turn a refused setting on.
+        ConfigError: they turn a refused setting on, or residuals would be lost.
     """
+    settings = vars(arguments)
+    check_checkpoints(settings, mode, saves=bool(settings.get("save")))
     for refusal in REFUSALS:
         value = refusal.found_in(arguments)
         if value is not None:

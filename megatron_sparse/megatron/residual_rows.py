@@ -14,7 +14,7 @@ Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
-from megatron_sparse.compression.residual import SliceKey, check_size
+from megatron_sparse.compression.residual import SliceKey
 from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
@@ -93,17 +93,13 @@ def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
     return Row(level.level, index, count)
 
 
-def rows_here(attachment: Attachment) -> dict[str, Row]:
-    """This rank's rows, by kind of parameter: `dense`, `expert`."""
-    return {
+def row_layouts(attachment: Attachment) -> RowLayouts:
+    """Level and number of rows, by kind of parameter."""
+    rows = {
         "expert" if group.expert else "dense": row_of(attachment, group)
         for group in attachment.groups
     }
-
-
-def row_layouts(attachment: Attachment) -> RowLayouts:
-    """Level and number of rows, by kind of parameter."""
-    return {kind: (row.level, row.count) for kind, row in rows_here(attachment).items()}
+    return {kind: (row.level, row.count) for kind, row in rows.items()}
 
 
 def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
@@ -214,34 +210,3 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
     part_M = torch.zeros_like(total_M)
     part_M[first :: held.row.count] = total_M[first :: held.row.count]
     return part_M
-
-
-def has_parameter(saved: Mapping[SliceKey, torch.Tensor], held: HeldSlice) -> bool:
-    """Whether a row has the parameter of `held`."""
-    return any(name == held.piece.name for name, _ in saved)
-
-
-def cut(saved: Mapping[SliceKey, torch.Tensor], held: HeldSlice) -> torch.Tensor:
-    """The elements of `held` from slices that were cut in another way.
-
-    Args:
-        saved: all of one row; slices of other parameters are passed over.
-        held: the slice.
-
-    Raises:
-        CheckpointError: the parameter has another size, or is not all there.
-    """
-    first, last = held.piece.offset, held.piece.offset + held.numel
-    parts = [
-        (start, values_M) for (name, start), values_M in saved.items() if name == held.piece.name
-    ]
-    check_size(held.piece.name, sum(values_M.numel() for _, values_M in parts), held.whole_numel)
-    for start, values_M in parts:
-        if start <= first and last <= start + values_M.numel():
-            return values_M[first - start : last - start]
-    result_M = torch.zeros(held.numel, dtype=parts[0][1].dtype)
-    for start, values_M in parts:
-        low, high = max(start, first), min(start + values_M.numel(), last)
-        if low < high:
-            result_M[low - first : high - first] = values_M[low - start : high - start]
-    return result_M

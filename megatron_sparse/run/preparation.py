@@ -86,6 +86,11 @@ def preflight(config: RunConfig) -> int:
         planner_of(with_swept_thresholds(config.sparse), logs=False)
         _check_device(config)
         refusals.check_section(config.megatron)
+        refusals.check_checkpoints(
+            config.megatron,
+            config.compression.residual_checkpoint,
+            saves=bool(config.training.save_interval or config.training.exit_signal),
+        )
     refusals.check_optimizer(config)
     vocab_size, _ = training.find_data(config)
     arguments.check_load(config)

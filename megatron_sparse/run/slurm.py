@@ -68,7 +68,7 @@ def hosts(environment: Mapping[str, str]) -> list[str]:
 
 
 def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
-    """The host of each task of this step; empty outside an srun.
+    """The host of each rank that srun started; empty under other launchers.
 
     Correct for Slurm's default distribution (`block`), the only one that numbers the ranks of a
     node consecutively.
@@ -78,7 +78,8 @@ def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
         [4, 1, 1]
     """
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE")
-    if counts is None or "SLURM_PROCID" not in environment:
+    # torchrun's ranks are not Slurm's tasks.
+    if counts is None or "SLURM_PROCID" not in environment or "TORCHELASTIC_RUN_ID" in environment:
         return []
     return [
         host

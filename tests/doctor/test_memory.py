@@ -148,6 +148,10 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_overrides_go_with_memory_only(capsys) -> None:
-    for arguments in (("doctor", "model=gpt2_xl"), ("doctor", "--memory", "--distributed")):
-        assert exit_code(*arguments) == 2
-        assert "--memory" in capsys.readouterr().err
+    assert exit_code("doctor", "model=gpt2_xl") == 2
+    assert "--memory" in capsys.readouterr().err
+
+
+def test_what_has_left_names_calibrate(capsys) -> None:
+    assert exit_code("doctor", "--distributed") == 2
+    assert "megatron-sparse calibrate --quick" in capsys.readouterr().err

@@ -173,7 +173,7 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         Mistake("calibrate --ranks 1", "2"),
         Mistake("calibrate --virtual --cluster perlmutter", "--sweep"),
         Mistake("bench collectives --netbed", "--mbit"),
-        Mistake("doctor --ranks 2", "add --distributed"),
+        Mistake("doctor --distributed", "calibrate --quick"),
     ),
     "Packages that are not installed": (
         _without("megatron", "train data=mock", "megatron-sparse[train]"),

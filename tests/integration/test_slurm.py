@@ -215,8 +215,8 @@ def undisturbed(bed: Bed) -> Job:
 def test_srun_starts_ranks_and_leaves_a_complete_folder(bed: Bed, undisturbed: Job):
     """Two nodes, one rank each, the pre-flight check before them."""
     assert sorted(undisturbed.losses()) == list(range(1, ITERATIONS + 1))
-    assert "megatron_sparse doctor: 2 of 2 ranks" in undisturbed.text()
-    assert "every rank sees every other" in undisturbed.text()
+    assert "# all 2 ranks have met, on 2 hosts" in undisturbed.text()
+    assert "# slowest link between nodes: rank" in undisturbed.text()
     run = bed.runs / "undisturbed"
     assert (run / "config.yaml").is_file()
     (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_sparse.megatron import cpu_mode
@@ -40,6 +41,18 @@ def pruned_stores(attachment):
         f"residual.{parameter}": view.clone()
         for parameter, view in attachment.residuals.by_parameter()
     }
+
+
+def save(attachment, folder, mode="full"):
+    """Saves the plugin's state alone, as Megatron saves it with its own."""
+    from megatron.core import dist_checkpointing
+
+    from megatron_sparse.megatron import checkpoint
+
+    attachment.config.compression.residual_checkpoint = mode
+    folder.mkdir(exist_ok=True, parents=True)
+    dist.barrier()
+    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(folder))
 
 
 def gradient_numel(attachment):

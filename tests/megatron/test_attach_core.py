@@ -7,58 +7,40 @@ import itertools
 import pytest
 import torch
 
-from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from megatron_sparse.recording import NullSink
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import AT_TARGET, equal, poison, running, train, train_ranks
 
 STEPS = 5
 COMBINATIONS = list(itertools.product((False, True), (False, True)))
-AT_TARGET = {"value_bits": None, "warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
+SPARSE = AT_TARGET | {"scheme": "agsparse", "density": 0.05}
 
 
-def _train(setting, steps=STEPS, **plugin):
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    toy = SmallGPT(setting)
-    attachment = attach(toy.ddp, toy.optimizer, **plugin) if plugin else None
-    losses = [toy.step()[0] for _ in range(steps)]
-    weights = toy.weights()
-    residual = None
-    if attachment is not None:
-        residual = dict(attachment.residuals.by_parameter())
-        residual = {name: value.clone() for name, value in residual.items()}
-        detach(attachment)
-    return losses, weights, residual
-
-
-def _matrix(rank, world_size):
-    cpu_mode.enable()
+def _matrix(rank):
     results = {}
     for overlap, distributed in COMBINATIONS:
         setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
+        warmup = {"scheme": "agsparse", "value_bits": None, "warmup_iters": 100, "ramp_iters": 0}
         runs = {
-            "megatron": _train(setting),
-            "dense": _train(setting, scheme="dense", **AT_TARGET),
-            "warmup": _train(
-                setting, scheme="agsparse", value_bits=None, warmup_iters=100, ramp_iters=0
-            ),
-            "whole": _train(setting, scheme="agsparse", density=1.0, **AT_TARGET),
-            "sparse": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),
-            "again": _train(setting, scheme="agsparse", density=0.05, **AT_TARGET),
-            "one": _train(setting, steps=1, scheme="agsparse", density=0.05, **AT_TARGET),
-            "bf16 wire": _train(
-                setting, scheme="agsparse", density=0.05, wire_dtype="bf16", **AT_TARGET
-            ),
+            "megatron": (STEPS, {}),
+            "dense": (STEPS, {"scheme": "dense", **AT_TARGET}),
+            "warmup": (STEPS, warmup),
+            "whole": (STEPS, SPARSE | {"density": 1.0}),
+            "sparse": (STEPS, SPARSE),
+            "again": (STEPS, SPARSE),
+            "one": (1, SPARSE),
+            "bf16 wire": (STEPS, SPARSE | {"wire_dtype": "bf16"}),
         }
-        results[overlap, distributed] = runs
+        results[overlap, distributed] = {}
+        for name, (steps, options) in runs.items():
+            run = train(setting, steps, **options)
+            found = run["losses"], run["weights"], run["residuals"]
+            results[overlap, distributed][name] = found
     return results
 
 
 @pytest.fixture(scope="module")
 def matrix():
-    return run_ranks(_matrix, 2, timeout_s=280)
+    return train_ranks(_matrix, 2, timeout_s=280)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -91,7 +73,7 @@ class TestMatrix:
         for rank in matrix:
             first, again = rank[combination]["sparse"], rank[combination]["again"]
             assert first[0] == again[0]
-            assert all(torch.equal(first[2][name], again[2][name]) for name in first[2])
+            assert equal(first[2], again[2])
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -103,144 +85,100 @@ def test_selection_is_the_same_with_overlap_on_and_off(matrix, distributed):
     """
     off, on = matrix[0][False, distributed]["one"], matrix[0][True, distributed]["one"]
     assert off[0] == on[0]
-    assert off[2].keys() == on[2].keys()
-    assert all(torch.equal(off[2][name], on[2][name]) for name in off[2])
+    assert equal(off[2], on[2])
 
 
-def _events(rank, world_size):
+def _events(rank):
     """Skipped and repeated steps, NaN, the running switch, detach."""
-    cpu_mode.enable()
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
-
-    report = {}
-
-    def snapshot(attachment):
-        return {n: v.clone() for n, v in attachment.residuals.by_parameter()}
-
-    # fp16: an Inf in one rank's gradient skips the step on every rank and leaves the residual.
-    for distributed in (False, True):
-        plain = SmallGPT(SmallGPTConfig(fp16=True, distributed_optimizer=distributed))
-        toy = SmallGPT(SmallGPTConfig(fp16=True, distributed_optimizer=distributed))
-        attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
-        toy.step(), plain.step()
-        before, weights = snapshot(attachment), toy.weights()
-        scale = float(toy.optimizer.get_loss_scale())
-        for model in (toy, plain):
-            _poison(model, rank, float("inf"))
-        taken, plain_taken = toy.step()[1], plain.step()[1]
-        after = snapshot(attachment)
-        new_scale = float(toy.optimizer.get_loss_scale())
-        factor = new_scale / scale
-        report["skip", distributed] = {
-            "taken": taken,
-            "plain_taken": plain_taken,
-            "weights same": torch.equal(weights, toy.weights()),
-            "residual same": all(torch.equal(before[n] * factor, after[n]) for n in before),
-            "scales": (new_scale, float(plain.optimizer.get_loss_scale())),
-            "goes on": toy.step()[1],
-        }
-        detach(attachment)
+    report = {("skip", distributed): _skip(rank, distributed) for distributed in (False, True)}
 
     # fp32 without a NaN check: the NaN is sent, as by Megatron.
-    toy = SmallGPT(SmallGPTConfig())
-    attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
-    _poison(toy, rank, float("nan"))
-    toy.step()
-    report["nan travels"] = bool(toy.weights().isnan().any())
-    report["residual finite"] = all(v.isfinite().all() for v in snapshot(attachment).values())
-    detach(attachment)
+    with running(SmallGPTConfig(), **SPARSE) as run:
+        poison(run.model, rank, float("nan"))
+        run.step()
+        report["nan travels"] = bool(run.model.weights().isnan().any())
+        report["residual finite"] = all(v.isfinite().all() for v in run.residuals().values())
 
     # A repeated step: same gradients and residual, as if the first had not happened.
-    toy = SmallGPT(SmallGPTConfig())
-    attachment = attach(
-        toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", undo="always", **AT_TARGET
-    )
-    toy.step()
-    tokens = toy.batch()
-    toy.gradients(tokens)
-    once = [b.grad_N.clone() for b in attachment.buckets], snapshot(attachment)
-    toy.gradients(tokens)
-    twice = [b.grad_N.clone() for b in attachment.buckets], snapshot(attachment)
-    report["repeat"] = all(map(torch.equal, once[0], twice[0])) and all(
-        torch.equal(once[1][n], twice[1][n]) for n in once[1]
-    )
-    toy.optimizer.step()
-    # The switch: the next step sends everything and empties the residual.
-    attachment.enabled = False
-    toy.step()
-    report["emptied"] = all(not v.any() for v in snapshot(attachment).values())
-    attachment.enabled = True
-    toy.step()
-    report["refilled"] = any(v.any() for v in snapshot(attachment).values())
-    detach(attachment)
+    with running(SmallGPTConfig(), undo="always", **SPARSE) as run:
+        run.step()
+        tokens, found = run.model.batch(), []
+        for _ in range(2):
+            run.model.gradients(tokens)
+            gradients = {b.name: b.grad_N.clone() for b in run.attachment.buckets}
+            found.append((gradients, run.residuals()))
+        report["repeat"] = all(map(equal, *found))
+        run.model.optimizer.step()
+        # The switch: the next step sends everything and empties the residual.
+        run.attachment.enabled = False
+        run.step()
+        report["emptied"] = not any(v.any() for v in run.residuals().values())
+        run.attachment.enabled = True
+        run.step()
+        report["refilled"] = any(v.any() for v in run.residuals().values())
+    report["detached"] = "step" not in run.model.optimizer.__dict__ and run.step()[1]
     report |= _change_density(rank)
-    report["detached"] = "step" not in toy.optimizer.__dict__ and toy.step()[1]
 
     # Without an undo copy a repeated synchronisation is an error, not a wrong residual.
-    toy = SmallGPT(SmallGPTConfig())
-    attachment = attach(toy.ddp, toy.optimizer, density=0.05, scheme="agsparse", **AT_TARGET)
-    toy.step()
-    toy.gradients(toy.batch())
-    try:
-        toy.gradients(toy.batch())
-    except Exception as error:
-        report["no undo"] = f"{type(error).__name__}: {error}"
-    detach(attachment)
+    with running(SmallGPTConfig(), **SPARSE) as run:
+        run.step()
+        run.model.gradients(run.model.batch())
+        try:
+            run.model.gradients(run.model.batch())
+        except Exception as error:
+            report["no undo"] = f"{type(error).__name__}: {error}"
     return report
+
+
+def _skip(rank, distributed):
+    """fp16: an Inf in one rank's gradient skips the step on every rank and leaves the residual."""
+    setting = SmallGPTConfig(fp16=True, distributed_optimizer=distributed)
+    with running(setting) as plain, running(setting, **SPARSE) as run:
+        run.step(), plain.step()
+        before, weights = run.residuals(), run.model.weights()
+        scale = float(run.model.optimizer.get_loss_scale())
+        for each in (run, plain):
+            poison(each.model, rank, float("inf"))
+        taken, plain_taken = run.step()[1], plain.step()[1]
+        new_scale = float(run.model.optimizer.get_loss_scale())
+        scaled = {name: view * (new_scale / scale) for name, view in before.items()}
+        return {
+            "taken": taken,
+            "plain_taken": plain_taken,
+            "weights same": torch.equal(weights, run.model.weights()),
+            "residual same": equal(scaled, run.residuals()),
+            "scales": (new_scale, float(plain.model.optimizer.get_loss_scale())),
+            "goes on": run.step()[1],
+        }
 
 
 def _change_density(rank):
     """What is sent before and after `set_density`, and the error of ranks that disagree."""
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    records = Records()
-    toy = SmallGPT(SmallGPTConfig())
-    attachment = attach(
-        toy.ddp, toy.optimizer, sink=records, density=0.05, scheme="agsparse", **AT_TARGET
-    )
-    toy.step()
-    try:
-        attachment.set_density(0.1 + 0.1 * rank)
-    except Exception as error:
-        disagree = f"{type(error).__name__}: {error}", attachment.config.compression.density
-    attachment.set_density(0.25)
-    toy.step()
-    detach(attachment)
-    return {"disagree": disagree, "densities": records.by_step()}
+    with running(SmallGPTConfig(), **SPARSE) as run:
+        run.step()
+        try:
+            run.attachment.set_density(0.1 + 0.1 * rank)
+        except Exception as error:
+            density = run.attachment.config.compression.density
+            disagree = f"{type(error).__name__}: {error}", density
+        run.attachment.set_density(0.25)
+        run.step()
+    return {"disagree": disagree, "densities": _by_step(run.records.buckets)}
 
 
-def _poison(toy, rank, value):
-    """The next backward pass of rank 1 leaves `value` in one gradient."""
-    if rank != 1:
-        return
-    parameter = next(p for p in toy.ddp.parameters() if p.dim() == 2)
-    handle = parameter.register_hook(lambda grad: (handle.remove(), grad.fill_(value))[1])
-
-
-class Records(NullSink):
-    """Keeps each bucket's record."""
-
-    def __init__(self):
-        self.records = []
-
-    def record_bucket(self, record):
-        self.records.append(record)
-
-    def by_step(self):
-        """By step, the densities asked for and the fraction of all elements that was sent."""
-        found = {}
-        for step in {r.step for r in self.records}:
-            of_step = [r for r in self.records if r.step == step]
-            sent = sum(r.nnz for r in of_step) / sum(r.numel for r in of_step)
-            found[step] = {r.density for r in of_step}, sent
-        return found
+def _by_step(records):
+    """By step, the densities asked for and the fraction of all elements that was sent."""
+    found = {}
+    for step in {r.step for r in records}:
+        of_step = [r for r in records if r.step == step]
+        sent = sum(r.nnz for r in of_step) / sum(r.numel for r in of_step)
+        found[step] = {r.density for r in of_step}, sent
+    return found
 
 
 @pytest.fixture(scope="module")
 def events():
-    return run_ranks(_events, 2, timeout_s=200)
+    return train_ranks(_events, 2, timeout_s=200)
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -16,6 +16,7 @@ from tests.megatron.checkpoint_cases import (
     gradient_numel,
     load_and_go_on,
     pruned_stores,
+    save,
 )
 from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
 from tests.ranks import run_ranks
@@ -23,6 +24,11 @@ from tests.ranks import run_ranks
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one, of which a launch takes ten seconds."""
 
+REFUSED = {
+    "version": "was written by another version",
+    "files": "was written by another version",
+    "size": "does not fit",
+}
 OVERLAP = {"overlap_grad_reduce": True}
 LAYOUTS = {
     "experts": Layout(
@@ -43,27 +49,50 @@ LAYOUTS = {
 def _save_all(rank, world_size, folder):
     """One checkpoint for each mode, all of the same state; then the state that each restores."""
     model, attachment = attached()
-    from megatron.core import dist_checkpointing
-
-    from megatron_sparse.megatron import checkpoint
-
     for _ in range(STEPS):
         model.step()
     held = pruned_stores(attachment)
     for mode in MODES:
-        attachment.config.compression.residual_checkpoint = mode
-        target = Path(folder, mode)
-        target.mkdir(exist_ok=True)
-        torch.distributed.barrier()
-        state = {"other": 1, checkpoint.KEY: checkpoint.sharded_state(attachment)}
-        dist_checkpointing.save(state, str(target))
+        save(attachment, Path(folder, mode), mode)
     numel = gradient_numel(attachment)
     results = {mode: load_and_go_on(Path(folder, mode)) for mode in MODES}
     results["other buckets"] = load_and_go_on(Path(folder, "full"), bucket_size=None)
     results["not wanted"] = load_and_go_on(Path(folder, "full"), residual_checkpoint="none")
     results["off"] = load_and_go_on(Path(folder, "full"), enabled=False)
     results |= _as_if_tensor_parallel(Path(folder, "full"))
+    results |= _with_state_of_others(attachment, Path(folder))
     return held, results, numel
+
+
+def _with_state_of_others(attachment, folder):
+    """What loads from state of another version and size."""
+    from megatron_sparse.megatron import checkpoint_layout, checkpoint_sharded
+
+    common = checkpoint_layout.common_state(attachment)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_sharded, "common_state", lambda _: common | {"version": 2})
+        save(attachment, folder / "version")
+    (folder / "files/megatron_sparse").mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (folder / f"files/megatron_sparse/rank_{rank:05d}.pt").touch()
+    (folder / "empty").mkdir(exist_ok=True)
+    results = {name: load_and_go_on(folder / name) for name in ("empty", "version", "files")}
+    with pytest.MonkeyPatch.context() as patch:
+        entries = checkpoint_sharded._entries
+
+        def longer(checkpoint):
+            return {
+                key: replace(entry, shape=(*entry.shape[:-1], entry.shape[-1] + 1))
+                if ".residual." in key
+                else entry
+                for key, entry in entries(checkpoint).items()
+            }
+
+        patch.setattr(checkpoint_sharded, "_entries", longer)
+        results["size"] = load_and_go_on(folder / "full")
+    for name in ("version", "files"):
+        results[f"{name}, not wanted"] = load_and_go_on(folder / name, residual_checkpoint="none")
+    return results
 
 
 def _as_if_tensor_parallel(folder):
@@ -94,17 +123,6 @@ def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
             assert result["stores"].keys() == held.keys()
             assert all(torch.equal(result["stores"][name], held[name]) for name in held)
             assert result["goes on"] is True
-
-
-@pytest.mark.parametrize("left", ["momentum", "residual_of_instances"])
-def test_state_of_what_has_left_is_refused(left):
-    """Of a compression method or level of an earlier version."""
-    from megatron_sparse.errors import CheckpointError
-    from megatron_sparse.megatron import checkpoint_sharded
-
-    with pytest.raises(CheckpointError, match=left):
-        checkpoint_sharded._check_kept(["residual", left])
-    checkpoint_sharded._check_kept(["residual"])
 
 
 def test_other_buckets_are_named_in_the_log(saved):
@@ -162,6 +180,21 @@ def test_another_model_parallel_layout_is_refused_unless_residuals_are_not_wante
         assert results["layout, not wanted"]["step"] == STEPS
 
 
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_does_not_fit_is_refused(saved, case):
+    for _, results, _ in saved[1]:
+        assert REFUSED[case] in results[case]["error"]
+
+
+@pytest.mark.parametrize("case", ["empty", "version, not wanted", "files, not wanted"])
+def test_without_state_of_this_version_residuals_start_at_zero_and_the_log_says_so(saved, case):
+    for _, results, _ in saved[1]:
+        result = results[case]
+        assert result["step"] == 77
+        assert not any(view.any() for view in result["stores"].values())
+        assert any("residuals start at zero, step 77" in line for line in result["messages"])
+
+
 def test_with_compression_switched_off_the_residual_goes_with_the_next_step(saved):
     for held, results, _ in saved[1]:
         result = results["off"]
@@ -191,10 +224,10 @@ def test_another_data_parallel_size_preserves_the_total(saved, size):
 
 def _round_trip(layout, folder):
     """Whether each mode restores the saved state: rows exactly, and the sum over ranks."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import parallel_state
 
     from megatron_sparse.megatron import attach, checkpoint, detach
-    from megatron_sparse.megatron.checkpoint_layout import expert_parameters
+    from megatron_sparse.megatron.checkpoint_layout import model_parameters
 
     options = {
         "density": 0.1,
@@ -208,14 +241,10 @@ def _round_trip(layout, folder):
     attachment = attach(model.chunks, model.optimizer, **options)
     model.step()
     held = pruned_stores(attachment)
-    experts = expert_parameters(attachment)
+    experts = {name for expert, name in model_parameters(attachment) if expert}
     report = {"experts": bool(experts), "held": len(held)}
     for mode in ("full", "sum"):
-        attachment.config.compression.residual_checkpoint = mode
-        target = Path(folder, mode)
-        target.mkdir(exist_ok=True, parents=True)
-        torch.distributed.barrier()
-        dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
+        save(attachment, Path(folder, mode), mode)
     detach(attachment)
     for mode in ("full", "sum"):
         fresh = ParallelGPT(layout)

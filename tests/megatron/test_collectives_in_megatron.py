@@ -7,57 +7,38 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import train, train_ranks
 from tests.straggler.settings import section_for
 
 STEPS, LEARNING_RATE = 2, 1e-2
+WHOLE = {"density": 1.0, "warmup_iters": 0, "ramp_iters": 0}
 
 
-def _train(setting, scheme=None):
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    toy = SmallGPT(setting)
-    attachment = None
+def _weights(setting, **options):
+    """After some steps; the error where the scheme is refused."""
     try:
-        if scheme is not None:
-            attachment = attach(
-                toy.ddp,
-                toy.optimizer,
-                scheme=scheme,
-                density=1.0,
-                warmup_iters=0,
-                ramp_iters=0,
-                straggler=section_for(scheme),
-            )
-        for _ in range(STEPS):
-            toy.step()
-        return toy.weights()
+        return train(setting, STEPS, **options)["weights"]
     except ConfigError as error:
         return str(error)
-    finally:
-        if attachment is not None:
-            detach(attachment)
 
 
-def _all_schemes(rank, world_size):
-    cpu_mode.enable()
+def _all_schemes(rank):
     results = {}
     for op in CollectiveOp:
         setting = SmallGPTConfig(
             overlap=True, distributed_optimizer=op is CollectiveOp.REDUCE_SCATTER
         )
-        results[op, None] = _train(setting)
+        results[op, None] = _weights(setting)
         for scheme in SCHEMES:
-            results[op, scheme] = _train(setting, scheme)
+            options = WHOLE | {"scheme": scheme, "straggler": section_for(scheme)}
+            results[op, scheme] = _weights(setting, **options)
     return results
 
 
 def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
     """At density 1 residuals stay empty, and the sum of two numbers has only one rounding."""
-    for results in run_ranks(_all_schemes, 2, timeout_s=280):
+    for results in train_ranks(_all_schemes, 2, timeout_s=280):
         for (op, scheme), weights in results.items():
             if scheme is not None and op not in SCHEMES[scheme].ops:
                 assert f"{scheme} cannot do the {op}" in weights

@@ -11,38 +11,19 @@ import pytest
 import torch
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from megatron_sparse.recording import NullSink
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
 
 TIMEOUT_S = 600
 """Limit in seconds for a loaded machine; an idle one takes ten."""
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS, VOCABULARY = 2, 512
 NAME = "embedding.word_embeddings.weight"
-AT_TARGET: dict[str, Any] = {
-    "density": 0.02,
-    "value_bits": None,
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "samples": 2000,
-    "keep_below_numel": 256,
-}
+PRUNED: dict[str, Any] = AT_TARGET | {"density": 0.02, "samples": 2000}
 FORMS = {
     "all_reduce": SmallGPTConfig(vocabulary=VOCABULARY, overlap=True),
     "reduce_scatter": SmallGPTConfig(vocabulary=VOCABULARY, distributed_optimizer=True),
 }
-
-
-class _Sent(NullSink):
-    """Bytes that this rank sent."""
-
-    def __init__(self) -> None:
-        self.wire_bytes = 0.0
-
-    def record_bucket(self, record) -> None:
-        self.wire_bytes += record.wire_bytes
 
 
 def _train(rank, setting, **options):
@@ -52,28 +33,22 @@ def _train(rank, setting, **options):
         That gradient, the weights after all steps, the embedding's residual, whether any other
         residual is not zero, and the bytes sent.
     """
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    toy, sent = SmallGPT(setting), _Sent()
-    attachment = attach(toy.ddp, toy.optimizer, sink=sent, **(AT_TARGET | options))
-    gradient = None
-    for _ in range(STEPS):
-        toy.gradients(toy.batch())
-        if gradient is None:
-            gradient = torch.cat(list(_own_parts(attachment, rank))).clone()
-        toy.optimizer.step()
-    residuals = dict(attachment.residuals.by_parameter())
+    with running(setting, **(PRUNED | options)) as run:
+        gradient = None
+        for _ in range(STEPS):
+            run.model.gradients(run.model.batch())
+            if gradient is None:
+                gradient = torch.cat(list(_own_parts(run.attachment, rank))).clone()
+            run.model.optimizer.step()
+        residuals = run.residuals()
     embedding = residuals.pop(NAME, torch.zeros(0))
-    result = (
+    return (
         gradient,
-        toy.weights(),
+        run.model.weights(),
         int(embedding.count_nonzero()),
         any(bool(view.any()) for view in residuals.values()),
-        sent.wire_bytes,
+        run.records.wire_bytes,
     )
-    detach(attachment)
-    return result
 
 
 def _own_parts(attachment, rank):
@@ -85,8 +60,7 @@ def _own_parts(attachment, rank):
                 yield bucket.grad_N[max(piece.start, own.start) : min(piece.stop, own.stop)]
 
 
-def _body(rank, world_size):
-    cpu_mode.enable()
+def _body(rank):
     results: dict[str, Any] = {}
     for form, setting in FORMS.items():
         results[form] = {
@@ -97,19 +71,16 @@ def _body(rank, world_size):
             ),
             "all": _train(rank, setting, scheme="direct", lossless_patterns=["."]),
         }
-    from megatron_sparse.megatron import attach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    try:
-        attach(SmallGPT(setting).ddp, keep_patterns=["word_"], lossless_patterns=["embedding"])
-    except ConfigError as error:
-        results["refused"] = str(error)
+    both = {"keep_patterns": ["word_"], "lossless_patterns": ["embedding"]}
+    with pytest.raises(ConfigError) as refused, running(setting, **both):
+        pass
+    results["refused"] = str(refused.value)
     return results
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(_body, 2, timeout_s=TIMEOUT_S)
+    return train_ranks(_body, 2, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -12,26 +12,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
-from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
 
 TIMEOUT_S = 900
 """Limit in seconds for a loaded machine; an idle one takes 15."""
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS = 3
 """Warm-up, ramp and target. Undo copies are made in the second step."""
-OPTIONS = {
-    "density": 0.05,
-    "value_bits": None,
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "samples": 20_000,
-    "keep_below_numel": 256,
-}
+OPTIONS = AT_TARGET | {"density": 0.05, "samples": 20_000}
 BUCKETS = list(itertools.product((False, True), (False, True)))
 """Overlap, which cuts the gradients into several buckets; the distributed optimizer."""
 PLUGINS: dict[str, dict[str, Any]] = {
@@ -77,35 +70,31 @@ def _reachable_bytes(roots: list[Any], excluded: list[torch.Tensor]) -> int:
 
 
 def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> dict[str, Any]:
-    from megatron_sparse.megatron import attach, detach
-    from megatron_sparse.megatron.small_gpt import SmallGPT
-
-    toy = SmallGPT(setting)
-    attachment = attach(toy.ddp, toy.optimizer, **(OPTIONS | options))
-    account = attachment.memory_account()
-    for _ in range(STEPS):
-        toy.step()
-    gradients = [bucket.grad_N for bucket in attachment.buckets]
-    roots = [attachment.residuals, *attachment._reducers.values(), *attachment.buckets]
-    result = {
-        "account": account.nbytes,
-        "parameters": account.parameters,
-        "line": account.line(),
-        "held": attachment.memory_report(),
-        "reachable": _reachable_bytes(roots, gradients),
-        "undo": attachment.residuals.undo,
-        "buckets": [
-            (bucket.numel, str(bucket.op), [(p.start, p.stop, p.keep) for p in bucket.parameters])
-            for bucket in attachment.buckets
-        ],
-        "names": [p.name for bucket in attachment.buckets for p in bucket.parameters],
-    }
-    detach(attachment)
-    return result
+    with running(setting, **(OPTIONS | options)) as run:
+        attachment = run.attachment
+        account = attachment.memory_account()
+        for _ in range(STEPS):
+            run.step()
+        gradients = [bucket.grad_N for bucket in attachment.buckets]
+        roots = [attachment.residuals, *attachment._reducers.values(), *attachment.buckets]
+        return {
+            "account": account.nbytes,
+            "parameters": account.parameters,
+            "line": account.line(),
+            "held": attachment.memory_report(),
+            "reachable": _reachable_bytes(roots, gradients),
+            "undo": attachment.residuals.undo,
+            "buckets": [_shape(bucket) for bucket in attachment.buckets],
+            "names": [p.name for bucket in attachment.buckets for p in bucket.parameters],
+        }
 
 
-def _all(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
-    cpu_mode.enable()
+def _shape(bucket: Bucket) -> tuple[int, str, list[tuple[int, int, bool]]]:
+    """Size, operation and cuts."""
+    return (bucket.numel, str(bucket.op), [(p.start, p.stop, p.keep) for p in bucket.parameters])
+
+
+def _all(rank: int) -> dict[Any, dict[str, Any]]:
     results = {}
     for overlap, distributed in BUCKETS:
         setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
@@ -116,7 +105,7 @@ def _all(rank: int, world_size: int) -> dict[Any, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[Any, dict[str, Any]]]:
-    return run_ranks(_all, 2, timeout_s=TIMEOUT_S)
+    return train_ranks(_all, 2, timeout_s=TIMEOUT_S)
 
 
 CASES = [(name, *buckets) for name in PLUGINS for buckets in BUCKETS]
@@ -190,8 +179,5 @@ def test_buckets_are_predicted_as_megatron_makes_them(ranks, overlap, distribute
     config.compression.keep_below_numel = OPTIONS["keep_below_numel"]
     predicted = predicted_buckets(config, setting.vocabulary)
     made = ranks[0]["fixed sizes", overlap, distributed]
-    assert made["buckets"] == [
-        (bucket.numel, str(bucket.op), [(p.start, p.stop, p.keep) for p in bucket.parameters])
-        for bucket in predicted
-    ]
+    assert made["buckets"] == [_shape(bucket) for bucket in predicted]
     assert made["names"] == [p.name for bucket in predicted for p in bucket.parameters]

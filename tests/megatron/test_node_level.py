@@ -20,9 +20,10 @@ from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.run.local_ranks import run_loopback
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
-from tests.megatron.test_parallel import Records, _assert_equal_copies, _copies
+from tests.megatron.test_parallel import _assert_equal_copies, _copies
 from tests.megatron.test_pretrain import ITERATIONS, ROOT, SMALL
 from tests.megatron.test_resume import SAVED_AT, TARGET, assert_goes_on_exactly
+from tests.megatron.train_ranks import Records
 from tests.ranks import run_ranks
 
 STEPS = 3
@@ -86,7 +87,7 @@ def _train(layout, level, **plugin):
         "account": attachment.memory_account().nbytes.get("residual", 0),
         "whole": 4 * numel,
         "lines": [line for line in lines if "compressed at level" in line],
-        "bytes": (sent.wire, sent.dense),
+        "bytes": (sent.wire_bytes, sent.dense_bytes),
     }
     detach(attachment)
     return result
@@ -180,13 +181,6 @@ class _Run:
         state = {checkpoint.KEY: checkpoint.sharded_state(self.attachment)}
         dist_checkpointing.save(state, str(folder))
 
-    def save_files(self, folder, mode):
-        from megatron_sparse.megatron import checkpoint
-
-        self.attachment.config.compression.residual_checkpoint = mode
-        checkpoint.save(self.attachment, folder)
-        torch.distributed.barrier()
-
     def load(self, folder):
         from megatron_sparse.megatron import checkpoint
 
@@ -226,33 +220,27 @@ def _checkpoints(layout, level, folder):
     found = {"any": any(values.any() for values in totals.values())}
     for mode in ("full", "sum"):
         run.save(folder / mode, mode)
-        run.save_files(folder / f"{mode} files", mode)
     run.end()
-    for case in ("full", "full files"):
-        again = _Run(layout, level).load(folder / case)
-        found[f"{case}: own slices"] = _equal(again.held(), held)
-        found[f"{case}: all parameters known"] = again.warnings == []
-        again.model.step()
-        again.end()
+    again = _Run(layout, level).load(folder / "full")
+    found["own slices"] = _equal(again.held(), held)
+    found["all parameters known"] = again.warnings == []
+    again.model.step()
+    again.end()
     one_bucket = replace(layout, ddp=layout.ddp | {"overlap_grad_reduce": False})
-    for case in ("full", "full files"):
-        again = _Run(one_bucket, level).load(folder / case)
-        found[f"{case}: total in other buckets"] = _equal(again.totals(), totals)
-        again.end()
+    again = _Run(one_bucket, level).load(folder / "full")
+    found["total in other buckets"] = _equal(again.totals(), totals)
+    again.end()
     for other in (level, "rank"):
-        for case in ("sum", "sum files"):
-            again = _Run(layout, other).load(folder / case)
-            found[f"{case}: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
-            again.end()
-    for kind in ("full", "full files"):
-        ranks = _Run(layout, "rank").load(folder / kind)
-        found[f"{kind}: total at rank"] = _equal(ranks.totals(), totals)
-        save = ranks.save if kind == "full" else ranks.save_files
-        save(folder / f"{kind} of ranks", "full")
-        ranks.end()
-        again = _Run(layout, level).load(folder / f"{kind} of ranks")
-        found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
+        again = _Run(layout, other).load(folder / "sum")
+        found[f"sum: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
         again.end()
+    ranks = _Run(layout, "rank").load(folder / "full")
+    found["total at rank"] = _equal(ranks.totals(), totals)
+    ranks.save(folder / "of ranks", "full")
+    ranks.end()
+    again = _Run(layout, level).load(folder / "of ranks")
+    found[f"of ranks: back at {level}"] = _equal(again.held(), held)
+    again.end()
     return found
 
 

@@ -119,6 +119,39 @@ def test_install_refuses_a_setting_before_megatron_builds_a_model(monkeypatch, r
         plugin.close()
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ckpt_format": "torch"}, "checkpoints of this format cannot hold residuals"),
+        ({"ckpt_assume_constant_structure": True}, "residuals appear while training"),
+    ],
+)
+def test_checkpoints_that_would_lose_residuals_are_refused(monkeypatch, flags, words):
+    """Before a rank starts, by `install`, and before Megatron builds a model; not with `none`."""
+    from megatron.training import global_vars
+
+    def fails(action, *arguments, **options):
+        with pytest.raises(ConfigError, match=words) as caught:
+            action(*arguments, **options)
+        assert "compression.residual_checkpoint=none" in str(caught.value)
+
+    section = [f"megatron.{name}={value}" for name, value in flags.items()]
+    overrides = ["model=gpt_tiny", "data=mock", "training.save_interval=2", *section]
+    fails(preparation.preflight, composition.compose(overrides))
+    unwanted = [*overrides, "compression.residual_checkpoint=none"]
+    preparation.preflight(composition.compose(unwanted))
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(save="x", **flags))
+    for mode in ("full", "sum"):
+        fails(install, residual_checkpoint=mode)
+    install(residual_checkpoint="none").close()
+    refusals.check_checkpoints(flags, "none", saves=True)
+
+
+def test_a_run_that_saves_nothing_may_have_any_format():
+    refusals.check_checkpoints({"ckpt_format": "torch"}, "full", saves=False)
+    refusals.check_checkpoints({"ckpt_format": "torch_dist"}, "full", saves=True)
+
+
 def test_install_and_attach_take_the_names_of_presets():
     plugin = install("extreme", density=0.02)
     plugin.close()
@@ -156,7 +189,7 @@ def test_muon_is_refused_where_megatron_cannot_run_it(monkeypatch):
 
 def test_a_setting_that_is_off_is_not_refused():
     off = SimpleNamespace(**{each.attribute: each.allowed for each in REFUSALS})
-    refusals.check_arguments(off)
+    refusals.check_arguments(off, "full")
     refusals.check_chunk(SimpleNamespace(ddp_config=off, config=off))
     refusals.check_section({each.key: False for each in REFUSALS})
 

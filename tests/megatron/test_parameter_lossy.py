@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron_sparse.config.parameters import ParametersConfig
-from megatron_sparse.megatron import cpu_mode
+from tests.megatron.checkpoint_cases import save
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
-from tests.megatron.test_parameter_gather import BOTH, SHARDED, Gathers
-from tests.ranks import run_ranks
+from tests.megatron.test_parameter_gather import BOTH, SHARDED
+from tests.megatron.train_ranks import Records, train_ranks
 
 WORLD_SIZE = 4
 STEPS = 6
@@ -30,7 +30,7 @@ SKIPPED = 3
 def _attached(layout, parameters=LOSSY):
     from megatron_sparse.megatron import attach
 
-    model, sink = ParallelGPT(layout), Gathers()
+    model, sink = ParallelGPT(layout), Records()
     attachment = attach(
         model.chunks, model.optimizer, sink=sink, scheme="dense", parameters=parameters
     )
@@ -58,7 +58,7 @@ def _train(layout, parameters):
         model.weights()  # gathers again, as an evaluation does
     report = {
         "losses": losses,
-        "methods": [(r.method, r.wire_bytes, r.dense_bytes, r.bucket) for r in sink.records],
+        "methods": [(r.method, r.wire_bytes, r.dense_bytes, r.bucket) for r in sink.gathers],
         "lines": list(attachment.parameters.lines),
         "kept": attachment.memory_report().get("parameters", 0),
     }
@@ -97,15 +97,13 @@ def _switched():
         model.step()
     attachment.forget_parameters()
     model.step()
-    methods = [record.method for record in sink.records]
+    methods = [record.method for record in sink.gathers]
     detach(attachment)
     return methods
 
 
 def _moved_to_other_buckets(folder):
-    """Masters as saved in both kinds of checkpoint, and as restored with buckets cut otherwise."""
-    from megatron.core import dist_checkpointing
-
+    """Masters as saved, and as restored with buckets cut otherwise."""
     from megatron_sparse.megatron import checkpoint, detach
     from megatron_sparse.megatron.parameter_masters import saved_parts
 
@@ -116,15 +114,10 @@ def _moved_to_other_buckets(folder):
         model.weights()
     parts = saved_parts(attachment.parameters.lossy)
     saved = {(part.name, part.start): part.values_M.clone() for part in parts}
-    target = Path(folder, "sharded")
-    target.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
-    checkpoint.save(attachment, Path(folder, "files"))
-    torch.distributed.barrier()
+    save(attachment, Path(folder, "sharded"))
     weights = [chunk.state_dict() for chunk in model.chunks]
     restored = {}
-    for kind in ("sharded", "files", "nothing"):
+    for kind in ("sharded", "nothing"):
         other, attached, sink = _attached(Layout(ddp=SHARDED))
         for chunk, state in zip(other.chunks, weights, strict=True):
             chunk.load_state_dict(state)
@@ -134,7 +127,7 @@ def _moved_to_other_buckets(folder):
         parts = saved_parts(attached.parameters.lossy)
         masters = {(part.name, part.start): part.values_M.clone() for part in parts}
         other.step()
-        restored[kind] = (masters, [r.method for r in sink.records], log.lines)
+        restored[kind] = (masters, [r.method for r in sink.gathers], log.lines)
         detach(attached)
     held = _held(model)
     detach(attachment)
@@ -143,8 +136,6 @@ def _moved_to_other_buckets(folder):
 
 def _saved_with(layout, folder):
     """This rank's masters as saved in a distributed checkpoint, and as restored."""
-    from megatron.core import dist_checkpointing
-
     from megatron_sparse.megatron import checkpoint, detach
     from megatron_sparse.megatron.parameter_masters import saved_parts
 
@@ -153,9 +144,7 @@ def _saved_with(layout, folder):
         model.step()
     found = []
     target = Path(folder)
-    target.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(target))
+    save(attachment, target)
     for _ in range(2):
         parts = saved_parts(attachment.parameters.lossy)
         found.append({(part.name, part.start): part.values_M.clone() for part in parts})
@@ -183,8 +172,7 @@ class _Log(logging.Handler):
         super().close()
 
 
-def _all(rank, world_size, folder):
-    cpu_mode.enable()
+def _all(rank, folder):
     reports: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
         with parallel_state_of(layout):
@@ -203,7 +191,7 @@ def _all(rank, world_size, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     # A busy machine takes minutes to import Megatron in four processes.
-    return run_ranks(_all, WORLD_SIZE, str(tmp_path_factory.mktemp("lossy")), timeout_s=400)
+    return train_ranks(_all, WORLD_SIZE, str(tmp_path_factory.mktemp("lossy")), timeout_s=400)
 
 
 pytestmark = pytest.mark.timeout(600)
@@ -261,13 +249,12 @@ def test_masters_move_to_other_buckets(ranks):
     whole = _whole([rank["moved"][0] for rank in ranks], ranks[0]["moved"][2])
     held = ranks[0]["moved"][2]
     assert any(not torch.equal(whole[name], held[name]) for name in held), "nothing was withheld"
-    for kind in ("sharded", "files"):
-        restored = _whole([rank["moved"][1][kind][0] for rank in ranks], held)
-        assert all(torch.equal(whole[name], restored[name]) for name in whole)
-        for rank in ranks:
-            assert rank["moved"][0].keys() != rank["moved"][1][kind][0].keys(), "cut otherwise"
-            assert rank["moved"][1][kind][1] == ["lossy"]
-        assert "masters of the parameters restored" in ranks[0]["moved"][1][kind][2]
+    restored = _whole([rank["moved"][1]["sharded"][0] for rank in ranks], held)
+    assert all(torch.equal(whole[name], restored[name]) for name in whole)
+    for rank in ranks:
+        assert rank["moved"][0].keys() != rank["moved"][1]["sharded"][0].keys(), "cut otherwise"
+        assert rank["moved"][1]["sharded"][1] == ["lossy"]
+    assert "masters of the parameters restored" in ranks[0]["moved"][1]["sharded"][2]
 
 
 @pytest.mark.parametrize("name", ["expert", "instances"])

@@ -12,22 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.megatron import cpu_mode
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.doc_tables import untrue_rows
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import AT_TARGET, equal, poison, running, train_ranks
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
 SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
-PLUGIN = {
-    "density": 0.05,
-    "value_bits": None,
-    "scheme": "agsparse",
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "keep_below_numel": 256,
-}
+PLUGIN = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
 CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
@@ -36,64 +30,34 @@ COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16))
 AT_NODE = {"level": "node"}
 
 
-def _model(attached=True, plugin=None, **setting):
-    from megatron_sparse.megatron import attach
-    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
-
-    model = SmallGPT(SmallGPTConfig(**SMALL | setting))
-    if not attached:
-        return model, None
-    return model, attach(model.ddp, model.optimizer, **PLUGIN | (plugin or {}))
+def _running(attached=True, plugin=None, **setting):
+    options = PLUGIN | (plugin or {}) if attached else {}
+    return running(SmallGPTConfig(**SMALL | setting), **options)
 
 
-def _residuals(attachment):
-    return {name: view.clone() for name, view in attachment.residuals.by_parameter()}
-
-
-def _equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
-
-def _poison(model, rank, value, extent):
-    """The next backward pass of rank 1 leaves `value` in one gradient, once or all over it."""
-    if rank != 1:
-        return
-    parameter = next(p for p in model.ddp.parameters() if p.dim() == 2)
-
-    def spoil(grad):
-        handle.remove()
-        spoilt = grad.clone()
-        (spoilt.view(-1)[:1] if extent == "one" else spoilt).fill_(float(value))
-        return spoilt
-
-    handle = parameter.register_hook(spoil)
+def _scale(run):
+    return float(run.model.optimizer.get_loss_scale())
 
 
 def _inject(rank, precision, value, extent):
     """One good step and one with a spoilt gradient, with the plugin and without."""
-    from megatron_sparse.megatron import detach
-
     setting = PRECISIONS[precision] | {"distributed_optimizer": precision == "bf16"}
-    plain, _ = _model(attached=False, **setting)
-    model, attachment = _model(**setting)
-    for each in (plain, model):
-        each.step()
-    before, weights = _residuals(attachment), model.weights()
-    scale = float(model.optimizer.get_loss_scale())
-    for each in (plain, model):
-        _poison(each, rank, value, extent)
-    report = {"taken": (model.step()[1], plain.step()[1])}
-    after = _residuals(attachment)
-    factor = float(model.optimizer.get_loss_scale()) / scale
-    report |= {
-        "nan": (model.weights().isnan(), plain.weights().isnan()),
-        "scales": tuple(float(m.optimizer.get_loss_scale()) for m in (model, plain)),
-        "finite": all(view.isfinite().all() for view in after.values()),
-        "restored": _equal({name: view * factor for name, view in before.items()}, after),
-        "weights kept": torch.equal(weights, model.weights()),
-    }
-    detach(attachment)
-    return report
+    with _running(attached=False, **setting) as plain, _running(**setting) as run:
+        for each in (plain, run):
+            each.step()
+        before, weights, scale = run.residuals(), run.model.weights(), _scale(run)
+        for each in (plain, run):
+            poison(each.model, rank, float(value), whole=extent == "all")
+        taken = (run.step()[1], plain.step()[1])
+        after, factor = run.residuals(), _scale(run) / scale
+        return {
+            "taken": taken,
+            "nan": (run.model.weights().isnan(), plain.model.weights().isnan()),
+            "scales": (_scale(run), _scale(plain)),
+            "finite": all(view.isfinite().all() for view in after.values()),
+            "restored": equal({name: view * factor for name, view in before.items()}, after),
+            "weights kept": torch.equal(weights, run.model.weights()),
+        }
 
 
 def _checked(rank, precision, value):
@@ -101,43 +65,36 @@ def _checked(rank, precision, value):
 
     Only the rank with the spoilt gradient runs, as the other would wait for it.
     """
-    from megatron_sparse.megatron import detach
-
-    plain, _ = _model(attached=False, check_for_nan=True, **PRECISIONS[precision])
-    model, attachment = _model(check_for_nan=True, **PRECISIONS[precision])
-    model.step()
-    before, errors = _residuals(attachment), []
-    for each in (plain, model):
-        _poison(each, rank, value, "one")
-        if rank == 1:
-            with pytest.raises(RuntimeError, match="in local grad norm") as raised:
-                each.gradients(each.batch())
-            errors.append(str(raised.value))
-    report = {"errors": errors, "intact": _equal(before, _residuals(attachment))}
-    dist.barrier()
-    detach(attachment)
+    setting, errors = PRECISIONS[precision] | {"check_for_nan": True}, []
+    with _running(attached=False, **setting) as plain, _running(**setting) as run:
+        run.step()
+        before = run.residuals()
+        for model in (plain.model, run.model):
+            poison(model, rank, float(value), whole=False)
+            if rank == 1:
+                with pytest.raises(RuntimeError, match="in local grad norm") as raised:
+                    model.gradients(model.batch())
+                errors.append(str(raised.value))
+        report = {"errors": errors, "intact": equal(before, run.residuals())}
+        dist.barrier()
     return report
 
 
 def _growth():
     """The loss scale doubles after two good steps; the residual is as it was, in the new unit."""
-    from megatron_sparse.megatron import detach
-
-    model, attachment = _model(fp16=True, loss_scale_window=2)
-    model.step()
-    model.gradients(model.batch())
-    before, scale = _residuals(attachment), float(model.optimizer.get_loss_scale())
-    model.optimizer.step()
-    after = _residuals(attachment)
-    factor = float(model.optimizer.get_loss_scale()) / scale
-    report = {
-        "factor": factor,
-        "rescaled": _equal({name: view * factor for name, view in before.items()}, after),
-        "unscaled": attachment.residual_norm() * attachment.unit.loss_scale,
-        "norm": float(attachment.residuals.norm()),
-    }
-    detach(attachment)
-    return report
+    with _running(fp16=True, loss_scale_window=2) as run:
+        run.step()
+        run.model.gradients(run.model.batch())
+        before, scale = run.residuals(), _scale(run)
+        run.model.optimizer.step()
+        factor = _scale(run) / scale
+        scaled = {name: view * factor for name, view in before.items()}
+        return {
+            "factor": factor,
+            "rescaled": equal(scaled, run.residuals()),
+            "unscaled": run.attachment.residual_norm() * run.attachment.unit.loss_scale,
+            "norm": float(run.attachment.residuals.norm()),
+        }
 
 
 def _rerun_step(model, rank, reject):
@@ -166,16 +123,13 @@ def _rerun(rank, plugin=None):
     """Three steps in Megatron's rerun mode, the second of them repeated, or none."""
     from megatron.core import rerun_state_machine as rerun
 
-    from megatron_sparse.megatron import detach
-
     results = []
     for repeated in (None, 1):
         rerun.destroy_rerun_state_machine()
         rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
-        model, attachment = _model(plugin=plugin)
-        runs = [_rerun_step(model, rank, step == repeated) for step in range(3)]
-        results.append((runs, model.weights(), _residuals(attachment)))
-        detach(attachment)
+        with _running(plugin=plugin) as run:
+            runs = [_rerun_step(run.model, rank, step == repeated) for step in range(3)]
+            results.append((runs, run.model.weights(), run.residuals()))
     rerun.destroy_rerun_state_machine()
     return results
 
@@ -245,39 +199,33 @@ def _residual_by_bucket(attachment):
 
 def _per_token_steps(rank, overlap, plugin=None):
     """A report of each step, and the state at the end."""
-    from megatron_sparse.megatron import detach
-
     setting = {"overlap": overlap, "bucket_size": 8_000, "loss_per_token": True}
-    model, attachment = _model(plugin=plugin, **setting)
-    reports = [_per_token_step(model, attachment, counts[rank % 2]) for counts in COUNTS]
-    state = attachment.residuals.undo, float(attachment.unit.gradient_factor)
-    detach(attachment)
-    return reports, (*state, "scale_gradients" not in vars(model.ddp))
+    with _running(plugin=plugin, **setting) as run:
+        attachment = run.attachment
+        reports = [_per_token_step(run.model, attachment, counts[rank % 2]) for counts in COUNTS]
+        state = attachment.residuals.undo, float(attachment.unit.gradient_factor)
+    return reports, (*state, "scale_gradients" not in vars(run.model.ddp))
 
 
 def _per_token(rank):
-    from megatron_sparse.errors import ConfigError
     from megatron_sparse.megatron import attach
 
     reports = {}
     for overlap in (False, True):
         reports[overlap], reports["state"] = _per_token_steps(rank, overlap)
-    model, _ = _model(attached=False, loss_per_token=True)
-    try:
-        attach(model.ddp, config=None, **PLUGIN)
-    except ConfigError as error:
-        reports["no optimizer"] = str(error)
+    with (
+        _running(attached=False, loss_per_token=True) as run,
+        pytest.raises(ConfigError) as refused,
+    ):
+        attach(run.model.ddp, config=None, **PLUGIN)
+    reports["no optimizer"] = str(refused.value)
     return reports
 
 
-def _on_two_nodes(rank, world_size):
+def _on_two_nodes(rank):
     os.environ[NODE_VARIABLE] = str(rank // 2)
-    cpu_mode.enable()
-    from megatron_sparse.megatron import detach
-
-    _, attachment = _model(plugin=AT_NODE)
-    lines = attachment.lines
-    detach(attachment)
+    with _running(plugin=AT_NODE) as run:
+        lines = run.attachment.lines
     return {
         "lines": lines,
         "rerun": _rerun(rank, AT_NODE),
@@ -287,8 +235,7 @@ def _on_two_nodes(rank, world_size):
     }
 
 
-def _all(rank, world_size):
-    cpu_mode.enable()
+def _all(rank):
     return {
         "injected": {case: _inject(rank, *case) for case in INJECTIONS},
         "checked": {case: _checked(rank, *case) for case in CHECKED},
@@ -300,13 +247,13 @@ def _all(rank, world_size):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(_all, 2, timeout_s=TIMEOUT_S)
+    return train_ranks(_all, 2, timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
 def nodes():
     """Four ranks, two on each node."""
-    return run_ranks(_on_two_nodes, 4, timeout_s=TIMEOUT_S)
+    return train_ranks(_on_two_nodes, 4, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] == "fp16"])
@@ -362,7 +309,7 @@ def test_rerun_mode_does_not_update_the_residual_twice(group, request):
         assert once == [1, 1, 1]
         assert repeated == [1, 2, 1]
         assert torch.equal(weights, weights_too)
-        assert _equal(residuals, residuals_too)
+        assert equal(residuals, residuals_too)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

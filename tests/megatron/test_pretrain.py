@@ -129,12 +129,15 @@ def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
         "compression.warmup_iters=0",
         "compression.ramp_iters=0",
         "megatron.ckpt_format=torch",
+        "compression.residual_checkpoint=none",
     )
     saved = [_weights(run) for run in (plain, dense)]
     assert saved[0].keys() == saved[1].keys()
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
     summary = json.loads((dense / "summary.json").read_text())
     assert summary["wire_bytes"] == summary["dense_bytes"] > 0
+    log = (tmp_path / "dense.log").read_text()
+    assert "--ckpt-format torch: checkpoints hold nothing of the plugin" in log
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:

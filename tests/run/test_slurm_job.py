@@ -58,6 +58,7 @@ class TestSlurm:
         assert calls.read_text().splitlines()[0] == "show hostnames n[0-2]"
         assert slurm.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
         assert slurm.host_of_each_rank({}) == []
+        assert slurm.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
 
     def test_without_an_answer_it_is_one_typed_error(self, scontrol, monkeypatch):
         scontrol("exit 1")

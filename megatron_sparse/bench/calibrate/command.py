@@ -7,6 +7,7 @@ existing launch; for a sweep also virtual ones, on a cluster that a file describ
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
@@ -34,7 +36,7 @@ from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
 from megatron_sparse.pricing.cluster import RING_FORMATS, ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.run import local_ranks
+from megatron_sparse.run import local_ranks, slurm
 from megatron_sparse.simulate.figures import MODEL
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -66,6 +68,7 @@ class Request:
         size_bytes: of the bucket of a sweep.
         densities: of its gradients.
         timeout_s: seconds that an operation may take.
+        env: a file of `configs/cluster`, whose environment the ranks get; None sets none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -78,6 +81,7 @@ class Request:
     size_bytes: int
     densities: tuple[float, ...]
     timeout_s: float
+    env: str | None = None
 
     def __post_init__(self) -> None:
         for form in self.formats:
@@ -90,6 +94,7 @@ class Request:
         sweep = ["--sweep", f"--format={','.join(self.formats)}", f"--size={self.size_bytes}"]
         sweep.append(f"--density={','.join(map(str, self.densities))}")
         out = [] if self.out is None else [f"--out={self.out}"]
+        out += [] if self.env is None else [f"--env={self.env}"]
         return [*out, *flags, f"--timeout={self.timeout_s:g}", *(sweep if self.formats else [])]
 
     def check_out(self, *, adds: bool) -> None:
@@ -149,6 +154,7 @@ def run(request: Request, place: Place) -> int:
         ConfigError: flags contradict one another, or the output file exists already.
         MegatronSparseError: a rank failed.
     """
+    os.environ.update(slurm.ranks(os.environ))
     started = local_ranks.started_ranks()
     local_ranks.check_place(
         netbed=place.netbed,
@@ -180,12 +186,18 @@ def run_rank(request: Request) -> None:
 
     Raises:
         ConfigError: there is one rank only, or the file is another cluster's or cannot be written.
-        CommunicationError: a rank is gone.
+        CommunicationError: a rank has not come, or is gone.
         SystemExit: another rank has already reported the error; has that error's exit code.
     """
+    if request.env is not None:
+        from megatron_sparse.run.composition import compose
+
+        for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
+            os.environ.setdefault(name, value)
     as_rank(
         lambda store, rank, world_size: _CalibrationRank(request, store, rank, world_size),
         lambda group: group.run(),
+        timeout_s=request.timeout_s,
     )
 
 
@@ -238,6 +250,8 @@ class _CalibrationRank(RankGroup):
         if not is_there:
             effort = QUICK if request.quick else FULL
             name = "cluster" if request.out is None else request.out.stem
+            for line in check_launch(self._transport, host_clock(self._device)):
+                self._say(line)
             load = HostLoad()
             cluster = calibrate(self._transport, self._progress, effort, name, self._tell)
             share = self._foreign_load(load)
@@ -296,6 +310,10 @@ class _CalibrationRank(RankGroup):
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
         where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
         return _comment(self._request, where)
+
+    def _say(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"# {what}", flush=True)
 
     def _tell(self, what: str) -> None:
         if self.rank == 0:

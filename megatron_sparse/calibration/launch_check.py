@@ -1,0 +1,256 @@
+"""Whether the ranks of a launch fit together: what `calibrate` says before it measures.
+
+All ranks have met; their versions, devices and clocks agree, or the ranks that differ; the slowest
+link inside a node and between nodes, with its two ends. At most nine lines.
+
+Links are those of rings through the ranks of each node, and through the ranks with the same place
+in all nodes: the links that ring collectives take, and every rank's port. They are timed in phases
+in which no rank has two of them, so a slow link is named and not its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import metadata
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.errors import CommunicationError
+from megatron_sparse.planner.fingerprint import processor
+from megatron_sparse.planner.link_timing import TAG, Clock, Measuring, complete, gather_rows
+from megatron_sparse.transport import ProcessGroupTransport, Transport
+from megatron_sparse.transport.topology import members_of
+from megatron_sparse.version import __version__
+
+CLOCK_S = 0.1
+"""Clocks that differ by more make logs of several nodes unreadable and confuse leases and files."""
+MESSAGE_BYTES = 2**22
+REPEATS = 5
+MOST_NAMED = 8
+"""Ranks that one line names; it counts the others."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What must be the same on every rank, and where the rank is."""
+
+    host: str
+    torch: str
+    megatron_core: str
+    megatron_sparse: str
+    device: str
+
+    @classmethod
+    def here(cls, device: torch.device) -> RankFacts:
+        """This rank's."""
+        try:
+            core = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            core = "not installed"
+        return cls(socket.gethostname(), torch.__version__, core, __version__, processor(device))
+
+
+@dataclass(frozen=True)
+class RingLink:
+    """A link of a ring, in one direction.
+
+    Attributes:
+        kind: inside a node, or between nodes.
+        sender: rank.
+        receiver: rank.
+        gbit_s: of one message of `MESSAGE_BYTES`, the slower end's time.
+    """
+
+    kind: str
+    sender: int
+    receiver: int
+    gbit_s: float
+
+
+def open_store(timeout_s: float) -> tuple[Any, int, int]:
+    """The store where the ranks meet, this rank and how many there are, from the environment.
+
+    Rank 0 hosts the store, or torchrun's agent beside it; rank 0 does not wait for the others.
+
+    Raises:
+        CommunicationError: rank 0 cannot be reached.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage] - documented there
+            host,
+            port,
+            world_size,
+            rank == 0 and not of_agent,
+            timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise CommunicationError(
+            f"rank {rank} on {socket.gethostname()} cannot reach rank 0",
+            expected=f"an answer at MASTER_ADDR={host}, MASTER_PORT={port} within {timeout_s:g} s",
+            got=str(error).splitlines()[0],
+            remedy="look at the first node: is rank 0 there, and is the port open?",
+        ) from None
+    return store, rank, world_size
+
+
+def meet(
+    store: Any, rank: int, world_size: int, timeout_s: float, hosts: Sequence[str] = ()
+) -> None:
+    """Returns once every rank has come to the store.
+
+    Args:
+        store: torch's.
+        rank: of this process.
+        world_size: ranks that were started.
+        timeout_s: how long to wait for the others.
+        hosts: each rank's, if the launcher tells them.
+
+    Raises:
+        CommunicationError: names the ranks that have not come.
+    """
+    keys = [f"megatron_sparse/met/{each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        absent = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise CommunicationError(
+            f"{len(absent)} of {world_size} ranks have not come",
+            expected=f"every rank within {timeout_s:g} s",
+            got=f"no answer from {_named(absent, hosts)}",
+            remedy="look at their output and nodes, or go around a node: sbatch --exclude",
+        ) from None
+
+
+def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
+    """The lines, the same on every rank. Collective.
+
+    Args:
+        transport: the group, 2 ranks at least.
+        clock: this rank's, for links.
+
+    Raises:
+        CommunicationError: a rank is gone.
+    """
+    facts: list[Any] = [None] * transport.world_size
+    dist.all_gather_object(facts, RankFacts.here(transport.device), group=transport.group)
+    offsets_s = complete(clock_offsets(transport))
+    links = complete(ring_links(transport, clock))
+    return describe(facts, offsets_s, links)
+
+
+def clock_offsets(transport: Transport) -> Measuring[list[float]]:
+    """Seconds from the median wall clock to each rank's; read when all have met, five times."""
+    readings = []
+    for _ in range(REPEATS):
+        yield from gather_rows([0.0], transport)
+        readings.append(time.time())
+    rows = yield from gather_rows(readings, transport)
+    return (rows - rows.median(0).values).median(1).values.tolist()
+
+
+def ring_links(transport: Transport, clock: Clock) -> Measuring[list[RingLink]]:
+    """The rates of all links of the rings; the same on all ranks."""
+    nodes = members_of(transport.nodes)
+    lanes = [list(lane) for lane in zip(*nodes, strict=False)] if len(nodes) > 1 else []
+    found = []
+    for kind, rings in (("inside a node", nodes), ("between nodes", lanes)):
+        for phase in range(3):
+            links = [link for ring in rings for link in ring_phase(ring, phase)]
+            times_s = yield from _seconds(transport, links, clock)
+            found += [
+                RingLink(kind, *link, MESSAGE_BYTES * 8e-9 / max(times_s[end] for end in link))
+                for link in links
+            ]
+    return found
+
+
+def ring_phase(ring: Sequence[int], phase: int) -> list[tuple[int, int]]:
+    """Every third part of a ring's links, so that no rank is in two of them.
+
+    Example:
+        >>> [ring_phase([0, 1, 2], phase) for phase in range(3)]
+        [[(0, 1)], [(1, 2)], [(2, 0)]]
+        >>> [ring_phase([4, 5], phase) for phase in range(3)]
+        [[(4, 5)], [(5, 4)], []]
+    """
+    n = len(ring)
+    links = [(ring[i], ring[(i + 1) % n]) for i in range(n)] if n > 1 else []
+    paired = n - n % 2
+    return links[paired:] if phase == 2 else links[phase:paired:2]
+
+
+def _seconds(
+    transport: Transport, links: Sequence[tuple[int, int]], clock: Clock
+) -> Measuring[list[float]]:
+    """Each rank's median seconds of its message; all ranks take part."""
+    message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=transport.device)
+    sent = [(to, message) for source, to in links if source == transport.rank]
+    received = [(source, message) for source, to in links if to == transport.rank]
+    spent = []
+    for _ in range(REPEATS):
+        yield from gather_rows([0.0], transport)
+        start_s = clock()
+        yield transport.exchange(sent, received, TAG)
+        spent.append(clock() - start_s)
+    rows = yield from gather_rows(spent, transport)
+    return rows.median(1).values.tolist()
+
+
+def describe(
+    facts: Sequence[RankFacts], offsets_s: Sequence[float], links: Sequence[RingLink]
+) -> list[str]:
+    """The lines; pure."""
+    hosts = [each.host for each in facts]
+    lines = [f"all {len(facts)} ranks have met, on {len(set(hosts))} hosts"]
+    same = []
+    for name in list(asdict(facts[0]))[1:]:
+        values = [getattr(each, name) for each in facts]
+        (usual, _), *others = Counter(values).most_common()
+        if not others:
+            same.append(usual if name == "device" else f"{name} {usual}")
+        for value, _ in others:
+            different = [rank for rank, each in enumerate(values) if each == value]
+            lines.append(
+                f"{name} differs: {usual} on most ranks, {value} on {_named(different, hosts)}"
+            )
+    lines.append(f"the same on all ranks: {', '.join(same)}")
+    wrong = [rank for rank, offset_s in enumerate(offsets_s) if abs(offset_s) > CLOCK_S]
+    if wrong:
+        worst_s = max((offsets_s[rank] for rank in wrong), key=abs)
+        lines.append(
+            f"clocks differ: {_named(wrong, hosts)}, by {worst_s:+.3g} s at most; start chrony or "
+            "ntpd there"
+        )
+    else:
+        lines.append(f"clocks agree within {CLOCK_S:g} s")
+    for kind in dict.fromkeys(link.kind for link in links):
+        ours = [link for link in links if link.kind == kind]
+        slowest = min(ours, key=lambda link: link.gbit_s)
+        middle = median(link.gbit_s for link in ours)
+        ends = [f"rank {end} ({hosts[end]})" for end in (slowest.sender, slowest.receiver)]
+        lines.append(
+            f"slowest link {kind}: {' to '.join(ends)}, {slowest.gbit_s:.3g} Gbit/s; the median "
+            f"has {middle:.3g}"
+        )
+    return lines
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """For example `rank 2 (n1), rank 3 (n1) and 6 more`."""
+    names = [f"rank {rank} ({hosts[rank]})" if hosts else f"rank {rank}" for rank in ranks]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
