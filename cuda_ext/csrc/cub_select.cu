@@ -1,5 +1,5 @@
 // CUB's DeviceSelect as a peer of `bench codecs`: the elements that are not zero, without their
-// indices. Compiled by the benchmark (megatron_sparse/bench/codecs/cub_peer.py); not part of the
+// indices. Compiled by the benchmark (megatron_sparse/bench/codec/gpu_peers.py); not part of the
 // library.
 #include <cub/device/device_select.cuh>
 

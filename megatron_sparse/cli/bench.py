@@ -1,22 +1,24 @@
-"""The commands `megatron-sparse bench ...`; `bench_training` has the options of those that train.
+"""The commands `megatron-sparse bench ...`.
 
 They import what they need when they run, as those that `cli.main` lists.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_sparse.bench.bucket.sweep import BucketSweep
-from megatron_sparse.bench.codecs.sweep import BitsSweep, PruneSweep
-from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
+from megatron_sparse.bench.codec.options import (
+    BitsSweep,
+    CodecSweep,
+    DensitySweep,
+    ParameterSweep,
+    PruneSweep,
+)
 from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
-from megatron_sparse.bench.density.sweep import DensitySweep
 from megatron_sparse.bench.gather.sweep import GatherSweep
 from megatron_sparse.bench.node.sweep import NodeSweep
 from megatron_sparse.bench.options import (
@@ -25,42 +27,50 @@ from megatron_sparse.bench.options import (
     parse_densities,
     parse_size,
 )
-from megatron_sparse.bench.parameters.sweep import ParameterSweep
 from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.planner.options import PlannerOptions
 from megatron_sparse.bench.stragglers.sweep import LinkPlace, StragglerSweep
-from megatron_sparse.cli import bench_training
-from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file
+from megatron_sparse.bench.study.options import ConvergenceOptions, RaceOptions, TrainingOptions
+from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
-PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Overrides of `train`.")
+]
+RunsFolder = Annotated[
+    Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
+]
+Figures = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", callback=figures_folder, help="Write pictures and their CSV here."),
+]
 
 
 @command(bench, "Selection from a gradient: threshold, error feedback, pruning, encoding.")
 def prune(sweep: PruneSweep, json: JsonFile = None) -> None:
     """Exits with 1 when a row is wrong."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import prune as runner
 
-    rows = import_module("megatron_sparse.bench.prune").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 
 
 @command(bench, "The density that is sent against the one asked for, for many distributions.")
 def density(sweep: DensitySweep, json: JsonFile = None) -> None:
     """Exits with 1 when a row misses its target: see docs/compression.md."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import density as runner
 
-    rows = import_module("megatron_sparse.bench.density.command").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.off for row in rows) else 0)
 
 
 @command(bench, "The coders of parameters' moves: bits and speed, against zstd, lz4 and raw.")
 def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
     """Exits with 1 when a number comes out wrong: see docs/parameters.md."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import parameters as runner
 
-    rows = import_module("megatron_sparse.bench.parameters.command").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
 
 
@@ -79,27 +89,10 @@ def overhead(
     iters: Annotated[int, typer.Option(min=2, help="Pairs that are timed.")] = 20,
     json: JsonFile = None,
 ) -> None:
-    """Exits with the launch's code."""
-    import subprocess
+    """Exits with the ranks' code."""
+    from megatron_sparse.bench.study import overhead as runner
 
-    # gloo on loopback, one thread a rank, no compilation: what `train` sets for a local run too.
-    local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "megatron_sparse.megatron.overhead",
-        "--warmup",
-        str(warmup),
-        "--iters",
-        str(iters),
-        *(["--json", str(json)] if json else []),
-    ]
-    raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
+    raise typer.Exit(runner.run(ranks, warmup, iters, json))
 
 
 @bench.command(help="What a bucket costs the host with NCCL, posts that go nowhere; no GPU needed.")
@@ -147,7 +140,7 @@ def codecs(
     json: JsonFile = None,
 ) -> None:
     """Sizes are swept by fours from `min_bytes` to `max_bytes`."""
-    from megatron_sparse.bench.codecs import command as runner
+    from megatron_sparse.bench.codec import codecs as runner
 
     runner.run(sweep, json, check, margin, save_baseline)
 
@@ -155,7 +148,7 @@ def codecs(
 @command(bench, "Bits an entry by density and format against the entropy; errors of few bits.")
 def bits(sweep: BitsSweep, json: JsonFile = None) -> None:
     """Exits with 1 where positions take too many bits: see docs/wire-format.md."""
-    from megatron_sparse.bench.codecs import bits as runner
+    from megatron_sparse.bench.codec import bits as runner
 
     rows, _ = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.off for row in rows) else 0)
@@ -221,15 +214,49 @@ def stragglers(
     raise typer.Exit(runner.run(sweep, place, json, figure))
 
 
-bench.command(
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.",
-)(bench_training.training)
-bench.command(
-    "time-to-loss",
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Seconds of training until a small GPT reaches plain Megatron's losses.",
-)(bench_training.time_to_loss)
+@command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")
+def training(
+    options: TrainingOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/bench_training"),
+    json: JsonFile = None,
+) -> None:
+    """See docs/testbed.md."""
+    from megatron_sparse.bench.study import training as runner
+
+    runner.run(options.given(out, overrides), json)
+
+
+@command(bench, "Seconds of training until a small GPT reaches plain Megatron's losses.")
+def time_to_loss(
+    options: RaceOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/time_to_loss"),
+    figures: Figures = None,
+    json: JsonFile = None,
+) -> None:
+    """A finished run is not repeated. See docs/results/time-to-loss.md."""
+    from megatron_sparse.bench.study import time_to_loss as runner
+
+    runner.report(runner.run(options.given(out, overrides)), figures, json)
+
+
+@command(bench, "Final validation loss of small models, compressed beside dense.")
+def convergence(
+    options: ConvergenceOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/convergence"),
+    figures: Figures = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Train nothing: report the finished runs.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """A finished run is not repeated. See docs/results/convergence.md."""
+    from megatron_sparse.bench.study import convergence as runner
+
+    study = options.given(out, overrides)
+    runner.report(runner.found(study) if report else runner.run(study), figures, json)
 
 
 @bench.command("cost-models", help="What the cost models predict, beside what collectives take.")
@@ -284,9 +311,3 @@ def planner(options: PlannerOptions, json: JsonFile = None) -> None:
     from megatron_sparse.bench.planner import start
 
     raise typer.Exit(start.run(options, json))
-
-
-bench.command(
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Final validation loss of small models, compressed beside dense.",
-)(bench_training.convergence)

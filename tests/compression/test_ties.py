@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore

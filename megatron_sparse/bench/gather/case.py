@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.bench.codec.frame import DTYPES
+from megatron_sparse.bench.codec.parameters import synthetic
 from megatron_sparse.bench.gather.sweep import PER_NODE, GatherSweep
-from megatron_sparse.bench.parameters.command import DTYPES, synthetic
 from megatron_sparse.bench.table import Columns, TableRow, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay

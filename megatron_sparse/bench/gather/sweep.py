@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_sparse.bench.codec.options import parse_rates
 from megatron_sparse.bench.options import (
     DTYPE_NAMES,
     Options,
@@ -14,7 +15,6 @@ from megatron_sparse.bench.options import (
     option,
     parse_names,
 )
-from megatron_sparse.bench.parameters.sweep import parse_rates
 
 CODERS = ("rans", "packed")
 FLAT, PER_NODE = "flat", "per-node"

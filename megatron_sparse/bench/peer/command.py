@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 
-from megatron_sparse.bench.codecs import cuda
+from megatron_sparse.bench.codec import frame
 from megatron_sparse.bench.peer.options import PeerOptions
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table
 from megatron_sparse.cuda_ext.peer_ops import Operation, PeerLayout
@@ -136,7 +136,9 @@ def measure(
     )
     if wrong:
         return row
-    times_us, copies_us = cuda.time_in_turn([action, copy_action(moved, device)], warmup, iters)
+    times_us, copies_us = frame.device_time_in_turn(
+        [action, copy_action(moved, device)], warmup, iters
+    )
     hosts_us = []
     for _ in range(iters):
         torch.cuda.synchronize(device)
