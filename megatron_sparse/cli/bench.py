@@ -238,7 +238,7 @@ def time_to_loss(
     """A finished run is not repeated. See docs/results/time-to-loss.md."""
     from megatron_sparse.bench.study import time_to_loss as runner
 
-    runner.report(runner.run(options.given(out, overrides)), figures, json)
+    runner.run(options.given(out, overrides), figures, json)
 
 
 @command(bench, "Final validation loss of small models, compressed beside dense.")
@@ -255,8 +255,7 @@ def convergence(
     """A finished run is not repeated. See docs/results/convergence.md."""
     from megatron_sparse.bench.study import convergence as runner
 
-    study = options.given(out, overrides)
-    runner.report(runner.found(study) if report else runner.run(study), figures, json)
+    runner.run(options.given(out, overrides), figures, json, trains=not report)
 
 
 @bench.command("cost-models", help="What the cost models predict, beside what collectives take.")

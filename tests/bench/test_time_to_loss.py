@@ -54,12 +54,8 @@ def runs(monkeypatch) -> FakeRuns:
     return fake
 
 
-def rows(given: RaceOptions) -> list[time_to_loss.Row]:
-    return time_to_loss.rows_of(time_to_loss.run(given))
-
-
 def test_seconds_are_those_of_iterations_up_to_a_loss(runs, tmp_path):
-    plain, safe, extreme = rows(race(tmp_path))
+    plain, safe, extreme = time_to_loss.run(race(tmp_path))
     assert (plain.iterations, safe.iterations) == (20, 20), "22 are rounded"
     assert (plain.wire_ratio, safe.wire_ratio) == (1, WIRE_RATIO)
     # Plain Megatron is at 80 % after 16 of its iterations, and at 5 * 1.005 after 19.5.
@@ -83,7 +79,7 @@ def test_a_comparison_goes_on_where_it_stopped(runs, tmp_path):
 
 
 def test_bytes_are_those_of_the_whole_stretched_run(runs, tmp_path):
-    _, safe = rows(race(tmp_path, PLAIN, "safe", iters=200))
+    _, safe = time_to_loss.run(race(tmp_path, PLAIN, "safe", iters=200))
     assert safe.wire_ratio == pytest.approx(WIRE_RATIO * 1.1)
 
 

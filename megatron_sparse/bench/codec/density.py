@@ -83,7 +83,7 @@ def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
     check_arguments("bench density", [known("distribution", names, DISTRIBUTIONS)])
     print(
         f"# threshold_scope {sweep.threshold_scope}, {sweep.elements} elements, "
-        f" {sweep.samples} samples, {sweep.steps} steps"
+        f"{sweep.samples} samples, {sweep.steps} steps"
     )
     cases = product(names, sweep.densities)
     return print_table(Row.COLUMNS, (measure(sweep, *case) for case in cases), json_path)

@@ -1,14 +1,26 @@
-"""Peers of `bench codecs`: the same in torch, numpy, scipy and zstd."""
+"""Peers of `bench codecs`: the same in torch, numpy, scipy, zstd and Triton.
+
+Triton's kernels select where the compiled library is not there: `Triton prune_` with the same
+threshold, and `Triton selection`, which samples the threshold too. Neither writes a record.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
 import torch
 
+from megatron_sparse.bench.codec.frame import CPU, KEY, Case, differing
 from megatron_sparse.bench.table import Action
+from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.cuda_ext import ops, threshold_triton
+from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 from megatron_sparse.extras import is_installed
+
+SAMPLES = CompressionConfig.samples
 
 
 def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str, Action]:
@@ -94,3 +106,42 @@ def _scipy_sparse() -> ModuleType | None:
     except ImportError:
         return None
     return sparse
+
+
+def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
+    """Of `prune_encode`; each works on copies, which pruning again does not change."""
+    sent_N, selected_N = grad_N.clone(), grad_N.clone()
+    rests = [torch.zeros(case.numel, device=case.device) for _ in range(2)]
+    threshold_R = torch.tensor([case.threshold]).to(case.device)
+    pruning = Pruning(rests[0], torch.tensor([0, case.numel]), threshold_R, 0.0, KEY)
+    sample = threshold_triton.sample_threshold
+    return {
+        "Triton prune_": lambda: ops.prune_(sent_N, pruning, case.code),
+        "Triton selection": lambda: _select(sample, case, selected_N, rests[1]),
+    }
+
+
+def wrong_triton(case: Case) -> int:
+    """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
+    grad_N = replace(case, device=CPU).gradient()
+    results = []
+    for device, sample in (
+        (CPU, ops.sample_threshold),
+        (case.device, threshold_triton.sample_threshold),
+    ):
+        sent_N, rest_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
+        _select(sample, case, sent_N, rest_N)
+        results.append((sent_N, rest_N))
+    return sum(differing(got, wanted) for wanted, got in zip(*results, strict=True))
+
+
+def _select(
+    sample: Callable[..., Limits], case: Case, grad_N: torch.Tensor, residual_N: torch.Tensor
+) -> None:
+    """Samples the threshold and prunes, with leak 0.5; mutates both."""
+    offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
+    limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, torch.tensor([KEY]))
+    pruning = Pruning(
+        residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=limits.tie_chances
+    )
+    ops.prune_(grad_N, pruning, case.code)

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from megatron_sparse.bench.codec import gpu_peers, peers
+from megatron_sparse.bench.codec import peers
 from megatron_sparse.bench.codec.frame import CPU, KEY, STEP, Case, Task, differing
 from megatron_sparse.bench.codec.options import RICE_FORMS
 from megatron_sparse.bench.table import Action
@@ -47,7 +47,7 @@ class Codec:
         self.offsets = torch.tensor([0, case.numel])
         self.segments = Segments(self.offsets, torch.zeros(1, dtype=torch.uint8))
         self.expected = Expected(self.offsets, self.spec.value_dtype, STEP, rank=0)
-        self.threshold_R = torch.tensor([case.threshold], device=case.device)
+        self.threshold_R = torch.tensor([case.threshold]).to(case.device)
         self.scratch = None
         if case.device == CPU:
             self.scratch = torch.zeros(scratch_capacity(self.offsets, self.spec), dtype=torch.uint8)
@@ -133,7 +133,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     if with_peers:
         others = peers.prune_encode(grad_N, case.threshold, zstd=codec.is_rice)
         if on_gpu:
-            others |= gpu_peers.prune_encode(case, grad_N)
+            others |= peers.triton(case, grad_N)
     yield Task(
         "prune_encode",
         codec.record_name(),
@@ -151,8 +151,6 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     message, name = codec.record().clone(), codec.record_name()
     if not codec.is_rice:
         others = peers.encode(grad_N) if with_peers else {}
-        if with_peers and on_gpu:
-            others |= gpu_peers.encode(grad_N)
         moved = grad_N.nbytes + message.nbytes
         yield Task("encode", name, moved, wrong, encode, lambda: grad_N.sum(), others)
 
@@ -226,4 +224,4 @@ def wrong_bytes(case: Case) -> int:
             nnz = ops.prune_(given_N, codec.pruning(residual_N, 0.5), case.code)
             used = codec.encode(given_N, nnz)()
         wrong += differing(codec.out[: int(used)], record) + differing(residual_N, rest_N)
-    return wrong + (gpu_peers.wrong_triton(case) if case.device.type == "cuda" else 0)
+    return wrong + (peers.wrong_triton(case) if case.device.type == "cuda" else 0)

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.study import frame
 from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels
-from megatron_sparse.bench.study.options import BATCH, RANKS, ConvergenceOptions
+from megatron_sparse.bench.study.options import BATCH, ConvergenceOptions
 from megatron_sparse.bench.study.settings import CONVERGENCE, CORPORA, Setting, by_name, schedule
-from megatron_sparse.bench.table import Columns, TableRow, describe_cpu
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
 
@@ -34,45 +33,7 @@ DENSITIES = ("topk01", "topk1", "topk5", "dense")
 """Settings that differ by nothing but density."""
 
 
-@dataclass(frozen=True)
-class TrainingRun(Run):
-    """One training run of the study.
-
-    Attributes:
-        model: of `CORPORA`.
-        setting: of `CONVERGENCE`.
-        seed: of weights, the order of samples and the sample positions of thresholds.
-    """
-
-    model: str = ""
-    setting: str = ""
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(frame.Result):
-    """The results of a run.
-
-    Attributes:
-        model: of `CORPORA`.
-        seed: its seed.
-        wire_ratio: bytes sent over a dense ring's, over the whole run; 1 without compression.
-        wire_ratio_target: the same over the iterations at the target density.
-        elapsed_s: of the whole process.
-        bits: of a rank's own messages for each element, over the whole run.
-        bits_target: the same over the iterations at the target density.
-    """
-
-    model: str
-    seed: int
-    wire_ratio: float
-    wire_ratio_target: float
-    elapsed_s: float
-    bits: float
-    bits_target: float
-
-
-def runs_of(options: ConvergenceOptions) -> list[TrainingRun]:
+def runs_of(options: ConvergenceOptions) -> list[Run]:
     """The most important first; runs that are compared with one another follow one another."""
     chosen = [setting for setting in CONVERGENCE if setting.name in options.settings]
     return [
@@ -85,83 +46,59 @@ def runs_of(options: ConvergenceOptions) -> list[TrainingRun]:
     ]
 
 
-def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> TrainingRun:
-    ranks = [f"cluster.ranks_per_node={options.ranks}"]
-    share = f"training.micro_batch_size={BATCH // options.ranks}"
-    usual = options.ranks == RANKS  # results of the usual number of ranks do not name it
+def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:
+    share = BATCH // options.ranks
     arguments = [
         "experiment=convergence",
         f"model={model}_tiny",
         f"data={CORPORA[model]}",
         *schedule(setting, options.iters, min(100, options.iters // 4), seed),
-        *([] if usual else [*ranks, share]),
+        f"cluster.ranks_per_node={options.ranks}",
+        f"training.micro_batch_size={share}",
         *options.overrides,
     ]
-    place = [f"data.dir={_corpus_dir(options, model)}", "cluster.device=cpu"]
-    return TrainingRun(
-        "convergence",
-        f"{model}-{setting.name}-{seed}",
-        arguments,
-        options.out,
-        place=[*place, *(ranks if usual else [])],
-        model=model,
-        setting=setting.name,
-        seed=seed,
-    )
+    name, where = f"{model}-{setting.name}-{seed}", _corpus_dir(options, model)
+    place = [f"data.dir={where}", "cluster.device=cpu"]
+    of = {"setting": setting.name, "model": model, "seed": seed}
+    return Run("convergence", name, arguments, options.out, place, **of)
 
 
 def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
     return options.out / "corpora" / CORPORA[model]
 
 
-def run(options: ConvergenceOptions) -> list[Result]:
-    """Trains the runs that have no results yet; see `frame.carry_out`."""
+def run(
+    options: ConvergenceOptions,
+    folder: Path | None = None,
+    json_path: Path | None = None,
+    *,
+    trains: bool = True,
+) -> list[Row]:
+    """Carries out the study and prints its table, or only that of the finished runs.
 
-    def prepare() -> None:
+    Args:
+        options: the runs.
+        folder: for the pictures, made if missing; None draws none.
+        json_path: for one JSON object a line; None writes none.
+        trains: the runs that have not finished.
+
+    Raises:
+        ConfigError: an override is wrong, nothing has finished, or a file cannot be written.
+        DatasetError: a corpus cannot be made.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = runs_of(options)
+    if trains:
+        size = f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
+        frame.begin(runs, size)
         for model in options.models:
             kind = CORPORA[model]
             corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
-
-    runs = runs_of(options)
-    size = f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
-    return frame.carry_out(runs, Result, _result, f"# {describe_cpu(1)}\n# {size}", prepare)
-
-
-def found(options: ConvergenceOptions) -> list[Result]:
-    """The results of all finished runs of the study.
-
-    Raises:
-        ConfigError: no run has finished.
-    """
-    runs = runs_of(options)
-    results = [result for each in runs if (result := frame.saved(each, Result))]
-    if not results:
-        raise ConfigError(
-            "bench convergence: there is nothing to report",
-            expected=f"{runs[0].result_file.name} of a finished run with these arguments in "
-            f"{options.out}",
-            got="none",
-            remedy="leave out --report, or give the --out and --iters of the study",
-        )
-    return results
-
-
-def _result(run: TrainingRun, outcome: Outcome) -> Result:
-    summary = outcome.summary()
-    at_target = summary["phases"].get("target", {"wire_ratio": 1.0})
-    bits = summary["bits_per_element"]
-    return Result(
-        model=run.model,
-        setting=run.setting,
-        seed=run.seed,
-        arguments=run.arguments,
-        curve=outcome.curve,
-        wire_ratio=summary["wire_ratio"],
-        wire_ratio_target=at_target["wire_ratio"],
-        elapsed_s=outcome.elapsed_s,
-        bits=bits,
-        bits_target=at_target.get("bits_per_element", bits),
-    )
+    outcomes = frame.carry_out(runs) if trains else frame.finished(runs)
+    rows = print_table(Row.COLUMNS, rows_of(outcomes), json_path)
+    if folder is not None:
+        frame.write_pictures(pictures(outcomes, rows), folder)
+    return rows
 
 
 @dataclass
@@ -210,27 +147,34 @@ class Row(TableRow):
     bits_target: float
 
 
-def rows_of(results: Sequence[Result]) -> list[Row]:
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """One row for each model and setting, in the order of `CONVERGENCE`."""
-    by_run = {(each.model, each.setting, each.seed): each for each in results}
+    by_run = {(each.run.model, each.run.setting, each.run.seed): each for each in outcomes}
     rows = []
     for model in CORPORA:
         for setting in CONVERGENCE:
             runs = [each for key, each in by_run.items() if key[:2] == (model, setting.name)]
             if runs:
-                denses = [by_run.get((model, setting.baseline, each.seed)) for each in runs]
+                denses = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
                 rows.append(_row(setting, runs, denses))
     return rows
 
 
-def _row(setting: Setting, runs: Sequence[Result], denses: Sequence[Result | None]) -> Row:
+def _row(setting: Setting, runs: Sequence[Outcome], denses: Sequence[Outcome | None]) -> Row:
     pairs = [(a, b) for a, b in zip(runs, denses, strict=True) if b is not None and a is not b]
     against = [_to_dense(each.final, dense.final) for each, dense in pairs]
     noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
-    finals = [each.final for each in runs]
+    finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
+    bits = [summary["bits_per_element"] for summary in summaries]
+    # Without a ramp to a density, the whole run is at it.
+    whole = [{"wire_ratio": 1.0, "bits_per_element": each} for each in bits]
+    at_target = [
+        summary["phases"].get("target", each)
+        for summary, each in zip(summaries, whole, strict=True)
+    ]
     return Row(
         op="convergence",
-        model=runs[0].model,
+        model=runs[0].run.model,
         setting=setting.name,
         label=setting.label,
         seeds=len(runs),
@@ -239,10 +183,10 @@ def _row(setting: Setting, runs: Sequence[Result], denses: Sequence[Result | Non
         to_dense=mean(against) if against else None,
         to_dense_spread=_spread(against) if len(against) > 1 else None,
         noise=max(noises, default=None),
-        wire_ratio=mean(each.wire_ratio for each in runs),
-        wire_ratio_target=mean(each.wire_ratio_target for each in runs),
-        bits=mean(each.bits for each in runs),
-        bits_target=mean(each.bits_target for each in runs),
+        wire_ratio=mean(summary["wire_ratio"] for summary in summaries),
+        wire_ratio_target=mean(phase["wire_ratio"] for phase in at_target),
+        bits=mean(bits),
+        bits_target=mean(phase["bits_per_element"] for phase in at_target),
     )
 
 
@@ -254,24 +198,18 @@ def _spread(values: Sequence[float]) -> float:
     return max(values) - min(values)
 
 
-def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
-    """See `frame.report`."""
-    rows = rows_of(results)
-    frame.report(Row.COLUMNS, rows, lambda: pictures(results, rows), folder, json_path)
-
-
-def pictures(results: Sequence[Result], rows: Sequence[Row]) -> list[Picture]:
+def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
     """Curves, final losses and, where runs have a curve of it, loss over bits."""
     curves = [
         {
-            "series": SETTINGS[each.setting].label,
-            "model": each.model,
-            "setting": each.setting,
-            "seed": each.seed,
+            "series": SETTINGS[each.run.setting].label,
+            "model": each.run.model,
+            "setting": each.run.setting,
+            "seed": each.run.seed,
             "iteration": iteration,
             "loss": loss,
         }
-        for each in results
+        for each in outcomes
         for iteration, loss in each.means
     ]
     bits = [

@@ -7,7 +7,7 @@ reaches a loss between the two validations that it lies between, at the place of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron_sparse.bench.study.settings import (
     by_name,
     schedule,
 )
-from megatron_sparse.bench.table import Columns, TableRow, describe_cpu
+from megatron_sparse.bench.table import Columns, TableRow, print_table, ratio
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
 
@@ -49,60 +49,31 @@ FINAL_MARGIN = 1.005
 """The second target: plain Megatron's final loss, and half a percent."""
 
 
-@dataclass(frozen=True)
-class TrainingRun(Run):
-    """One training run.
-
-    Attributes:
-        setting: of `TIME_TO_LOSS`.
-    """
-
-    setting: str = ""
+def points(outcome: Outcome) -> list[tuple[float, float]]:
+    """(seconds from the first iteration's begin, validation loss)."""
+    ends_s = [ms / 1e3 for ms in accumulate(outcome.iteration_ms)]
+    return [(ends_s[iteration - 1], loss) for iteration, loss in outcome.means]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(frame.Result):
-    """The results of a run.
-
-    Attributes:
-        mbit: rate of each rank's link; None over loopback.
-        iteration_ms: of each iteration.
-        foreign_load: the share of the machine that other programs took during the run.
-        wire_ratio: bytes of gradients and parameters that were sent, over those of plain Megatron's
-            whole run.
-    """
-
-    mbit: int | None
-    iteration_ms: list[float]
-    foreign_load: float
-    wire_ratio: float
-
-    @property
-    def points(self) -> list[tuple[float, float]]:
-        """(seconds from the first iteration's begin, validation loss)."""
-        ends_s = [ms / 1e3 for ms in accumulate(self.iteration_ms)]
-        return [(ends_s[iteration - 1], loss) for iteration, loss in self.means]
-
-    def seconds_to(self, loss: float) -> float | None:
-        """Seconds of training until the validation loss is at most this; None if it never is."""
-        points = self.points
-        if points[0][1] <= loss:
-            return points[0][0]
-        for (begin_s, above), (end_s, below) in pairwise(points):
-            if below <= loss:
-                return begin_s + (end_s - begin_s) * (above - loss) / (above - below)
-        return None
+def seconds_to(outcome: Outcome, loss: float) -> float | None:
+    """Seconds of training until the validation loss is at most this; None if it never is."""
+    first, *_ = reached = points(outcome)
+    if first[1] <= loss:
+        return first[0]
+    for (begin_s, above), (end_s, below) in pairwise(reached):
+        if below <= loss:
+            return begin_s + (end_s - begin_s) * (above - loss) / (above - below)
+    return None
 
 
-def runs_of(options: RaceOptions) -> Iterator[TrainingRun]:
+def runs_of(options: RaceOptions) -> list[Run]:
     """Rate after rate; plain Megatron first."""
-    for mbit in (options.mbits or ()) if options.netbed else (None,):
-        for setting in TIME_TO_LOSS:
-            if setting.name in options.settings:
-                yield _run_of(options, setting, mbit)
+    rates = (options.mbits or ()) if options.netbed else (None,)
+    chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
+    return [_run_of(options, setting, mbit) for mbit in rates for setting in chosen]
 
 
-def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> TrainingRun:
+def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Run:
     nodes = 1 if mbit is None else options.ranks
     iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
     arguments = [
@@ -117,44 +88,35 @@ def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Trainin
         *schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), options.seed),
         *options.overrides,
     ]
-    return TrainingRun(
-        "time-to-loss",
-        f"{setting.name}-{'loopback' if mbit is None else mbit}",
-        arguments,
-        options.out,
-        mbit,
-        place=[f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"],
-        setting=setting.name,
-    )
+    name = f"{setting.name}-{'loopback' if mbit is None else mbit}"
+    place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
+    return Run("time-to-loss", name, arguments, options.out, place, mbit, setting.name)
 
 
-def run(options: RaceOptions) -> list[Result]:
-    """Trains the runs that have no results yet; see `frame.carry_out`."""
+def run(
+    options: RaceOptions, folder: Path | None = None, json_path: Path | None = None
+) -> list[Row]:
+    """Carries out the runs that have not finished, and prints the table.
 
-    def result_of(each: TrainingRun, outcome: Outcome) -> Result:
-        times_ms = outcome.iteration_ms
-        stretched = len(times_ms) / options.iters
-        return Result(
-            setting=each.setting,
-            mbit=each.mbit,
-            arguments=each.arguments,
-            iteration_ms=times_ms,
-            curve=outcome.curve,
-            foreign_load=outcome.foreign_load,
-            wire_ratio=1.0
-            if each.setting == PLAIN
-            else outcome.summary()["total_wire_ratio"] * stretched,
-        )
+    Args:
+        options: the runs.
+        folder: for the pictures, made if missing; None draws none.
+        json_path: for one JSON object a line; None writes none.
 
-    runs = list(runs_of(options))
+    Raises:
+        ConfigError: an override is wrong, there is no test bed, or a file cannot be written.
+        DatasetError: the corpus cannot be made.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = runs_of(options)
     size = f"{len(runs)} runs, {options.ranks} ranks, gloo, {options.iters} iterations of Megatron"
-    return frame.carry_out(
-        runs,
-        Result,
-        result_of,
-        f"# {describe_cpu(1)}\n# {size}",
-        lambda: corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE),
-    )
+    frame.begin(runs, size)
+    corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
+    outcomes = frame.carry_out(runs)
+    rows = print_table(Row.COLUMNS, rows_of(outcomes, options.iters), json_path)
+    if folder is not None:
+        frame.write_pictures(pictures(outcomes, rows), folder)
+    return rows
 
 
 @dataclass
@@ -203,30 +165,33 @@ class Row(TableRow):
     noisy: bool
 
 
-def rows_of(results: Sequence[Result]) -> list[Row]:
+def rows_of(outcomes: Sequence[Outcome], plain_iters: int) -> list[Row]:
     """One row for each run, in their order; each rate's plain Megatron is among them."""
-    plains = {each.mbit: each for each in results if each.setting == PLAIN}
-    return [_row(each, plains[each.mbit]) for each in results]
+    plains = {each.run.mbit: each for each in outcomes if each.run.setting == PLAIN}
+    return [_row(each, plains[each.run.mbit], plain_iters) for each in outcomes]
 
 
-def _row(each: Result, plain: Result) -> Row:
+def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
     early_loss = plain.means[round(EARLY_SHARE * VALIDATIONS) - 1][1]
     seconds, speedups = [], []
     for loss in (early_loss, FINAL_MARGIN * plain.final):
-        plain_s, own_s = plain.seconds_to(loss), each.seconds_to(loss)
+        plain_s, own_s = seconds_to(plain, loss), seconds_to(each, loss)
         assert plain_s is not None
         seconds.append(own_s)
-        speedups.append(None if own_s is None else plain_s / own_s)
+        speedups.append(ratio(plain_s, own_s))
+    iterations = len(each.iteration_ms)
+    is_plain = each.run.setting == PLAIN
+    sent = 1.0 if is_plain else each.summary()["total_wire_ratio"] * iterations / plain_iters
     return Row(
         op="time_to_loss",
-        setting=each.setting,
-        label=SETTINGS[each.setting].label,
-        mbit=each.mbit,
-        iterations=len(each.iteration_ms),
+        setting=each.run.setting,
+        label=SETTINGS[each.run.setting].label,
+        mbit=each.run.mbit,
+        iterations=iterations,
         iteration_ms=median(each.iteration_ms),
-        wire_ratio=each.wire_ratio,
+        wire_ratio=sent,
         final=each.final,
-        to_plain=None if each is plain else 100 * (each.final / plain.final - 1),
+        to_plain=None if is_plain else 100 * (each.final / plain.final - 1),
         early_s=seconds[0],
         early_speedup=speedups[0],
         final_s=seconds[1],
@@ -236,23 +201,17 @@ def _row(each: Result, plain: Result) -> Row:
     )
 
 
-def report(results: Sequence[Result], folder: Path | None, json_path: Path | None) -> None:
-    """See `frame.report`."""
-    rows = rows_of(results)
-    frame.report(Row.COLUMNS, rows, lambda: pictures(results, rows), folder, json_path)
-
-
-def pictures(results: Sequence[Result], rows: Sequence[Row]) -> list[Picture]:
+def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
     """Loss over seconds, and loss over bytes."""
     curves = [
         {
-            "series": SETTINGS[each.setting].label,
-            "mbit": each.mbit,
+            "series": SETTINGS[each.run.setting].label,
+            "mbit": each.run.mbit,
             "seconds": seconds,
             "loss": loss,
         }
-        for each in results
-        for seconds, loss in each.points
+        for each in outcomes
+        for seconds, loss in points(each)
     ]
     bytes_sent = [
         {

@@ -15,10 +15,10 @@ from statistics import median
 from typing import Any
 
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
-from megatron_sparse.bench.study.frame import Run, make_folder
+from megatron_sparse.bench.study.frame import Run, begin
 from megatron_sparse.bench.study.options import TrainingOptions
 from megatron_sparse.bench.study.settings import PLAIN
-from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table
+from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 
@@ -134,13 +134,12 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[dict[st
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = {variant: run_of(options, variant) for variant in variants(options)}
-    make_folder(list(runs.values()))
     where = f"test bed, {options.mbit} Mbit/s" if options.netbed else "loopback"
     slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
-    print(
-        f"# {describe_cpu(1)}\n# {options.ranks} ranks, gloo, {where}, {options.warmup} + "
-        f"{options.iters} iterations, medians{'' if options.slow_rank is None else slow}",
-        flush=True,
+    begin(
+        list(runs.values()),
+        f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations, "
+        f"medians{'' if options.slow_rank is None else slow}",
     )
     return [row.to_dict() for row in print_table(Row.COLUMNS, _rows(options, runs), json_path)]
 
@@ -180,7 +179,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         *options.overrides,
     ]
     mbit = options.mbit if options.netbed else None
-    return Run("training", variant.run_name, arguments, options.out, mbit)
+    return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
 
 
 def _slow(options: TrainingOptions, scheme: str) -> list[str]:
