@@ -77,7 +77,7 @@ def _build_if_needed(name: str) -> None:
 def _load_library(name: Literal["cpu", "cuda"]) -> None:
     import torch
 
-    from megatron_sparse.cuda_ext import fakes, sources
+    from megatron_sparse.cuda_ext import sources
     from megatron_sparse.errors import ExtensionError
 
     path = sources.library_path(name)
@@ -90,5 +90,4 @@ def _load_library(name: Literal["cpu", "cuda"]) -> None:
             got=error.__cause__ or error,
             remedy="remove it and run python -m megatron_sparse.cuda_ext.build",
         ) from error
-    fakes.register(name)
     _loaded.add(name)

@@ -5,23 +5,20 @@ it, and whether a peer's record was right before the optimizer uses it. So each 
 copy of a few words to the host, and waits for it: an encoder's report (status, sizes and counts of
 its segments), or a decoder's status. Where sizes are fixed, `reports` reads all of them together.
 Tables of offsets lie on the host, where the plan made them; their copies on the device are cached.
-
-A CUDA graph copies its tables itself: the copy is one of its nodes, and each replay repeats it. A
-copy made outside of the graph would not do, because the cache may release it before a replay; and a
-copy made inside of it holds nothing until the graph is replayed, so it is never cached.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
-from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 from megatron_sparse.cuda_ext.record_spec import Segments
 from megatron_sparse.cuda_ext.reports import Reports
 
+STATUS_WORDS = 4
+"""Words of a decoder's status, and of an encoder's report before the sizes and counts."""
 _DENSE_KIND = 0
 _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
 _OUTSIDE = 2  # decode_launch.h
@@ -30,41 +27,29 @@ TABLES = 2**14
 where these differ."""
 
 
-def read_report(
-    op: str, report: torch.Tensor, segment_offsets: torch.Tensor
+def results(
+    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Waits for an encoder and returns the bytes and the non-zero elements of each segment.
+    """The bytes and the non-zero elements of each segment, from an encoder's report.
+
+    Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
+    `reports` checks it later, and they stay on its device.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
             was written.
     """
-    words = report.cpu()
-    check_report(op, words, segment_offsets)
-    sizes_S, nnz_S = words[STATUS_WORDS:].view(2, -1)
-    return sizes_S, nnz_S
-
-
-def results(
-    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sizes and counts from an encoder's report: `read_report` or, with `reports`, `later`."""
     if reports is None:
-        return read_report(op, report, segment_offsets)
-    return later(op, report, segment_offsets, reports)
-
-
-def later(
-    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Adds an encoder's report to `reports`; returns sizes and counts, on its device."""
-    reports.add(report, lambda words: check_report(op, words, segment_offsets))
+        report = report.cpu()
+        check_report(op, report, segment_offsets)
+    else:
+        reports.add(report, lambda words: check_report(op, words, segment_offsets))
     sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
     return sizes_S, nnz_S
 
 
 def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
-    """Raises the error that an encoder's report, on the CPU, holds, if any; see `read_report`."""
+    """Raises the error that an encoder's report, on the CPU, holds, if any; see `results`."""
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
         raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
@@ -100,13 +85,10 @@ def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
     """A cached copy of a small host table, or None for None. Do not write to it.
 
     For the CPU it is the table itself. Never waits. A copy belongs to the stream that made it, so
-    memory that the cache releases is free when that stream gets there. While a CUDA graph is
-    captured each call returns a new copy, which belongs to the graph.
+    memory that the cache releases is free when that stream gets there.
     """
     if table is None or device.type == "cpu":
         return table
-    if torch.cuda.is_current_stream_capturing():
-        return to_device(table, device)
     return _device_copy(table.numpy().tobytes(), table.dtype, device, _stream(device))
 
 
@@ -126,24 +108,11 @@ def _stream(device: torch.device) -> int:
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor's copy on the device; a tensor already there is returned as is. Never waits.
 
-    Copies through pinned memory: from other memory CUDA may wait for all work in the stream. While
-    a CUDA graph is captured, pinned memory with the same bytes is used by all copies and kept until
-    the process ends, because a graph may be replayed at any time.
+    Copies through pinned memory: from other memory CUDA may wait for all work in the stream.
     """
     if values.device.type == device.type:
         return values
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        data = values.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return _graph_source(data, values.dtype, values.shape).to(device, non_blocking=True)
     return values.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def _graph_source(data: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Pinned memory from which captured graphs copy."""
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape).pin_memory()
 
 
 def segment_tables(

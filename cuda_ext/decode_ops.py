@@ -76,22 +76,10 @@ def decode_add_(
         WireFormatError: names the rank and the field of the message that is wrong.
         ExtensionError: the other arguments do not fit together.
     """
-    check_flat("decode_add_", "acc", acc_M, (torch.float32,))
-    check_flat("decode_add_", "message", message, (torch.uint8,), device=acc_M.device)
-    on_cuda = check_device("decode_add_", "acc", acc_M) == "cuda"
-    check_message_dtype("decode_add_", expected.value_dtype)
-    offsets, slots = expected.segment_offsets, expected.slots
-    if on_cuda:
-        check_slots("decode_add_", slots, offsets.numel() - 1, None)
-        offsets, slots = (codec_cuda.on_device(table, acc_M.device) for table in (offsets, slots))
+    offsets, slots = _tables("decode_add_", acc_M, [message], expected)
     value_dtype, step = expected.value_dtype, expected.step
     status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, slots)
-
-    def look(words: torch.Tensor) -> None:
-        if on_cuda:
-            codec_cuda.check_status(words, expected.segment_offsets, base, acc_M.numel())
-        refuse_message(words, expected, has_slots=expected.slots is not None)
-
+    look = partial(_check_status, acc_M, base, expected)
     if reports is None:
         look(status.cpu())
     else:
@@ -136,31 +124,40 @@ def decode_sum_(
     if not messages or len(messages) != len(ranks):
         got = f"{len(messages)} messages of {len(ranks)} ranks"
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
-    check_flat("decode_sum_", "acc", acc_M, (torch.float32,))
-    on_cuda = check_device("decode_sum_", "acc", acc_M) == "cuda"
-    for message in messages:
-        check_flat("decode_sum_", "message", message, (torch.uint8,), device=acc_M.device)
-    check_message_dtype("decode_sum_", expected.value_dtype)
-    offsets, slots = expected.segment_offsets, expected.slots
-    if on_cuda:
-        check_slots("decode_sum_", slots, offsets.numel() - 1, None)
-        offsets, slots = (codec_cuda.on_device(table, acc_M.device) for table in (offsets, slots))
+    offsets, slots = _tables("decode_sum_", acc_M, messages, expected)
     value_dtype, step = expected.value_dtype, expected.step
     parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, slots)
     statuses = call("decode_sum_", *parts)
-
-    def look(rank: int, status: torch.Tensor) -> None:
-        if on_cuda:
-            codec_cuda.check_status(status, expected.segment_offsets, base, acc_M.numel())
-        refuse_message(status, replace(expected, rank=rank), has_slots=expected.slots is not None)
-
     if reports is None:
         statuses = statuses.cpu()
     for rank, status in zip(ranks, statuses.view(len(ranks), -1), strict=True):
+        look = partial(_check_status, acc_M, base, replace(expected, rank=rank))
         if reports is None:
-            look(rank, status)
+            look(status)
         else:
-            reports.add(status, partial(look, rank))
+            reports.add(status, look)
+
+
+def _tables(
+    op: str, acc_M: torch.Tensor, messages: Sequence[torch.Tensor], expected: Expected
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Checks a decoder's arguments; returns offsets and slots on the accumulator's device."""
+    check_flat(op, "acc", acc_M, (torch.float32,))
+    on_cuda = check_device(op, "acc", acc_M) == "cuda"
+    for message in messages:
+        check_flat(op, "message", message, (torch.uint8,), device=acc_M.device)
+    check_message_dtype(op, expected.value_dtype)
+    offsets, slots = expected.segment_offsets, expected.slots
+    if on_cuda:
+        check_slots(op, slots, offsets.numel() - 1, None)
+    return codec_cuda.on_device(offsets, acc_M.device), codec_cuda.on_device(slots, acc_M.device)
+
+
+def _check_status(acc_M: torch.Tensor, base: int, expected: Expected, status: torch.Tensor) -> None:
+    """Raises the error that a decoder's status, on the CPU, reports for a message, if any."""
+    if acc_M.is_cuda:
+        codec_cuda.check_status(status, expected.segment_offsets, base, acc_M.numel())
+    refuse_message(status, expected, has_slots=expected.slots is not None)
 
 
 def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -> None:

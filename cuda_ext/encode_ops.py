@@ -93,11 +93,10 @@ def encode(
             out,
             codec_cuda.on_device(segments.slots, grad_N.device),
         )
-        if reports is not None:
-            return codec_cuda.later("encode", report, segments.offsets, reports)[0]
-        sizes, found_S = codec_cuda.read_report("encode", report, segments.offsets)
-        compare_counts(found_S, found_S if nnz_S is None else nnz_S.cpu())
-        return sizes
+        sizes_S, found_S = codec_cuda.results("encode", report, segments.offsets, reports)
+        if reports is None and nnz_S is not None:
+            compare_counts(found_S, nnz_S.cpu())
+        return sizes_S
     if nnz_S is None:
         raise refusal("encode", "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
     check_flat("encode", "nnz", nnz_S, (torch.int64,), device=CPU)

@@ -20,7 +20,6 @@ import torch
 from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import call, check_flat, refusal
 from megatron_sparse.cuda_ext.decode_ops import refuse_message
-from megatron_sparse.cuda_ext.fakes import STATUS_WORDS
 from megatron_sparse.cuda_ext.record_spec import Expected
 
 OP = "nccl_sparse_sum"
@@ -116,10 +115,10 @@ class SumPlan:
     @cached_property
     def report_words(self) -> int:
         """Words of `nccl_sparse_sum`'s report."""
-        statuses = STATUS_WORDS * self.world_size
+        statuses = codec_cuda.STATUS_WORDS * self.world_size
         if not self.gathers:
             return statuses
-        return 2 * statuses + STATUS_WORDS + 2 * self.own.segments[1]
+        return 2 * statuses + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1]
 
     @cached_property
     def words(self) -> torch.Tensor:
@@ -147,11 +146,11 @@ class SumPlan:
     @cached_property
     def _statuses_at(self) -> torch.Tensor:
         """Which words of the report are 0 if there is no error."""
-        messages = torch.arange(self.world_size) * STATUS_WORDS
+        messages = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS
         if not self.gathers:
             return messages
-        encoder = self.world_size * STATUS_WORDS
-        sums = encoder + STATUS_WORDS + 2 * self.own.segments[1] + messages
+        encoder = self.world_size * codec_cuda.STATUS_WORDS
+        sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + messages
         return torch.cat([messages, torch.tensor([encoder]), sums])
 
     def check(self, report: torch.Tensor, step: int, sum_steps: torch.Tensor) -> None:
@@ -169,12 +168,12 @@ class SumPlan:
         if not report[self._statuses_at].any():
             return
         n, own = self.world_size, self.own
-        for rank, status in enumerate(report[: n * STATUS_WORDS].view(n, -1)):
+        for rank, status in enumerate(report[: n * codec_cuda.STATUS_WORDS].view(n, -1)):
             self._check_status(status, own.offsets, step, rank)
         if self.gathers:
-            rest = report[n * STATUS_WORDS :]
+            rest = report[n * codec_cuda.STATUS_WORDS :]
             codec_cuda.check_report("encode", rest, own.own_offsets)
-            for rank, status in enumerate(rest[-n * STATUS_WORDS :].view(n, -1)):
+            for rank, status in enumerate(rest[-n * codec_cuda.STATUS_WORDS :].view(n, -1)):
                 offsets = self.shard_of(rank).own_offsets
                 self._check_status(status, offsets, int(sum_steps[rank]), rank)
 

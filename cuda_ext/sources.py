@@ -68,9 +68,6 @@ CPU_BINDINGS = (
     "moves_record.cpp",
     "moves.cpp",
     "quantised.cpp",
-    "shared_sum.cpp",
-    "shared_engine.cpp",
-    "shared_memory.cpp",
 )
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),
@@ -90,7 +87,6 @@ CUDA_UNITS = (
     "hash_split",
     "hash_memory",
     "hash_partition",
-    "peer",
     "threshold",
     "nccl_sum",
 )
@@ -104,7 +100,6 @@ CUDA_BINDINGS = (
     "row_sparse",
     "moves",
     "hash_partition",
-    "peer",
     "threshold",
     "nccl_sum",
 )

@@ -28,19 +28,6 @@ def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
     return _limits(chosen, wanted, (bits_K > chosen).sum(), (bits_K == chosen).sum())
 
 
-def drawn_ties(first: int, count: int, key: int, device: torch.device) -> torch.Tensor:
-    """The 24-bit draws, over 2^24, of `count` elements from `first` on: fp32 in [0, 1).
-
-    A tie is kept where its draw is less than its chance; `csrc/limit.h` has the definition.
-    """
-    a, b = hash_seed(key, DRAW_TIE)
-    index = torch.arange(first, first + count, device=device)
-    high = index >> 32
-    seed_a = (high * 0x85EBCA6B & _MASK_32) ^ a
-    bits = _hash(index & _MASK_32, seed_a, b + high * 0xC2B2AE35)
-    return (bits >> 8).float() * 2.0**-24
-
-
 def range_draws(keys: Sequence[int]) -> torch.Tensor:
     """For each range's key the 24-bit draw that decides a single tie: int64 [R], on the CPU."""
     seeds = torch.tensor([hash_seed(key, DRAW_TIE) for key in keys]).view(-1, 2)

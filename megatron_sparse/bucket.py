@@ -82,7 +82,6 @@ class Bucket:
             `megatron_sparse.reduction.instances`.
         fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
             gradients; sparse ones always do.
-        has_windows: windows of peer memory were made for it; set by the reducer.
         lanes: for a part of a bucket, exchanged at `compression.level` node or instance: how many
             parts the same nodes exchange at the same time, this one included. The planner needs it
             to know this one's share of the links.
@@ -96,7 +95,6 @@ class Bucket:
     reduction: Reduction = Reduction.SUM
     instances: int = 1
     fp32_sums: bool = False
-    has_windows: bool = False
     lanes: int = 1
     layouts: dict[tuple[bool, Cuts], Layout] = field(default_factory=dict, repr=False)
 

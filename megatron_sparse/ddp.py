@@ -25,23 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config.level import AUTO, RANK
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CheckpointError, ConfigError, HostError
-from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
-from megatron_sparse.planner.plan import Windows
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
 from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
-from megatron_sparse.transport import Transport, open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -99,40 +96,37 @@ class DDPState:
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()
-        self._unplaced: dict[str, dict[str, torch.Tensor]] = {}
+        self._unplaced: dict[str, torch.Tensor] = {}
         self._in_flight: list[PendingReduction | PendingRowSparse] = []
         self._device = device
-        timeout_s = self.config.scheme.timeout_s
+        scheme = self.config.scheme
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
-        self._transport = open_transport(
-            group, self.config.scheme, device, nccl_engine=self.config.scheme.nccl_engine
+        self._transport = ProcessGroupTransport(
+            group,
+            scheme.timeout_s,
+            device,
+            liveness=scheme.watch_peers,
+            nccl_engine=scheme.nccl_engine,
         )
-        self._progress = progress_on(device, timeout_s)
+        self._progress = progress_on(device, scheme.timeout_s)
         self.config = with_agreed_capacity(self.config, device, self._transport.group)
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
-        _check_no_windows(self._planner, self._transport)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[self.config.compression.residual_dtype],
             undo=False,
             outcome=Outcome.ASSUMED,
         )
-        self._method = method_of(self.config.compression, self.residuals)
         sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config,
             Groups(self._transport),
             self._planner,
-            self._method,
+            self.residuals,
             sink,
             self._progress,
         )
         self._row_reducer = RowSparseReducer(self._transport, sink, self._progress)
-        if self.config.compression.method == "dgc":
-            logger.warning(
-                "compression.method=dgc: DDP does not show its hook the optimizer; it must be SGD "
-                "with momentum 0, whose place compression.momentum takes"
-            )
         if ddp.find_unused_parameters:
             logger.warning(
                 "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "
@@ -275,10 +269,10 @@ class DDPState:
             self._take_residuals_back()
         self._buckets[index] = bucket
         self._placed.add(index)
-        for store, waiting in self._unplaced.items():
-            mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
-            if mine:
-                self._method.stores[store].load([bucket], mine)
+        waiting = self._unplaced
+        mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
+        if mine:
+            self.residuals.load([bucket], mine)
         return bucket
 
     def _take_residuals_back(self) -> None:
@@ -288,12 +282,11 @@ class DDPState:
         """
         for index in self._buckets.keys() - self._placed:
             bucket = self._buckets.pop(index)
-            for name, store in self._method.stores.items():
-                if bucket.name in store:
-                    held_N, waiting = store[bucket.name], self._unplaced.setdefault(name, {})
-                    for piece in bucket.parameters:
-                        waiting[piece.name] = held_N[piece.start : piece.stop]
-                    store.load([bucket], {})
+            if bucket.name in self.residuals:
+                held_N = self.residuals[bucket.name]
+                for piece in bucket.parameters:
+                    self._unplaced[piece.name] = held_N[piece.start : piece.stop]
+                self.residuals.load([bucket], {})
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
@@ -301,11 +294,9 @@ class DDPState:
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
         """
-        stores: dict[str, dict[str, torch.Tensor]] = {}
+        held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
-            for store, values in self._method.stores.items():
-                held = self._unplaced.get(store, {}) | dict(values.by_parameter())
-                stores[store] = {name: view.detach().cpu().clone() for name, view in held.items()}
+            held = self._unplaced | dict(self.residuals.by_parameter())
         return {
             "version": VERSION,
             "rank": self._transport.rank,
@@ -313,9 +304,7 @@ class DDPState:
             "step": self.step,
             "enabled": self.enabled,
             "planner": self._planner.state_dict(),
-            "residuals": stores.pop("residual", {}),
-            "stores": stores,
-            "method": self._method.state_dict(),
+            "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -341,9 +330,7 @@ class DDPState:
                     "with zero residuals by not loading it",
                 )
         numels = {name: parameter.numel() for parameter, name in self._names.items()}
-        stores = {"residual": state["residuals"]} | state.get("stores", {})
-        saved = [item for values in stores.values() for item in values.items()]
-        for name, residual in saved:
+        for name, residual in state["residuals"].items():
             if residual.numel() != numels.get(name):
                 raise CheckpointError(
                     f"the saved residual of {name} does not fit the model",
@@ -351,12 +338,9 @@ class DDPState:
                     got=residual.numel(),
                     remedy="resume with the same model",
                 )
-        own = self._method.stores
-        for store in own.values():
-            store.load(self._buckets.values(), {})
+        self.residuals.load(self._buckets.values(), {})
         kept = self.config.compression.residual_checkpoint != "none"
-        self._unplaced = {name: dict(stores[name]) for name in own if kept and name in stores}
-        self._method.load_state_dict(state.get("method", {}))
+        self._unplaced = dict(state["residuals"]) if kept else {}
         self._planner.load_state_dict(state.get("planner", {}))
         self.step, self._planner.enabled = state["step"], state["enabled"]
 
@@ -429,17 +413,6 @@ def _check_level(config: SparseConfig) -> None:
             got=config.compression.level,
             remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
             "hierarchical adds up inside a node what its ranks have selected",
-        )
-
-
-def _check_no_windows(planner: Planner, transport: Transport) -> None:
-    """Windows need buckets that stay, but DDP makes new buckets after the first step."""
-    if planner.windows(transport) is Windows.REQUIRED:
-        raise ConfigError(
-            "peer_two_shot does not go with plain DDP, whose buckets change after the first step",
-            expected="a scheme that runs over any process group",
-            got="scheme.name=peer_two_shot, or planner.pin of a plan that takes it",
-            remedy="use scheme.name=direct, or Megatron with megatron_sparse.attach",
         )
 
 

@@ -2,7 +2,7 @@
 
     bash scripts/gpu_check.sh                 every stage
     bash scripts/gpu_check.sh --call 1        correctness and speed of the main path
-    bash scripts/gpu_check.sh --call 2        NCCL, peer memory, hashing, moves, CUDA graphs
+    bash scripts/gpu_check.sh --call 2        NCCL, capacity mode, hashing, moves
     bash scripts/gpu_check.sh --call 3        compute-sanitizer, the rest
     bash scripts/gpu_check.sh --rehearse      every stage without a GPU: see below
     bash scripts/gpu_check.sh --list          the stages, their limits and commands
@@ -91,7 +91,6 @@ def sanitizer(tool: str) -> list[str]:
     return [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
 
 
-PEER_TESTS = ("tests/transport/test_peer_memory.py",)
 STAGES = (
     Stage("build", (1, 2, 3), 130),
     Stage(
@@ -114,7 +113,6 @@ STAGES = (
     Stage("bucket-engine", (1,), 30, bench="bucket-engine"),
     Stage("bucket-1-queue", (1,), 30, bench="bucket", queues=1),
     Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
-    Stage("peer-memory", (2,), 30, tests=PEER_TESTS),
     Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py", f"{TESTS}memory_account.py")),
     Stage("streams", (2,), 25, tests=("tests/reduction/test_streams_on_gpu.py",)),
     Stage("triton-bucket", (2,), 30, tests=("tests/bench/test_bench_bucket.py",)),
@@ -130,8 +128,6 @@ STAGES = (
             "tests/cuda_ext/test_moves_on_gpu.py",
         ),
     ),
-    Stage("memcheck", (3,), 60, tests=PEER_TESTS, tool="memcheck"),
-    Stage("racecheck", (3,), 60, tests=PEER_TESTS, tool="racecheck"),
     Stage(
         "memcheck-codecs",
         (3,),
@@ -145,7 +141,6 @@ STAGES = (
         tool="memcheck",
     ),
     Stage("memcheck-moves", (3,), 60, tests=(f"{TESTS}moves_emulated.py",), tool="memcheck"),
-    Stage("two-shot", (3,), 30, bench="two-shot"),
 )
 
 
@@ -298,8 +293,8 @@ def bench_hashing(rehearse: bool) -> list[int]:
 
 def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:
     """A bucket from gradient to sum: floor, host time, waits, overlap."""
-    from megatron_sparse.bench.bucket.command import run
-    from megatron_sparse.bench.bucket.sweep import BucketSweep
+    from megatron_sparse.bench.exchange.bucket import run
+    from megatron_sparse.bench.exchange.options import BucketSweep
 
     tiny = BucketSweep(min_bytes=2**16, max_bytes=2**16, iters=1, warmup=0)
     # Triton's kernels are in the codecs' stage; a whole bucket of them takes too long here.
@@ -312,24 +307,11 @@ def bench_engine(rehearse: bool) -> list[int]:
     return bench_bucket(rehearse, nccl_engine=True)
 
 
-def bench_two_shot(rehearse: bool) -> list[int]:
-    """The peer kernels, on virtual ranks of one GPU; a rehearsal has none."""
-    import torch
-
-    from megatron_sparse.bench.peer.command import run
-    from megatron_sparse.bench.peer.options import PeerOptions
-
-    if rehearse:
-        return []
-    return [row.wrong for row in run(PeerOptions(), json_path(), torch.device("cuda"))]
-
-
 BENCHES: dict[str, Callable[[bool], list[int]]] = {
     "codecs": bench_codecs,
     "hashing": bench_hashing,
     "bucket": bench_bucket,
     "bucket-engine": bench_engine,
-    "two-shot": bench_two_shot,
 }
 
 if __name__ == "__main__":

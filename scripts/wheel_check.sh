@@ -62,7 +62,7 @@ run=(
   megatron-sparse train name=wheel model=gpt_tiny data=mock tracking=off cluster.device=cpu
   cluster.ranks_per_node=2 training.iterations=14 training.save_interval=5 training.lr_warmup_iters=2
   model.num_layers=2 model.hidden_size=64 model.seq_length=32 data.vocab_size=512
-  data.num_workers=0 scheme=agsparse compression.warmup_iters=2 compression.ramp_iters=2
+  megatron.num_workers=0 scheme=agsparse compression.warmup_iters=2 compression.ramp_iters=2
 )
 # last_iteration: of the run so far
 last_iteration() {

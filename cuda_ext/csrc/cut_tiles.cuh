@@ -27,11 +27,10 @@ struct TileCut {
   Cleared slots;
 };
 
-// Slots, if there are any, are sent whole and must not contain older data: `clears_slots` where no
-// later launch clears them.
-inline TileCut tile_cut_of(const EncodeArguments& a, const Workspace& work, bool clears_slots) {
+// Slots, if there are any, are cleared: they are sent whole and must not contain older data.
+inline TileCut tile_cut_of(const EncodeArguments& a, const Workspace& work) {
   Cleared slots = {};
-  if (clears_slots && a.slots != nullptr) slots = {a.out, a.capacity};
+  if (a.slots != nullptr) slots = {a.out, a.capacity};
   return {work,
           a.segment_offsets,
           a.segment_kinds,
@@ -65,9 +64,9 @@ __device__ __forceinline__ void clear_area(const Cleared& area, int64_t block, i
   for (int64_t i = 16 * whole + first; i < area.bytes; i += stride) bytes[i] = 0;
 }
 
-// Called by `blocks` blocks of kCutThreads. All of them clear the counters and, if wanted, the
-// slots. The first one finds the first tile of each segment. If the arguments are wrong, the status
-// says so, there are no tiles, and the other launches do nothing.
+// Called by `blocks` blocks of kCutThreads. All of them clear the counters and the slots. The first
+// one finds the first tile of each segment. If the arguments are wrong, the status says so, there
+// are no tiles, and the other launches do nothing.
 __device__ __forceinline__ void cut_tiles(const TileCut& cut, int64_t block, int64_t blocks) {
   const Workspace& work = cut.work;
   const int64_t* segment_offsets = cut.segment_offsets;

@@ -34,7 +34,7 @@ void launch_walk(const DecodeBatch<MOST>& batch, int count, const EncodeArgument
     cudaLaunchKernelEx(&config, walk_kernel<MOST>, batch);
     return;
   }
-  const TileCut cut = tile_cut_of(*next, workspace_of(*next), true);
+  const TileCut cut = tile_cut_of(*next, workspace_of(*next));
   const int64_t blocks = count + cut_blocks(cut);
   const cudaLaunchConfig_t config = grid_for(blocks, blocks, kWalkThreads, stream);
   cudaLaunchKernelEx(&config, walk_and_cut_kernel<MOST>, batch, count, cut);

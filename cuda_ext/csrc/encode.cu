@@ -21,12 +21,6 @@ __global__ void __launch_bounds__(kCutThreads)
   cut_tiles(cut, blockIdx.x, gridDim.x);
 }
 
-void launch_cut_tiles(const TileCut& cut, cudaStream_t stream) {
-  const int64_t blocks = cut_blocks(cut);
-  const cudaLaunchConfig_t config = grid_for(blocks, blocks, kCutThreads, stream);
-  cudaLaunchKernelEx(&config, cut_tiles_kernel, cut);
-}
-
 }  // namespace
 
 int64_t encode_workspace_bytes(const EncodeArguments& arguments) {
@@ -34,11 +28,10 @@ int64_t encode_workspace_bytes(const EncodeArguments& arguments) {
 }
 
 void launch_cut(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  launch_cut_tiles(tile_cut_of(a, work, false), stream);
-}
-
-void launch_cut_and_clear(const EncodeArguments& a, const Workspace& work, cudaStream_t stream) {
-  launch_cut_tiles(tile_cut_of(a, work, true), stream);
+  const TileCut cut = tile_cut_of(a, work);
+  const int64_t blocks = cut_blocks(cut);
+  const cudaLaunchConfig_t config = grid_for(blocks, blocks, kCutThreads, stream);
+  cudaLaunchKernelEx(&config, cut_tiles_kernel, cut);
 }
 
 void launch_place(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
@@ -61,7 +54,7 @@ void launch_compact_grad(const EncodeArguments& a, const Workspace& work, cudaSt
 }
 
 void launch_encode(const EncodeArguments& a, void* stream_pointer, const SpoiledBy& spoiled) {
-  launch_cut_and_clear(a, workspace_of(a), static_cast<cudaStream_t>(stream_pointer));
+  launch_cut(a, workspace_of(a), static_cast<cudaStream_t>(stream_pointer));
   launch_encode_cut(a, stream_pointer, spoiled);
 }
 

@@ -15,13 +15,8 @@ inline Workspace workspace_of(const EncodeArguments& a) {
       a.workspace, {a.numel, a.segment_count, value_bytes, most, a.block_size != 0, false, 0});
 }
 
-// Clears the workspace's counters and cuts the segments into tiles.
+// Clears the workspace's counters and the slots, if any, and cuts the segments into tiles.
 void launch_cut(const EncodeArguments& arguments, const Workspace& work, cudaStream_t stream);
-
-// The same, and clears the slots, if there are any: they are sent whole and must not contain older
-// data.
-void launch_cut_and_clear(const EncodeArguments& arguments, const Workspace& work,
-                          cudaStream_t stream);
 
 template <class Source>
 void launch_compact(const EncodeArguments& a, const Source& source, const Workspace& work,

@@ -78,7 +78,7 @@ void launch_prune(const EncodeArguments& a, const PruneArguments& p, const Works
 void launch_prune_encode(const EncodeArguments& a, const PruneArguments& p, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = workspace_of(a);
-  launch_cut_and_clear(a, work, stream);
+  launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
   launch_prune(a, p, work, stream);
   launch_place(a, work, stream);

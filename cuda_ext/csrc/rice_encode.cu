@@ -58,7 +58,7 @@ int64_t rice_encode_workspace_bytes(const EncodeArguments& a, const RiceArgument
 void launch_rice_encode(const EncodeArguments& a, const RiceArguments& rice, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = rice_workspace_of(a, rice);
-  launch_cut_and_clear(a, work, stream);
+  launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
   launch_compact_grad(a, work, stream);
   const HashSeed seed = hash_seed(static_cast<uint64_t>(rice.key), kDrawResidual);
@@ -69,7 +69,7 @@ void launch_rice_prune_encode(const EncodeArguments& a, const RiceArguments& ric
                               const PruneArguments& p, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const Workspace work = rice_workspace_of(a, rice);
-  launch_cut_and_clear(a, work, stream);
+  launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
   launch_prune(a, p, work, stream);
   // The value that pruning leaves of an fp32 gradient is all of gradient + residual.

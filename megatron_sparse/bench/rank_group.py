@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
-from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT
 
 LINGER_S = 5.0
+
+Turn = Callable[[int], Sequence[float]]
+"""One action of a round, called with the round's number; returns this rank's figures of it."""
 
 
 class RankGroup:
@@ -35,22 +37,14 @@ class RankGroup:
         rank: of this process.
         world_size: processes.
         nccl_engine: `scheme.nccl_engine`.
-        intra_node: `scheme.intra_node`.
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
-        ConfigError: the engine without a GPU, or ranks cannot share memory and must.
+        ConfigError: the engine without a GPU.
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        store: Any,
-        rank: int,
-        world_size: int,
-        *,
-        nccl_engine: bool = False,
-        intra_node: str = SchemeConfig.intra_node,
+        self, timeout_s: float, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
     ) -> None:
         self.rank, self.world_size = rank, world_size
         on_cuda = torch.cuda.is_available()
@@ -68,8 +62,9 @@ class RankGroup:
         )
         world = dist.group.WORLD
         assert world is not None, "just made"
-        self._scheme = SchemeConfig(timeout_s=timeout_s, intra_node=intra_node)
-        self._transport = open_transport(world, self._scheme, self._device, nccl_engine=nccl_engine)
+        self._transport = ProcessGroupTransport(
+            world, timeout_s, self._device, nccl_engine=nccl_engine
+        )
         self._progress = progress_on(self._device, timeout_s)
 
     def __enter__(self) -> Self:
@@ -86,11 +81,28 @@ class RankGroup:
         """The hosts, by the first rank on each."""
         return set(self._transport.nodes)
 
-    @property
-    def transport_name(self) -> str:
-        """`shared_memory` where all pairwise messages take it, else the backend's name."""
-        shared = len(self.nodes) == 1 and self._transport.intra_node == "shared_memory"
-        return "shared_memory" if shared and self.world_size > 1 else self.backend
+    def _in_turn(
+        self, turns: Sequence[Turn], warmup: int, iters: int
+    ) -> tuple[list[torch.Tensor], float]:
+        """Runs every action once a round, so that a slowdown of the machine affects all of them.
+
+        Each round begins with another action than the round before.
+
+        Returns:
+            For each action the figures of all ranks in the rounds that count, fp64 [n, R, M]; and
+            the share of the machine that other programs took in these rounds.
+        """
+        rounds: list[list[Sequence[float]]] = [[] for _ in turns]
+        load = HostLoad()
+        for number in range(warmup + iters):
+            if number == warmup:
+                load = HostLoad()
+            for place in range(len(turns)):
+                index = (place + number) % len(turns)
+                rounds[index].append(turns[index](number))
+        share = self._foreign_load(load)
+        figures = [torch.tensor(each[warmup:], dtype=torch.float64) for each in rounds]
+        return [self._gather(each) for each in figures], share
 
     def _median_us(self, times_us: Sequence[float]) -> float:
         """The median over the rounds of the slowest rank's time."""
@@ -120,6 +132,10 @@ class RankGroup:
         gathered = sent.new_empty(self.world_size, *sent.shape)
         self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
         return gathered.to(own.device)
+
+    def _count(self, own: int) -> int:
+        """The sum of all ranks' counts."""
+        return int(self._gather(torch.tensor([own], dtype=torch.float64)).sum())
 
     def _foreign_load(self, load: HostLoad) -> float:
         """The share of the machines that other programs took since `load` was made."""

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
@@ -27,7 +26,7 @@ from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
-from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -239,7 +238,8 @@ def _select_calls(
     bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(
-        method_of(CompressionConfig(leak=0.0), residuals),
+        CompressionConfig(leak=0.0),
+        residuals,
         0,
         MessageBuffers(),
     )
@@ -263,14 +263,15 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     selector = Selector(
-        method_of(CompressionConfig(leak=0.0), residuals),
+        CompressionConfig(leak=0.0),
+        residuals,
         0,
         MessageBuffers(),
     )
     message = selector.select(
         bucket, MessageSpec(1.0, format="coo"), step=STEP, timer=StageTimer(device)
     )
-    own_hash = PermutationHash(numel, PARTITIONS, SchemeConfig.hash_seed)
+    own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
     yield CodecCall(
         CodecOp.PARTITION,
         "pairs",
@@ -279,7 +280,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     )
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
-    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, SchemeConfig.hash_seed)
+    wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
     place = PartitionRecord(wide, 0, torch.float32, 0, STEP)
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()

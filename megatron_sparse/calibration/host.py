@@ -15,7 +15,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.base import whole_group
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
@@ -98,7 +97,7 @@ def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
         config,
         Groups(transport),
         planner,
-        method_of(config.compression, residuals),
+        residuals,
         NullSink(),
         progress,
     )

@@ -17,7 +17,6 @@ from megatron_sparse.collectives.registry import (
     check_capacity,
     check_names,
     check_op,
-    over_groups,
     skips_straggler,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
@@ -37,6 +36,5 @@ __all__ = [
     "check_capacity",
     "check_names",
     "check_op",
-    "over_groups",
     "skips_straggler",
 ]

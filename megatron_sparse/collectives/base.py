@@ -16,7 +16,6 @@ from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport, Work
 from megatron_sparse.transport.base import Marker
-from megatron_sparse.transport.peer_memory import PeerMemory
 from megatron_sparse.transport.subset import SubsetTransport
 
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
@@ -57,7 +56,6 @@ class Exchange:
             messages are part of a collective's `Identity`.
         straggler: the rank of the group that is expected to come last to this bucket; None if no
             straggler is known. All ranks have agreed on it.
-        windows: peer memory of the group's buckets; None if none was made (`peer_windows`).
         averages: gradients have not been divided, and the backend averages them: for `dense` and a
             reduce-scatter only.
     """
@@ -68,7 +66,6 @@ class Exchange:
     timer: StageTimer
     options: SchemeConfig
     straggler: int | None = None
-    windows: PeerMemory | None = None
     averages: bool = False
 
     @property

@@ -144,9 +144,3 @@ class BufferSizes:
         if self.partial_dtype != "fp32":
             buffers["outgoing"] = outgoing * self.partial_bytes
         return buffers
-
-
-def no_buffers(sizes: BufferSizes) -> dict[str, int]:
-    """Of a scheme that works in the gradient itself."""
-    del sizes
-    return {}

@@ -93,11 +93,6 @@ def two_of(name: str) -> ConfigError:
     )
 
 
-def over_groups() -> dict[str, Scheme]:
-    """The schemes that run over any process group and on the virtual cluster."""
-    return {name: scheme for name, scheme in SCHEMES.items() if not scheme.needs_windows}
-
-
 def candidates() -> list[str]:
     """The schemes that the planner can choose from: those that have a cost."""
     return [name for name, scheme in SCHEMES.items() if scheme.cost is not None]
@@ -149,7 +144,6 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
             remedy="leave scheme.wire_dtype out",
         )
     _check_engine(config, has_engine=chosen is None or chosen.has_engine)
-    _check_windows(config)
     _check_straggler(config)
     check_capacity(scheme)
     if op is not None:
@@ -210,20 +204,6 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
         remedy="choose another scheme, or train without Megatron's distributed optimizer, which "
         "needs the reduce_scatter (training.use_distributed_optimizer=false)",
     )
-
-
-def _check_windows(config: SparseConfig) -> None:
-    """Windows of peer memory have no records of format Rice."""
-    scheme, bits = config.scheme, config.compression.given_value_bits
-    named = [scheme.name, *(config.planner.schemes or ())]
-    in_windows = [name for name in named if name in SCHEMES and SCHEMES[name].needs_windows]
-    if in_windows and (bits is not None or scheme.format == "rice"):
-        raise ConfigError(
-            f"{in_windows[0]} has no records of format rice",
-            expected="compression.value_bits=null, and scheme.format=auto, coo or pici",
-            got=f"compression.value_bits={bits}, scheme.format={scheme.format}",
-            remedy="leave these out, or choose another scheme",
-        )
 
 
 def _check_engine(config: SparseConfig, *, has_engine: bool) -> None:

@@ -53,8 +53,6 @@ class Scheme:
         sends_whole: its messages hold every element, quantised (`MessageSpec.whole`).
         takes_slots: it takes messages of fixed size, which `scheme.capacity` asks for.
         has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
-        needs_windows: it runs in windows of peer memory (`peer_windows`), which are made for all
-            buckets of a group beforehand: on CUDA, inside one machine.
         skips_straggler: it does not wait for `Exchange.straggler`, and needs `straggler.mode` to
             name one.
         runs_across_nodes: `hierarchical` can run it between the nodes.
@@ -75,7 +73,6 @@ class Scheme:
     sends_whole: bool = False
     takes_slots: bool = False
     has_engine: bool = False
-    needs_windows: bool = False
     skips_straggler: bool = False
     runs_across_nodes: bool = False
     takes_inner: bool = False

@@ -22,7 +22,7 @@ always sent whole travel among the pairs: 4 bytes more for each.
 
 Deviations: by default h0 is a permutation, which needs no index sets (`scheme.partition_hash`);
 a push record is a bitmap or dense where that is smaller (`formats.hash_pairs`), and a pull record
-dense; h0 depends on `scheme.hash_seed`, which ranks agree on, instead of seeds that are broadcast.
+dense; h0 is a function of `HASH_SEED`, which all ranks know, instead of seeds that are broadcast.
 On CUDA it needs the compiled kernels, and the host waits for the device at every check.
 """
 
@@ -54,7 +54,12 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.entries import entries
-from megatron_sparse.formats.hash_partition import IndexSetHash, PartitionHash, PermutationHash
+from megatron_sparse.formats.hash_partition import (
+    HASH_SEED,
+    IndexSetHash,
+    PartitionHash,
+    PermutationHash,
+)
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
@@ -83,11 +88,11 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     """
     bucket, options, timer = exchange.bucket, exchange.options, exchange.timer
     _check_bucket(bucket)
-    scheme = f"{NAME} {options.partition_hash}/{options.hash_seed}"
+    scheme = f"{NAME} {options.partition_hash}"
     identity = Identity.of_message(scheme, exchange, message)
     group = whole_group(exchange.transport, identity.tag)
     n = group.world_size
-    h0 = _partition_hash(options.partition_hash, bucket.numel, n, options.hash_seed)
+    h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
     places = [PartitionRecord(h0, server, dtype, 0, message.step) for server in range(n)]
     with timer.stage("encode"):
@@ -130,9 +135,7 @@ def _cut(message: Message, h0: PartitionHash, options: SchemeConfig) -> Partitio
     indices_K, values_K = entries(message)
     if options.hash_rounds == 0:
         return split(h0, indices_K, values_K)
-    return hierarchical_hash(
-        h0, indices_K, values_K, rehashes=options.hash_rounds, seed=options.hash_seed
-    )
+    return hierarchical_hash(h0, indices_K, values_K, rehashes=options.hash_rounds, seed=HASH_SEED)
 
 
 def _push(

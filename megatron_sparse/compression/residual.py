@@ -19,10 +19,6 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.errors import CheckpointError, SelectionError
 
 RESIDUAL_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-RESIDUAL = "residual"
-"""The name of the store of a rank's, node's or instance's residual."""
-OF_INSTANCES = "residual_of_instances"
-"""The name of the store of a second residual: where nodes and instances compress, an instance's."""
 SliceKey = tuple[str, int]
 """A parameter's name, and the element of it at which a slice begins."""
 

@@ -1,20 +1,15 @@
 """When to compress and how much: dense warm-up, density ramp, target.
 
 Starting from scratch at density 1 % without a warm-up costs a visible part of the first loss drop;
-Deep Gradient Compression (Lin et al., 2017, section 3.3) lowers the density exponentially instead:
-over four epochs at 25, 6.25, 1.5625 and 0.4 %, then 0.1 %. That is `ramp_shape=staircase` from
-`ramp_start_density=0.25` to `density=0.001`; `exponential` is the same curve without steps.
+Deep Gradient Compression (Lin et al., 2017, section 3.3) lowers the density exponentially instead,
+in a step for each of four epochs; the ramp here is the same curve without steps.
 """
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 
 from megatron_sparse.config.sparse import CompressionConfig
-
-STAIR = 0.25
-"""The ratio of a staircase's density to the one before."""
 
 
 class Phase(StrEnum):
@@ -47,14 +42,4 @@ def phase_and_density(config: CompressionConfig, step: int) -> tuple[Phase, floa
         return Phase.TARGET, config.density
     start = max(config.ramp_start_density, config.density)
     progress = ramp_step / config.ramp_iters
-    if config.ramp_shape == "staircase":
-        return Phase.RAMP, start * STAIR ** int(progress * _stairs(start, config.density))
-    if config.ramp_shape == "linear":
-        return Phase.RAMP, start + (config.density - start) * progress
     return Phase.RAMP, start * (config.density / start) ** progress
-
-
-def _stairs(start: float, density: float) -> int:
-    """How many of start, start / 4, start / 16, ... lie above `density`; one at least."""
-    # A density that is a stair itself, but for the rounding of the logarithms, is the target.
-    return max(math.ceil(math.log(density / start) / math.log(STAIR) - 1e-9), 1)

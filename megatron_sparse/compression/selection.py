@@ -7,9 +7,8 @@ Leaky error feedback, for each element, with gradient g and residual e:
     |x| equal to it:           a part of these elements is drawn, and sent likewise
     otherwise:                 send nothing; e becomes leak * x
 
-The compression method (`method.py`) supplies e and the limits, one for each range of the bucket (a
-parameter, or the part of it in one shard; see the picture above `bucket.Layout`). The rest is
-the same for all methods.
+`residual.ResidualStore` keeps e. `threshold.range_limits` finds the limits, one for each range of
+the bucket (a parameter, or the part of it in one shard; see the picture above `bucket.Layout`).
 
 Shape suffixes: N elements of the bucket, S segments of the message, R threshold ranges.
 """
@@ -23,8 +22,9 @@ import torch
 
 from megatron_sparse.bucket import Bucket, Cuts
 from megatron_sparse.compression.keys import draw_key
-from megatron_sparse.compression.method import CompressionMethod
-from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.compression.threshold import range_limits
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec
 from megatron_sparse.formats.capacity import segment_capacity
@@ -97,8 +97,8 @@ class Selector:
     """Selects from the buckets of one group of ranks.
 
     Args:
-        method: the compression method, with its settings and residuals, which are mutated; shared
-            with the selectors of other groups.
+        config: density, samples, scope, leak, seed.
+        residuals: error feedback, which is mutated; shared with the selectors of other groups.
         rank: this rank in the group; part of the key of random draws, so that ranks neither round
             alike nor draw the same ties.
         buffers: where messages live.
@@ -108,21 +108,27 @@ class Selector:
             before the first selection.
     """
 
-    def __init__(self, method: CompressionMethod, rank: int, buffers: MessageBuffers) -> None:
-        self.config = method.config
-        self.method = method
+    def __init__(
+        self,
+        config: CompressionConfig,
+        residuals: ResidualStore,
+        rank: int,
+        buffers: MessageBuffers,
+    ) -> None:
+        self.config = config
+        self.residuals = residuals
         self.rank = rank
         self.buffers = buffers
         self.thresholds_R: torch.Tensor | None = None
 
     def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
-        """The residual [N] with all that the method adds to the gradient; mutates it.
+        """The residual [N], which is added to the gradient; from here on it may be mutated.
 
         `select` calls this itself. Call it first only if ranks agree on limits, for which they
         need the residual; then pass the result to `select` in `agreed`.
         """
         with timer.stage("prune"):
-            return self.method.begin(bucket)
+            return self.residuals.begin(bucket)
 
     def select(
         self,
@@ -153,7 +159,9 @@ class Selector:
             capacity_S = segment_capacity(layout, spec.capacity * spec.density)
         residual_N, limits = agreed or (self.begin(bucket, timer), None)
         with timer.stage("threshold"):
-            limits_R = self.method.limits(bucket, layout, residual_N, spec.density, step, limits)
+            limits_R = range_limits(
+                bucket, layout, residual_N, spec.density, step, self.config, limits
+            )
             pruning = Pruning(
                 residual_N,
                 layout.range_offsets,
@@ -163,7 +171,6 @@ class Selector:
                 capacity_S,
                 limits_R.tie_chances,
             )
-            self.method.selecting(bucket, layout, pruning, spec.density)
         self.thresholds_R = limits_R.thresholds
         with timer.stage("prune"):
             message = prune_encode(
@@ -174,8 +181,6 @@ class Selector:
                 self.buffers,
             )
         message.residual_N = residual_N
-        # Some methods adapt the next thresholds to the count that these ones have selected.
-        self.method.selected(bucket, message)
         return message
 
     def take_whole(
@@ -188,7 +193,7 @@ class Selector:
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
-        if not narrow and not self.method.has_addend(bucket):
+        if not narrow and bucket.name not in self.residuals:
             return bucket.grad_N
         layout = bucket.layout(sharded=False)
         residual_N = self.begin(bucket, timer)

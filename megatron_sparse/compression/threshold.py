@@ -46,21 +46,24 @@ def range_limits(
         Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
         at density 1, are `KEEP_ALL`. No host synchronisation.
     """
-    return spread(piece_limits(bucket, layout, residual_N, density, step, config, agreed), layout)
+    piece_R = codec_cuda.on_device(layout.range_piece, bucket.grad_N.device)
+    limits_P = _piece_limits(bucket, layout, residual_N, density, step, config, agreed)
+    return Limits(*(each_P[piece_R] for each_P in limits_P))
 
 
-def piece_limits(
+def _piece_limits(
     bucket: Bucket,
     layout: Layout,
     residual_N: torch.Tensor,
     density: float,
     step: int,
     config: CompressionConfig,
-    agreed: Limits | None = None,
+    agreed: Limits | None,
 ) -> Limits:
-    """The limits of every piece of the layout; see `range_limits`."""
+    """The limits of every piece of the layout, each of which has one range or more."""
     device = bucket.grad_N.device
-    pruned_P = pruned_pieces(bucket, layout)
+    # Kept and lossless parameters and padding have no threshold.
+    pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
         return Limits.keep_all((len(pruned_P),), device)
     limits = agreed
@@ -87,17 +90,6 @@ def piece_limits(
     )
 
 
-def spread(limits_P: Limits, layout: Layout) -> Limits:
-    """From the layout's pieces to its ranges, each of which lies in one piece."""
-    piece_R = codec_cuda.on_device(layout.range_piece, limits_P.thresholds.device)
-    return Limits(*(each_P[piece_R] for each_P in limits_P))
-
-
-def pruned_pieces(bucket: Bucket, layout: Layout) -> list[bool]:
-    """Whether each piece has a threshold: kept and lossless parameters and padding have none."""
-    return [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
-
-
 def sampled_magnitudes(
     bucket: Bucket, residual_N: torch.Tensor, step: int, config: CompressionConfig
 ) -> torch.Tensor:
@@ -108,30 +100,8 @@ def sampled_magnitudes(
     """
     key = draw_key(config.seed, step, "sample", bucket.name)
     positions = _positions([p for p in bucket.parameters if p.pruned], config.samples, key)
-    return _magnitudes(bucket, residual_N, positions)
-
-
-def sampled_rows(
-    bucket: Bucket, residual_N: torch.Tensor, step: int, config: CompressionConfig
-) -> list[torch.Tensor]:
-    """Samples for each threshold that `threshold_scope` asks for.
-
-    Returns:
-        For `parameter` the samples of each pruned parameter, in order; for `bucket` those of all
-        pruned parameters, in one tensor; an empty list if nothing may be pruned. fp32 on the
-        bucket's device, to which the positions are copied once.
-    """
-    pruned = [p for p in bucket.parameters if p.pruned and p.stop > p.start]
-    if not pruned:
-        return []
-    if config.threshold_scope == "bucket":
-        return [sampled_magnitudes(bucket, residual_N, step, config)]
-    positions = [
-        _positions([p], config.samples, draw_key(config.seed, step, "sample", p.name))
-        for p in pruned
-    ]
-    magnitudes_S = _magnitudes(bucket, residual_N, torch.cat(positions))
-    return list(magnitudes_S.split([p.numel() for p in positions]))
+    index = codec_cuda.to_device(positions, bucket.grad_N.device)
+    return (bucket.grad_N[index].float() + residual_N[index].float()).abs()
 
 
 def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> torch.Tensor:
@@ -150,8 +120,3 @@ def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> 
     owner = torch.searchsorted(ends, positions, right=True)
     first = torch.cat([ends.new_zeros(1), ends[:-1]])
     return positions - first[owner] + starts[owner]
-
-
-def _magnitudes(bucket: Bucket, residual_N: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    index = codec_cuda.to_device(positions, bucket.grad_N.device)
-    return (bucket.grad_N[index].float() + residual_N[index].float()).abs()

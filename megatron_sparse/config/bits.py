@@ -12,7 +12,7 @@ QUANTISED_FORMATS = ("auto", "rice")
 """Formats that `compression.value_bits` goes with; `auto` is then `rice`."""
 AUTO_VALUE_BITS, AUTO_SUM_BITS = 4, 8
 """What `auto` stands for where messages take values in few bits: as in the preset `safe`."""
-FULL_VALUE_SCHEMES = ("omnireduce", "peer_two_shot", "zen")
+FULL_VALUE_SCHEMES = ("omnireduce", "zen")
 """Sparse schemes without records of format Rice. The registry has them; a test compares."""
 DENSE_SCHEMES = (
     "dense",

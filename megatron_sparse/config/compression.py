@@ -11,18 +11,10 @@ from megatron_sparse.errors import ConfigError
 
 THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
 RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
-METHODS = ("topk", "threshold_reuse", "sidco", "dgc")
-"""Selection methods; `compression.method` has a class for each."""
-SHARED_THRESHOLD_METHODS = ("topk", "dgc")
-"""Methods that sample in every step, so that a tensor-parallel group can agree on a threshold."""
 VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
 DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
-RAMP_SHAPES = ("exponential", "linear", "staircase")
-REUSE_BAND = (0.8, 1.3)
-"""`threshold_reuse` keeps a threshold while the kept count over the target is in this range, which
-is that of DGC's threshold adaptation."""
 
 
 def dense_value_bits(value_bits: int | None) -> int:
@@ -48,16 +40,9 @@ class CompressionConfig:
             `rank`: none, each rank selects from its own. `node`: those of a node; each of its m
             ranks selects from its m-th of the sum, and only selections cross between nodes.
             `instance`: those of an instance of Megatron's distributed optimizer; the sum over
-            the instances is compressed. `node+instance`: `node` inside each instance, and the sum
-            over the instances is compressed too, with a residual of its own. `auto`: `node` where
-            several nodes have equally many ranks, more than one, and links inside that are fast
-            enough (`planner.cluster`); else `rank`. The start says which level runs and why; see
-            docs/compression.md.
-        method: how gradients accumulate and thresholds are found; docs/compression.md compares
-            the methods. `topk`: leaky error feedback; every step samples the thresholds.
-            `threshold_reuse`: the same, but a threshold serves for several steps. `sidco`: the
-            same, but thresholds come from a tail fitted to the samples. `dgc`: Deep Gradient
-            Compression's momentum correction, for SGD without momentum.
+            the instances is compressed. `auto`: `node` where several nodes have equally many ranks,
+            more than one, and links inside that are fast enough (`planner.cluster`); else `rank`.
+            The start says which level runs and why; see docs/compression.md.
         density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
         value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
             group of 128; elements that are sent whole travel in bf16. What rounding leaves goes to
@@ -72,22 +57,15 @@ class CompressionConfig:
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
             overlap on and off), `bucket` (one for each bucket; overlap changes the buckets' cut)
             or `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group,
-            which gather their samples; needs `method` `topk` or `dgc` and the same plan on all
-            these ranks, so not `planner.cluster`).
-        reuse_iters: `threshold_reuse`: steps that a threshold serves for, including the step that
-            sampled it.
-        momentum: `dgc`: momentum of the velocity that each rank accumulates; it replaces the
-            optimizer's.
-        momentum_masking: `dgc`: clear the velocity of sent elements (momentum factor masking).
+            which gather their samples; needs the same plan on all these ranks, so not
+            `planner.cluster`).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
         warmup_iters: iterations at the start that synchronise densely.
-        ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`.
+        ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`,
+            by equal factors.
         ramp_start_density: the first density of the ramp.
-        ramp_shape: `exponential` (equal factors), `linear` (equal differences) or `staircase`
-            (DGC's warm-up: equal times at the start density, at a quarter of it, and so on, down
-            to `density`).
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
         keep_patterns: regular expressions; a parameter whose name matches one is sent whole.
@@ -104,21 +82,16 @@ class CompressionConfig:
 
     enabled: bool = True
     level: str = RANK
-    method: str = "topk"
     density: float = 0.22
     value_bits: int | str | None = "auto"
     leak: float = 1.0
     samples: int = 40_000
     threshold_scope: str = "parameter"
-    reuse_iters: int = 32
-    momentum: float = 0.9
-    momentum_masking: bool = True
     residual_dtype: str = "fp32"
     undo: str = "auto"
     warmup_iters: int = 500
     ramp_iters: int = 1000
     ramp_start_density: float = 0.25
-    ramp_shape: str = "exponential"
     keep_below_numel: int = 4096
     keep_patterns: list[str] = field(default_factory=list)
     lossless_patterns: list[str] = field(default_factory=list)
@@ -129,22 +102,17 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         is_flag("compression.enabled", self.enabled)
         one_of("compression.level", self.level, LEVELS)
-        one_of("compression.method", self.method, METHODS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
         if self.value_bits is not None:
             one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS))
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
-        in_range("compression.reuse_iters", self.reuse_iters, 1, math.inf, integer=True)
-        in_range("compression.momentum", self.momentum, 0, 0.999)
-        is_flag("compression.momentum_masking", self.momentum_masking)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
         in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
         in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
         in_range("compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True)
-        one_of("compression.ramp_shape", self.ramp_shape, RAMP_SHAPES)
         in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
         one_of("compression.residual_checkpoint", self.residual_checkpoint, RESIDUAL_CHECKPOINTS)
         in_range("compression.residual_alarm", self.residual_alarm, 0, math.inf)
@@ -159,31 +127,12 @@ class CompressionConfig:
                 remedy="keep it in lossless_patterns if most elements are zero, else in "
                 "keep_patterns",
             )
-        self._check_method()
         self._check_bits()
 
     @property
     def given_value_bits(self) -> int | None:
         """Bits of a value; None: in full, as `auto` outside a `SparseConfig` is."""
         return None if isinstance(self.value_bits, str) else self.value_bits
-
-    def _check_method(self) -> None:
-        """Refuses options that the method does not support."""
-        if self.threshold_scope == "tp_group" and self.method not in SHARED_THRESHOLD_METHODS:
-            raise ConfigError(
-                f"compression.method={self.method} finds thresholds on each rank alone",
-                expected="compression.threshold_scope=parameter or bucket",
-                got="tp_group",
-                remedy="set compression.threshold_scope=bucket, or compression.method="
-                + " or ".join(SHARED_THRESHOLD_METHODS),
-            )
-        if self.method == "dgc" and self.residual_dtype != "fp32":
-            raise ConfigError(
-                "compression.method=dgc accumulates velocities in the residual",
-                expected="compression.residual_dtype=fp32",
-                got=self.residual_dtype,
-                remedy="leave residual_dtype out: bf16 loses additions below 1/256 of an element",
-            )
 
     def _check_bits(self) -> None:
         """Refuses values in few bits where they would not do as documented."""

@@ -31,13 +31,10 @@ class ModelConfig:
         seq_length: tokens in a sample.
         max_position_embeddings: rows of the learned position table; null takes `seq_length`.
         position_embedding_type: `learned_absolute` or `rope`.
-        rotary_base: base of the rotary angles.
         vocab_size: number of token ids; null takes the data's. Megatron pads it to a multiple of
             128 times the tensor-parallel size.
         tied_embeddings: input embedding and output layer share one matrix.
-        dropout: dropout probability of hidden states.
-        attention_dropout: dropout probability of attention; null takes `dropout`.
-        init_std: standard deviation of the initial weights.
+        dropout: dropout probability of hidden states and of attention.
     """
 
     num_layers: int = 4
@@ -49,12 +46,9 @@ class ModelConfig:
     seq_length: int = 128
     max_position_embeddings: int | None = None
     position_embedding_type: str = "learned_absolute"
-    rotary_base: int = 10_000
     vocab_size: int | None = None
     tied_embeddings: bool = True
     dropout: float = 0.0
-    attention_dropout: float | None = None
-    init_std: float = 0.02
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
@@ -75,12 +69,8 @@ class ModelConfig:
             self.position_embedding_type,
             ("learned_absolute", "rope"),
         )
-        in_range("model.rotary_base", self.rotary_base, 1, math.inf, integer=True)
         is_flag("model.tied_embeddings", self.tied_embeddings)
         in_range("model.dropout", self.dropout, 0, 1)
-        if self.attention_dropout is not None:
-            in_range("model.attention_dropout", self.attention_dropout, 0, 1)
-        in_range("model.init_std", self.init_std, 0, math.inf, low_open=True)
         divides(
             "model.num_attention_heads",
             self.num_attention_heads,

@@ -6,7 +6,51 @@ from collections.abc import Mapping
 
 from megatron_sparse.errors import ConfigError
 
-REMOVED: Mapping[str, str] = {}
+_PEER_MEMORY = (
+    "use scheme.name=direct, which runs over NCCL, or compression.level=node, which leaves sums "
+    "inside a node to the backend"
+)
+
+REMOVED: Mapping[str, str] = {
+    "cluster.omp_num_threads": "set cluster.env.OMP_NUM_THREADS=N, or export OMP_NUM_THREADS",
+    "compression.level=node+instance": "set compression.level=node, which adds up instances dense, "
+    "or instance, which compresses the sum over them",
+    "compression.method": "leave it out: sampled top-k with leaky error feedback is the method",
+    "compression.momentum": "set the optimizer's own momentum",
+    "compression.momentum_masking": "leave it out: residuals have no momentum to mask",
+    "compression.ramp_shape": "leave it out: the density falls by equal factors",
+    "compression.reuse_iters": "set fewer compression.samples: sampling costs less then",
+    "compression=dgc": "set compression=topk999, with the optimizer's own momentum",
+    "compression=sidco": "set compression=topk999 or another density: thresholds are quantiles",
+    "compression=threshold_reuse": "set compression=topk99, and fewer compression.samples",
+    "data.num_workers": "set megatron.num_workers=N",
+    "model.attention_dropout": "set megatron.attention_dropout=P; without it model.dropout counts",
+    "model.init_std": "set megatron.init_method_std=S",
+    "model.rotary_base": "set megatron.rotary_base=N",
+    "planner.hysteresis": "leave it out: a change of scheme needs a gain of 5 %",
+    "planner.profile_every": "leave it out: sparsity is sampled every 200 steps",
+    "planner.profile_iters": "leave it out: the first 3 steps of ramp and target are sampled",
+    "planner.replan_every": "leave it out: measured times are compared every 50 steps",
+    "planner.retry_after": "leave it out: a scheme that lost to dense rests for 1000 steps",
+    "planner.schemes=peer_two_shot": _PEER_MEMORY,
+    "scheme.hash_seed": "leave it out: the hash of zen is the same everywhere",
+    "scheme.intra_node": "leave it out: ranks of a host use the backend (gloo, NCCL)",
+    "scheme.name=peer_two_shot": _PEER_MEMORY,
+    "scheme.peer_in_order_of_coming": _PEER_MEMORY,
+    "scheme.peer_windows": _PEER_MEMORY,
+    "straggler.history": "leave it out: the last 20 steps count",
+    "straggler.inject_delay_ms": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
+    "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
+    "tracking.flush_every": "leave it out: lines are flushed every 10 iterations, and at the end",
+    "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
+    "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
+    "the coders on synthetic moves",
+    "tracking.wandb_entity": "export WANDB_ENTITY=NAME",
+    "training.clip_grad": "set megatron.clip_grad=NORM",
+    "training.log_interval": "set megatron.log_interval=N",
+    "training.save_on_interrupt": "set training.save_signal=SIGINT",
+    "training.weight_decay": "set megatron.weight_decay=W",
+}
 """`section.key`, `section.key=value` or `group=option`, with the remedy that the error gives."""
 
 

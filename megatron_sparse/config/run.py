@@ -25,7 +25,7 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import ConfigError
 
-SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM")
+SAVE_SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT")
 """Allowed values of `training.save_signal`."""
 LR_WARMUP_ITERS = 100
 """The longest warm-up that `training.lr_warmup_iters=null` takes."""
@@ -41,9 +41,9 @@ class ClusterConfig:
         ranks_per_node: processes on each machine, one for each GPU.
         device: `cuda`, `cpu`, or `auto`: GPUs if each rank of a node has one, else CPU. The run
             prints its choice and keeps it in `config.yaml`.
-        omp_num_threads: CPU threads of each rank.
-        env: environment variables of the ranks (NCCL_* and the like). A variable that is already
-            set in the environment of the start command keeps its value.
+        env: environment variables of the ranks (NCCL_*, OMP_NUM_THREADS and the like; without the
+            latter a rank has one CPU thread). A variable that is already set in the environment of
+            the start command keeps its value.
         requeue: after `training.save_signal` has ended the run, ask Slurm to start the job again;
             with `resume=auto` the run then continues.
     """
@@ -51,7 +51,6 @@ class ClusterConfig:
     nodes: int = 1
     ranks_per_node: int = 2
     device: str = "auto"
-    omp_num_threads: int = 1
     env: dict[str, str] = field(default_factory=dict)
     requeue: bool = False
 
@@ -60,7 +59,6 @@ class ClusterConfig:
         in_range("cluster.nodes", self.nodes, 1, math.inf, integer=True)
         in_range("cluster.ranks_per_node", self.ranks_per_node, 1, math.inf, integer=True)
         one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
-        in_range("cluster.omp_num_threads", self.omp_num_threads, 1, math.inf, integer=True)
 
     @property
     def world_size(self) -> int:
@@ -79,7 +77,6 @@ class DataConfig:
         mock: use Megatron's synthetic data.
         vocab_size: number of token ids of `prefix` or `mock`; a corpus in `dir` stores its own.
         split: parts for training, validation and test, in the form of Megatron's `--split`.
-        num_workers: data-loading processes of each rank.
     """
 
     dir: str | None = "data/code"
@@ -87,7 +84,6 @@ class DataConfig:
     mock: bool = False
     vocab_size: int | None = None
     split: str = "95,5,0"
-    num_workers: int = 2
 
     def __post_init__(self) -> None:
         is_flag("data.mock", self.mock)
@@ -117,7 +113,6 @@ class DataConfig:
                 got=repr(self.split),
                 remedy='write data.split="95,5,0"',
             )
-        in_range("data.num_workers", self.num_workers, 0, math.inf, integer=True)
 
 
 @dataclass
@@ -130,8 +125,6 @@ class TrainingConfig:
         min_lr: the last learning rate.
         lr_warmup_iters: iterations over which the learning rate rises from 0; null takes 100, or
             a tenth of the run where that is less.
-        weight_decay: Adam's decoupled weight decay.
-        clip_grad: largest global norm of the gradient; 0 does not clip.
         micro_batch_size: samples of one forward pass on one rank.
         global_batch_size: samples of an iteration on all ranks; null takes one micro-batch a rank.
         precision: dtype of weights and activations: `fp32`, `bf16`, `fp16` (with loss scaling), or
@@ -142,16 +135,14 @@ class TrainingConfig:
         use_distributed_optimizer: shard the optimizer's state (reduce-scatter of gradients).
         tensor_parallel: ranks that share each layer.
         pipeline_parallel: ranks that share the stack of layers.
-        log_interval: iterations between Megatron's lines.
         eval_interval: iterations between validations; 0 does not validate.
         eval_iters: iterations of each validation.
         save_interval: iterations between checkpoints in the run's folder; 0 saves none.
-        save_signal: name of a signal, such as SIGUSR1. When a rank receives it, the run finishes
-            the current iteration, saves a checkpoint and exits with code 0. With this option the
-            run also saves a checkpoint at its end.
-        save_on_interrupt: on Ctrl-C (SIGINT) finish the current iteration and save a checkpoint; a
-            second Ctrl-C stops at once. Without it Ctrl-C stops at once. With this option the run
-            also saves a checkpoint at its end. Excludes `save_signal`.
+        save_signal: name of a signal: on it the run finishes the current iteration, saves a
+            checkpoint and ends. With this option it also saves a checkpoint at its end. SIGUSR1,
+            SIGUSR2 and SIGTERM are for batch jobs: a rank that receives one ends with code 0.
+            SIGINT is Ctrl-C, which stops a run at once without this option; with it the second
+            Ctrl-C does.
         load: folder of checkpoints to start from; a resumed run takes its own.
     """
 
@@ -159,8 +150,6 @@ class TrainingConfig:
     lr: float = 3e-4
     min_lr: float = 3e-5
     lr_warmup_iters: int | None = None
-    weight_decay: float = 0.1
-    clip_grad: float = 1.0
     micro_batch_size: int = 2
     global_batch_size: int | None = None
     precision: str = "auto"
@@ -169,25 +158,20 @@ class TrainingConfig:
     use_distributed_optimizer: bool = False
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
-    log_interval: int = 10
     eval_interval: int = 0
     eval_iters: int = 10
     save_interval: int = 0
     save_signal: str | None = None
-    save_on_interrupt: bool = False
     load: str | None = None
 
     def __post_init__(self) -> None:
         in_range("training.lr", self.lr, 0, math.inf, low_open=True)
         in_range("training.min_lr", self.min_lr, 0, self.lr)
-        for name in ("weight_decay", "clip_grad"):
-            in_range(f"training.{name}", getattr(self, name), 0, math.inf)
         for name in (
             "iterations",
             "micro_batch_size",
             "tensor_parallel",
             "pipeline_parallel",
-            "log_interval",
             "eval_iters",
         ):
             in_range(f"training.{name}", getattr(self, name), 1, math.inf, integer=True)
@@ -212,19 +196,6 @@ class TrainingConfig:
         one_of("training.precision", self.precision, ("auto", *DTYPES))
         if self.save_signal is not None:
             one_of("training.save_signal", self.save_signal, SAVE_SIGNALS)
-        is_flag("training.save_on_interrupt", self.save_on_interrupt)
-        if self.save_on_interrupt and self.save_signal is not None:
-            raise ConfigError(
-                "Megatron saves on one signal only",
-                expected="training.save_on_interrupt=true (SIGINT) or training.save_signal",
-                got=f"save_on_interrupt=true and save_signal={self.save_signal}",
-                remedy="leave out one of them; save_signal=SIGTERM is for a job's end",
-            )
-
-    @property
-    def exit_signal(self) -> str | None:
-        """The signal on which Megatron saves and ends the run; None if there is none."""
-        return "SIGINT" if self.save_on_interrupt else self.save_signal
 
     @property
     def lr_warmup(self) -> int:
@@ -304,15 +275,9 @@ class RunConfig:
             "training.tensor_parallel", tensor, "model.num_query_groups", self.model.query_groups
         )
         divides("training.tensor_parallel", tensor, "the width of the MLP", self.model.ffn_width)
-        for name in ("rank", "inject_rank"):
-            if getattr(self.straggler, name) is not None:
-                in_range(
-                    f"straggler.{name}",
-                    getattr(self.straggler, name),
-                    0,
-                    self.data_parallel - 1,
-                    integer=True,
-                )
+        if self.straggler.rank is not None:
+            last = self.data_parallel - 1
+            in_range("straggler.rank", self.straggler.rank, 0, last, integer=True)
         divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
         stages = (self.model.hybrid_layer_pattern or "").count("|") + 1
         if stages > 1 and stages != pipeline:

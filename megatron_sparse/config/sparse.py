@@ -24,8 +24,7 @@ from megatron_sparse.config.bits import (
     sends_full_values,
 )
 from megatron_sparse.config.checks import in_range, is_flag, one_of
-from megatron_sparse.config.compression import REUSE_BAND, VALUE_BITS, CompressionConfig
-from megatron_sparse.config.level import NODE_INSTANCE
+from megatron_sparse.config.compression import VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
@@ -40,8 +39,6 @@ RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
 NCCL_ERRORS = ("torch", "typed")
-INTRA_NODE = ("auto", "shared_memory", "backend")
-PEER_WINDOWS = ("auto", "symmetric_memory", "cuda_ipc")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
@@ -71,14 +68,12 @@ class SchemeConfig:
         capacity: null exchanges message sizes, for which a GPU's host waits; a factor such as 1.25
             fixes them beforehand: no segment sends more than this many times the target density of
             its elements, and what does not fit stays in the residual. For `agsparse`, `direct`,
-            `ssar_split_ag`, `dsar_split_ag` and `peer_two_shot`. `auto` is 1.25 on CUDA, for each
+            `ssar_split_ag` and `dsar_split_ag`. `auto` is 1.25 on CUDA, for each
             bucket whose scheme is one of these, and null elsewhere: on a CPU, with
-            `lossless_patterns` or `threshold_reuse`, and without the compiled codec;
-            docs/collectives.md, Capacity mode.
+            `lossless_patterns`, and without the compiled codec; docs/collectives.md, Capacity mode.
         block_size: `omnireduce`: elements of a block, a power of two from 64 to 4096.
         partition_hash: `zen`: `permutation` (computed, no memory) or `general`, the paper's, which
             keeps 4 bytes for each element of a bucket.
-        hash_seed: `zen`: what that hash is a function of; the same on all ranks.
         hash_rounds: `zen`: rehashes k of the paper's Algorithm 1, which cuts a message by partition
             in a hash memory; 0 sorts instead, which is faster on a CPU. The bytes are the same.
         ring_intra_density: `adaptive_ring`: density (nnz / numel) from which a partial sum goes
@@ -88,29 +83,20 @@ class SchemeConfig:
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
         inner: `hierarchical`: the sparse scheme that runs across the nodes.
-        peer_windows: `peer_two_shot`: where the memory comes from that all ranks reach by pointer:
-            `symmetric_memory` (torch's), `cuda_ipc`, or `auto`, the first of them that works.
-        peer_in_order_of_coming: `peer_two_shot`: owners fetch each rank's part as soon as that rank
-            has come, into memory of their own, for groups in which somebody is late. It is so too
-            where `straggler.mode` has stragglers left behind.
         sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
             (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
             owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
             fp32 residual. null: in full. `auto` is 8 where `compression.value_bits` is a number and
             the residual allows it, else null. A reduce-scatter gathers no sums.
-        intra_node: how ranks of one host exchange messages and add up: `shared_memory` (on the CPU;
-            an error where they cannot share any), `backend` (gloo, NCCL), or `auto`: shared memory
-            on the CPU where it works, which the first rank logs, but the backend's own sums of more
-            than two ranks stay the backend's, bit for bit; docs/collectives.md, Inside a host.
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
         nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
             watchdog, which ends the process; `typed` aborts communicators instead, and raises an
-            error that names the group (docs/peer-memory.md, Between nodes). On CUDA, with Megatron,
+            error that names the group (docs/nccl.md). On CUDA, with Megatron,
             and with the backend nccl as torch's ProcessGroupNCCL.
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
-            communicator of NCCL's own, for groups whose host cannot keep up (docs/peer-memory.md,
+            communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
             The NCCL engine). On CUDA, with the same backend.
         deterministic: freeze every decision that would be taken from timing.
     """
@@ -121,15 +107,11 @@ class SchemeConfig:
     capacity: str | int | float | None = "auto"
     block_size: int = 256
     partition_hash: str = "permutation"
-    hash_seed: int = 1234
     hash_rounds: int = 0
     ring_intra_density: float | None = None
     ring_inter_density: float | None = None
     ring_gather_density: float | None = None
     inner: str = "direct"
-    peer_windows: str = "auto"
-    peer_in_order_of_coming: bool = False
-    intra_node: str = "auto"
     timeout_s: float = 300.0
     watch_peers: bool = True
     nccl_errors: str = "torch"
@@ -157,13 +139,9 @@ class SchemeConfig:
                 got=self.block_size,
             )
         one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
-        in_range("scheme.hash_seed", self.hash_seed, 0, 2**63 - 1, integer=True)
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
-        one_of("scheme.intra_node", self.intra_node, INTRA_NODE)
-        one_of("scheme.peer_windows", self.peer_windows, PEER_WINDOWS)
-        is_flag("scheme.peer_in_order_of_coming", self.peer_in_order_of_coming)
         is_flag("scheme.watch_peers", self.watch_peers)
         if self.sum_bits is not None:
             one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS))
@@ -237,14 +215,6 @@ class SparseConfig:
                 remedy="pin the plan of another run, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
             )
-        timed = priced and not self.planner.pin and not self.scheme.deterministic
-        if self.compression.level == NODE_INSTANCE and timed:
-            raise ConfigError(
-                "compression.level=node+instance has two plans for a bucket, and one measured time",
-                expected="scheme.deterministic=true, planner.pin, or planner.cluster=null",
-                got="scheme.deterministic=false with planner.cluster",
-                remedy="set scheme.deterministic=true: plans then come from predicted times",
-            )
         if self.scheme.wire_dtype is not None and not self.compression.enabled:
             raise ConfigError(
                 "scheme.wire_dtype has no effect where compression is off",
@@ -257,25 +227,8 @@ class SparseConfig:
         scheme = self.scheme
         check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
         check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
-        capacity, most = self.scheme.given_capacity, REUSE_BAND[1]
-        method = self.compression.method
-        if method == "threshold_reuse" and capacity and capacity <= most:
-            raise ConfigError(
-                "compression.method=threshold_reuse could not notice a threshold that is too low",
-                expected=f"scheme.capacity > {most:g}, the largest accepted excess, or null",
-                got=f"scheme.capacity={capacity:g}",
-                remedy=f"set scheme.capacity={most + 0.2:g}, or choose another method",
-            )
-        if self.compression.lossless_patterns and capacity is not None:
-            raise ConfigError(
-                "compression.lossless_patterns would lose elements beyond a message of fixed size",
-                expected="scheme.capacity=null",
-                got=f"scheme.capacity={capacity:g}",
-                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
-            )
-        needs_sizes = self.compression.lossless_patterns or method == "threshold_reuse"
-        if needs_sizes and self.scheme.capacity == "auto":
-            self.scheme = replace(self.scheme, capacity=None)
+        if self.compression.lossless_patterns:
+            self._exchange_sizes()
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
             raise ConfigError(
                 f"straggler.mode={self.straggler.mode} decides from timing",
@@ -284,6 +237,18 @@ class SparseConfig:
                 remedy="set scheme.deterministic=false, or name the straggler: "
                 "straggler.mode=pinned straggler.rank=RANK",
             )
+
+    def _exchange_sizes(self) -> None:
+        """Lossless parameters need messages as large as what is not zero: no capacity."""
+        capacity = self.scheme.given_capacity
+        if capacity is not None:
+            raise ConfigError(
+                "compression.lossless_patterns would lose elements beyond a message of fixed size",
+                expected="scheme.capacity=null",
+                got=f"scheme.capacity={capacity:g}",
+                remedy="leave scheme.capacity out, or use compression.keep_patterns instead",
+            )
+        self.scheme = replace(self.scheme, capacity=None)
 
     def _resolve_bits(self) -> None:
         """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`."""

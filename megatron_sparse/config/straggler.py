@@ -11,8 +11,6 @@ from megatron_sparse.errors import ConfigError
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
 TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
 """Those that decide from timing."""
-MIN_STRAGGLER_HISTORY = 5
-"""Fewer steps say nothing about who will be last."""
 
 
 @dataclass
@@ -30,18 +28,11 @@ class StragglerConfig:
             `compression.level=node` in a lane, so it is the number of the node.
         min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's
             critical delay, from its links' costs (`planner.cluster`, else measured at the start).
-        history: number of past steps to consider.
-        inject_rank: a test aid: this rank of each group sleeps in every backward pass, when its
-            first bucket is ready.
-        inject_delay_ms: how long `inject_rank` sleeps.
     """
 
     mode: str = "off"
     rank: int | None = None
     min_delay_ms: float | None = None
-    history: int = 20
-    inject_rank: int | None = None
-    inject_delay_ms: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("straggler.mode", self.mode, STRAGGLER_MODES)
@@ -52,19 +43,10 @@ class StragglerConfig:
                 got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
                 remedy="set both, or neither",
             )
-        for name in ("rank", "inject_rank"):
-            if getattr(self, name) is not None:
-                in_range(f"straggler.{name}", getattr(self, name), 0, math.inf, integer=True)
+        if self.rank is not None:
+            in_range("straggler.rank", self.rank, 0, math.inf, integer=True)
         if self.min_delay_ms is not None:
             in_range("straggler.min_delay_ms", self.min_delay_ms, 0, math.inf)
-        in_range("straggler.history", self.history, MIN_STRAGGLER_HISTORY, 10_000, integer=True)
-        in_range("straggler.inject_delay_ms", self.inject_delay_ms, 0, 60_000)
-        if self.inject_delay_ms and self.inject_rank is None:
-            raise ConfigError(
-                "straggler.inject_delay_ms needs a rank to delay",
-                expected="straggler.inject_rank=RANK",
-                got="null",
-            )
 
     @property
     def leaves_behind(self) -> bool:

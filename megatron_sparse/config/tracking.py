@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
-from megatron_sparse.errors import ConfigError
 
 CONSOLES = ("auto", "live", "plain", "off")
 
@@ -24,8 +22,6 @@ class TrackingConfig:
         tensorboard: write scalars for TensorBoard into the run's folder.
         wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
         wandb_project: project name for Weights & Biases.
-        wandb_entity: team or user; null takes the account's default.
-        flush_every: iterations between flushes of the JSON lines.
         sample_every: iterations between samples of the expensive metrics: those of each bucket,
             its threshold, the residual's norm (one read of the residual), and the lines of
             `console=plain`; 0 never samples. docs/tracking.md has the costs.
@@ -37,33 +33,25 @@ class TrackingConfig:
         trace_start: first iteration of the timeline and of the profile.
         nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
         record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
-            in the run's folder, for `megatron-sparse profile`; docs/profiling.md has their size.
-        record_gradients: which gradients: `gradient` (before selection), `selected`, or `both`.
-        record_parameters_iters: iterations in which the first rank of each data-parallel group
-            writes its parameters before and after the optimizer step to `parameters/` in the run's
-            folder, for `megatron-sparse bench parameters --pairs`; not the run's last one.
+            in the run's folder, before and after selection, for `megatron-sparse profile`;
+            docs/profiling.md has their size.
     """
 
     console: str = "auto"
     tensorboard: bool = True
     wandb: str = "auto"
     wandb_project: str = "megatron_sparse"
-    wandb_entity: str | None = None
-    flush_every: int = 10
     sample_every: int = 10
     trace_iters: int = 0
     profile_iters: int = 0
     trace_start: int = 1
     nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
-    record_gradients: str = "both"
-    record_parameters_iters: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         one_of("tracking.console", self.console, CONSOLES)
         is_flag("tracking.tensorboard", self.tensorboard)
         one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
-        in_range("tracking.flush_every", self.flush_every, 1, math.inf, integer=True)
         in_range("tracking.sample_every", self.sample_every, 0, math.inf, integer=True)
         in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
         in_range("tracking.profile_iters", self.profile_iters, 0, math.inf, integer=True)
@@ -71,21 +59,3 @@ class TrackingConfig:
         is_flag("tracking.nvtx", self.nvtx)
         for iteration in self.record_gradients_iters:
             in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
-        for iteration in self.record_parameters_iters:
-            in_range("tracking.record_parameters_iters", iteration, 1, math.inf, integer=True)
-        one_of("tracking.record_gradients", self.record_gradients, ("gradient", "selected", "both"))
-
-    def folder_for(self, key: str, run_dir: Path | None) -> Path:
-        """The run's folder, which what a key records is written to.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        if run_dir is None:
-            raise ConfigError(
-                f"tracking.{key} needs a run's folder to write to",
-                expected="install(config, run_dir=...)",
-                got="no folder",
-                remedy=f"give one, or leave tracking.{key} out",
-            )
-        return run_dir

@@ -17,7 +17,6 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.levels import shapes_of
-from megatron_sparse.reduction.instances import shard_bucket
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.level_parts import instance_part, node_part
 from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, Share, account
@@ -95,7 +94,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
     predicted = predicted_buckets.predicted_buckets(config, vocab_size)
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
-    check_undo(config.compression, [], undo=undo, per_token=False)
+    check_undo(config.compression, undo=undo)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
     shares = _shares(buckets, config)
     return account(sparse, shares, undo=undo, parameter_dtype=dtype or torch.float32)
@@ -114,8 +113,4 @@ def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[Share]:
     parts = list(buckets)
     if len(choice.nodes) > 1:
         parts = [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
-    shares = [Share(0, parts, buckets)]
-    if choice.compresses_instances:
-        shards = [shard_bucket(bucket, 0) for bucket in buckets]
-        shares.append(Share(0, shards, of_instances=True))
-    return shares
+    return [Share(0, parts, buckets)]

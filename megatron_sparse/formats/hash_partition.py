@@ -24,6 +24,8 @@ from megatron_sparse.config.checks import in_range
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.errors import ExtensionError
 
+HASH_SEED = 1234
+"""What the hashes that cut messages are a function of: any number, the same on all ranks."""
 MAX_PARTITIONS = 2**16
 HASH_PERMUTATION, HASH_INDEX_SETS = range(2)
 """The codes of the two hashes in a hash bitmap's sub-header."""

@@ -21,6 +21,10 @@ from megatron_sparse.megatron.checkpoint_folder import TRACKER
 from megatron_sparse.megatron.models import model_flags
 from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
 
+WEIGHT_DECAY = 0.1
+"""Of the GPT and StarCoder papers; Megatron's default is 0.01. `megatron.weight_decay` wins."""
+LOG_INTERVAL = 10
+"""Iterations between Megatron's lines, whose own default of 100 is too long for a first look."""
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
@@ -53,14 +57,12 @@ def derived_flags(
         "lr_decay_style": "cosine",
         "lr_decay_iters": training.iterations,
         "lr_warmup_iters": training.lr_warmup,
-        "weight_decay": training.weight_decay,
-        "clip_grad": training.clip_grad,
+        "weight_decay": WEIGHT_DECAY,
         "seed": training.seed,
         "tokenizer_type": "NullTokenizer",
         "vocab_size": vocab_size,
         "split": config.data.split,
-        "num_workers": config.data.num_workers,
-        "log_interval": training.log_interval,
+        "log_interval": LOG_INTERVAL,
         # A package of NVIDIA's that is not public; Megatron asks for it at every start.
         "no_one_logger": True,
         # Megatron has no switch for validation: its interval may not be 0, its iterations may.
@@ -106,13 +108,13 @@ _OF_APEX_OR_TE = (
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     own = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
-    exit_signal = config.training.exit_signal
-    if config.training.save_interval or exit_signal:
+    save_signal = config.training.save_signal
+    if config.training.save_interval or save_signal:
         # With `save` Megatron saves at the end, too, and asks for the interval there.
         interval = config.training.save_interval or config.training.iterations
         flags |= {"save": str(own), "save_interval": interval}
-    if exit_signal:
-        flags |= {"exit_signal_handler": True, "exit_signal": exit_signal}
+    if save_signal:
+        flags |= {"exit_signal_handler": True, "exit_signal": save_signal}
     if has_checkpoint(config, own):
         flags["load"] = str(own)
     elif config.training.load is not None:
@@ -161,8 +163,6 @@ def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
             # wandb makes a folder `wandb` in it.
             "wandb_save_dir": str(run_dir),
         }
-        if config.tracking.wandb_entity is not None:
-            flags["wandb_entity"] = config.tracking.wandb_entity
     return flags
 
 

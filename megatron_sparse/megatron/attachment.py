@@ -26,8 +26,6 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import check_op
-from megatron_sparse.compression.dgc import check_optimizer
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
@@ -41,7 +39,6 @@ from megatron_sparse.megatron.buckets import (
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
-from megatron_sparse.megatron.parameter_recording import recording_parameters
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.transports import Transports
@@ -51,7 +48,7 @@ from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
 from megatron_sparse.reduction.density_change import change_density
 from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.reduction.memory import MemoryAccount, account, held, shares_of
+from megatron_sparse.reduction.memory import MemoryAccount, account, held, share_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
@@ -67,7 +64,6 @@ class Attachment:
         config: as given.
         step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
         residuals: error feedback of every bucket.
-        method: the compression method, with its state.
         planner: chooses the scheme of each bucket; holds the switch `enabled`.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
         unit: the unit of the residuals' values: loss scale, and division by tokens.
@@ -79,7 +75,7 @@ class Attachment:
         chunks: Megatron's DDP-wrapped model chunks.
         config: the plugin's configuration.
         sink: receives each bucket's telemetry record.
-        run_dir: where recorded gradients and parameters go, if `tracking` asks for any.
+        run_dir: where recorded gradients go, if `tracking` asks for any.
     """
 
     def __init__(
@@ -113,7 +109,6 @@ class Attachment:
             undo=False,
             outcome=Outcome.ASSUMED,
         )
-        self.method = method_of(config.compression, self.residuals)
         # By `id` of Megatron's process group: dense and expert parameters have different groups.
         self._reducers: dict[int, GradientReducer] = {}
         self._transports = Transports(config, device)
@@ -134,8 +129,6 @@ class Attachment:
             key = id(group.process_group)
             if key not in self._reducers:
                 self._reducers[key] = self._make_reducer(group)
-        for key, reducer in self._reducers.items():
-            reducer.open_windows(self._buckets_of(key))
         for group in self.groups:
             host: Any = group.host
             host.__class__ = CompressedBucketGroup
@@ -197,7 +190,7 @@ class Attachment:
             self.config,
             groups,
             self.planner,
-            self.method,
+            self.residuals,
             self.sink,
             self.progress,
             [] if writer is None else [writer],
@@ -224,18 +217,13 @@ class Attachment:
             undo: whether a step can be skipped or repeated, so that undo copies are needed.
 
         Raises:
-            ConfigError: `compression.undo=never` with an optimizer that may skip steps, or an
-                optimizer for which the method is not defined.
+            ConfigError: `compression.undo=never` with an optimizer that may skip steps.
         """
-        check_optimizer(self.config.compression, optimizer)
-        stores = self.stores()
         undo = undo or self.unit.per_token
-        check_undo(self.config.compression, list(stores), undo=undo, per_token=self.unit.per_token)
-        for store in stores.values():
-            store.undo = undo or self.config.compression.undo == "always"
-            store.outcome = Outcome.REPORTED
+        check_undo(self.config.compression, undo=undo)
+        self.residuals.undo = undo or self.config.compression.undo == "always"
+        self.residuals.outcome = Outcome.REPORTED
         self.unit.bind(optimizer)
-        begin = recording_parameters(self, self._check_nccl)
         self.parameters.plan(
             self.groups,
             self.config,
@@ -248,7 +236,7 @@ class Attachment:
             optimizer,
             self._sums,
             self.sink,
-            begin=begin,
+            begin=self._check_nccl,
             end=self._step_ended,
             inner_s=lambda: self.parameters.waited_s,
         )
@@ -279,54 +267,37 @@ class Attachment:
 
     def restore(
         self,
-        stores: Mapping[str, Mapping[SliceKey, torch.Tensor]],
+        residuals: Mapping[SliceKey, torch.Tensor],
         *,
         step: int,
         enabled: bool,
         loss_scale: float | None,
         gradient_factor: float | None,
         planner: dict[str, Any],
-        method: dict[str, Any],
     ) -> None:
         """Restores a checkpoint's state.
 
         Args:
-            stores: store -> slice -> 1-D tensor; slices are cut as those of the reducers' parts.
-                Missing ones start at zero; stores that the method does not have are ignored.
+            residuals: slice -> 1-D tensor; slices are cut as those of the reducers' parts. Missing
+                ones start at zero.
             step: steps taken so far.
             enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
             gradient_factor: part of the residuals' unit.
             planner: the planner's state, empty for none.
-            method: the result of `method_state` on this rank, empty for none.
         """
-        for name, store in self.stores().items():
-            for group in self.groups:
-                kept = self.reducer(group).kept_parts(name, group.buckets)
-                store.load(kept, stores.get(name, {}))
+        for group in self.groups:
+            self.residuals.load(map(self.reducer(group).part, group.buckets), residuals)
         self.step = step
         self.parameters.forget()
         self.planner.enabled = enabled
         self.planner.load_state_dict(planner)
-        self.load_method_state(method)
         self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
 
     def reducer(self, group: GroupBuckets) -> GradientReducer:
         """The reducer of a bucket group."""
         return self._reducers[id(group.process_group)]
-
-    def stores(self) -> dict[str, ResidualStore]:
-        """The method's stores, by name, residuals included; checkpoints hold all of them."""
-        return self.method.stores
-
-    def method_state(self) -> dict[str, Any]:
-        """The method's state of this rank outside the stores, by bucket, for checkpoints."""
-        return self.method.state_dict()
-
-    def load_method_state(self, state: dict[str, Any]) -> None:
-        """Restores a result of `method_state`; pass {} if the checkpoint has none that fits."""
-        self.method.load_state_dict(state)
 
     def _check_nccl(self) -> None:
         if self.nccl_health is not None:
@@ -337,13 +308,9 @@ class Attachment:
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
-            for store in self.stores().values():
-                store.commit(unit_change)
-            self.method.commit()
+            self.residuals.commit(unit_change)
         else:
-            for store in self.stores().values():
-                store.rollback()
-            self.method.rollback()
+            self.residuals.rollback()
         self.step += 1
         self._follow_loss_scale()
         limit = self.config.compression.residual_alarm
@@ -351,12 +318,10 @@ class Attachment:
             warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
 
     def _follow_loss_scale(self) -> None:
-        """Rescales residuals and method state if the optimizer has changed its loss scale."""
+        """Rescales residuals if the optimizer has changed its loss scale."""
         factor = self.unit.follow_loss_scale()
         if factor is not None:
-            for store in self.stores().values():
-                store.rescale(factor)
-            self.method.rescale(factor)
+            self.residuals.rescale(factor)
 
     def residual_norm(self) -> float:
         """The residual's norm in units of `grad_norm`; reads the residual and waits for it."""
@@ -364,23 +329,20 @@ class Attachment:
 
     def plan_rows(self) -> list[dict[str, Any]]:
         """The plan of each bucket for the next step, and the reason; rows of `plan.json`."""
-        rows = [
-            self.reducer(group).reports(bucket, self.step)
+        return [
+            self.reducer(group).report(bucket, self.step)
             for group in self.groups
             for bucket in group.buckets
         ]
-        return list(itertools.chain.from_iterable(rows))
 
     def memory_account(self) -> MemoryAccount:
         """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        shares = [shares_of(each, self._buckets_of(key)) for key, each in self._reducers.items()]
-        return account(
-            self.config, list(itertools.chain.from_iterable(shares)), undo=self.residuals.undo
-        )
+        shares = [share_of(each, self._buckets_of(key)) for key, each in self._reducers.items()]
+        return account(self.config, shares, undo=self.residuals.undo)
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""
-        return held(self.stores(), self._reducers.values(), self.parameters.nbytes)
+        return held(self.residuals, self._reducers.values(), self.parameters.nbytes)
 
     def close(self) -> None:
         """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""

@@ -1,4 +1,4 @@
-"""The plugin's part of a Megatron checkpoint: step, switch, scales, plan, thresholds and residuals.
+"""The plugin's part of a Megatron checkpoint: step, switch, scales, plan and residuals.
 
 With `--ckpt-format torch_dist`, Megatron's default, all of it travels in Megatron's own checkpoint
 (`checkpoint_sharded`); with other formats in one file for each rank beside it
@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 
-from megatron_sparse.compression.residual import OF_INSTANCES
 from megatron_sparse.megatron import checkpoint_files, checkpoint_sharded
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_files import save
@@ -62,9 +61,9 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     wanted = attachment.config.compression.residual_checkpoint != "none"
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
-        saved = checkpoint_sharded.read(attachment, checkpoint, stores=wanted)
+        saved = checkpoint_sharded.read(attachment, checkpoint, residuals=wanted)
     if saved is None:
-        saved = checkpoint_files.read(attachment, checkpoint, stores=wanted)
+        saved = checkpoint_files.read(attachment, checkpoint, residuals=wanted)
     if not _on_every_rank(saved is not None):
         attachment.restore(
             {},
@@ -73,7 +72,6 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
             loss_scale=None,
             gradient_factor=None,
             planner={},
-            method={},
         )
         logger.warning(
             "%s holds no complete plugin state: residuals start at zero, step %d",
@@ -83,13 +81,12 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         return
     assert saved is not None
     attachment.restore(
-        saved.stores,
+        saved.residuals,
         step=saved.step,
         enabled=saved.enabled,
         loss_scale=saved.loss_scale,
         gradient_factor=saved.gradient_factor,
         planner=saved.planner,
-        method=saved.method,
     )
     lines = _restore_masters(attachment, saved)
     if saved.unknown:
@@ -137,25 +134,17 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    own = attachment.stores().keys()
-    if OF_INSTANCES in set(saved.kept) - own:
-        lines.append("residuals of instances are added to the others: their total is the same")
-    elif OF_INSTANCES in own - set(saved.kept):
-        lines.append("residuals of instances start at zero: the checkpoint has none")
-    for name in sorted((own ^ set(saved.kept)) - {OF_INSTANCES}):
-        what = "starts at zero: the checkpoint has none" if name in own else "is not used any more"
-        lines.append(f"the compression method has changed: {name} {what}")
     size = Place.here().data_size
     if saved.data_size != size:
         lines.append(
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "
-            "spread, their total is the same; thresholds of the method start anew"
+            "spread, their total is the same"
         )
     elif saved.rows is not None and not saved.has_rows(row_layouts(attachment)):
         before, now = (_in_words(rows) for rows in (saved.rows, row_layouts(attachment)))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "
-            "the same; thresholds of the method start anew"
+            "the same"
         )
     if saved.buckets is not None and saved.buckets != bucket_sizes(attachment):
         lines.append(

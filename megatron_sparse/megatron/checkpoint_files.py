@@ -1,9 +1,9 @@
 """The plugin's state in files of its own, one for each rank, beside Megatron's.
 
 `<checkpoint>/iter_0000100/megatron_sparse/rank_00000.pt`, for checkpoint formats that cannot hold
-it. Tensors and plain containers, read with `weights_only`. A store holds values by (parameter,
-first element). Files of version 2 (whole parameters, by name) and version 1 (without sums, method
-state and bucket sizes too) are read as well.
+it. Tensors and plain containers, read with `weights_only`. Residuals are by (parameter,
+first element). Files of version 2 (whole parameters, by name) and version 1 (without sums and
+bucket sizes too) are read as well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.compression.residual import OF_INSTANCES, RESIDUAL, SliceKey, check_size
+from megatron_sparse.compression.residual import SliceKey, check_size
 from megatron_sparse.config.level import RANK
 from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
@@ -24,9 +24,9 @@ from megatron_sparse.megatron.checkpoint_layout import (
     READABLE,
     VERSION,
     Place,
+    Residuals,
     RowLayouts,
     Saved,
-    Stores,
     common_state,
     expert_parameters,
     model_parameters,
@@ -47,6 +47,7 @@ from megatron_sparse.megatron.residual_rows import (
 
 FOLDER = "megatron_sparse"
 READABLE_FILES = (1, *READABLE)
+RESIDUAL = "residual"
 
 
 def save(attachment: Attachment, checkpoint: Path) -> Path:
@@ -55,41 +56,37 @@ def save(attachment: Attachment, checkpoint: Path) -> Path:
     Copies residuals to the host, which on CUDA waits for them. With `residual_checkpoint=sum`
     collective over all ranks.
     """
-    stores: Stores = {name: {} for name in attachment.stores()}
+    residuals: Residuals = {}
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
-        for name, held, view_M in saved_slices(attachment):
-            stores[name][held.key] = view_M.detach().cpu().clone()
+        for held, view_M in saved_slices(attachment):
+            residuals[held.key] = view_M.detach().cpu().clone()
     elif mode == "sum":
         for each in summed_parameters(attachment):
-            stores[each.store][each.name, 0] = each.total_P
+            residuals[each.name, 0] = each.total_P
     masters = [
         (part.name, part.start, part.expert, part.values_M.detach().cpu().clone())
         for part in saved_parts(attachment.parameters.lossy)
     ]
     state = common_state(attachment) | rank_state(attachment) | {"masters": masters}
-    state |= {"rows": row_layouts(attachment), "row": _indices(attachment, RESIDUAL)}
-    state["row_of"] = {name: _indices(attachment, name) for name in stores}
+    rows = {kind: row.index for kind, row in rows_here(attachment).items()}
+    state |= {"rows": row_layouts(attachment), "row": rows}
     folder = checkpoint / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{dist.get_rank():05d}.pt"
     part = path.with_suffix(".part")
-    torch.save(state | {"place": asdict(Place.here()), "stores": stores}, part)
+    torch.save(state | {"place": asdict(Place.here()), "stores": {RESIDUAL: residuals}}, part)
     os.replace(part, path)
     return path
 
 
-def _indices(attachment: Attachment, store: str) -> dict[str, int]:
-    return {kind: row.index for kind, row in rows_here(attachment, store).items()}
-
-
-def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
+def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved | None:
     """The state that this rank takes over; None if files of its model part are missing.
 
     Args:
         attachment: names the parameters of experts.
         checkpoint: the checkpoint's folder.
-        stores: whether to read residuals; without them the layout of the model does not matter.
+        residuals: whether to read them; without them the layout of the model does not matter.
 
     Raises:
         CheckpointError: a file is damaged, or belongs to another model-parallel layout.
@@ -99,7 +96,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     mine = [(p, s) for p, s in states if (p.tensor, p.pipeline) == (here.tensor, here.pipeline)]
     if not mine or len(mine) != mine[0][0].data_size:
         return None
-    if stores:
+    if residuals:
         for place, _ in mine:
             check_sizes(place.model_sizes(), here, "delete the checkpoint's megatron_sparse folder")
     mine.sort(key=lambda item: item[0].data)
@@ -113,24 +110,21 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         own["gradient_factor"],
         old_size,
         own["mode"],
-        own["kept"],
         own["planner"],
         buckets=own["buckets"],
         rows=own["rows"],
     )
     layouts = row_layouts(attachment)
     same = same and saved.has_rows(layouts)
-    saved.method = own["method"] if same else {}
     saved.masters = _masters(attachment, here, states)
-    if not stores:
+    if not residuals:
         return saved
     known = {name for _, name in model_parameters(attachment)}
-    for values in own["stores"].values():
-        saved.unknown |= {name for name, _ in values} - known
+    saved.unknown = {name for name, _ in own["stores"][RESIDUAL]} - known
     if saved.mode == "sum":
-        saved.stores = _parts_of_sums(attachment, here, states)
-    elif same and _is_whole(layouts) and OF_INSTANCES not in {*saved.kept, *attachment.stores()}:
-        saved.stores = own["stores"]  # whole parameters, whatever the buckets
+        saved.residuals = _parts_of_sums(attachment, here, states)
+    elif same and _is_whole(layouts):
+        saved.residuals = own["stores"][RESIDUAL]  # whole parameters, whatever the buckets
     elif not same and expert_parameters(attachment):
         raise CheckpointError(
             "residuals of expert parameters cannot be moved to other ranks, nodes or levels",
@@ -140,7 +134,7 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
             "checkpoints of --ckpt-format torch_dist can be moved",
         )
     else:
-        saved.stores = _moved(attachment, here, states)
+        saved.residuals = _moved(attachment, here, states)
     return saved
 
 
@@ -168,62 +162,48 @@ def _masters(
 
 def _moved(
     attachment: Attachment, here: Place, states: list[tuple[Place, dict[str, Any]]]
-) -> Stores:
+) -> Residuals:
     """The slices of this rank, from rows that lie, or are cut, in another way.
 
     Raises:
         CheckpointError: a parameter has another size.
     """
     experts = expert_parameters(attachment)
-    # By store and kind the rows, each with all that its ranks have saved: the same parameters.
-    tables: dict[tuple[str, bool], dict[int, dict[SliceKey, torch.Tensor]]] = {}
+    # By kind the rows, each with all that its ranks have saved: the same parameters.
+    tables: dict[bool, dict[int, dict[SliceKey, torch.Tensor]]] = {False: {}, True: {}}
     for place, state in states:
-        for store, values in state["stores"].items():
-            # Files of earlier versions count all stores' rows alike.
-            rows = state.get("row_of", {}).get(store, state["row"])
-            for key, value_M in values.items():
-                expert = key[0] in experts
-                if place.shard(expert) == here.shard(expert):
-                    row = rows["expert" if expert else "dense"]
-                    tables.setdefault((store, expert), {}).setdefault(row, {})[key] = value_M
-    result: Stores = {}
-    for store in attachment.stores():
-        for held in held_slices(attachment, store):
-            found = []
-            for source in held.sources:
-                table = tables.get((source, held.expert), {})
-                if table and has_parameter(table[min(table)], held):
-                    found += [table[row] for row in sorted(table)]
-            if found:
-                parts = [cut(found[row], held) for row in held.row.takes(len(found))]
-                # A row that takes none over is zero, but exists: all ranks save the same ones.
-                value_M = add_rows(parts) if parts else torch.zeros(held.numel)
-                result.setdefault(store, {})[held.key] = value_M
+        for key, value_M in state["stores"][RESIDUAL].items():
+            expert = key[0] in experts
+            if place.shard(expert) == here.shard(expert):
+                row = state["row"]["expert" if expert else "dense"]
+                tables[expert].setdefault(row, {})[key] = value_M
+    result: Residuals = {}
+    for held in held_slices(attachment):
+        found = [row for _, row in sorted(tables[held.expert].items())]
+        if found and has_parameter(found[0], held):
+            parts = [cut(found[row], held) for row in held.row.takes(len(found))]
+            # A row that takes none over is zero, but exists: all ranks save the same ones.
+            result[held.key] = add_rows(parts) if parts else torch.zeros(held.numel)
     return result
 
 
 def _parts_of_sums(
     attachment: Attachment, here: Place, states: list[tuple[Place, dict[str, Any]]]
-) -> Stores:
+) -> Residuals:
     sums = {
-        (expert, store, name): total_P
+        (expert, name): total_P
         for place, state in states
-        for store, values in state["stores"].items()
-        for (name, _), total_P in values.items()
+        for (name, _), total_P in state["stores"][RESIDUAL].items()
         for expert in (False, True)
         if place.shard(expert) == here.shard(expert)
     }
-    result: Stores = {}
-    for store in attachment.stores():
-        for held in held_slices(attachment, store):
-            name, start = held.key
-            keys = ((held.expert, source, name) for source in held.sources)
-            totals = [sums[key] for key in keys if key in sums]
-            for total_P in totals:
-                check_size(name, total_P.numel(), held.whole_numel)
-            if totals:
-                total_M = add_rows([total_P[start : start + held.numel] for total_P in totals])
-                result.setdefault(store, {})[held.key] = part_of_sum(total_M, held)
+    result: Residuals = {}
+    for held in held_slices(attachment):
+        name, start = held.key
+        total_P = sums.get((held.expert, name))
+        if total_P is not None:
+            check_size(name, total_P.numel(), held.whole_numel)
+            result[held.key] = part_of_sum(total_P[start : start + held.numel], held)
     return result
 
 
@@ -273,10 +253,8 @@ def _of_version_1(state: dict[str, Any]) -> dict[str, Any]:
     return state | {
         "stores": {"residual": state["residuals"]},
         "mode": "full" if state["residuals"] else "none",
-        "kept": ["residual"],
         "gradient_factor": None,
         "planner": state.get("planner", {}),
-        "method": {},
         "buckets": None,
     }
 

@@ -43,7 +43,7 @@ SCHEDULE = {
     "lr_decay_iters": "training.iterations",
     "lr_warmup_iters": "training.lr_warmup_iters",
     "global_batch_size": "training.global_batch_size",
-    "weight_decay": "training.weight_decay",
+    "weight_decay": "megatron.weight_decay",
 }
 """The same for the learning rate's schedule, which Megatron counts in samples."""
 PARALLEL = {

@@ -20,8 +20,8 @@ from megatron_sparse.megatron.parameter_masters import Parts
 VERSION = 3
 READABLE = (2, VERSION)
 """Version 2 had a row for each rank, without saying so."""
-Stores = dict[str, dict[SliceKey, torch.Tensor]]
-"""Store -> parameter and first element -> 1-D tensor."""
+Residuals = dict[SliceKey, torch.Tensor]
+"""Parameter and first element -> 1-D tensor."""
 RowLayouts = dict[str, tuple[str, int]]
 """`dense` and `expert` -> the level of compression, and the rows of residuals; see `Row`."""
 
@@ -83,9 +83,9 @@ class Place:
 class Saved:
     """One rank's part of a checkpoint.
 
-    `data_size`, `kept` and `rows` are of the run that wrote it: its data-parallel size, its stores,
-    and how their rows lie, if the checkpoint says it. `unknown` names parameters that this run does
-    not have. `masters` are the parts of `parameters.method=lossy` that overlap with this rank's
+    `data_size` and `rows` are of the run that wrote it: its data-parallel size, and how the rows of
+    residuals lie, if the checkpoint says it. `unknown` names parameters that this run does not
+    have. `masters` are the parts of `parameters.method=lossy` that overlap with this rank's
     shards.
     """
 
@@ -95,12 +95,10 @@ class Saved:
     gradient_factor: float | None
     data_size: int
     mode: str
-    kept: list[str]
     planner: dict[str, Any] = field(default_factory=dict)
-    method: dict[str, Any] = field(default_factory=dict)
     buckets: dict[str, int] | None = None
     rows: RowLayouts | None = None
-    stores: Stores = field(default_factory=dict)
+    residuals: Residuals = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     masters: Parts = field(default_factory=dict)
 
@@ -141,15 +139,13 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
         "loss_scale": attachment.unit.loss_scale,
         "gradient_factor": None if factor is None else float(factor),
         "mode": attachment.config.compression.residual_checkpoint,
-        "kept": list(attachment.stores()),
     }
 
 
 def rank_state(attachment: Attachment) -> dict[str, Any]:
-    """This rank's own state without the stores: plain containers and small tensors."""
+    """This rank's own state without residuals: plain containers and small tensors."""
     return {
         "planner": attachment.planner.state_dict(),
-        "method": attachment.method_state(),
         "buckets": bucket_sizes(attachment),
     }
 

@@ -5,7 +5,7 @@ asynchronous writing apply. `read` lists the checkpoint's keys before it loads a
 raises no error for a missing key or another data-parallel size.
 
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
-data-parallel rank) and `<store>.<part of the model>.<parameter>`: a table of rows x elements
+data-parallel rank) and `residual.<part of the model>.<parameter>`: a table of rows x elements
 (`residual_rows`), of which a rank writes its slices; or with `residual_checkpoint=sum` the sum of
 all rows, once.
 With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>.<start>`, for
@@ -51,7 +51,7 @@ from megatron_sparse.megatron.residual_rows import (
 )
 
 PREFIX = "megatron_sparse"
-MASTER = "master"
+RESIDUAL, MASTER = "residual", "master"
 
 
 def sharded_state(attachment: Attachment) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     }
     state |= dict(_sharded_residuals(attachment, here))
     for part in saved_parts(attachment.parameters.lossy):
-        key = f"{_store_key(MASTER, here, part.expert)}{part.name}.{part.start}"
+        key = f"{_kind_key(MASTER, here, part.expert)}{part.name}.{part.start}"
         values_M = part.values_M.clone()
         state[f"{MASTER}.{part.name}.{part.start}"] = ShardedTensor.from_rank_offsets(
             key, values_M, replica_id=part.instance
@@ -88,21 +88,21 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
 def _sharded_residuals(attachment: Attachment, here: Place) -> Iterator[tuple[str, ShardedTensor]]:
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
-        for store, held, view_M in saved_slices(attachment):
+        for held, view_M in saved_slices(attachment):
             # Asynchronous writers copy GPU memory at once, but may read host memory later.
             values_M = view_M.clone() if view_M.device.type == "cpu" else view_M
             name, start = held.key
-            key = f"{_store_key(store, here, held.expert)}{name}"
+            key = f"{_kind_key(RESIDUAL, here, held.expert)}{name}"
             table = (held.row.count, held.whole_numel)
             yield (
-                f"{store}.{name}.{start}",
+                f"{RESIDUAL}.{name}.{start}",
                 _part_of_table(key, values_M, table, (held.row.index, start)),
             )
     elif mode == "sum":
         for each in summed_parameters(attachment):
-            key = f"{_store_key(each.store, here, each.expert)}{each.name}"
+            key = f"{_kind_key(RESIDUAL, here, each.expert)}{each.name}"
             yield (
-                f"{each.store}.{each.name}",
+                f"{RESIDUAL}.{each.name}",
                 ShardedTensor.from_rank_offsets(key, each.total_P),
             )
 
@@ -114,15 +114,15 @@ def _part_of_table(
     return ShardedTensor(key, values_M[None], values_M.dtype, (1, len(values_M)), table, at, None)
 
 
-def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | None:
+def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved | None:
     """The state that this rank takes over; None if the checkpoint holds none of the plugin's.
 
     Reads the metadata and this rank's own part; not collective.
 
     Args:
-        attachment: names the stores to read.
+        attachment: names the slices to read.
         checkpoint: folder of a distributed checkpoint.
-        stores: whether to read residuals; without them the layout of the model does not matter.
+        residuals: whether to read them; without them the layout of the model does not matter.
 
     Raises:
         CheckpointError: the state is of another version or another model-parallel layout.
@@ -140,8 +140,9 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
             got=header["version"],
             remedy="resume with that version of megatron_sparse",
         )
-    if stores:
+    if residuals:
         check_sizes(tuple(header["model_sizes"]), here, "set compression.residual_checkpoint=none")
+        _check_kept(header.get("kept", [RESIDUAL]))
     saved = Saved(
         header["step"],
         header["enabled"],
@@ -149,13 +150,12 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
         header["gradient_factor"],
         header["data_size"],
         header["mode"],
-        header["kept"],
     )
     same = saved.data_size == here.data_size
     rank_object = ShardedObject(
         _state_key(here), None, (saved.data_size,), (here.data if same else 0,)
     )
-    pieces = list(_pieces(attachment, here, found, saved.mode)) if stores else []
+    pieces = list(_pieces(attachment, here, found, saved.mode)) if residuals else []
     template: dict[str, Any] = {piece.label: piece.template for piece in pieces if piece.template}
     masters = _master_entries(attachment, here, found)
     template |= {entry.key: _whole(entry) for entry in masters.values()}
@@ -166,7 +166,6 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
     if "rank" in loaded:
         own = loaded["rank"]
         saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own.get("rows")
-        saved.method = own["method"] if same and saved.has_rows(row_layouts(attachment)) else {}
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
     for piece in pieces:
         # A row that takes none over is zero, but exists: all ranks save the same parameters.
@@ -175,10 +174,26 @@ def read(attachment: Attachment, checkpoint: Path, *, stores: bool) -> Saved | N
             value_M = add_rows([row.view(-1) for row in loaded[piece.label].values()])
         if saved.mode == "sum":
             value_M = part_of_sum(value_M, piece.held)
-        saved.stores.setdefault(piece.store, {})[piece.held.key] = value_M
-    if stores:
+        saved.residuals[piece.held.key] = value_M
+    if residuals:
         saved.unknown = _unknown(attachment, here, found)
     return saved
+
+
+def _check_kept(stores: list[str]) -> None:
+    """Refuses the state of a compression method or level that has left, before it is lost.
+
+    Raises:
+        CheckpointError: the checkpoint has more than one value for each element.
+    """
+    if stores != [RESIDUAL]:
+        raise CheckpointError(
+            "the checkpoint has state of a compression method or level that has left",
+            expected=f"{RESIDUAL} alone",
+            got=", ".join(stores),
+            remedy="resume with the version that wrote it, or set "
+            "compression.residual_checkpoint=none",
+        )
 
 
 @dataclass(frozen=True)
@@ -208,16 +223,15 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
 
 @dataclass
 class _Piece:
-    """A slice of a store, and the saved rows of it that this rank takes over."""
+    """A slice of a residual, and the saved rows of it that this rank takes over."""
 
-    store: str
     held: HeldSlice
     template: dict[str, ShardedTensor]
 
     @property
     def label(self) -> str:
         name, start = self.held.key
-        return f"{self.store}.{name}.{start}"
+        return f"{RESIDUAL}.{name}.{start}"
 
 
 def _pieces(
@@ -228,37 +242,27 @@ def _pieces(
     Raises:
         CheckpointError: a parameter has another size.
     """
-    for store in attachment.stores():
-        for each in held_slices(attachment, store):
-            name, _ = each.key
-            keys = (f"{_store_key(source, here, each.expert)}{name}" for source in each.sources)
-            entries = [found[key] for key in keys if key in found]
-            for entry in entries:
-                check_size(name, entry.shape[-1], each.whole_numel)
-            if entries:
-                taken = _sums(entries, each) if mode == "sum" else _rows(entries, each)
-                yield _Piece(store, each, {str(index): one for index, one in enumerate(taken)})
+    for each in held_slices(attachment):
+        name, _ = each.key
+        entry = found.get(f"{_kind_key(RESIDUAL, here, each.expert)}{name}")
+        if entry is not None:
+            check_size(name, entry.shape[-1], each.whole_numel)
+            taken = _sum(entry, each) if mode == "sum" else _rows(entry, each)
+            yield _Piece(each, {str(index): one for index, one in enumerate(taken)})
 
 
-def _sums(entries: list[_Entry], held: HeldSlice) -> list[ShardedTensor]:
-    """The requests for a slice of each sum."""
-    start, requests = (held.piece.offset,), []
-    for entry in entries:
+def _sum(entry: _Entry, held: HeldSlice) -> list[ShardedTensor]:
+    """The request for a slice of the sum."""
+    empty_M, start = torch.empty(held.numel, dtype=entry.dtype), (held.piece.offset,)
+    shape = (held.numel,)
+    return [ShardedTensor(entry.key, empty_M, empty_M.dtype, shape, entry.shape, start, None)]
+
+
+def _rows(entry: _Entry, held: HeldSlice) -> list[ShardedTensor]:
+    """The requests for the rows that a slice takes over."""
+    table, requests = (entry.shape[0], entry.shape[1]), []
+    for row in held.row.takes(entry.shape[0]):
         empty_M = torch.empty(held.numel, dtype=entry.dtype)
-        shape = (held.numel,)
-        requests.append(
-            ShardedTensor(entry.key, empty_M, empty_M.dtype, shape, entry.shape, start, None)
-        )
-    return requests
-
-
-def _rows(entries: list[_Entry], held: HeldSlice) -> list[ShardedTensor]:
-    """The requests for the rows that a slice takes over; rows are counted through all tables."""
-    rows = [(entry, row) for entry in entries for row in range(entry.shape[0])]
-    requests = []
-    for entry, row in (rows[number] for number in held.row.takes(len(rows))):
-        empty_M = torch.empty(held.numel, dtype=entry.dtype)
-        table = (entry.shape[0], entry.shape[1])
         requests.append(_part_of_table(entry.key, empty_M, table, (row, held.piece.offset)))
     return requests
 
@@ -266,11 +270,7 @@ def _rows(entries: list[_Entry], held: HeldSlice) -> list[ShardedTensor]:
 def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> set[str]:
     """Saved parameters that this run does not have."""
     known = model_parameters(attachment)
-    prefixes = {
-        _store_key(store, here, expert): expert
-        for store in attachment.stores()
-        for expert in (False, True)
-    }
+    prefixes = {_kind_key(RESIDUAL, here, expert): expert for expert in (False, True)}
     return {
         key.removeprefix(prefix)
         for prefix, expert in prefixes.items()
@@ -285,7 +285,7 @@ def _master_entries(
     """The stored parts of masters that this rank needs, by parameter and first element."""
     needed = {}
     for expert in (False, True):
-        prefix, stored = _store_key(MASTER, here, expert), {}
+        prefix, stored = _kind_key(MASTER, here, expert), {}
         for key, entry in found.items():
             if key.startswith(prefix):
                 name, start = key.removeprefix(prefix).rsplit(".", 1)
@@ -306,8 +306,8 @@ def _state_key(place: Place) -> str:
     return f"{PREFIX}.state.{place.shard(expert=False)}"
 
 
-def _store_key(store: str, place: Place, expert: bool) -> str:
-    return f"{PREFIX}.{store}.{place.shard(expert)}."
+def _kind_key(kind: str, place: Place, expert: bool) -> str:
+    return f"{PREFIX}.{kind}.{place.shard(expert)}."
 
 
 def _load(checkpoint: Path, template: dict[str, Any]) -> dict[str, Any]:

@@ -64,13 +64,8 @@ def model_flags(model: ModelConfig) -> dict[str, object]:
         "position_embedding_type": model.position_embedding_type,
         "make_vocab_size_divisible_by": VOCABULARY_MULTIPLE,
         "hidden_dropout": model.dropout,
-        "attention_dropout": (
-            model.dropout if model.attention_dropout is None else model.attention_dropout
-        ),
-        "init_method_std": model.init_std,
+        "attention_dropout": model.dropout,
     }
-    if model.position_embedding_type == "rope":
-        flags["rotary_base"] = model.rotary_base
     if model.query_groups != model.num_attention_heads:
         flags["group_query_attention"] = True
         flags["num_query_groups"] = model.query_groups

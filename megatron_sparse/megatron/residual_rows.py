@@ -9,9 +9,6 @@ A checkpoint has each parameter as a table: rows x elements. After a change of r
 new row r takes the sum of the old rows j with j mod count = r, so the total over rows, which error
 feedback still has to send, is preserved.
 
-At level `node+instance` a second store has a row for each instance, in a table of its own. Where a
-run does not compress sums of instances, these rows count as further rows of the first store.
-
 Shape suffixes: N elements of a bucket, P of a parameter, M of a slice.
 """
 
@@ -25,8 +22,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
-from megatron_sparse.compression.residual import OF_INSTANCES, RESIDUAL, SliceKey, check_size
-from megatron_sparse.config.level import INSTANCE, NODE, RANK
+from megatron_sparse.compression.residual import SliceKey, check_size
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.checkpoint_layout import Place, RowLayouts
@@ -61,13 +58,12 @@ class HeldSlice:
     """A slice of a parameter whose residual this rank holds.
 
     Attributes:
-        bucket: the bucket of the stores.
+        bucket: what the rank selects from.
         piece: the slice's place in it.
         numel: elements of the slice.
         whole_numel: elements of the parameter.
         expert: whether the parameter is an expert's.
         row: of which the slice is a part.
-        sources: the saved stores that it takes over; rows are counted through all of them.
     """
 
     bucket: Bucket
@@ -76,7 +72,6 @@ class HeldSlice:
     whole_numel: int
     expert: bool
     row: Row
-    sources: tuple[str, ...] = (RESIDUAL,)
 
     @property
     def key(self) -> SliceKey:
@@ -84,11 +79,8 @@ class HeldSlice:
         return self.piece.name, self.piece.offset
 
 
-def row_of(attachment: Attachment, group: GroupBuckets, store: str = RESIDUAL) -> Row:
-    """This rank's row of a group's parameters in a store."""
-    if store == OF_INSTANCES:
-        across = group.instances_group
-        return Row(INSTANCE, dist.get_rank(across), dist.get_world_size(across))
+def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
+    """This rank's row of a group's parameters."""
     level = attachment.reducer(group).level_groups
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
@@ -101,19 +93,12 @@ def row_of(attachment: Attachment, group: GroupBuckets, store: str = RESIDUAL) -
     return Row(level.level, index, count)
 
 
-def rows_here(attachment: Attachment, store: str = RESIDUAL) -> dict[str, Row]:
-    """This rank's rows in a store, by kind of parameter: `dense`, `expert`."""
+def rows_here(attachment: Attachment) -> dict[str, Row]:
+    """This rank's rows, by kind of parameter: `dense`, `expert`."""
     return {
-        "expert" if group.expert else "dense": row_of(attachment, group, store)
-        for group in _groups_of(attachment, store)
+        "expert" if group.expert else "dense": row_of(attachment, group)
+        for group in attachment.groups
     }
-
-
-def _groups_of(attachment: Attachment, store: str) -> list[GroupBuckets]:
-    """The groups of which a store keeps values."""
-    if store != OF_INSTANCES:
-        return attachment.groups
-    return [group for group in attachment.groups if attachment.reducer(group).second is not None]
 
 
 def row_layouts(attachment: Attachment) -> RowLayouts:
@@ -121,30 +106,27 @@ def row_layouts(attachment: Attachment) -> RowLayouts:
     return {kind: (row.level, row.count) for kind, row in rows_here(attachment).items()}
 
 
-def held_slices(attachment: Attachment, store: str) -> Iterator[HeldSlice]:
-    """All slices of which this rank holds values in a store, or may, in the buckets' order."""
-    for group in _groups_of(attachment, store):
-        row, reducer = row_of(attachment, group, store), attachment.reducer(group)
-        takes_more = store == RESIDUAL and reducer.second is None
-        sources = (store, OF_INSTANCES) if takes_more else (store,)
+def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
+    """All slices whose residual this rank holds, or may hold, in the buckets' order."""
+    for group in attachment.groups:
+        row, reducer = row_of(attachment, group), attachment.reducer(group)
         for host in group.buckets:
             numels = {piece.name: piece.stop - piece.start for piece in host.parameters}
-            for bucket in reducer.kept_parts(store, [host]):
-                for piece in bucket.parameters:
-                    numel, whole_numel = piece.stop - piece.start, numels[piece.name]
-                    yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row, sources)
+            bucket = reducer.part(host)
+            for piece in bucket.parameters:
+                numel, whole_numel = piece.stop - piece.start, numels[piece.name]
+                yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
 
 
-def saved_slices(attachment: Attachment) -> Iterator[tuple[str, HeldSlice, torch.Tensor]]:
-    """What this rank saves with `residual_checkpoint=full`: name of the store, slice, values [M].
+def saved_slices(attachment: Attachment) -> Iterator[tuple[HeldSlice, torch.Tensor]]:
+    """What this rank saves with `residual_checkpoint=full`: slices and their values [M].
 
     Values are views. Buckets that were never pruned have none.
     """
-    for name, store in attachment.stores().items():
-        for each in held_slices(attachment, name):
-            values_N = store.settled(each.bucket)
-            if values_N is not None:
-                yield name, each, values_N[each.piece.start : each.piece.stop]
+    for each in held_slices(attachment):
+        values_N = attachment.residuals.settled(each.bucket)
+        if values_N is not None:
+            yield each, values_N[each.piece.start : each.piece.stop]
 
 
 @dataclass(frozen=True)
@@ -152,13 +134,11 @@ class SummedParameter:
     """A parameter whose sum over all rows this rank saves with `residual_checkpoint=sum`.
 
     Attributes:
-        store: name of the store.
         name: of the parameter.
         expert: whether it is an expert's.
         total_P: the sum, fp32, on the host.
     """
 
-    store: str
     name: str
     expert: bool
     total_P: torch.Tensor
@@ -170,23 +150,21 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
     Collective over all ranks: for each bucket one all-reduce, one copy to the host, and while it
     lasts a buffer of 4 bytes for each element.
     """
-    here = Place.here()
-    for name, store in attachment.stores().items():
-        turn = 0
-        for group in _groups_of(attachment, name):
-            rank, size = here.row(group.expert)
-            for host in group.buckets:
-                (bucket,) = attachment.reducer(group).kept_parts(name, [host])
-                values_N = store.settled(bucket)
-                if values_N is None:
-                    continue
-                total_N = _in_place(values_N, bucket, host)
-                dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
-                for piece in host.parameters:
-                    if turn % size == rank:
-                        total_P = total_N[piece.start : piece.stop].cpu().clone()
-                        yield SummedParameter(name, piece.name, group.expert, total_P)
-                    turn += 1
+    here, turn = Place.here(), 0
+    for group in attachment.groups:
+        rank, size = here.row(group.expert)
+        for host in group.buckets:
+            bucket = attachment.reducer(group).part(host)
+            values_N = attachment.residuals.settled(bucket)
+            if values_N is None:
+                continue
+            total_N = _in_place(values_N, bucket, host)
+            dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
+            for piece in host.parameters:
+                if turn % size == rank:
+                    total_P = total_N[piece.start : piece.stop].cpu().clone()
+                    yield SummedParameter(piece.name, group.expert, total_P)
+                turn += 1
 
 
 def _in_place(values_N: torch.Tensor, bucket: Bucket, host: Bucket) -> torch.Tensor:

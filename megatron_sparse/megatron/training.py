@@ -40,7 +40,7 @@ _KNOWN_NOISE = (
 
 
 def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
-    """Trains on this rank until `training.iterations`, or until `training.exit_signal`.
+    """Trains on this rank until `training.iterations`, or until `training.save_signal`.
 
     Reads RANK, WORLD_SIZE and LOCAL_RANK. Makes the process group and destroys it.
 
@@ -93,7 +93,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         # Also when Megatron leaves early by sys.exit (--exit-interval, a signal).
         if plugin is not None:
             plugin.close()
-    stopped_at = None if config.training.exit_signal is None else _stopped_at()
+    stopped_at = None if config.training.save_signal is None else _stopped_at()
     _leave()
     return stopped_at
 

@@ -16,7 +16,7 @@ from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
-from megatron_sparse.transport import ProcessGroupTransport, open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -25,8 +25,7 @@ class Transports:
     """Makes transports, and closes all of them.
 
     Args:
-        config: timeouts, how dead ranks are noticed, the way inside a host, and the level of
-            compression.
+        config: timeouts, how dead ranks are noticed, and the level of compression.
         device: of the gradients.
 
     Attributes:
@@ -44,21 +43,20 @@ class Transports:
         group: dist.ProcessGroup | Sequence[int],
         *,
         nccl_engine: bool = False,
-        any_order: bool = False,
     ) -> ProcessGroupTransport:
         """A transport over the ranks of a group, or over global ranks. Collective over them.
 
         Args:
             group: the ranks.
-            nccl_engine: see `open_transport`.
-            any_order: see `open_transport`.
+            nccl_engine: see `ProcessGroupTransport`.
         """
-        transport = open_transport(
+        scheme = self._config.scheme
+        transport = ProcessGroupTransport(
             group,
-            self._config.scheme,
+            scheme.timeout_s,
             self._device,
+            liveness=scheme.watch_peers,
             nccl_engine=nccl_engine,
-            any_order=any_order,
         )
         self._made.append(transport)
         return transport
@@ -92,15 +90,12 @@ class Transports:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
             return Groups(whole, tensor_parallel, None, level)
-        second = choice.compresses_instances
-        instances = None
-        if others is not None:
-            instances = self.make(others, nccl_engine=engine and second)
+        instances = None if others is None else self.make(others)
         level = None
         if choice.level == NODE:
             gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
-        return Groups(whole, tensor_parallel, instances, level, second)
+        return Groups(whole, tensor_parallel, instances, level)
 
     def _say(self, line: str, whole: ProcessGroupTransport) -> None:
         if line not in self.lines:
@@ -120,7 +115,7 @@ class Transports:
             [ranks[member] for member in members]
             for members in (choice.inside(rank), choice.across(rank))
         )
-        sums = self.make(inside, any_order=True)
+        sums = self.make(inside)
         lane = self.make(across, nccl_engine=engine)
         own = self.make(inside) if gathers and self._device.type == "cpu" else None
         return LevelGroups(sums, lane, NODE, own)

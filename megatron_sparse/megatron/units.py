@@ -8,7 +8,7 @@ step in which one of the two has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -104,16 +104,12 @@ class ResidualUnit:
             chunk.__dict__.pop("scale_gradients", None)
 
 
-def check_undo(
-    compression: CompressionConfig, stores: Sequence[str], *, undo: bool, per_token: bool
-) -> None:
-    """Refuses settings with which skipped steps or varying tokens would corrupt what is kept.
+def check_undo(compression: CompressionConfig, *, undo: bool) -> None:
+    """Refuses settings with which skipped steps or varying tokens would corrupt residuals.
 
     Args:
         compression: the configuration.
-        stores: names of the method's stores.
-        undo: whether a step can be skipped or repeated.
-        per_token: whether the loss is divided by the step's tokens.
+        undo: whether a step can be skipped or repeated, or the loss is divided by its tokens.
 
     Raises:
         ConfigError: names the setting.
@@ -124,13 +120,6 @@ def check_undo(
             expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
             got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
             remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
-        )
-    if per_token and len(stores) > 1:
-        raise ConfigError(
-            f"compression.method={compression.method} with a loss per token",
-            expected="a method that keeps nothing but the residual",
-            got=f"{', '.join(stores)}, with calculate_per_token_loss",
-            remedy="leave one of them out: with varying tokens a velocity has no unit",
         )
 
 

@@ -8,18 +8,18 @@ bucket, with the costs of codecs and host.
 
 Until a profile is measured, the planner assumes independent uniform positions. Ranks sample a
 profile (`sampling`) in the first steps of ramp and target, whenever the target density has fallen
-by half since, and every `planner.profile_every` steps. Sampling needs a message, so a dense bucket
+by half since, and every `Pace.profile_every` steps. Sampling needs a message, so a dense bucket
 uses the best sparse candidate in such a step, unless no sparse candidate would be cheaper than
 dense even at full overlap. A bucket changes its scheme only for a gain of more than
-`planner.hysteresis`.
+`Pace.hysteresis`.
 
-With `scheme.deterministic=false` measured times count too. Every `planner.replan_every` steps the
+With `scheme.deterministic=false` measured times count too. Every `Pace.replan_every` steps the
 ranks exchange their times of the present scheme and of `dense` (each rank's median over the last
 steps; the slowest rank's counts). `dense` replaces a scheme that is slower than `dense` by more
-than the hysteresis. After `planner.retry_after` steps, or when the target density has fallen by
+than the hysteresis. After `Pace.retry_after` steps, or when the target density has fallen by
 half, the planner tries the next best candidate; after the last one it starts again at the first.
 Dense is measured in the warm-up and whenever a bucket is dense; if the last measurement is
-`planner.retry_after` steps old, or there is none, the planner makes `PROBE_STEPS` steps dense to
+`Pace.retry_after` steps old, or there is none, the planner makes `PROBE_STEPS` steps dense to
 measure it.
 
 All ranks decide alike. They use only the configuration and exchanged numbers, which are the same
@@ -36,19 +36,19 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Generator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.collectives import Exchange
 from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message
-from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, Windows, bucket_facts
+from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
     DENSE,
@@ -73,7 +73,6 @@ PRICED_OPTIONS = (
     "capacity",
     "block_size",
     "partition_hash",
-    "hash_seed",
     "hash_rounds",
     "ring_intra_density",
     "ring_inter_density",
@@ -91,6 +90,30 @@ PROBE_STEPS = 5
 """Number of steps that run dense to measure `dense`."""
 
 
+@dataclass(frozen=True)
+class Pace:
+    """When the planner looks again, and what gain a change needs. Tests take shorter steps.
+
+    Attributes:
+        profile_iters: steps at the beginning of ramp and target that sample each bucket's
+            sparsity: one sample could fall on an unusual gradient.
+        profile_every: steps between later samples; a sample then costs less than 1 % of the
+            selections (docs/profiling.md).
+        hysteresis: a bucket changes its scheme only if the new one's time is shorter by more than
+            this fraction of the current one's: predictions err by about as much.
+        replan_every: steps between comparisons of measured with predicted times on all ranks; not
+            with `scheme.deterministic`, which takes no decision from timing.
+        retry_after: steps for which a scheme measured slower than dense is not tried again, and
+            after which dense is measured again.
+    """
+
+    profile_iters: int = 3
+    profile_every: int = 200
+    hysteresis: float = 0.05
+    replan_every: int = 50
+    retry_after: int = 1000
+
+
 class PricedPlanner(FixedPlanner):
     """See the module's docstring.
 
@@ -100,6 +123,7 @@ class PricedPlanner(FixedPlanner):
         planner: see `PlannerConfig`.
         cluster: the cost of links, codecs and the host.
         logs: whether this rank logs changes of plan; set it on one rank of a group.
+        pace: when to look again; the same on all ranks.
     """
 
     def __init__(
@@ -110,10 +134,12 @@ class PricedPlanner(FixedPlanner):
         cluster: ClusterModel,
         *,
         logs: bool,
+        pace: Pace | None = None,
     ) -> None:
         super().__init__(compression, scheme, cluster)
         self._cluster: ClusterModel = cluster
         self._config = planner
+        self._pace = pace or Pace()
         self._options = scheme
         self._logs = logs
         self._states: dict[str, BucketState] = {}
@@ -148,7 +174,6 @@ class PricedPlanner(FixedPlanner):
             candidates(self._config.schemes, self._compression.given_value_bits),
             self._options,
             bucket.grad_N.device.type,
-            has_windows=bucket.has_windows,
         )
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
         prices = state.predicted_us = price(profile)
@@ -158,7 +183,7 @@ class PricedPlanner(FixedPlanner):
             state.failed = []  # All have been tried.
         best = least(prices, [name for name in prices if name not in state.failed])
         keeps = before in prices and before not in state.failed
-        if keeps and prices[best] >= (1 - self._config.hysteresis) * prices[str(before)]:
+        if keeps and prices[best] >= (1 - self._pace.hysteresis) * prices[str(before)]:
             best = str(before)
         if takes_dense(best):
             overlapping = price(fully_overlapping(profile))
@@ -175,12 +200,12 @@ class PricedPlanner(FixedPlanner):
             return False
         if not _untried(state):
             return False
-        ramp, every = self._compression.warmup_iters, self._config.profile_every
+        ramp, every = self._compression.warmup_iters, self._pace.profile_every
         target = ramp + self._compression.ramp_iters
         since = step - (ramp if step < target else target)
         return (
-            since < self._config.profile_iters
-            or (every > 0 and since % every == 0)
+            since < self._pace.profile_iters
+            or since % every == 0
             or density <= state.profile_density / 2
         )
 
@@ -202,17 +227,6 @@ class PricedPlanner(FixedPlanner):
 
     # What ranks exchange
 
-    def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: for a group on one node, also by the cluster's links."""
-        named = any(
-            SCHEMES[name].needs_windows
-            for name in candidates(self._config.schemes, self._compression.given_value_bits)
-        )
-        here = len(set(transport.nodes)) == 1
-        has_tier = here and self._cluster.has_peer_memory(transport.world_size)
-        wanted = named and has_tier and transport.world_size > 1
-        return Windows.WELCOME if wanted else Windows.NONE
-
     def follow(self, record: BucketRecord) -> None:
         """See `Planner`."""
         if not self._scheme.deterministic:
@@ -231,7 +245,7 @@ class PricedPlanner(FixedPlanner):
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
-        if not self._scheme.deterministic and step and step % self._config.replan_every == 0:
+        if not self._scheme.deterministic and step and step % self._pace.replan_every == 0:
             yield from self._compare(bucket, state, plan, step, transport)
         if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup_iters:
             # Pricing takes time, so it is done here and not at the launch of the next step.
@@ -244,7 +258,7 @@ class PricedPlanner(FixedPlanner):
             )
             state.profile_density = plan.density
             # A profile that has hardly changed gives the same choice, and pricing takes time.
-            if before is None or not alike(before, state.profile, self._config.hysteresis):
+            if before is None or not alike(before, state.profile, self._pace.hysteresis):
                 self._decide(bucket, state, step, plan.density)
 
     def _compare(
@@ -265,13 +279,13 @@ class PricedPlanner(FixedPlanner):
         if plan.phase is Phase.WARMUP or chosen == DENSE or step < state.dense_until:
             return
         dense_us, chosen_us = state.measured_us.get(DENSE), state.measured_us.get(chosen)
-        if dense_us is None or step - state.dense_step >= self._config.retry_after:
+        if dense_us is None or step - state.dense_step >= self._pace.retry_after:
             reason = f"for {PROBE_STEPS} steps, to be measured"
             self._go_dense(bucket, state, step, PROBE_STEPS, reason)
-        elif chosen_us is not None and dense_us < (1 - self._config.hysteresis) * chosen_us:
+        elif chosen_us is not None and dense_us < (1 - self._pace.hysteresis) * chosen_us:
             state.failed, state.failed_density = [*state.failed, chosen], plan.density
             reason = f"{chosen} took {chosen_us:.0f} us and dense {dense_us:.0f} us, measured"
-            self._go_dense(bucket, state, step, self._config.retry_after, reason)
+            self._go_dense(bucket, state, step, self._pace.retry_after, reason)
 
     def _go_dense(
         self, bucket: Bucket, state: BucketState, step: int, steps: int, reason: str
@@ -361,7 +375,7 @@ class PricedPlanner(FixedPlanner):
 
     def _basis(self) -> int:
         """A checksum of everything that the choice depends on."""
-        parts = [self._cluster.to_yaml(""), asdict(self._config)]
+        parts = [self._cluster.to_yaml(""), asdict(self._config), asdict(self._pace)]
         options = asdict(self._options)
         parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())

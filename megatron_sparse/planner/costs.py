@@ -48,9 +48,8 @@ def predict(
         options: the same that collectives get; they name the inner scheme of `hierarchical`.
 
     Raises:
-        ConfigError: the scheme is unknown, lacks the form, does not fit the options, or needs
-            windows of peer memory on a cluster without them; the profile is of another bucket; or
-            the cluster file lacks a codec.
+        ConfigError: the scheme is unknown, lacks the form, or does not fit the options; the profile
+            is of another bucket; or the cluster file lacks a codec.
 
     Example:
         >>> from megatron_sparse.config.sparse import SchemeConfig
@@ -75,12 +74,6 @@ def predict(
             got=scheme,
         )
     cluster = cluster_of(shape, cluster)
-    if not reachable(scheme, shape.world_size, cluster):
-        raise ConfigError(
-            f"scheme {scheme} cannot be priced: it needs GPUs of one node",
-            expected=f"a cluster with device cuda and {shape.world_size} ranks on a node",
-            got=f"{cluster.name}: {cluster.device}, nodes {cluster.nodes}",
-        )
     if profile.numel not in (shape.numel, shape.pruned_numel):
         raise ConfigError(
             "the sparsity profile is of another bucket",
@@ -135,14 +128,13 @@ def predict_all(
         cluster: see `predict`.
         options: see `predict`.
         schemes: the schemes to price; None for all of `SCHEMES`. Schemes that do not fit are left
-            out, and so are schemes that need peer memory if the cluster has none.
+            out.
     """
     wanted = SCHEMES if schemes is None else schemes
-    n, bits, own = shape.world_size, shape.value_bits, cluster_of(shape, cluster)
     return {
         name: predict(name, shape, profile, cluster, options)
         for name in SCHEMES
-        if name in wanted and fits(name, shape.op, options, bits) and reachable(name, n, own)
+        if name in wanted and fits(name, shape.op, options, shape.value_bits)
     }
 
 
@@ -151,11 +143,6 @@ def cluster_of(shape: BucketShape, cluster: ClusterModel) -> ClusterModel:
     if shape.lanes == 1:
         return cluster
     return lane_cluster(cluster, shape.lanes, shape.world_size)
-
-
-def reachable(scheme: str, world_size: int, cluster: ClusterModel) -> bool:
-    """Whether a cluster has the links that a scheme needs: peer memory if it uses windows."""
-    return not SCHEMES[scheme].needs_windows or cluster.has_peer_memory(world_size)
 
 
 def fits(

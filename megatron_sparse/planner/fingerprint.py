@@ -25,7 +25,6 @@ def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
         "processor": processor(transport.device),
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "transport": str(dist.get_backend(transport.group)),
-        "intra_node": transport.intra_node,
         "hosts": "several" if len(set(transport.nodes)) > 1 else "one",
         "network": "its own" if mbit is None else f"test bed, {mbit} Mbit/s",
     }

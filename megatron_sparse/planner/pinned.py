@@ -9,10 +9,9 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.plan import Choice, FixedPlanner, Windows
+from megatron_sparse.planner.plan import Choice, FixedPlanner
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.transport import Transport
 
 
 class PinnedPlanner(FixedPlanner):
@@ -38,12 +37,6 @@ class PinnedPlanner(FixedPlanner):
         super().__init__(compression, scheme, cluster)
         self._path = path
         self._rows = read_plan(path)
-
-    def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: a pinned scheme that uses windows requires them."""
-        names = {row["chosen"] for row in self._rows.values()}
-        needed = any(name in SCHEMES and SCHEMES[name].needs_windows for name in names)
-        return Windows.REQUIRED if needed else Windows.NONE
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
         """Returns the plan file's choice.

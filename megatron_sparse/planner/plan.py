@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from enum import Enum
 from typing import Any, Protocol
 
 from megatron_sparse.bucket import Bucket
@@ -64,9 +63,8 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
-        # Neither takes records of format Rice: only a pinned plan names them beside few bits.
-        full = scheme.own_format is not None or scheme.needs_windows
-        bits = None if full else self.value_bits
+        # An own format has full values: only a pinned plan names such a scheme beside few bits.
+        bits = self.value_bits if scheme.own_format is None else None
         if scheme.sends_whole:
             bits = dense_value_bits(bits)
         form = scheme.message_format(options)
@@ -98,15 +96,6 @@ class Choice:
     predicted_us: float | None = None
 
 
-class Windows(Enum):
-    """Whether a group's buckets need windows of peer memory."""
-
-    NONE = "none"
-    WELCOME = "welcome"
-    """A candidate needs windows; without windows the planner uses the other candidates."""
-    REQUIRED = "required"
-
-
 class Planner(Protocol):
     """Makes the same decision on every rank: it never uses data that only one rank has."""
 
@@ -118,10 +107,6 @@ class Planner(Protocol):
 
     def join(self, transport: Transport) -> None:
         """Called with each group of ranks, before its first bucket."""
-        ...
-
-    def windows(self, transport: Transport) -> Windows:
-        """Whether a scheme that a group's buckets may use needs windows of peer memory."""
         ...
 
     def follow(self, record: BucketRecord) -> None:
@@ -282,11 +267,6 @@ class FixedPlanner:
             price = predict("dense", shape, whole, self._cluster, self._scheme)
             self._dense_us[shape] = price.total_s * 1e6
         return self._dense_us[shape]
-
-    def windows(self, transport: Transport) -> Windows:
-        """See `Planner`: a scheme that is configured by name and uses windows requires them."""
-        scheme = SCHEMES.get(self._scheme.name)
-        return Windows.REQUIRED if scheme is not None and scheme.needs_windows else Windows.NONE
 
     def follow(self, record: BucketRecord) -> None:
         """See `Planner`. Does nothing."""

@@ -26,32 +26,27 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
     """The schemes to choose from, in the order of the registry; always includes `dense`.
 
     Args:
-        schemes: as `planner.schemes`; None takes all schemes that run over any process group.
+        schemes: as `planner.schemes`; None takes all schemes.
         value_bits: as `compression.value_bits`; None: values are rounded by no scheme that
             `schemes` does not name.
     """
     if schemes is None:
-        refused = {name for name, each in SCHEMES.items() if each.needs_windows}
-        if value_bits is None:
-            refused |= {name for name, each in SCHEMES.items() if each.sends_whole}
-        return [name for name in registry.candidates() if name not in refused]
+        rounds = value_bits is not None
+        return [name for name in registry.candidates() if rounds or not SCHEMES[name].sends_whole]
     return [name for name in registry.candidates() if name in {*schemes, DENSE}]
 
 
-def runnable(
-    names: Collection[str], options: SchemeConfig, device: str, *, has_windows: bool
-) -> list[str]:
-    """The schemes of `names` that a bucket can use.
+def runnable(names: Collection[str], options: SchemeConfig, device: str) -> list[str]:
+    """The schemes of `names` that run without waits that no price includes.
 
     Args:
         names: of the schemes.
         options: of the schemes.
         device: `cpu` or `cuda`.
-        has_windows: whether the bucket has windows of peer memory.
     """
-    unable = {name for name in names if SCHEMES[name].needs_windows and not has_windows}
-    if device == "cuda":
-        unable |= {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
+    if device != "cuda":
+        return list(names)
+    unable = {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
     return [name for name in names if name not in unable]
 
 

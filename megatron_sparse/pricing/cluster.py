@@ -181,10 +181,6 @@ class ClusterModel:
             return Topology((world_size,), *links)
         return Topology.even(world_size, max(self.nodes), *links)
 
-    def has_peer_memory(self, world_size: int) -> bool:
-        """Whether a number of ranks would be the GPUs of one node, as windows need."""
-        return self.device == "cuda" and len(self.topology(world_size).node_sizes) == 1
-
     def dense_link(self, world_size: int) -> Link:
         """The link of the backend's ring for a number of ranks.
 

@@ -18,11 +18,9 @@ class Groups:
         instances: the ranks that own the same shard in the other instances of the distributed
             optimizer; None if there is one instance, or if the level is `instance`.
         level: of a level above `rank`; None for `rank`.
-        compresses_instances: whether the sums of `instances` are compressed, not dense.
     """
 
     data_parallel: Transport
     tensor_parallel: Transport | None = None
     instances: Transport | None = None
     level: LevelGroups | None = None
-    compresses_instances: bool = False

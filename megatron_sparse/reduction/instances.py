@@ -3,16 +3,10 @@
 With `num_distributed_optimizer_instances` = k > 1 the data-parallel ranks are cut into k instances,
 each of which holds the whole optimizer state. A bucket is reduce-scattered inside the instance by
 the scheme of its plan. Then each rank all-reduces its shard with the ranks that own the same shard
-in the other instances, in one of two ways:
+in the other instances: dense, by the backend's own all-reduce, which Megatron uses too, because the
+sum inside the instance has filled in.
 
-- Dense, by the backend's own all-reduce, which Megatron uses too: the sum inside the instance has
-  filled in. Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, and one
-  round.
-- Compressed, at `compression.level=node+instance`: the shard is a bucket of its own. Its sum
-  inside the instance is selected from, with a residual of its own, and the selections of the k
-  instances are exchanged. So there are two residuals, and `sent + residual == value + residual
-  before` holds for each: of nodes, where the value is the node's gradient, and of instances, where
-  it is the sum of what the instance's nodes have sent.
+Cost beside the scheme's: 2 (k - 1) / k N b / n bytes on n ranks an instance, and one round.
 """
 
 from __future__ import annotations
@@ -24,24 +18,10 @@ from typing import Protocol
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import POSTED, QUEUED, Exchange
 from megatron_sparse.collectives.dense import dense
-from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
-from megatron_sparse.reduction.bucket_job import BucketJob
-from megatron_sparse.reduction.job import Stage, without_gates
+from megatron_sparse.reduction.job import Stage
 from megatron_sparse.reduction.level_parts import KeptParts, instance_part
 from megatron_sparse.transport import Transport
 from megatron_sparse.transport.base import Marker
-
-
-class ShardReducer(Protocol):
-    """A `GradientReducer` of the ranks that own the same shard, one of each instance."""
-
-    def job(self, bucket: Bucket, step: int) -> BucketJob:
-        """Plans the synchronisation of a shard."""
-        ...
-
-    def synchronise(self, job: BucketJob) -> Stage[None]:
-        """Its pipeline."""
-        ...
 
 
 class SecondHalf(Protocol):
@@ -58,21 +38,14 @@ class SecondHalf(Protocol):
         ...
 
 
-def second_half(
-    instances: Transport | None, shards: KeptParts, reducer: ShardReducer | None
-) -> SecondHalf:
+def second_half(instances: Transport | None, rank: int) -> SecondHalf:
     """The sum over the instances, or nothing where there is one instance only.
 
     Args:
         instances: the ranks that own the same shard, one of each instance.
-        shards: `shard_bucket` of this rank.
-        reducer: of these ranks, where their shards are compressed.
+        rank: this rank in its instance.
     """
-    if instances is None:
-        return OneInstance()
-    if reducer is None:
-        return SumOverInstances(shards, instances)
-    return CompressedInstances(shards, reducer)
+    return OneInstance() if instances is None else SumOverInstances(instances, rank)
 
 
 class OneInstance:
@@ -83,11 +56,17 @@ class OneInstance:
         return steps
 
 
-class _OverInstances:
-    """What both ways have in common: the averaged shard, and the order of the halves."""
+class SumOverInstances:
+    """Adds up this rank's shard over all instances, dense.
 
-    def __init__(self, shards: KeptParts) -> None:
-        self._shards = shards
+    Args:
+        instances: the ranks that own the same shard, one of each instance.
+        rank: this rank in its instance.
+    """
+
+    def __init__(self, instances: Transport, rank: int) -> None:
+        self._instances = instances
+        self._shards = KeptParts(lambda bucket: shard_bucket(bucket, rank))
 
     def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """See `SecondHalf`; `steps` is a reduce-scatter.
@@ -95,67 +74,16 @@ class _OverInstances:
         Raises:
             CommunicationError: an instance means another bucket or step.
         """
-        return one_after_another(steps, lambda: self._second(exchange, step))
+        return one_after_another(steps, lambda: self._sum(exchange, step))
 
-    def _second(self, exchange: Exchange, step: int) -> Stage[int]:
+    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
+        """Overwrites the shard with its sum; returns the bytes sent."""
         bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
         shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
         if exchange.averages:
             shard.grad_N.div_(bucket.instances)
-        across = replace(exchange, bucket=shard, averages=False)
-        return (yield from self._sum(across, step))
-
-    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        """Overwrites the shard, the exchange's bucket, with the sum; returns the bytes sent."""
-        raise NotImplementedError
-
-
-class SumOverInstances(_OverInstances):
-    """Adds up this rank's shard over all instances, dense.
-
-    Args:
-        shards: see `second_half`.
-        instances: the ranks that own the same shard, one of each instance.
-    """
-
-    def __init__(self, shards: KeptParts, instances: Transport) -> None:
-        super().__init__(shards)
-        self._instances = instances
-
-    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        across = replace(exchange, transport=self._instances)
-        return dense(across, exchange.bucket.grad_N, step)
-
-
-class CompressedInstances(_OverInstances):
-    """Selects from this rank's shard, and adds up the selections of all instances.
-
-    The stages count to those of the bucket: both halves have one record.
-
-    Args:
-        shards: see `second_half`.
-        reducer: of the ranks that own the same shard.
-    """
-
-    def __init__(self, shards: KeptParts, reducer: ShardReducer) -> None:
-        super().__init__(shards)
-        self._reducer = reducer
-
-    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
-        job = self._reducer.job(exchange.bucket, step)
-        job.record.timer = exchange.timer
-        # The bucket has passed its gate already.
-        yield from without_gates(self._reducer.synchronise(job))
-        return job.record.wire_bytes
-
-
-def config_of_instances(config: SparseConfig) -> SparseConfig:
-    """The configuration of what selects from sums of instances: sampled top-k, no stragglers.
-
-    Velocities of DGC, for example, are in these sums already.
-    """
-    compression = replace(config.compression, method="topk")
-    return replace(config, compression=compression, straggler=StragglerConfig())
+        across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
+        return (yield from dense(across, shard.grad_N, step))
 
 
 def shard_bucket(bucket: Bucket, rank: int) -> Bucket:

@@ -3,9 +3,8 @@
 `node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
 node. Where `node` is asked for but not possible, the ranks run at another level, and the reason is
 logged. With the costs of a cluster `auto` takes the cheaper one of `rank` and `node`
-(`planner.levels`). `node+instance` is `node`, or what it falls back to, inside each instance of the
-distributed optimizer; and the sums of the instances are compressed too. All ranks of a group come
-to the same result: they have the same configuration and node numbers.
+(`planner.levels`). All ranks of a group come to the same result: they have the same configuration
+and node numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO as AUTO_SCHEME
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config.level import AUTO, INSTANCE, NODE, NODE_INSTANCE, RANK
+from megatron_sparse.config.level import AUTO, INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.costs import fits
 from megatron_sparse.planner.levels import LevelComparison, best_level
@@ -42,14 +41,11 @@ class LevelChoice:
         level: `rank`, `node` or `instance`.
         reason: one sentence without a full stop.
         nodes: for `node`, the ranks of each node, in order; empty for the other levels.
-        compresses_instances: the sums of instances are compressed too; not for `instance`, where
-            nothing else is.
     """
 
     level: str
     reason: str
     nodes: tuple[tuple[int, ...], ...] = ()
-    compresses_instances: bool = False
 
     def inside(self, rank: int) -> tuple[int, ...]:
         """The ranks of the rank's node. Only for `node`."""
@@ -100,11 +96,6 @@ def choose_level(
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
     found = _by_nodes(nodes, asked)
-    if asked == NODE_INSTANCE and instances > 1:
-        if len(found.nodes) == 1:
-            return LevelChoice(INSTANCE, "each instance is on one node")
-        reason = f"{found.reason}, and between {instances} instances"
-        return replace(found, reason=reason, compresses_instances=True)
     if asked == AUTO and found.level == NODE and config.planner.cluster is not None:
         prices = _prices(config, find(config.planner.cluster), found, shapes)
         nodes_of = found.nodes if prices.level == NODE else ()

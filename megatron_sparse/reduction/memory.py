@@ -21,24 +21,16 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
-from megatron_sparse.collectives.peer_two_shot import peer_layout
-from megatron_sparse.compression.residual import (
-    OF_INSTANCES,
-    RESIDUAL,
-    RESIDUAL_DTYPES,
-    ResidualStore,
-)
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import workspace
-from megatron_sparse.cuda_ext.peer_ops import window_bytes
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.reduction.instances import config_of_instances
 from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
@@ -61,13 +53,11 @@ class Share(NamedTuple):
         rank: this rank's number in the group that exchanges selections.
         buckets: what this rank selects from: whole buckets, or its parts of them.
         wholes: the buckets themselves, at a level above `rank`; None: the same.
-        of_instances: the buckets are sums of instances, selected from after another share's.
     """
 
     rank: int
     buckets: Sequence[Bucket]
     wholes: Sequence[Bucket] | None = None
-    of_instances: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,16 +126,15 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets, given, of_instances in groups:
+    for rank, buckets, given in groups:
         wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
-        found = _Group(config, rank, undo=undo, of_instances=of_instances)
+        found = _Group(config, rank, undo=undo)
         for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
             found.add_inside(bucket, whole)
-            if not of_instances:
-                parameters += sum(piece.stop - piece.start for piece in whole.parameters)
+            parameters += sum(piece.stop - piece.start for piece in whole.parameters)
         totals.update(found.nbytes(buckets))
         notes |= dict.fromkeys(
             f"without the buffers of {name}, which are known when it has run"
@@ -155,13 +144,9 @@ def account(
     return MemoryAccount(parameters, nbytes, tuple(notes))
 
 
-def shares_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> list[Share]:
-    """This rank's shares of the buckets of a reducer."""
-    shares = [Share(reducer.across.rank, [reducer.part(bucket) for bucket in buckets], buckets)]
-    if reducer.second is not None:
-        shards = reducer.kept_parts(OF_INSTANCES, buckets)
-        shares.append(Share(reducer.second.across.rank, shards, of_instances=True))
-    return shares
+def share_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> Share:
+    """This rank's share of the buckets of a reducer."""
+    return Share(reducer.across.rank, [reducer.part(bucket) for bucket in buckets], buckets)
 
 
 def _shard_numel(bucket: Bucket) -> int:
@@ -171,7 +156,7 @@ def _shard_numel(bucket: Bucket) -> int:
 
 
 def held(
-    stores: dict[str, ResidualStore],
+    residuals: ResidualStore,
     reducers: Iterable[GradientReducer],
     parameters: int = 0,
 ) -> dict[str, int]:
@@ -180,22 +165,15 @@ def held(
     Without tables, and without memory that torch's allocator lends for one call.
 
     Args:
-        stores: the method's, by name.
+        residuals: of all groups.
         reducers: of all groups.
         parameters: bytes of the shards that exact and lossy gathers keep.
     """
-    found: Counter[str] = Counter(undo=0, messages=0)
-    for name, store in stores.items():
-        found[RESIDUAL if name == OF_INSTANCES else name] += store.nbytes - store.undo_nbytes
-        found["undo"] += store.undo_nbytes
-    windows = 0
-    firsts = list(reducers)
-    for reducer in [*firsts, *(each.second for each in firsts if each.second is not None)]:
-        windows += reducer.window_bytes
+    found: Counter[str] = Counter(undo=residuals.undo_nbytes, messages=0)
+    found["residual"] = residuals.nbytes - residuals.undo_nbytes
+    for reducer in reducers:
         for purpose, nbytes in reducer.buffers.by_purpose().items():
             found[item_of(purpose)] += nbytes
-    if windows:
-        found["windows"] = windows
     if parameters:
         found["parameters"] = parameters
     return {item: found[item] for item in ITEMS if item in found}
@@ -204,11 +182,8 @@ def held(
 class _Group:
     """Adds up what one reducer will hold."""
 
-    def __init__(self, config: SparseConfig, rank: int, *, undo: bool, of_instances: bool) -> None:
-        if of_instances:
-            config = config_of_instances(config)
+    def __init__(self, config: SparseConfig, rank: int, *, undo: bool) -> None:
         self._config, self._rank, self._undo = config, rank, undo
-        self._has_turns = not of_instances
         self._planner = FixedPlanner(config.compression, config.scheme)
         if config.planner.pin:
             self._planner = planner_of(config, logs=False)
@@ -220,7 +195,7 @@ class _Group:
 
     def add(self, bucket: Bucket) -> None:
         """Counts a bucket."""
-        selects = self._config.compression.method == "dgc"
+        selects = False
         tables: set[Slots] = set()
         layouts: dict[Layout, None] = {}
         for step in _steps(self._config.compression):
@@ -297,8 +272,7 @@ class _Group:
                 scratch = scratch_capacity(offsets, sizes.places.records)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
-            is_own = purpose in _BEFORE_GATE and not self._has_turns
-            shared = (bucket.grad_N.is_cuda and not is_own) or purpose == "scratch"
+            shared = bucket.grad_N.is_cuda or purpose == "scratch"
             key = (purpose, "" if shared else bucket.name)
             self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
 
@@ -342,34 +316,15 @@ class _Group:
         compression = self._config.compression
         found: Counter[str] = Counter()
         found["residual"] = self._elements * RESIDUAL_DTYPES[compression.residual_dtype].itemsize
-        if compression.method == "dgc":
-            found["momentum"] = self._elements * torch.float32.itemsize
         if self._undo:
-            found["undo"] = found["residual"] + found["momentum"]
+            found["undo"] = found["residual"]
         for (purpose, owner), nbytes in self._buffers.items():
             takes_turns = purpose in _BEFORE_GATE and not owner
             copies = min(TURNS, len(buckets)) if takes_turns else 1
             found[item_of(purpose)] += copies * nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
-        found["windows"] = self._window_bytes(buckets)
         return found
-
-    def _window_bytes(self, buckets: Sequence[Bucket]) -> int:
-        scheme, planner = self._config.scheme, self._config.planner
-        names = (planner.schemes or ()) if scheme.name == AUTO else (scheme.name,)
-        wanted = any(SCHEMES[name].needs_windows for name in names)
-        if not wanted or not all(bucket.grad_N.is_cuda for bucket in buckets):
-            return 0
-        layouts = [
-            peer_layout(
-                bucket, wire_dtype_of(bucket.grad_N.dtype, scheme.wire_dtype), scheme.format
-            )
-            for bucket in buckets
-        ]
-        message_room = max((layout.message_room for layout in layouts), default=0)
-        sum_room = max((layout.sum_room for layout in layouts), default=0)
-        return window_bytes(message_room, sum_room) if layouts else 0
 
 
 def _steps(compression: CompressionConfig) -> list[int]:

@@ -21,9 +21,8 @@ ITEMS = {
     "residual": Item(
         "the part of gradients that was not sent yet", "compression.residual_dtype=bf16 halves it"
     ),
-    "momentum": Item("velocities of compression.method=dgc", "choose another method"),
     "undo": Item(
-        "copies of the above, to undo a step that is skipped or repeated",
+        "a copy of the residual, to undo a step that is skipped or repeated",
         "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
     ),
     "messages": Item(
@@ -41,10 +40,6 @@ ITEMS = {
     "workspace": Item(
         "scratch memory of the encoders, shared by all buckets",
         "training.overlap_grad_reduce=true: smaller buckets",
-    ),
-    "windows": Item(
-        "peer memory of scheme=peer_two_shot, shared by all buckets",
-        "scheme=direct, or training.overlap_grad_reduce=true: smaller buckets",
     ),
     "parameters": Item(
         "this rank's shards of the parameters once more, for exact and lossy gathers",

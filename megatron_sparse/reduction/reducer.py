@@ -32,8 +32,7 @@ branches for them. They are chosen once, when the reducer is made:
   their gradients before the selection, behind the gate; what follows happens to this rank's part
   of that sum.
 - `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
-  reduce-scatters inside an instance, and the second half sums the shards of all instances: dense,
-  or by a second reducer with a residual of its own.
+  reduce-scatters inside an instance, and the second half sums the shards of all instances, dense.
 - `GradientListener`s see gradients and selections, for instance to dump them.
 
 Shape suffixes: N elements of the bucket, R threshold ranges.
@@ -42,7 +41,7 @@ Shape suffixes: N elements of the bucket, R threshold ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -50,8 +49,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
-from megatron_sparse.compression.method import CompressionMethod
-from megatron_sparse.compression.residual import OF_INSTANCES
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.formats.message import Message, MessageBuffers
@@ -62,17 +60,14 @@ from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.bucket_job import BucketJob
 from megatron_sparse.reduction.group_threshold import threshold_source
 from megatron_sparse.reduction.groups import Groups
-from megatron_sparse.reduction.instances import config_of_instances, second_half, shard_bucket
+from megatron_sparse.reduction.instances import second_half
 from megatron_sparse.reduction.job import GATE, Progress, Stage
 from megatron_sparse.reduction.level import alone, level_of
-from megatron_sparse.reduction.level_parts import KeptParts
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.reduction.streams import used_here
-from megatron_sparse.reduction.windows import windows_for
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.peer_memory import PeerMemory
 
 
 class GradientListener(Protocol):
@@ -142,8 +137,8 @@ class GradientReducer:
         config: `compression`, `scheme` and `straggler` are read.
         groups: the ranks.
         planner: chooses the scheme of each bucket.
-        method: the compression method, which owns the residuals; shared by all reducers of a model.
-            The progress thread mutates it between `start` and `wait`.
+        residuals: error feedback; shared by all reducers of a model. The progress thread mutates
+            it between `start` and `wait`.
         sink: receives each bucket's telemetry record, in `PendingReduction.wait`.
         progress: drives the pipelines; shared by all reducers of the process.
         listeners: see `GradientListener`.
@@ -158,7 +153,7 @@ class GradientReducer:
         config: SparseConfig,
         groups: Groups,
         planner: Planner,
-        method: CompressionMethod,
+        residuals: ResidualStore,
         sink: RecordSink,
         progress: Progress,
         listeners: Sequence[GradientListener] = (),
@@ -173,47 +168,11 @@ class GradientReducer:
         self._listeners = tuple(listeners)
         self.buffers = MessageBuffers()
         self._turns = MessageTurns(self.buffers)
-        self.windows: PeerMemory | None = None
-        self.selector = Selector(method, self.transport.rank, self.buffers)
+        self.selector = Selector(config.compression, residuals, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
-        self.second = self._of_instances(groups) if groups.compresses_instances else None
-        self._shards = KeptParts(lambda bucket: shard_bucket(bucket, self.transport.rank))
-        self._second_half = second_half(groups.instances, self._shards, self.second)
+        self._second_half = second_half(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
-
-    def _of_instances(self, groups: Groups) -> GradientReducer:
-        """The reducer of the ranks that own the same shard; it selects from sums of instances."""
-        assert groups.instances is not None
-        config = config_of_instances(self._config)
-        return GradientReducer(
-            config,
-            Groups(groups.instances, groups.tensor_parallel),
-            self.planner,
-            self.selector.method.of_instances(config.compression),
-            self._sink,
-            self.progress,
-        )
-
-    def open_windows(self, buckets: Sequence[Bucket]) -> None:
-        """Allocates windows of peer memory, if the planner may choose a scheme that uses them.
-
-        A window is memory that the other ranks of the group can read and write directly. Call this
-        once, before the first `start`. Collective over the group; waits for the device. Sets
-        `Bucket.has_windows`.
-
-        Args:
-            buckets: all that this reducer will ever synchronise. Their sizes must not change.
-
-        Raises:
-            ConfigError: the scheme needs windows, and the group cannot have any.
-            HostError: the ranks cannot access one another's memory.
-            DependencyError: this version of torch has no peer memory.
-        """
-        parts = [self.part(bucket) for bucket in buckets]
-        self.windows = windows_for(parts, self._config, self.planner, self._level.across)
-        if self.second is not None:
-            self.second.open_windows(self.kept_parts(OF_INSTANCES, buckets))
 
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
@@ -222,21 +181,10 @@ class GradientReducer:
         """
         return self._level.part(bucket)
 
-    def kept_parts(self, store: str, buckets: Iterable[Bucket]) -> list[Bucket]:
-        """What a store of the method keeps values of, in the order of `buckets`."""
-        if store != OF_INSTANCES:
-            return [self.part(bucket) for bucket in buckets]
-        return [] if self.second is None else [self._shards.of(bucket) for bucket in buckets]
-
     @property
     def across(self) -> Transport:
         """The ranks that exchange selections: all, or at a level above `rank` this rank's lane."""
         return self._level.across
-
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of device memory that this rank's windows take, those of `second` apart."""
-        return 0 if self.windows is None else self.windows.nbytes
 
     def start(
         self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
@@ -338,7 +286,7 @@ class GradientReducer:
         # The backend will divide the sum. But the residual is a part of the averaged gradient: so
         # divide the gradient, add the residual, and multiply both again. Without a residual nothing
         # is needed.
-        divides = job.averages and self.selector.method.has_addend(bucket)
+        divides = job.averages and bucket.name in self.selector.residuals
         if divides:
             with job.timer.stage("prune"):
                 bucket.grad_N.div_(job.divisor)
@@ -357,7 +305,6 @@ class GradientReducer:
             job.timer,
             self._config.scheme,
             record.straggler,
-            self.windows,
             job.averages,
         )
         message = selected if isinstance(selected, Message) else None
@@ -390,11 +337,6 @@ class GradientReducer:
         job.record.message_bytes = selected.nbytes
         job.record.wire_bytes = job.record.inside_bytes + sent_bytes
         job.record.nnz = selected.nnz if isinstance(selected, Message) else job.bucket.numel
-
-    def reports(self, bucket: Bucket, step: int) -> list[dict[str, Any]]:
-        """The bucket's rows of `plan.json`; two where the sums of instances are compressed too."""
-        second = [] if self.second is None else [self.second.report(self._shards.of(bucket), step)]
-        return [self.report(bucket, step), *second]
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""

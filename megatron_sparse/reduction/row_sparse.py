@@ -26,7 +26,7 @@ from megatron_sparse.reduction.job import GATE, Progress
 from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.streams import used_here
-from megatron_sparse.transport import ProcessGroupTransport, Transport, open_transport
+from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 
 class PendingRowSparse:
@@ -219,7 +219,7 @@ def row_sparse_all_reduce(
     """
     one_of("op", op, tuple(Reduction))
     check_coo(gradient)
-    timeout_s = SchemeConfig().timeout_s if timeout_s is None else timeout_s
+    scheme = SchemeConfig() if timeout_s is None else SchemeConfig(timeout_s=timeout_s)
     members = dist.group.WORLD if group is None else group
     if members is None:
         raise ConfigError(
@@ -227,8 +227,8 @@ def row_sparse_all_reduce(
             expected="torch.distributed.init_process_group before the first all-reduce",
             got="an uninitialised torch.distributed",
         )
-    transport = open_transport(members, SchemeConfig(timeout_s=timeout_s), gradient.device)
-    progress = ProgressThread(gradient.device, timeout_s)
+    transport = ProcessGroupTransport(members, scheme.timeout_s, gradient.device)
+    progress = ProgressThread(gradient.device, scheme.timeout_s)
     reducer = RowSparseReducer(transport, NullSink(), progress)
     pending = reducer.start(name, gradient, Reduction(op), step=0)
     alone = PendingAlone(pending, transport, progress)

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import logging
 import math
+import os
+import re
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -63,6 +65,9 @@ from megatron_sparse.transport.arrival_counter import Arrival, ArrivalCounter
 
 logger = logging.getLogger("megatron_sparse")
 
+SLOW_RANK = "MEGATRON_SPARSE_SLOW_RANK"
+"""An environment variable for tests and benches: with `RANK:MILLISECONDS` that rank of each group
+sleeps so long in every backward pass, when its first bucket is ready."""
 AWARE = {"dense": "straggler", "direct": "straggler_direct"}
 """The scheme that can skip a rank, for each scheme that has one."""
 WAITING = {aware: scheme for scheme, aware in AWARE.items()}
@@ -128,7 +133,7 @@ class StragglerPolicy:
         self._value_bits = config.compression.given_value_bits
         self._transport = transport
         self._sink = sink
-        self._history = History(config.straggler.history)
+        self._history = History()
         self._arrivals: ArrivalCounter | None = None
         self._link = self._dense = Link(0.0, 0.0)
         self._step = self._previous = -1
@@ -139,22 +144,36 @@ class StragglerPolicy:
         self._named: dict[str, int | None] = {}
         mode, alone = self._config.mode, transport.world_size == 1
         self._acts = mode in ("pinned", *TIMED_STRAGGLER_MODES) and not alone
-        self._check_ranks()
+        self._check_rank("straggler.rank", self._config.rank)
+        self._sleep_s = self._injected_delay_s()
         if mode in ("off", "pinned") or alone:
             return
         self._arrivals = transport.open_arrival_counter()
         if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
             self._take_links(links or self._find_links(config.planner.cluster))
 
-    def _check_ranks(self) -> None:
-        for name in ("rank", "inject_rank"):
-            rank, n = getattr(self._config, name), self._transport.world_size
-            if rank is not None and rank >= n:
-                raise ConfigError(
-                    f"straggler.{name} is not in the group",
-                    expected=f"0 to {n - 1}: the ranks that reduce gradients together",
-                    got=rank,
-                )
+    def _check_rank(self, name: str, rank: int | None) -> None:
+        n = self._transport.world_size
+        if rank is not None and rank >= n:
+            raise ConfigError(
+                f"{name} is not in the group",
+                expected=f"0 to {n - 1}: the ranks that reduce gradients together",
+                got=rank,
+            )
+
+    def _injected_delay_s(self) -> float:
+        """How long this rank sleeps in each step: see `SLOW_RANK`."""
+        given = os.environ.get(SLOW_RANK)
+        if given is None:
+            return 0.0
+        found = re.fullmatch(r"(\d+):(\d+(?:\.\d+)?)", given)
+        if found is None:
+            raise ConfigError(
+                f"{SLOW_RANK} cannot be read", expected="RANK:MILLISECONDS", got=repr(given)
+            )
+        rank = int(found[1])
+        self._check_rank(SLOW_RANK, rank)
+        return float(found[2]) / 1e3 if rank == self._transport.rank else 0.0
 
     def _find_links(self, cluster: str | None) -> Links | ClusterModel:
         if cluster is not None:
@@ -171,7 +190,7 @@ class StragglerPolicy:
         """Takes over the waiting times that ranks agreed on, if a new step begins.
 
         The training thread calls it before each launch. At a step's first launch no bucket of an
-        earlier step may be under way. With `straggler.inject_rank` that rank sleeps here.
+        earlier step may be under way. The rank that `SLOW_RANK` names sleeps here.
 
         Raises:
             CommunicationError: the ranks could not agree.
@@ -188,8 +207,7 @@ class StragglerPolicy:
             self._history.add(record.bucket, record.ready_s)
             self._sink.record_readiness(record)
         self._last_step, self._came = self._came, []
-        if self._config.inject_rank == self._transport.rank:
-            time.sleep(self._config.inject_delay_ms / 1e3)
+        time.sleep(self._sleep_s)
 
     def launched(self, progress: Progress) -> None:
         """Called after each launch; submits `agree` after the first launch of a step."""

@@ -28,11 +28,6 @@ def permute(element: int, numel: int, seed: int) -> int:
             return x
 
 
-def partition_begin(numel: int, partitions: int, partition: int) -> int:
-    """The first permuted position of a partition."""
-    return -(-partition * numel // partitions)
-
-
 def partition_of(element: int, numel: int, partitions: int, seed: int) -> int:
     """The partition of an element: equal blocks of the permutation."""
     return permute(element, numel, seed) * partitions // numel

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sparse.config.checks import in_range, one_of
-from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.formats.hash_partition import HASH_SEED
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.sparsity.balance import Loads
 from megatron_sparse.sparsity.characteristics import (
@@ -162,7 +162,7 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
     if not found:
         raise ProfileError(
             f"{dump.folder} holds no {kind} gradients",
-            expected="tracking.record_gradients=both in the run",
+            expected="a run that compresses, or --kind gradient",
             got=f"iterations {_listed(dump.iterations)} without",
             remedy="--kind takes the other; or record again",
         )
@@ -184,7 +184,7 @@ def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
 def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
     numel = gradients[0].numel()
     elements = [nonzero_elements(gradient) for gradient in gradients]
-    seed = SchemeConfig().hash_seed
+    seed = HASH_SEED
     return Sample(
         iteration,
         name,

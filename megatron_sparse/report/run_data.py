@@ -33,7 +33,7 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import read_lines
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
-from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, SUMMARY_FILE
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EVERY, SUMMARY_FILE
 
 CONFIG_FILE = "config.yaml"
 WINDOW = 200
@@ -175,7 +175,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
             expected=f"a folder with {BREAKDOWN_FILE}, such as runs/quickstart",
             got=f"{path.name}: {error.strerror}",
             remedy="name the folder that training printed; training writes its first lines after "
-            "tracking.flush_every iterations",
+            f"{FLUSH_EVERY} iterations",
         ) from None
     except (TypeError, ValueError, KeyError) as error:
         raise _other_version(path, error) from None
@@ -184,7 +184,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
             f"{folder} has no iteration to report",
             expected=f"at least one complete line in {BREAKDOWN_FILE}",
             got=_damaged_sentence(path, damaged) if damaged else "an empty file",
-            remedy="train longer; training writes lines every tracking.flush_every iterations",
+            remedy=f"train longer; training writes lines every {FLUSH_EVERY} iterations",
         )
     _note_damaged(path, damaged, gaps)
     return lines, history

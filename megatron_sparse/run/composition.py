@@ -50,7 +50,7 @@ SCHEME = "scheme"
 
 _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
-_AT_ROOT = re.compile(r"^(preset|experiment|cluster)=")
+_AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
 _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
@@ -78,7 +78,7 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Rewrites overrides to Hydra's syntax.
 
     `megatron.manual_gc=true` adds a key, for which Hydra asks for `++`; and the values of a
-    preset, an experiment or a cluster belong at the root, for which it asks for
+    preset, an experiment, a cluster or a model belong at the root, for which it asks for
     `experiment@_global_`. Hydra's flags come first, because its parser refuses overrides on both
     sides of a flag.
     """
@@ -101,7 +101,7 @@ def _scheme_override(text: str) -> str:
     known = group_options(SCHEME)
     for name in value.split(","):
         if re.fullmatch(r"\w+", name) and name not in known:
-            raise _unknown_option(f"{SCHEME}/{name}", known)
+            raise removed("scheme.name", name) or _unknown_option(f"{SCHEME}/{name}", known)
     return f"{SCHEME}.name={value}"
 
 
@@ -208,10 +208,11 @@ def config_error(error: Exception) -> ConfigError:
             return _unknown_key(str(found.full_key or ""))
     several = re.match("Ambiguous value for argument '(.+)'", str(error))
     if several:
+        given = several[1].replace("@_global_", "")  # which `hydra_overrides` has added
         return ConfigError(
-            f"{several[1].partition('=')[0]} has several values",
+            f"{given.partition('=')[0]} has several values",
             expected="one value, or --multirun for a run of each",
-            got=several[1],
+            got=given,
             remedy="add --multirun; in a text with a comma quote it: 'key=\"a,b\"'",
         )
     named = re.match(

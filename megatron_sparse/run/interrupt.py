@@ -1,4 +1,4 @@
-"""Ctrl-C in the launcher with `training.save_on_interrupt`: once to save and end, twice to stop.
+"""Ctrl-C in the launcher with `training.save_signal=SIGINT`: once to save and end, twice to stop.
 
 torch's agent hands a signal on to the ranks and waits for them, but a second one leaves them
 behind. Here the second one kills them.
@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+SIGINT = "SIGINT"
+"""The value of `training.save_signal` that stands for Ctrl-C."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"

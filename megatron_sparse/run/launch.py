@@ -117,6 +117,7 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
     ranks = config.cluster.ranks_per_node
     # Megatron prints iterations on the last rank, which therefore gets the terminal.
     quiet = dict.fromkeys(range(ranks - 1), Std.ALL)
+    saves = config.training.save_signal == interrupt.SIGINT
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -127,10 +128,10 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "logs"), redirects=quiet),
-        shutdown_timeout=interrupt.SAVE_S if config.training.save_on_interrupt else None,
+        shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
     try:
-        with interrupt.saving(config.training.save_on_interrupt):
+        with interrupt.saving(saves):
             elastic_launch(settings, sys.executable)("-u", "-m", WORKER, str(run_dir / CONFIG_FILE))
     except ChildFailedError as error:
         return _report(*error.get_first_failure(), run_dir)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
-from megatron_sparse.compression.dgc import check_optimizer
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
@@ -28,8 +26,6 @@ from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
 
 CONFIG_FILE = "config.yaml"
-MEGATRON_SGD_MOMENTUM = 0.9
-"""Megatron's default of `--sgd-momentum`."""
 
 
 def decide(config: RunConfig) -> RunConfig:
@@ -88,7 +84,6 @@ def preflight(config: RunConfig) -> int:
     if config.plugin:
         # Reads the planner's files, and checks what must hold between the sections.
         planner_of(with_swept_thresholds(config.sparse), logs=False)
-        _check_optimizer(config)
         _check_device(config)
         refusals.check_section(config.megatron)
     refusals.check_optimizer(config)
@@ -106,25 +101,13 @@ def _check_packages(config: RunConfig) -> None:
         require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
 
 
-def _check_optimizer(config: RunConfig) -> None:
-    """Raises the error that `attach` would raise for Megatron's optimizer."""
-    group = {}
-    if config.megatron.get("optimizer") == "sgd":
-        group["momentum"] = float(config.megatron.get("sgd_momentum", MEGATRON_SGD_MOMENTUM))
-    check_optimizer(config.compression, SimpleNamespace(param_groups=[group]))
-
-
 def _check_device(config: RunConfig) -> None:
     """Raises the errors that each rank would raise when it attaches."""
-    from megatron_sparse.collectives import SCHEMES, peer_windows
     from megatron_sparse.transport import nccl_communicator
 
     if config.cluster.device != "cpu":
         _check_nccl_backend(config)
         return
-    scheme = SCHEMES.get(config.scheme.name)
-    if scheme is not None and scheme.needs_windows:
-        raise peer_windows.refusal("cluster.device=cpu")
     if config.scheme.nccl_engine:
         raise nccl_communicator.refusal("cluster.device=cpu")
 
@@ -224,7 +207,7 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
 
     Variables that the user has set keep their values, except the two that hide GPUs on a CPU run.
     """
-    found = {"OMP_NUM_THREADS": str(config.cluster.omp_num_threads)}
+    found = {"OMP_NUM_THREADS": "1"}
     if config.training.tensor_parallel > 1 or config.megatron.get("context_parallel_size", 1) > 1:
         # Megatron requires it there on devices before Blackwell: launches keep their order.
         # Elsewhere one queue would make a bucket's kernels wait for the backward pass.

@@ -183,7 +183,7 @@ def go_on(config: RunConfig, run_dir: Path, command: str) -> str:
     if done is None:
         return (
             "no checkpoint is saved; training.save_interval=N saves one every N iterations, "
-            "training.save_on_interrupt=true one on Ctrl-C"
+            "training.save_signal=SIGINT one on Ctrl-C"
         )
     total = config.training.iterations
     if done >= total:

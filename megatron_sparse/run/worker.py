@@ -20,6 +20,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
+from megatron_sparse.run.interrupt import SIGINT
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -153,7 +154,7 @@ def _meet() -> tuple[Any, int]:
 
 def _survive_early_signals(config: RunConfig) -> None:
     """Ignores `training.save_signal`, which would kill the process, until Megatron handles it."""
-    if config.training.save_signal is not None:
+    if config.training.save_signal not in (None, SIGINT):
         signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
 
 
@@ -191,7 +192,7 @@ def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
     if stopped_at is None or rank != 0:
         return
     print(
-        f"{config.training.exit_signal} has ended the run after iteration {stopped_at}; "
+        f"{config.training.save_signal} has ended the run after iteration {stopped_at}; "
         "the checkpoint is saved, and resume=auto continues from it",
         flush=True,
     )

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import even_cuts
-from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash
 from megatron_sparse.pricing.profile import SparsityProfile, union_counts
 from megatron_sparse.simulate.figures import (
@@ -270,7 +269,7 @@ def rows_16(sample: Sample) -> list[Row]:
     whole_K = max(sample.elements, key=lambda own_K: own_K.size)
     indices_K = torch.from_numpy(whole_K[:: -(-max(whole_K.size, 1) // MOST_HASHED)].copy())
     n, entries = max(sample.profile.world_size, 2), indices_K.numel()
-    h0, values_K = PermutationHash(sample.numel, n, SchemeConfig().hash_seed), indices_K.float()
+    h0, values_K = PermutationHash(sample.numel, n, HASH_SEED), indices_K.float()
 
     def time_ms(memory: int, rehashes: int) -> float:
         slots = max(-(-memory * entries // n), 1)

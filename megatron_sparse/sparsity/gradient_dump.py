@@ -28,7 +28,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.sparse import TrackingConfig
-from megatron_sparse.errors import ProfileError
+from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.sparsity.sampling import selected_values
 
@@ -99,11 +99,16 @@ class GradientDumpWriter:
         """
         if not tracking.record_gradients_iters:
             return None
-        both = tracking.record_gradients == "both"
+        if run_dir is None:
+            raise ConfigError(
+                "tracking.record_gradients_iters needs a run's folder to write to",
+                expected="install(config, run_dir=...)",
+                got="no folder",
+                remedy="give one, or leave tracking.record_gradients_iters out",
+            )
         return cls(
-            tracking.folder_for("record_gradients_iters", run_dir) / FOLDER,
+            run_dir / FOLDER,
             tracking.record_gradients_iters,
-            kinds=tuple(Kind) if both else (Kind(tracking.record_gradients),),
             rank=rank,
             world_size=len(ranks),
             first_rank=min(ranks),

@@ -6,7 +6,7 @@ was ready last (of several the lowest); its delay is the time between the last o
 (StragglAR, appendix C, where it is a difference of waiting times).
 
 A straggler is *persistent* if it was last in most steps: the lower end of Wilson's one-sided 95 %
-interval for its share of the past steps, at least `MIN_STRAGGLER_HISTORY`, is above one half.
+interval for its share of the past steps, at least `MIN_HISTORY`, is above one half.
 *Persistence* is the probability that the last rank of a step is last in the next step too.
 """
 
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from megatron_sparse.config.straggler import MIN_STRAGGLER_HISTORY
-
 Readiness = Sequence[float]
 """Seconds, one for each rank, of one bucket in one step."""
 
+HISTORY, MIN_HISTORY = 20, 5
+"""Past steps that count, and how many it takes to say who will be last."""
 Z_95 = 1.6448536269514722
 """Standard deviations that a normal variable exceeds with a probability of 5 %."""
 MAJORITY = 0.5
@@ -114,7 +114,7 @@ def share_bound(hits: int, count: int) -> float:
 
 def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
     """The persistent straggler, None without one; see the module's docstring."""
-    if len(steps) < MIN_STRAGGLER_HISTORY:
+    if len(steps) < MIN_HISTORY:
         return None
     counts = Counter(map(last_rank, steps))
     rank, hits = max(counts.items(), key=lambda item: (item[1], -item[0]))
@@ -128,7 +128,7 @@ class History:
         length: number of steps to keep for each bucket.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int = HISTORY) -> None:
         self._steps: dict[str, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=length))
 
     def add(self, bucket: str, ready_s: Readiness) -> None:

@@ -46,6 +46,8 @@ from megatron_sparse.telemetry.trace import Span
 
 logger = logging.getLogger(__name__)
 
+FLUSH_EVERY = 10
+"""Iterations between flushes of the JSON lines: to watch a run, at no cost."""
 BREAKDOWN_FILE = "breakdown.jsonl"
 BUCKETS_FILE = "buckets.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -325,7 +327,7 @@ class RunTelemetry:
         if readiness:
             self._write_readiness(readiness)
         self._since_flush += 1
-        if self._since_flush >= self._tracking.flush_every:
+        if self._since_flush >= FLUSH_EVERY:
             self.flush()
 
     def _write_readiness(self, readiness: Sequence[ReadinessRecord]) -> None:

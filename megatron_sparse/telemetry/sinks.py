@@ -199,7 +199,6 @@ class WandbSink:
                     mode=mode,
                     dir=str(run_dir),
                     project=tracking.wandb_project,
-                    entity=tracking.wandb_entity,
                     name=run_dir.name,
                     id=run_id(run_dir / "wandb"),
                     # Offline, wandb cannot know whether the run exists, and would warn about it.

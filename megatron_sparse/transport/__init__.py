@@ -1,7 +1,6 @@
 """Moves bytes between ranks."""
 
 from megatron_sparse.transport.base import Transport, Work
-from megatron_sparse.transport.opening import open_transport
 from megatron_sparse.transport.process_group import ProcessGroupTransport
 from megatron_sparse.transport.topology import Link, Topology
 from megatron_sparse.transport.virtual import VirtualCluster
@@ -13,5 +12,4 @@ __all__ = [
     "Transport",
     "VirtualCluster",
     "Work",
-    "open_transport",
 ]

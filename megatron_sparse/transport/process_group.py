@@ -54,9 +54,6 @@ class ProcessGroupTransport:
 
     Making one is collective over the group.
 
-    Attributes:
-        intra_node: how ranks of a host reach one another: `backend`; see `SharedMemoryTransport`.
-
     Args:
         group: the group whose ranks take part; a second group over the same ranks is made. Or the
             global ranks themselves, this one among them.
@@ -72,8 +69,6 @@ class ProcessGroupTransport:
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
-
-    intra_node = "backend"
 
     def __init__(
         self,

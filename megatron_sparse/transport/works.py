@@ -8,7 +8,6 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from megatron_sparse.transport.base import Work
 from megatron_sparse.transport.operation import Operation
 
 POLL_S = 0.01
@@ -16,7 +15,7 @@ POLL_S = 0.01
 
 
 class WaitedWork:
-    """Works that a thread waits for, as one `Work`: gloo's, or those of shared memory.
+    """Works that a thread waits for, as one `Work`: gloo's.
 
     Args:
         operation: their name and deadline.
@@ -93,27 +92,6 @@ class NoWork:
 
     def finish(self) -> None:
         """See `Work`."""
-
-
-class BothWorks:
-    """Two works as one `Work`."""
-
-    def __init__(self, first: Work, second: Work) -> None:
-        self._works = (first, second)
-
-    def ready(self) -> bool:
-        """See `Work`."""
-        return all(work.ready() for work in self._works)
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        for work in self._works:
-            work.when_ready(wake)
-
-    def finish(self) -> None:
-        """See `Work`."""
-        for work in self._works:
-            work.finish()
 
 
 def wait_all(works: Sequence[dist.Work | None]) -> None:

@@ -10,7 +10,6 @@ from typing import IO, Any
 import pytest
 
 from megatron_sparse.bench.study import frame
-from megatron_sparse.cli import main
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run import local_ranks
@@ -85,15 +84,6 @@ def leave(words: dict[str, str], name: str, lines: Sequence[dict[str, Any]]) -> 
     folder = Path(words["runs_dir"], words["name"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def exit_code(*arguments: str) -> int:
-    """Of `megatron-sparse bench`."""
-    with pytest.raises(SystemExit) as left:
-        main.main(["bench", *arguments])
-    code = left.value.code
-    assert isinstance(code, int)
-    return code
 
 
 def fails_with_its_log(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> str:

@@ -22,7 +22,7 @@ from megatron_sparse.bench.codec.options import BitsSweep
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import rice_span
-from tests.bench.study_runs import exit_code
+from tests.bench.running import run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,7 +68,7 @@ def test_fitted_levels_lose_less():
 def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     words = "bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
-    assert exit_code(*words.split(), str(path)) == 0
+    assert run_cli(*words.split(), str(path)) == 0
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 1 + 2 * 4
@@ -79,7 +79,7 @@ def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
 
 def test_a_row_that_misses_its_target_is_an_error(monkeypatch):
     monkeypatch.setattr("megatron_sparse.bench.codec.bits.TARGET", 1.0)
-    assert exit_code("bits", "--elements", "64K", "--density", "0.05", "--groups", "1") == 1
+    assert run_cli("bits", "--elements", "64K", "--density", "0.05", "--groups", "1") == 1
 
 
 def test_the_documented_rows_are_the_command_s():

@@ -22,7 +22,7 @@ from megatron_sparse.bench.codec.options import (
 )
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from tests.bench.codec_rows import Row, is_timed, printed_and_written
-from tests.bench.study_runs import exit_code
+from tests.bench.running import run_cli
 
 BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs.json"
 SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threads": 1}
@@ -147,7 +147,7 @@ def test_the_committed_baseline_holds(capsys):
     """
     words = "codecs --max-bytes 1M --density 0.01,0.5 --format coo,pici --no-peers --threads 1"
     more = ["--warmup", "1", "--iters", "9", "--check", str(BASELINE), "--margin", "16"]
-    code, captured = exit_code(*words.split(), *more), capsys.readouterr()
+    code, captured = run_cli(*words.split(), *more), capsys.readouterr()
     assert code == 0, captured.err
     assert "rows are within the baseline" in captured.out
 

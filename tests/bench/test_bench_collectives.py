@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import subprocess
 import sys
@@ -12,67 +11,49 @@ import time
 import pytest
 import torch
 
-from megatron_sparse.bench.collectives import command as collectives
-from megatron_sparse.bench.collectives.case import Case, cases_of
-from megatron_sparse.bench.collectives.floor import codec_bytes, payload_rate
-from megatron_sparse.bench.collectives.path import HalvedPath, residual_of
-from megatron_sparse.bench.collectives.row import MEASURED, Row, in_order
-from megatron_sparse.bench.collectives.sweep import Sweep
+from megatron_sparse.bench.exchange import collectives
+from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.options import CollectiveSweep
+from megatron_sparse.bench.exchange.path import BucketPath
+from megatron_sparse.bench.exchange.row import MEASURED, Row, codec_bytes, payload_rate
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli import main
-from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.recording import StageTimer
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
+from tests.bench import running
+from tests.bench.running import add_one, break_scheme, read_rows
 
 KEYS = {
-    "op",
-    "scheme",
-    "dtype",
-    "density",
-    "count",
-    "bytes",
-    "world_size",
-    "wire_bytes",
-    "time_us",
-    "dense_us",
-    "encode_us",
-    "network_us",
-    "decode_us",
-    "host_us",
-    "transport",
-    "modelled",
-    "wrong",
+    *("op", "scheme", "dtype", "density", "count", "bytes", "world_size", "wire_bytes"),
+    *("time_us", "dense_us", "encode_us", "network_us", "decode_us", "host_us"),
+    *("transport", "modelled", "wrong"),
 }
 """The keys on which readers of the JSON lines may rely."""
 LINK = Link(1e-5, 8e-10)
 
 
-def sweep(**changed) -> Sweep:
+def sweep(**changed) -> CollectiveSweep:
     fields = {
         "min_bytes": 2**14,
         "max_bytes": 2**14,
         "densities": [0.05],
-        "dtypes": ["fp32"],
         "schemes": ["direct"],
-        "ops": ["all_reduce"],
         "warmup": 1,
         "iters": 2,
     }
-    return Sweep(**fields | changed)
+    return CollectiveSweep(**fields | changed)
 
 
 def run_virtual(n=4, path=None, **changed):
     topology = Topology.even(n, 2, LINK, LINK)
-    return collectives.run_virtual(sweep(**changed), topology, path)
+    return running.run_virtual(collectives.bench_of(sweep(**changed)), topology, path)
 
 
 def run_cli(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.main(["bench", "collectives", *arguments])
-    return caught.value.code or 0
+    return running.run_cli("collectives", *arguments)
 
 
 class TestVirtual:
@@ -80,9 +61,9 @@ class TestVirtual:
 
     def test_every_scheme_is_right_and_labelled_as_a_model(self, tmp_path, capsys):
         path = tmp_path / "rows.jsonl"
-        schemes = ["auto", *over_groups()]
+        schemes = ["auto", *SCHEMES]
         rows = run_virtual(8, path, schemes=schemes, ops=["all_reduce", "reduce_scatter"])
-        assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+        assert read_rows(path) == rows
         assert {row["scheme"] for row in rows} == set(schemes)
         for row in rows:
             assert set(row) >= KEYS
@@ -116,25 +97,12 @@ class TestVirtual:
         assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
-        def broken(exchange, *arguments):
-            sent = yield from real(exchange, *arguments)
-            exchange.bucket.grad_N[3] += 1
-            return sent
-
-        real = SCHEMES["direct"].run
-        monkeypatch.setitem(SCHEMES, "direct", dataclasses.replace(SCHEMES["direct"], run=broken))
+        break_scheme(monkeypatch, "direct", add_one)
         good, bad = run_virtual(4, schemes=["agsparse", "direct"])
         assert (good["wrong"], bad["wrong"]) == (0, 2 * 4)  # an element a step on each rank
         assert bad["time_us"] is None
-        code = run_cli(
-            "--virtual",
-            "--ranks=2",
-            "--min-bytes=16K",
-            "--max-bytes=16K",
-            "--density=0.05",
-            "--scheme=direct",
-        )
-        assert code == 1
+        size = ["--min-bytes=16K", "--max-bytes=16K", "--density=0.05"]
+        assert run_cli("--virtual", "--ranks=2", *size, "--scheme=direct") == 1
         assert "  4 " in capsys.readouterr().out.splitlines()[-1]
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -171,20 +139,15 @@ class TestVirtual:
             assert least < (0.2 if dtype == "fp32" else 0.4) * wire["all_reduce", "dense", None]
 
     def test_a_value_of_few_bits_that_is_off_by_a_level_is_counted(self, monkeypatch):
-        def broken(exchange, *arguments):
-            sent = yield from real(exchange, *arguments)
-            exchange.bucket.grad_N[3] *= 1 + 2**-8  # a unit of bf16's, as levels have them
-            return sent
+        def scale(grad_N):
+            grad_N[3] *= 1 + 2**-8  # a unit of bf16's, as levels have them
 
-        real = SCHEMES["dense_q"].run
-        monkeypatch.setitem(SCHEMES, "dense_q", dataclasses.replace(SCHEMES["dense_q"], run=broken))
+        break_scheme(monkeypatch, "dense_q", scale)
         (row,) = run_virtual(4, schemes=["dense_q"], value_bits=[8])
         assert row["wrong"] == 2 * 4
 
     def test_what_does_not_fit_into_memory_is_refused(self, monkeypatch):
-        from megatron_sparse.bench.collectives import virtual
-
-        monkeypatch.setattr(virtual, "free_memory_bytes", lambda: 2**20)
+        monkeypatch.setattr(collectives, "free_memory_bytes", lambda: 2**20)
         with pytest.raises(ConfigError, match="memory"):
             run_virtual(64)
 
@@ -192,17 +155,21 @@ class TestVirtual:
 class TestInputs:
     """The data of the check and of the timed rounds."""
 
+    def left(self, case: Case, rank: int, values_N: torch.Tensor) -> torch.Tensor:
+        """What a rank's selection leaves in its residual."""
+        path = BucketPath(case, sweep(), Groups(VirtualCluster(2).transports[rank]))
+        bucket = case.bucket(values_N, 2)
+        path.select(bucket, 0)
+        return path.residual(bucket)
+
     @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
     def test_the_check_selects_about_what_the_case_says(self, density):
         """A check in which nothing is selected would find no scheme wrong."""
         case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", density, 2**16)
-        path = HalvedPath(case, sweep(densities=[density]), VirtualCluster(2).transports[0])
-        bucket = case.bucket(case.small_integers(0, 2, 0), 2)
-        nnz, _ = path.select(bucket, 0, StageTimer())
+        residual_N = self.left(case, 0, case.small_integers(0, 2, 0))
+        nnz = case.numel - int(residual_N.count_nonzero())
         # Peaks that are ties with the threshold are dropped: at most one value of five.
         assert 0.5 * density * case.numel < nnz <= 1.2 * density * case.numel
-        left = residual_of(path.residuals, bucket)
-        assert int(left.count_nonzero()) == case.numel - nnz
 
     def test_sums_stay_exact_for_as_many_ranks_as_are_allowed(self):
         case = Case(CollectiveOp.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
@@ -218,12 +185,7 @@ class TestInputs:
 
     def test_timed_values_keep_the_density_at_independent_positions(self):
         case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
-        kept = []
-        for transport in VirtualCluster(2).transports:
-            path = HalvedPath(case, sweep(densities=[0.1]), transport)
-            bucket = case.bucket(case.normal_values(transport.rank), 2)
-            path.select(bucket, 0, StageTimer())
-            kept.append(residual_of(path.residuals, bucket) == 0)
+        kept = [self.left(case, rank, case.normal_values(rank)) == 0 for rank in range(2)]
         # 40,000 samples: a relative error of 1.5 % for the density, 3 % for its square.
         assert kept[0].double().mean() == pytest.approx(0.1, rel=0.1)
         assert (kept[0] & kept[1]).double().mean() == pytest.approx(0.01, rel=0.2)
@@ -260,40 +222,25 @@ class TestFigures:
 
     CASE = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
 
-    def rounds(self):
-        """Two ranks, three rounds; rank 1 is the slowest except in the first."""
+    def measured(self) -> Row:
+        """Of two ranks and three rounds; rank 1 is the slowest except in the first."""
 
-        def figures(total, network, dense, wire):
-            return in_order(
-                {
-                    "total": total,
-                    "threshold": 1,
-                    "prune": 2,
-                    "profile": 0,
-                    "encode": 3,
-                    "network": network,
-                    "decode": 4,
-                    "host_cpu": total / 5,
-                    "dense": dense,
-                    "copy": 2,
-                    "wire_bytes": wire,
-                    "inside_bytes": 0,
-                    "nnz": 10,
-                    "selected_from": 1000,
-                }
-            )
+        def figures(total, network, wire):
+            given = {"total": total, "network": network, "wire_bytes": wire, "host_cpu": total / 5}
+            given |= {"threshold": 1, "prune": 2, "profile": 0, "encode": 3, "decode": 4}
+            return [(given | {"inside_bytes": 0, "nnz": 10, "numel": 1000})[x] for x in MEASURED]
 
-        return torch.tensor(
-            [
-                [figures(50, 20, 90, 100), figures(40, 20, 90, 100), figures(40, 20, 90, 100)],
-                [figures(45, 15, 80, 200), figures(60, 30, 120, 200), figures(90, 60, 120, 200)],
-            ],
-            dtype=torch.float64,
-        )
+        rounds = [
+            [figures(50, 20, 100), figures(40, 20, 100), figures(40, 20, 100)],
+            [figures(45, 15, 200), figures(60, 30, 200), figures(90, 60, 200)],
+        ]
+        dense = [[90.0, 90.0, 90.0], [80.0, 120.0, 120.0]]
+        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
+        rounds, dense = (torch.tensor(each, dtype=torch.float64) for each in (rounds, dense))
+        return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6, prune=True)
 
     def test_the_slowest_rank_of_each_round_counts(self):
-        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
-        row.measured(self.CASE, self.rounds(), 1e6, prune=True)
+        row = self.measured()
         assert (row.time_us, row.dense_us) == (60, 120)
         assert row.network_us == 30
         assert row.host_us == 20  # of 50 - 30, 60 - 40, 90 - 70
@@ -313,14 +260,8 @@ class TestFigures:
         shard = dataclasses.replace(self.CASE, op=CollectiveOp.REDUCE_SCATTER)
         assert codec_bytes(shard, "direct", 100, 10, 4, prune=False) == 1100
 
-    def test_measured_names_are_the_parts_of_a_round(self):
-        assert in_order({name: float(i) for i, name in enumerate(MEASURED)}) == [
-            float(i) for i in range(len(MEASURED))
-        ]
-
     def test_noisy_rows_say_so(self):
-        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo")
-        row.measured(self.CASE, self.rounds(), 1e6, prune=True)
+        row = self.measured()
         assert "noisy" not in row.line()
         row.noisy, row.foreign_load = True, 0.37
         assert "noisy: 37%" in row.line()
@@ -363,32 +304,25 @@ class TestLoopback:
     )
     def test_rows_are_right_timed_and_written(self, prune, schemes, ops, tmp_path):
         path = tmp_path / "rows.jsonl"
-        command = local_ranks.command_line(
-            [
-                "bench",
-                "collectives",
-                "--ranks=2",
-                "--min-bytes=64K",
-                "--max-bytes=64K",
-                "--density=0.05",
-                f"--scheme={schemes}",
-                f"--op={ops}",
-                "--warmup=1",
-                "--iters=3",
-                f"--json={path}",
-                prune,
-            ]
+        size = ["--min-bytes=64K", "--max-bytes=64K", "--density=0.05", "--warmup=1", "--iters=3"]
+        done = running.run_process(
+            "collectives",
+            "--ranks=2",
+            f"--scheme={schemes}",
+            f"--op={ops}",
+            prune,
+            f"--json={path}",
+            *size,
         )
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read_rows(path)
         assert [(row["op"], row["scheme"]) for row in rows] == [
             (op, scheme) for op in ops.split(",") for scheme in schemes.split(",")
         ]
         for row in rows:
             assert set(row) >= KEYS
-            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "shared_memory")
+            assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
             for name in KEYS & {name for name in row if name.endswith("_us")}:
                 assert math.isfinite(row[name]), name
             assert row["time_us"] > row["network_us"] > 0
@@ -414,19 +348,10 @@ class TestLoopback:
 
     def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
         """Rank 0 finds the error; the others wait for rank 0 until it is gone."""
-        command = local_ranks.command_line(
-            [
-                "bench",
-                "collectives",
-                "--min-bytes=16K",
-                "--max-bytes=16K",
-                "--density=0.05",
-                "--scheme=direct",
-                "--iters=1",
-                f"--json={tmp_path / 'no' / 'rows.jsonl'}",
-            ]
-        )
-        assert local_ranks.run_loopback(command, 3) == ConfigError.exit_code
+        nowhere = f"--json={tmp_path / 'no' / 'rows.jsonl'}"
+        size = ["--min-bytes=16K", "--max-bytes=16K", "--density=0.05", "--iters=1"]
+        code = running.run_loopback(3, "collectives", "--scheme=direct", *size, nowhere)
+        assert code == ConfigError.exit_code
         error = capfd.readouterr().err
         assert error.count("error:") == 1, error
         assert "Traceback" not in error
@@ -455,31 +380,21 @@ class TestLoopback:
         (["--level=rack"], "rank | node"),
         (["--level=node", "--no-prune"], "rank with --no-prune"),
         (["--nccl-engine", "--capacity=1.25", "--virtual"], "virtual ranks have no NCCL"),
+        (["--ranks=2", "--ranks-per-node=2"], "expected: --netbed or --virtual"),
     ],
 )
 def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert run_cli(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert words in error
-    assert "Traceback" not in error
-
-
-def test_ranks_per_node_is_refused_where_it_would_do_nothing(capsys):
-    assert run_cli("--ranks", "2", "--ranks-per-node", "2") == 2
-    assert "expected: --netbed or --virtual" in capsys.readouterr().err
+    running.check_mistake(capsys, words, "collectives", *arguments)
 
 
 def test_ranks_must_be_those_that_were_started(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run_cli("--ranks=3") == 2
-    assert "--ranks" in capsys.readouterr().err
+    running.check_mistake(capsys, "--ranks", "collectives", "--ranks=3")
 
 
 def test_no_test_bed_outside_of_a_checkout(monkeypatch, tmp_path, capsys):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(local_ranks, "NETBED", tmp_path / "netbed.sh")
-    assert run_cli("--netbed", "--mbit=100") == 2
-    assert "checkout" in capsys.readouterr().err
+    running.check_mistake(capsys, "checkout", "collectives", "--netbed", "--mbit=100")

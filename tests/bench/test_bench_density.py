@@ -25,7 +25,7 @@ def test_every_distribution_is_sent_at_the_density_asked_for(name):
     assert not [row for row in rows if row.off]
 
 
-def test_ties_are_right_with_one_threshold_for_the_bucket():
+def test_ties_are_right_with_one_threshold_a_bucket():
     sweep = DensitySweep(threshold_scope="bucket")
     rows = [measure(sweep, name, 0.01) for name in TIED]
     assert not [row for row in rows if row.off]
@@ -51,7 +51,7 @@ def test_the_table(tmp_path, capsys):
     ("options", "word"),
     [
         ({"distributions": ("cauchy",)}, "distribution is out of range"),
-        ({"threshold_scope": "layer"}, "threshold_scope"),
+        ({"threshold_scope": "row"}, "compression.threshold_scope"),
     ],
 )
 def test_mistakes_are_one_error(options, word):

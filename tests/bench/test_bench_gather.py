@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from megatron_sparse.bench.gather import virtual
-from megatron_sparse.bench.gather.sweep import GatherSweep
-from megatron_sparse.cli.main import app
+from megatron_sparse.bench.exchange.gather import virtual_rows
+from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.parameters import price
 from megatron_sparse.transport import Link, Topology
+from tests.bench.running import check_mistake, read_rows, run_cli
 
 INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
 
 
 def rows(topology, **sweep):
-    return list(virtual.rows(GatherSweep(elements=100_000, **sweep), topology, lambda *_: None))
+    return list(virtual_rows(GatherSweep(elements=100_000, **sweep), topology, lambda *_: None))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -67,17 +64,15 @@ def test_the_prices_are_those_of_the_virtual_cluster(sizes, monkeypatch):
 def test_between_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
     options = ["--ranks", "2", "--elements", "20000", "--iters", "2", "--coder", "packed"]
-    outcome = CliRunner().invoke(app, ["bench", "gather", *options, "--json", str(path)])
-    assert outcome.exit_code == 0, outcome.output
-    (row,) = map(json.loads, path.read_text().splitlines())
+    assert run_cli("gather", *options, f"--json={path}") == 0
+    (row,) = read_rows(path)
     assert row["wrong"] == 0
-    assert row["transport"] == "shared_memory"
+    assert row["transport"] == "gloo"
     assert row["time_us"] > 0
     assert row["raw_us"] > 0
     assert row["wire_bytes"] < row["raw_bytes"]
     assert row["across_bytes"] is None
 
 
-def test_one_rank_is_refused():
-    outcome = CliRunner().invoke(app, ["bench", "gather", "--virtual", "--ranks", "1"])
-    assert outcome.exit_code != 0
+def test_one_rank_is_refused(capsys):
+    check_mistake(capsys, "2 or more", "gather", "--virtual", "--ranks", "1")

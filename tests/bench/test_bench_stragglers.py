@@ -4,54 +4,40 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 
 import pytest
 import torch
 
-from megatron_sparse.bench.collectives.case import Case
-from megatron_sparse.bench.stragglers import command as stragglers
-from megatron_sparse.bench.stragglers import figure as straggler_figure
-from megatron_sparse.bench.stragglers.groups import AUTO_FACTOR, RULE
-from megatron_sparse.bench.stragglers.ranks import StragglerBench
-from megatron_sparse.bench.stragglers.row import StragglerRow, compare, modelled_us
-from megatron_sparse.bench.stragglers.sweep import DEFAULT_SCHEMES, StragglerSweep
+from megatron_sparse.bench.exchange import stragglers
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.options import STRAGGLER_SCHEMES, StragglerSweep
+from megatron_sparse.bench.exchange.straggler_figure import draw
+from megatron_sparse.bench.exchange.stragglers import (
+    AUTO_FACTOR,
+    RULE,
+    StragglerRanks,
+    StragglerRow,
+    compare,
+    modelled_us,
+)
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.cli import main
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import local_ranks
 from megatron_sparse.straggler import critical_delay_s
 from megatron_sparse.transport import Link, Topology
+from tests.bench import running
+from tests.bench.running import add_one, break_scheme, read_rows
 
+DEFAULT_SCHEMES = STRAGGLER_SCHEMES.split(",")
 LINK = Link(1e-5, 8e-9)
 DENSE = ("dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast")
 
 
-def bench(delays_ms, straggler=None, rule=True, **changed) -> StragglerSweep:
-    fields = {
-        "min_bytes": 2**18,
-        "max_bytes": 2**18,
-        "densities": [0.02],
-        "dtypes": ["fp32"],
-        "schemes": list(DEFAULT_SCHEMES),
-        "ops": ["all_reduce"],
-    }
-    given = {"delays_ms": delays_ms, "rule": rule, "straggler": straggler}
-    return StragglerSweep(**fields | changed | given)
-
-
 def run_virtual(n, delays_ms, path=None, figure=None, **changed):
-    rows = stragglers.run_virtual(
-        bench(delays_ms, **changed), Topology((n,), LINK, LINK), path, figure
-    )
+    fields = {"min_bytes": 2**18, "max_bytes": 2**18, "densities": [0.02], "delays_ms": delays_ms}
+    bench = stragglers.bench_of(StragglerSweep(**fields | changed), figure)
+    rows = running.run_virtual(bench, Topology((n,), LINK, LINK), path)
     return {(row["scheme"], round(row["delay_us"])): row for row in rows}, rows
-
-
-def run_cli(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as caught:
-        main.main(["bench", "stragglers", *arguments])
-    return caught.value.code or 0
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +45,7 @@ def rows(tmp_path_factory):
     """Of eight virtual ranks, without a delay and with an automatic one."""
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     found, rows = run_virtual(8, [0.0, None], path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert read_rows(path) == rows
     return found
 
 
@@ -134,28 +120,14 @@ class TestVirtual:
         assert found["straggler", 500]["model_us"] is None
 
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch):
-        def broken(exchange, *arguments):
-            sent = yield from real(exchange, *arguments)
-            exchange.bucket.grad_N[3] += 1
-            return sent
-
-        real = SCHEMES["straggler"].run
-        replaced = dataclasses.replace(SCHEMES["straggler"], run=broken)
-        monkeypatch.setitem(SCHEMES, "straggler", replaced)
+        break_scheme(monkeypatch, "straggler", add_one)
         found, _ = run_virtual(4, [0.0], schemes=["dense", "straggler"], rule=False)
         row = found["straggler", 0]
         assert row["wrong"] == 2 * 4  # an element a step on each rank
         assert row["time_us"] is None
         assert found["dense", 0]["best_dense"] == "dense"
-        code = run_cli(
-            "--virtual",
-            "--ranks=2",
-            "--min-bytes=16K",
-            "--max-bytes=16K",
-            "--scheme=straggler",
-            "--delay-ms=0",
-            "--no-rule",
-        )
+        size = ["--min-bytes=16K", "--max-bytes=16K", "--delay-ms=0", "--no-rule"]
+        code = running.run_cli("stragglers", "--virtual", "--ranks=2", "--scheme=straggler", *size)
         assert code == 1
 
 
@@ -198,13 +170,12 @@ class TestRow:
     def test_baselines_are_the_schemes_without_a_straggler(self):
         names = ["dense", "dense_ring", "straggler", "direct", "straggler_direct"]
         times = [30.0, 20.0, 10.0, 8.0, 4.0]
-        cases, rows = [], []
+        rows = []
         for name, time_us in zip(names, times, strict=True):
             density = 0.01 if SCHEMES[name].takes == "sparse" else 1.0
-            cases.append(dataclasses.replace(self.CASE, scheme=name, density=density))
             rows.append(dataclasses.replace(self.row(name), time_us=time_us, density=density))
         rows.append(dataclasses.replace(self.row("straggler"), scheme=RULE, time_us=10.0))
-        compare(cases, rows)
+        compare(rows)
         assert [row.dense_speedup for row in rows] == [2 / 3, 1, 2, 2.5, 5, 2]
         assert [row.best_dense for row in rows] == ["dense_ring"] * 6
         assert [row.sparse_speedup for row in rows] == [None, None, None, 1, 2, None]
@@ -225,33 +196,20 @@ def test_the_figure_shows_every_row_where_it_belongs(tmp_path):
     # A row is a multiple of three elements, and six digits of its size are written.
     assert all(size == pytest.approx(1.0, abs=2e-5) for size in sizes)
     with pytest.raises(ConfigError, match="nothing to draw"):
-        straggler_figure.draw([rows[0] | {"time_us": None}], tmp_path)
+        draw([rows[0] | {"time_us": None}], tmp_path)
 
 
 def test_ranks_over_loopback(tmp_path):
     path = tmp_path / "rows.jsonl"
-    command = local_ranks.command_line(
-        [
-            "bench",
-            "stragglers",
-            "--min-bytes=64K",
-            "--max-bytes=64K",
-            "--delay-ms=0,60",
-            "--scheme=dense,dense_ring,straggler,direct,straggler_direct",
-            "--density=0.05",
-            "--straggler=0",
-            "--warmup=1",
-            "--iters=3",
-            f"--json={path}",
-            "--mbit=10000",
-        ]
-    )
-    assert local_ranks.run_loopback(command, 3) == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    options = ["--min-bytes=64K", "--max-bytes=64K", "--density=0.05", "--warmup=1", "--iters=3"]
+    options += ["--scheme=dense,dense_ring,straggler,direct,straggler_direct", "--straggler=0"]
+    options += ["--delay-ms=0,60", "--mbit=10000", f"--json={path}"]
+    assert running.run_loopback(3, "stragglers", *options) == 0
+    rows = read_rows(path)
     schemes = ["dense", "dense_ring", "straggler", "direct", "straggler_direct", RULE]
     assert [row["scheme"] for row in rows] == 2 * schemes
     for row in rows:
-        assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "shared_memory")
+        assert (row["wrong"], row["modelled"], row["transport"]) == (0, False, "gloo")
         assert row["straggler"] == 0
         assert 0 < row["time_us"] <= row["p99_us"]
         assert row["wire_bytes"] > 0
@@ -264,7 +222,7 @@ def test_ranks_over_loopback(tmp_path):
 
 
 def test_ranks_of_several_machines_are_refused():
-    ranks = StragglerBench.__new__(StragglerBench)
+    ranks = StragglerRanks.__new__(StragglerRanks)
     ranks.rank = 0
     ranks._gather = lambda own: torch.stack([own, own + 1])
     with pytest.raises(ConfigError, match="clocks cannot be compared"):
@@ -287,8 +245,4 @@ def test_ranks_of_several_machines_are_refused():
 )
 def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert run_cli(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert words in error
-    assert "Traceback" not in error
+    running.check_mistake(capsys, words, "stragglers", *arguments)

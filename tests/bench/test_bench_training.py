@@ -13,8 +13,10 @@ import pytest
 from megatron_sparse.bench.study import training
 from megatron_sparse.bench.study.options import TrainingOptions
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
-from tests.bench.study_runs import FakeRuns, exit_code, fails_with_its_log, leave, print_run
+from tests.bench.running import run_cli
+from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
 
 
 def options(out: Path = Path("out"), **changed) -> TrainingOptions:
@@ -119,8 +121,7 @@ def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
     assert [row[:2] for row in rows_of(slow)] == [("dense", 1.0), ("straggler", 1.0)]
     dense, aware = configs(slow)
     for config in (dense, aware):
-        assert config.straggler.inject_rank == 1
-        assert config.straggler.inject_delay_ms == 300
+        assert config.cluster.env[SLOW_RANK] == "1:300"
     assert dense.sparse.straggler.mode == "off"
     assert (aware.sparse.straggler.mode, aware.straggler.rank) == ("pinned", 1)
 
@@ -144,7 +145,7 @@ def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
     ],
 )
 def test_mistakes_are_found_before_anything_runs(arguments, words, runs, tmp_path, capsys):
-    code = exit_code("training", f"--out={tmp_path / 'out'}", *arguments)
+    code = run_cli("training", f"--out={tmp_path / 'out'}", *arguments)
     assert code == ConfigError.exit_code
     error = capsys.readouterr().err
     assert error.count("error:") == 1

@@ -222,7 +222,6 @@ class TestCommand:
         assert cluster.nodes == (2,)
         assert cluster.device == "cpu"
         assert cluster.fingerprint["transport"] == "gloo"
-        assert cluster.fingerprint["intra_node"] == "shared_memory"
         assert cluster.fingerprint["hosts"] == "one"
         # Loopback: between a microsecond and 10 ms a message, 10 MB/s and 1 TB/s.
         for link in (cluster.intra, cluster.dense):

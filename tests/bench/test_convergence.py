@@ -16,14 +16,8 @@ from megatron_sparse.bench.study.options import ConvergenceOptions
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.composition import compose
-from tests.bench.study_runs import (
-    FakeRuns,
-    exit_code,
-    fails_with_its_log,
-    leave,
-    overrides,
-    print_run,
-)
+from tests.bench.running import run_cli
+from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, overrides, print_run
 
 LOSS = {"dense": 4.0, "topk1": 4.1, "topk01": 4.4, "sgd_dense": 5.0, "sgd_topk1": 5.2}
 
@@ -138,7 +132,7 @@ def test_command_table_and_figures(runs, tmp_path, capsys):
     lines, folder = tmp_path / "rows.jsonl", tmp_path / "figures"
     command = ["convergence", "--model=gpt", "--setting=dense,topk1", "--iters=100"]
     command += [f"--out={tmp_path / 'out'}", f"--json={lines}", f"--figures={folder}"]
-    assert exit_code(*command) == 0
+    assert run_cli(*command) == 0
     printed = capsys.readouterr().out
     assert "4.1205" in printed
     assert "+2.50" in printed
@@ -157,7 +151,7 @@ def test_command_table_and_figures(runs, tmp_path, capsys):
         ("topk1", "100", 4.1),
     ]
     # `--report` trains nothing and says the same.
-    assert exit_code(*command, "--report") == 0
+    assert run_cli(*command, "--report") == 0
     assert len(runs.commands) == 4
     row = next(line for line in printed.splitlines() if "+2.50" in line)
     assert row in capsys.readouterr().out
@@ -181,6 +175,6 @@ def test_a_run_that_fails_is_one_error_with_the_end_of_its_log(monkeypatch, tmp_
     ],
 )
 def test_mistakes_are_one_typed_error(arguments, said, tmp_path, capsys, runs):
-    assert exit_code("convergence", f"--out={tmp_path}", *arguments) == ConfigError.exit_code
+    assert run_cli("convergence", f"--out={tmp_path}", *arguments) == ConfigError.exit_code
     assert said in capsys.readouterr().err
     assert not runs.commands

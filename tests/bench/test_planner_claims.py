@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
-from megatron_sparse.bench.planner import cases
-from megatron_sparse.bench.planner.command import Trial, sampled_profile
-from megatron_sparse.bench.planner.row import PlannerRow, Verdict
-from megatron_sparse.cli import main
+from megatron_sparse.bench.exchange import planner
+from megatron_sparse.bench.exchange import planner_cases as cases
+from megatron_sparse.bench.exchange.options import PlannerOptions
+from megatron_sparse.bench.exchange.planner import (
+    PlannerRow,
+    Trial,
+    Verdict,
+    errors_of,
+    sampled_profile,
+)
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run.local_ranks import command_line, run_loopback
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
+from tests.bench.running import check_mistake, read_rows, run_cli, run_loopback
 
 NUMEL, FULL = 2**16, 2**24
 ZEN_OWN = ("zen", "ssar_rd")
@@ -22,9 +26,13 @@ ZEN_OWN = ("zen", "ssar_rd")
 dense is always a candidate."""
 
 
-def rows(kinds, world_sizes, clusters, schemes=None):
-    workloads = cases.synthetic(kinds, NUMEL)
-    return list(Trial(workloads, world_sizes, clusters, schemes, FULL).rows())
+def trial(workloads, ranks, clusters, schemes=None) -> Trial:
+    given = {"ranks": ranks, "clusters": clusters, "schemes": schemes}
+    return Trial(PlannerOptions(bucket_bytes=4 * FULL, **given), workloads)
+
+
+def rows(kinds, *where):
+    return list(trial(cases.synthetic(kinds, NUMEL), *where).rows())
 
 
 def test_five_kinds_on_three_clusters():
@@ -34,6 +42,11 @@ def test_five_kinds_on_three_clusters():
     verdict = Verdict.of(found)
     assert verdict.holds, "\n".join([verdict.line(), *(row.line() for row in found)])
     assert len({row.chosen for row in found}) > 1, "one scheme for everything is no choice"
+    errors = errors_of(found)
+    for scheme in ("direct", "zen", "dense", "sparse_ring"):
+        mean_error = sum(map(abs, errors[scheme])) / len(errors[scheme])
+        # The full bench has means below 10 % for each scheme; these are few cases.
+        assert mean_error < 0.2, scheme
 
 
 class TestZen:
@@ -68,7 +81,7 @@ def test_a_recording_is_tried_on_its_largest_sparse_bucket(tmp_path):
     gradient = workload.gradients(4)[3]
     assert gradient.count_nonzero() == NUMEL // 50
     assert gradient.max() == 4
-    found = list(Trial([workload], (2, 4, 8), ("ethernet_25gbit",), None, FULL).rows())
+    found = list(trial([workload], (2, 4, 8), ["ethernet_25gbit"]).rows())
     assert [row.world_size for row in found] == [2, 4]
     assert Verdict.of(found).holds, "\n".join(row.line() for row in found)
 
@@ -109,56 +122,32 @@ def test_a_row_and_the_verdict():
     assert "FAILS" in Verdict.of([over]).line()
 
 
+def test_errors_are_those_of_the_predictions():
+    errors = errors_of([row(100.0, 50.0, 120.0), row(200.0, 50.0, 100.0)])
+    assert set(errors) == {"dense", "direct", "agsparse"}
+    assert errors["direct"] == pytest.approx([1 / 100 - 1, 1 / 200 - 1])
+    assert errors["dense"] == pytest.approx([2 / 120 - 1, 2 / 100 - 1])
+
+
+SMALL = ["--clusters=ethernet_25gbit", "--simulated-bytes=256K"]
+
+
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
-    arguments = [
-        "bench",
-        "planner",
-        "--kinds",
-        "uniform,uniform_50",
-        "--ranks",
-        "2",
-        "--clusters",
-        "ethernet_25gbit",
-        "--schemes",
-        "direct",
-        "--simulated-bytes",
-        "256K",
-        "--json",
-        str(out),
-    ]
-    with pytest.raises(SystemExit) as end:
-        main.main(arguments)
-    assert not end.value.code
+    chosen = ["--kinds=uniform,uniform_50", "--ranks=2", "--schemes=direct"]
+    assert run_cli("planner", *chosen, *SMALL, f"--json={out}") == 0
     printed = capsys.readouterr().out
     assert "MODELLED" in printed
     assert "100.0% of 2 cases" in printed
-    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "predictions' mean error" in printed
     keys = {"case", "world_size", "cluster", "chosen", "chosen_us", "best", "best_us", "dense_us"}
-    assert all(row.keys() >= keys and row["modelled"] for row in written)
+    assert all(row.keys() >= keys and row["modelled"] for row in read_rows(out))
 
 
 def test_it_fails_when_the_claim_does(monkeypatch, capsys):
     """A planner that ignores prices and takes the worst scheme."""
-    from megatron_sparse.bench.planner import command as planner
-
     monkeypatch.setattr(planner, "prices_us", lambda *_, **__: {"dense": 2.0, "sparse_ps": 1.0})
-    with pytest.raises(SystemExit) as end:
-        main.main(
-            [
-                "bench",
-                "planner",
-                "--kinds",
-                "uniform_50",
-                "--ranks",
-                "4",
-                "--clusters",
-                "ethernet_25gbit",
-                "--simulated-bytes",
-                "256K",
-            ]
-        )
-    assert end.value.code == 1
+    assert run_cli("planner", "--kinds=uniform_50", "--ranks=4", *SMALL) == 1
     assert "FAILS" in capsys.readouterr().out
 
 
@@ -174,12 +163,7 @@ def test_it_fails_when_the_claim_does(monkeypatch, capsys):
     ],
 )
 def test_wrong_arguments_are_one_error(capsys, arguments, word):
-    with pytest.raises(SystemExit) as end:
-        main.main(["bench", "planner", *arguments])
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert word in error
+    check_mistake(capsys, word, "planner", *arguments)
 
 
 def test_an_unknown_kind_is_refused():
@@ -191,20 +175,10 @@ def test_an_unknown_kind_is_refused():
 def test_between_real_ranks(tmp_path):
     """Links and schemes are measured. The claim is not checked, because other tests run too."""
     out = tmp_path / "rows.jsonl"
-    command = command_line(
-        [
-            "bench",
-            "planner",
-            "--kinds=uniform,disjoint",
-            "--bucket-bytes=256K",
-            "--schemes=direct,agsparse",
-            "--iters=3",
-            "--warmup=1",
-            f"--json={out}",
-        ]
-    )
-    assert run_loopback(command, 2) in (0, 1)
-    written = [json.loads(line) for line in out.read_text().splitlines()]
+    options = ["--kinds=uniform,disjoint", "--bucket-bytes=256K", "--schemes=direct,agsparse"]
+    options += ["--iters=3", "--warmup=1", f"--json={out}"]
+    assert run_loopback(2, "planner", *options) in (0, 1)
+    written = read_rows(out)
     assert [row["case"] for row in written] == ["uniform", "disjoint"]
     for row in written:
         assert not row["modelled"]

@@ -17,7 +17,8 @@ from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import PLAIN, VALIDATIONS
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import compose
-from tests.bench.study_runs import FakeRuns, exit_code, fails_with_its_log, leave, print_run
+from tests.bench.running import run_cli
+from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
 
 MS = {PLAIN: 1000.0, "safe": 100.0, "extreme": 50.0}
 WIRE_RATIO = 0.05
@@ -110,7 +111,7 @@ def test_command_table_and_picture(runs, tmp_path, capsys):
     lines, pictures = tmp_path / "rows.jsonl", tmp_path / "pictures"
     arguments = ["time-to-loss", "--netbed", "--mbit", "100,1000", "--iters", "20"]
     arguments += ["--setting", "plain,safe", "--out", str(tmp_path / "runs")]
-    assert exit_code(*arguments, "--json", str(lines), "--figures", str(pictures)) == 0
+    assert run_cli(*arguments, "--json", str(lines), "--figures", str(pictures)) == 0
     assert "safe, parameters in 4 bits" in capsys.readouterr().out
     written = [json.loads(line) for line in lines.read_text().splitlines()]
     assert [(row["setting"], row["mbit"]) for row in written] == [

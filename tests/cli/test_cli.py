@@ -15,6 +15,7 @@ import megatron_sparse
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.cli import main
+from megatron_sparse.cli.left import LEFT
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
 from megatron_sparse.run.composition import GROUPS, group_options
@@ -68,6 +69,12 @@ class TestRoot:
     def test_wrong_usage_exits_with_two(self, arguments, capsys):
         assert run(*arguments) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", LEFT)
+def test_a_command_that_has_left_names_its_remedy(command, capsys):
+    assert run(*command.split(), "--any") == ConfigError.exit_code
+    is_one_error(capsys.readouterr().err, f"megatron-sparse {command} has left", LEFT[command])
 
 
 class TestTrain:

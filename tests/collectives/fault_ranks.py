@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, over_groups
-from megatron_sparse.compression.methods import method_of
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
@@ -20,7 +19,7 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.transport import open_transport
+from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.faults import (
     Fault,
     FaultyTransport,
@@ -44,7 +43,6 @@ class Side:
         fault: the transport's fault.
         wire_dtype: see `SchemeConfig`.
         value_bits: see `CompressionConfig`.
-        intra_node: see `SchemeConfig`; faults are those of gloo's sockets.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class Side:
         fault: Fault | None = None,
         wire_dtype: str | None = None,
         value_bits: int | None = None,
-        intra_node: str = "backend",
     ) -> None:
         import torch.distributed as dist
 
@@ -67,15 +64,13 @@ class Side:
                 keep_below_numel=0,
                 value_bits=value_bits,
             ),
-            SchemeConfig(
-                name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s, intra_node=intra_node
-            ),
+            SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
             # Not rank 0: it would finish first, and it informs the others of lost ranks.
             straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
         assert dist.group.WORLD is not None
         self.progress = ProgressThread(torch.device("cpu"), timeout_s)
-        self.transport = open_transport(dist.group.WORLD, config.scheme, torch.device("cpu"))
+        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
         acts = {
             "kill": kill_process,
             "stop": stop_process,
@@ -88,10 +83,7 @@ class Side:
             config,
             Groups(wrapped),
             FixedPlanner(config.compression, config.scheme),
-            method_of(
-                config.compression,
-                ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
-            ),
+            ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
             NullSink(),
             self.progress,
         )
@@ -164,18 +156,14 @@ def terminal(
 
 
 def one_after_another(
-    rank: int,
-    world_size: int,
-    cases: list[tuple[str, Fault]],
-    timeout_s: float,
-    intra_node: str = "backend",
+    rank: int, world_size: int, cases: list[tuple[str, Fault]], timeout_s: float
 ) -> list[dict[str, Any]]:
     """Runs (scheme, fault) cases of faults that a process survives; returns the rank's outcomes."""
     import torch.distributed as dist
 
     results = []
     for scheme, fault in cases:
-        side = Side(scheme, timeout_s, fault, intra_node=intra_node)
+        side = Side(scheme, timeout_s, fault)
         results.append(side.reduce(bucket_of(rank, world_size)))
         # A rank that got its sum must not reuse the group, which has failed on another rank.
         spoils = fault.kind not in ("none", "slow")
@@ -214,7 +202,7 @@ OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
 def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
     """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
     results = []
-    for scheme in over_groups():
+    for scheme in SCHEMES:
         for numel in (0, 1):
             side = Side(scheme, 20)
             result = side.reduce(bucket_of(rank, world_size, numel))

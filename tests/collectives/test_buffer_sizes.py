@@ -25,7 +25,7 @@ MOST = {"dense_rhd", "dense_broadcast", "adaptive_ring"}
 DECLARED = [
     (name, op)
     for name, scheme in SCHEMES.items()
-    if scheme.buffers is not None and not scheme.needs_windows
+    if scheme.buffers is not None
     for op in CollectiveOp
     if op in scheme.ops
 ]

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
@@ -353,7 +352,7 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
     assert OnDevice.reads == 4, "the count came with the same read"
 
 
-@pytest.mark.parametrize("name", sorted(set(over_groups()) - {*CAPABLE, "dense_q"}))
+@pytest.mark.parametrize("name", sorted(set(SCHEMES) - {*CAPABLE, "dense_q"}))
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
     planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))
@@ -440,7 +439,7 @@ def _train(rank, world_size, schemes):
             config,
             Groups(transport),
             planner,
-            method_of(config.compression, residuals),
+            residuals,
             records,
             progress,
         )

@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, base, check, direct
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.compression.selection import Selector
@@ -63,7 +62,7 @@ class Run:
             rank = transport.rank
             bucket = self.bucket(given[rank].clone())
             plan = self.planner.plan_for(bucket, step)
-            method = method_of(self.config, self.residuals[rank])
+            method = self.residuals[rank]
             message = Selector(method, rank, self.buffers[rank]).select(
                 bucket, plan.message_spec(bucket, self.options), step=step, timer=StageTimer()
             )
@@ -240,8 +239,6 @@ def test_ranks_with_other_bits_do_not_meet():
         ({"scheme": "dense_q", "wire_dtype": "bf16"}, "dense_q sends values in few bits"),
         ({"scheme": "direct", "nccl_engine": True, "value_bits": 4}, "no records of format rice"),
         ({"scheme": "direct", "nccl_engine": True, "format": "rice"}, "no records of format rice"),
-        ({"scheme": "peer_two_shot", "value_bits": 4}, "peer_two_shot has no records of format"),
-        ({"scheme": "peer_two_shot", "format": "rice"}, "peer_two_shot has no records of format"),
     ],
 )
 def test_what_excludes_few_bits(overrides, words):

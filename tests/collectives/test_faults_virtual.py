@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, over_groups
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.checksummed import (
     checksummed_row,
     checksummed_size,
@@ -25,7 +25,7 @@ from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
 from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtually
 
 N = 3
-FORMS = [(name, op) for name in over_groups() for op in CollectiveOp if op in SCHEMES[name].ops]
+FORMS = [(name, op) for name in SCHEMES for op in CollectiveOp if op in SCHEMES[name].ops]
 # In this case messages and sums have different sizes, so a repeated message is detected by its
 # size or by its header.
 DENSITY = 0.2

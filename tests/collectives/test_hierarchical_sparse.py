@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import Input, check, over_groups
+from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.collectives.base import POSTED
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
@@ -32,7 +32,7 @@ from tests.collectives.cases import (
 from tests.collectives.faults import Fault, FaultyTransport
 from tests.ranks import run_ranks
 
-INNER_SCHEMES = [name for name, scheme in over_groups().items() if scheme.runs_across_nodes]
+INNER_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.runs_across_nodes]
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 NODES = [(1,), (4,), (1, 1, 1), (2, 2), (4, 4), (2, 2, 2), (3, 2), (1, 4), (3, 1, 2, 2)]
 
@@ -57,10 +57,10 @@ def _assert_exact(case, results):
 
 
 def test_every_other_sparse_scheme_can_be_the_inner_one():
-    sparse = {name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE}
+    sparse = {name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE}
     refused = ("hierarchical", "straggler_direct", "dense_q")
     assert set(INNER_SCHEMES) == sparse - set(refused)
-    for name in ("dense_ring", "peer_two_shot", *refused):
+    for name in ("dense_ring", *refused):
         with pytest.raises(ConfigError, match=r"scheme\.inner"):
             check(SparseConfig(scheme=SchemeConfig(name="hierarchical", inner=name)))
 

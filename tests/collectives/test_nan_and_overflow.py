@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.planner.plan import bucket_facts
@@ -20,7 +20,7 @@ from megatron_sparse.transport.topology import NO_TIME
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 from tests.collectives.cases import OPTIONS, Case, steps_of
 
-BY_FORM = [(name, op) for name in over_groups() for op in CollectiveOp if op in SCHEMES[name].ops]
+BY_FORM = [(name, op) for name in SCHEMES for op in CollectiveOp if op in SCHEMES[name].ops]
 DTYPES = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp16", "fp16"))
 NUMEL = 240
 RAW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}

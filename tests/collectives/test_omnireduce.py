@@ -103,7 +103,6 @@ def test_ranks_with_other_blocks_are_refused():
         ({"block_size": 32}, r"scheme\.block_size is out of range"),
         ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
         ({"partition_hash": "murmur"}, r"scheme\.partition_hash is unknown"),
-        ({"hash_seed": -1}, r"scheme\.hash_seed is out of range"),
         ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
     ],
 )

@@ -28,7 +28,7 @@ DENSITY, NUMEL, STEP = 0.2, 9000, 3
 TAKING = [
     name
     for name, scheme in SCHEMES.items()
-    if scheme.takes is Input.SPARSE and scheme.own_format is None and not scheme.needs_windows
+    if scheme.takes is Input.SPARSE and scheme.own_format is None
 ]
 OPS = [CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER]
 

@@ -1,4 +1,4 @@
-"""Lossless parameters: exactly the non-zero elements are sent, with every method."""
+"""Lossless parameters: exactly the non-zero elements are sent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import METHODS, method_of
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.sparsity.sampling import selected_values
+from tests.compression.rank import Rank
 
 ROW, ROWS = 40, 50
 NUMEL = 5000
@@ -44,61 +39,37 @@ def _gradient(step, rows=3, dtype=torch.float32):
     return gradient.to(dtype)
 
 
-def _selector(method="topk", **options):
-    config = CompressionConfig(method=method, density=0.02, samples=500, **options)
-    store = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    return Selector(method_of(config, store), 0, MessageBuffers())
-
-
-def _select(selector, gradient, step, pieces=PIECES, form="auto"):
-    bucket = Bucket("b", gradient.clone(), pieces, CollectiveOp.ALL_REDUCE, 1)
-    message = selector.select(
-        bucket, MessageSpec(0.02, format=form, block_size=64), step=step, timer=StageTimer()
-    )
-    return selected_values(bucket, message, selector.buffers).clone(), message
+def _rank(pieces=PIECES, **options):
+    return Rank(CompressionConfig(density=0.02, samples=500, **options), pieces)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])
-@pytest.mark.parametrize("method", METHODS)
-def test_all_non_zero_elements_are_sent_and_the_residual_is_empty(method, scope, dtype):
+def test_all_non_zero_elements_are_sent_and_the_residual_is_empty(scope, dtype):
     """The embedding's values are tiny: the threshold of the others would drop all of them."""
-    selector = _selector(method, threshold_scope=scope, momentum=0.0)
+    rank = _rank(threshold_scope=scope)
     for step in range(3):
         gradient = _gradient(step, dtype=dtype)
-        sent, message = _select(selector, gradient, step)
-        residual = selector.method.stores["residual"]["b"]
+        sent = rank.send(gradient, step)
         assert torch.equal(sent[EMBEDDING], gradient[EMBEDDING].float())
-        assert not residual[EMBEDDING].any()
-        assert residual[:2000].any()
-        assert residual[4100:].any()
-        assert message.nnz == message.pruned_nnz + 3 * ROW + 90
-        if step == 0:
-            # 2 % of the pruned elements are 58, give or take three standard errors of 500 samples
-            # (31 %): the embedding's zeros have not lowered a threshold. Reused ones let more pass.
-            assert message.pruned_nnz < 2 * 58
+        assert not rank.residual[EMBEDDING].any()
+        assert rank.residual[:2000].any()
+        assert rank.residual[4100:].any()
+        assert rank.message.nnz == rank.message.pruned_nnz + 3 * ROW + 90
+        # 2 % of the pruned elements are 58, give or take three standard errors of 500 samples
+        # (31 %): the embedding's zeros have not lowered a threshold.
+        assert rank.message.pruned_nnz < 2 * 58
 
 
-def test_with_momentum_it_is_the_velocity_that_is_sent():
-    selector, velocity = _selector("dgc", momentum=0.5), torch.zeros(ROW * ROWS)
-    for step in range(3):
-        gradient = _gradient(step)
-        velocity = 0.5 * velocity + gradient[EMBEDDING]
-        sent, _ = _select(selector, gradient, step)
-        assert torch.equal(sent[EMBEDDING], velocity)
-        assert not selector.method.stores["residual"]["b"][EMBEDDING].any()
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_earlier_residual_is_sent_too(method):
+def test_an_earlier_residual_is_sent_too():
     """For example, a resumed run has one more pattern."""
-    selector = _selector(method, momentum=0.0)
-    _select(selector, _gradient(0), 0, PRUNED)
-    before = selector.method.stores["residual"]["b"].clone()
+    rank = _rank(PRUNED)
+    rank.send(_gradient(0), 0)
+    before = rank.residual
     assert before[EMBEDDING].any()
-    sent, _ = _select(selector, _gradient(1), 1)
-    assert torch.equal(sent[EMBEDDING], (_gradient(1) + before)[EMBEDDING])
-    assert not selector.method.stores["residual"]["b"][EMBEDDING].any()
+    rank.pieces = PIECES
+    assert torch.equal(rank.send(_gradient(1), 1)[EMBEDDING], (_gradient(1) + before)[EMBEDDING])
+    assert not rank.residual[EMBEDDING].any()
 
 
 @pytest.mark.parametrize(
@@ -112,7 +83,9 @@ def test_an_earlier_residual_is_sent_too(method):
     ],
 )
 def test_its_record_grows_with_the_non_zero_elements(rows, nbytes):
-    _, message = _select(_selector(), _gradient(0, rows), 0, form="coo")
+    rank = _rank()
+    rank.send(_gradient(0, rows), 0, format="coo", block_size=64)
+    message = rank.message
     assert message.layout.segment_offsets.tolist() == [0, 2000, 4010, 4100, NUMEL]
     assert message.layout.segment_lossless.tolist() == [0, 1, 0, 0]
     assert message.layout.segment_keep.tolist() == [0, 0, 1, 0]
@@ -151,16 +124,6 @@ def test_messages_of_fixed_size_are_refused():
     compression = CompressionConfig(lossless_patterns=["word_embeddings"])
     with pytest.raises(ConfigError, match="keep_patterns instead"):
         SparseConfig(compression=compression, scheme=SchemeConfig(capacity=2.0))
-
-
-def test_other_patterns_sample_reused_thresholds_anew():
-    """The threshold that pruned the parameter must not be used any longer."""
-    selector = _selector("threshold_reuse")
-    for step, pieces in enumerate([PRUNED, PRUNED, PIECES]):
-        _select(selector, _gradient(step), step, pieces)
-    (served,) = selector.method.state_dict().values()
-    assert served["parameters"] == ["w0", "w1"]
-    assert served["sampled_step"] == 2
 
 
 def test_the_plan_expects_the_density_of_pruned_parameters():

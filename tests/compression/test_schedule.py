@@ -30,37 +30,6 @@ def test_exponential_ramp_has_equal_factors_and_lands_on_the_target():
     assert all(math.isclose(f, factors[0], rel_tol=1e-12) for f in factors)
 
 
-def test_staircase_is_the_warm_up_of_deep_gradient_compression():
-    """25, 6.25, 1.5625 and 0.4 % for an epoch each, then 0.1 % (its section 3.3)."""
-    config = _config(density=0.001, warmup_iters=0, ramp_iters=8, ramp_shape="staircase")
-    densities = [phase_and_density(config, step)[1] for step in range(10)]
-    stairs = [0.25, 0.0625, 0.015625, 0.00390625]
-    assert densities == [stair for stair in stairs for _ in range(2)] + [0.001] * 2
-
-
-@pytest.mark.parametrize(
-    ("start", "density", "stairs"),
-    [(0.25, 0.0625, [0.25]), (0.16, 0.01, [0.16, 0.04]), (0.01, 0.01, [0.01]), (1, 0.9, [1])],
-)
-def test_a_stair_lies_above_the_target(start, density, stairs):
-    config = _config(
-        density=density,
-        warmup_iters=0,
-        ramp_iters=6,
-        ramp_start_density=start,
-        ramp_shape="staircase",
-    )
-    densities = [phase_and_density(config, step)[1] for step in range(7)]
-    assert list(dict.fromkeys(densities[:6])) == stairs
-    assert densities[6] == density
-
-
-def test_linear_ramp_has_equal_differences():
-    densities = [phase_and_density(_config(ramp_shape="linear"), s)[1] for s in range(3, 8)]
-    differences = [b - a for a, b in itertools.pairwise(densities)]
-    assert all(math.isclose(d, -0.06, rel_tol=1e-12) for d in differences)
-
-
 def test_a_ramp_never_starts_below_the_target():
     config = _config(density=0.5)
     assert phase_and_density(config, 3) == (Phase.RAMP, 0.5)

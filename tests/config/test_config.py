@@ -242,7 +242,6 @@ class TestData:
             {"split": "90,10"},
             {"split": "0,0,0"},
             {"split": "a,b,c"},
-            {"num_workers": -1},
         ],
     )
     def test_refusals(self, values):
@@ -333,7 +332,9 @@ class TestRemoved:
 
     @pytest.mark.parametrize("name", REMOVED)
     def test_every_way_to_give_it_names_the_remedy(self, name):
-        said = refusal(compose, [name if "=" in name else f"{name}=1"])
+        key, _, value = name.partition("=")
+        given = f"[{value}]" if key == "planner.schemes" else value or "1"
+        said = refusal(compose, [f"{key}={given}"])
         assert f"{name} has left" in said
         assert REMOVED[name] in said
 

@@ -56,7 +56,6 @@ def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bo
         HERE / "rice_encode_api.cpp",
         HERE / "hash_api.cpp",
         HERE / "moves_api.cpp",
-        HERE / "peer_api.cpp",
         HERE / "nccl_api.cpp",
     )
     options = (*extra, *TRAFFIC) if counts_bytes else extra

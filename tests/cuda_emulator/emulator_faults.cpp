@@ -127,16 +127,13 @@ __global__ void collectives_kernel(int* values) {
   right &=
       __shfl_sync(kFull, lane * 2, 5) == 10 && __shfl_sync(kFull, lane, 1, 8) == lane / 8 * 8 + 1;
   right &= __shfl_up_sync(kFull, lane, 1) == (lane == 0 ? 0 : lane - 1);
-  right &= __shfl_down_sync(kFull, lane, 4) == (lane < 28 ? lane + 4 : lane);
   right &= __shfl_xor_sync(kFull, uint64_t{lane} << 40, 9) == uint64_t{lane ^ 9} << 40;
   right &= __match_any_sync(kFull, lane / 8) == 0xffu << (lane / 8 * 8);
   right &= __reduce_add_sync(kFull, lane) == 496 && __reduce_max_sync(kFull, lane) == 31;
   right &= __reduce_min_sync(kFull, lane + 3) == 3 && __reduce_or_sync(kFull, 1u << lane) == kFull;
-  right &= __reduce_and_sync(kFull, lane | 64) == 64 && __reduce_xor_sync(kFull, lane) == 0;
   right &= __any_sync(kFull, lane == 7) && !__all_sync(kFull, lane == 7);
   if (lane < 8) right &= __reduce_add_sync(0xffu, 1) == 8;  // a part of the warp
   __syncwarp();
-  right &= __syncthreads_count(threadIdx.x % 2) == int(blockDim.x / 2);
   right &= __syncthreads_or(threadIdx.x == 200) == 1;
   if (right) values[blockIdx.x * 256 + threadIdx.x] = 255 - int(threadIdx.x);
 }

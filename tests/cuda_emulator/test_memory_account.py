@@ -16,7 +16,7 @@ from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, RANKS, STEPS, Ranks
 CASES: list[tuple[CollectiveOp, dict[str, Any]]] = [
     *((op, {"scheme": name, "capacity": 1.5}) for name, op in IN_CAPACITY),
     (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "ramp_iters": 2}),
-    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": "auto", "method": "dgc"}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": "auto"}),
     (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "dtype": torch.bfloat16}),
     (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "wire_dtype": "bf16", "warmup_iters": 1}),
 ]
@@ -37,7 +37,7 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     )
     for rank in range(RANKS):
         reducer, bucket = ranks._reducers[rank], ranks.buckets[rank]
-        found = held(reducer.selector.method.stores, [reducer])
+        found = held(reducer.selector.residuals, [reducer])
         expected = dict(account(config, [Share(rank, [bucket])], undo=False).nbytes)
         # Lent by torch's allocator for each call; and copies of tables, in a cache.
         assert expected.pop("workspace", 1) > 0

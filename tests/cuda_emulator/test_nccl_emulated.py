@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
@@ -84,10 +83,7 @@ class Rank:
             config,
             Groups(cast("Transport", transport)),
             planner_of(config, logs=False),
-            method_of(
-                config.compression,
-                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-            ),
+            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
             NullSink(),
             cast("ProgressThread", None),
         )

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.collectives import over_groups
-from megatron_sparse.compression.methods import method_of
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.reports import HostCopy
@@ -29,7 +28,7 @@ from tests.cuda_emulator.op_calls import EmulatedDevice
 RANKS, NUMEL, STEPS = 3, 3000, 3
 IN_CAPACITY = [
     (name, op)
-    for name, scheme in over_groups().items()
+    for name, scheme in SCHEMES.items()
     for op in CollectiveOp
     if scheme.takes_slots and op in scheme.ops
 ]
@@ -67,10 +66,7 @@ class Ranks:
                 config,
                 Groups(transport),
                 planner_of(config, logs=False),
-                method_of(
-                    config.compression,
-                    ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-                ),
+                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
                 NullSink(),
                 cast("ProgressThread", None),
             )
@@ -125,9 +121,6 @@ def test_a_bucket_in_capacity_mode(
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"method": "sidco"},
-        {"method": "threshold_reuse"},
-        {"method": "dgc", "momentum": 0.9},
         {"ramp_iters": 5},
         {"wire_dtype": "bf16", "residual_dtype": "bf16"},
         {"dtype": torch.bfloat16, "format": "coo"},
@@ -137,7 +130,7 @@ def test_a_bucket_in_capacity_mode(
     ],
     ids=lambda overrides: "-".join(overrides),
 )
-def test_every_method_of_selection(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
+def test_every_way_of_selecting(not_waiting: NotWaiting, overrides: dict[str, Any]) -> None:
     check(
         not_waiting,
         Ranks(CollectiveOp.ALL_REDUCE, **{"scheme": "direct", "capacity": 1.5} | overrides),
@@ -146,7 +139,7 @@ def test_every_method_of_selection(not_waiting: NotWaiting, overrides: dict[str,
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in over_groups() if name.startswith("dense_") and "broadcast" not in name],
+    [name for name in SCHEMES if name.startswith("dense_") and "broadcast" not in name],
 )
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) -> None:
@@ -187,13 +180,11 @@ def test_between_launch_and_update_the_host_waits_for_nothing(
     config = SparseConfig.from_overrides(
         density=0.1, warmup_iters=0, ramp_iters=0, samples=200, keep_below_numel=0, scheme="direct"
     )
-    method = method_of(
-        config.compression, ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    )
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     sink, progress = Kept(), InOrderProgress(GPU, 30)
     planner = planner_of(config, logs=False)
     transport = VirtualCluster(1, device=GPU).transports[0]
-    reducer = GradientReducer(config, Groups(transport), planner, method, sink, progress)
+    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
     bucket = Bucket(
         "b",
         torch.zeros(NUMEL, device=GPU),

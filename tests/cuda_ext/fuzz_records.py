@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from megatron_sparse import cuda_ext
-from megatron_sparse.cuda_ext import fakes, ops
+from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, quantised, row_sparse
@@ -66,7 +66,6 @@ def main() -> int:
     parser.add_argument("--seed-file", type=Path, default=Path("fuzz_records.seed"))
     chosen = parser.parse_args()
     torch.ops.load_library(str(chosen.library))
-    fakes.register("cpu")
     cuda_ext._loaded.add("cpu")  # so that no other library is loaded beside this one
     torch.set_num_threads(1)
 

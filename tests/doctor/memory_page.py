@@ -27,12 +27,11 @@ RUNS = (
     (NO_UNDO, SHARDED, "compression.residual_dtype=bf16"),
     (NO_UNDO, "compression.ramp_iters=0"),
     ("scheme=agsparse",),
-    ("scheme=peer_two_shot",),
     ("cluster.device=cpu",),
     ("cluster.device=cpu", NO_OVERLAP),
 )
 """Overrides beside `COMMON`; on `cluster.device=cuda` unless they say otherwise."""
-ITEMS = ("residual", "undo", "messages", "received", "sums", "workspace", "windows")
+ITEMS = ("residual", "undo", "messages", "received", "sums", "workspace")
 BEGIN, END = "<!-- table: tests/doctor/memory_page.py -->\n", "<!-- end of table -->\n"
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import hash_ops, load
+from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap
@@ -299,20 +299,3 @@ def test_an_index_set_that_leads_outside_is_refused():
             hash_ops.bitmap_elements(words, 3, 10, BitmapPlace(0, 2, 0, index_set))
         with pytest.raises(ExtensionError, match="index_set is wrong at position"):
             hash_ops.bitmap_add_(acc, words, values, 0, 3, BitmapPlace(0, 2, 0, index_set))
-
-
-def test_ops_live_under_torch_compile():
-    load()
-    ops = torch.ops.megatron_sparse
-    words = torch.tensor([3, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)
-    room = torch.zeros(20, dtype=torch.uint8)
-    index_set = torch.tensor([0, 4, 9], dtype=torch.int32)
-    torch.library.opcheck(ops.hash_bitmap_pack.default, (torch.ones(5), words, room))
-    for which in (None, index_set):
-        for op, arguments in (
-            (ops.hash_bitmap_elements, (words, 2, 10, 0, 2, 0, which)),
-            (ops.hash_bitmap_add_, (torch.zeros(10), words, room[:8], 0, 2, 0, 2, 0, which)),
-        ):
-            words.fill_(0)
-            words[0] = 3
-            torch.library.opcheck(op.default, arguments)

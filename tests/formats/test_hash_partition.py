@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import hash_ops, load
+from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.cuda_ext.hash_ops import HashMemory
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
@@ -304,21 +304,3 @@ def test_a_partition_out_of_range_cannot_write_outside_the_memory():
         partition = torch.tensor([0, 1, bad, 0])
         with pytest.raises(ExtensionError, match="partition_of is out of range at position 2"):
             hash_ops.hierarchical_hash(X, V, partition, 10, 2, HashMemory(4, 1, 3, 0))
-
-
-def test_ops_live_under_torch_compile():
-    load()
-    ops = torch.ops.megatron_sparse
-    for op, arguments in (
-        (ops.hash_permute, (X, 10, 1)),
-        (ops.hash_unpermute, (X, 10, 1)),
-        (ops.hash_partition_of, (X, 10, 3, 1, False)),
-        (ops.hierarchical_hash, (X, V, torch.tensor([0, 1, 1, 0]), 10, 2, 4, 1, 3, 0)),
-    ):
-        torch.library.opcheck(op.default, arguments)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def there_and_back(elements):
-        return ops.hash_unpermute(ops.hash_permute(elements + 1, 100, 5), 100, 5) - 1
-
-    assert torch.equal(there_and_back(X), X)

@@ -7,7 +7,6 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import (
@@ -32,7 +31,7 @@ def select(form, density):
     bucket = Bucket("0", grad.clone(), parameters, CollectiveOp.ALL_REDUCE, 2)
     config = CompressionConfig(density=density)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(method_of(config, residuals), 0, MessageBuffers())
+    selector = Selector(config, residuals, 0, MessageBuffers())
     timer = StageTimer()
     message = selector.select(
         bucket, MessageSpec(density, format=form, block_size=64), step=3, timer=timer

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import load, row_sparse_ops
+from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import row_sparse
 from megatron_sparse.formats.row_sparse import RowSparse
@@ -194,22 +194,3 @@ R = torch.ones(2, 3)
 def test_arguments_that_do_not_match_are_one_typed_error(call, words):
     with pytest.raises(ExtensionError, match=words):
         call()
-
-
-def test_ops_live_under_torch_compile():
-    load()
-    ops = torch.ops.megatron_sparse
-    union = torch.tensor([0, 1, 2])
-    for op, arguments in (
-        (ops.row_sparse_sum, (R, torch.tensor([1, 0]), torch.tensor([0, 2]))),
-        (ops.row_sparse_union, (torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3]), 5)),
-        (ops.row_sparse_match, (I, union)),
-        (ops.row_sparse_expand, (I, R, union)),
-    ):
-        torch.library.opcheck(op.default, arguments)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def twice(rows):
-        return ops.row_sparse_expand(I, rows * 2, union)
-
-    assert torch.equal(twice(R)[:, 0], torch.tensor([2.0, 0.0, 2.0]))

@@ -35,11 +35,10 @@ def attached(bucket_size=40_000, **options):
 
 
 def pruned_stores(attachment):
-    """Copies of everything that the stores hold, by store and parameter."""
+    """Copies of the residuals, by parameter."""
     return {
-        f"{name}.{parameter}": view.clone()
-        for name, store in attachment.stores().items()
-        for parameter, view in store.by_parameter()
+        f"residual.{parameter}": view.clone()
+        for parameter, view in attachment.residuals.by_parameter()
     }
 
 

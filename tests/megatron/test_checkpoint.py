@@ -72,7 +72,7 @@ def _to_version_1(state):
     """The plugin's files in their first version, which held only residuals."""
     _to_version_2(state)
     state["residuals"] = state.pop("stores")["residual"]
-    for key in ("mode", "kept", "gradient_factor", "method", "buckets"):
+    for key in ("mode", "gradient_factor", "buckets"):
         del state[key]
     for key in [key for key in state["place"] if key.startswith("expert_") and key[7:] != "size"]:
         del state["place"][key]
@@ -115,9 +115,6 @@ def loaded(saved, tmp_path_factory):
     cases = {name: (str(folder / name), {}) for name in (*REFUSED, "missing", *OLD)}
     cases["other buckets"] = (str(whole), {"bucket_size": None})
     cases["sum"] = (str(saved[0] / "sum"), {})
-    _copy(whole, folder / "method")
-    _rewrite(folder / "method/megatron_sparse", lambda s: s.update(kept=["residual", "velocity"]))
-    cases["method"] = (str(folder / "method"), {})
     return run_ranks(_load_all, 2, cases, timeout_s=TIMEOUT_S)
 
 
@@ -138,12 +135,6 @@ def test_a_missing_rank_starts_every_rank_at_zero_and_says_so(loaded):
         assert result["step"] == 77
         assert not any(view.any() for view in result["stores"].values())
         assert any("residuals start at zero" in message for message in result["messages"])
-
-
-def test_what_another_compression_method_kept_is_named_in_the_log(saved, loaded):
-    messages = loaded[0]["method"]["messages"]
-    assert any("velocity is not used any more" in message for message in messages)
-    assert loaded[0]["method"]["stores"].keys() == saved[1][0].keys()
 
 
 @pytest.mark.parametrize("spoilt", list(REFUSED))

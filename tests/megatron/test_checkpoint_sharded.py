@@ -62,7 +62,6 @@ def _save_all(rank, world_size, folder):
     results["other buckets"] = load_and_go_on(Path(folder, "full"), bucket_size=None)
     results["not wanted"] = load_and_go_on(Path(folder, "full"), residual_checkpoint="none")
     results["off"] = load_and_go_on(Path(folder, "full"), enabled=False)
-    results["thresholds"] = _thresholds(Path(folder, "thresholds"))
     results |= _as_if_tensor_parallel(Path(folder, "full"))
     return held, results, numel
 
@@ -78,28 +77,6 @@ def _as_if_tensor_parallel(folder):
             "layout": load_and_go_on(folder),
             "layout, not wanted": load_and_go_on(folder, residual_checkpoint="none"),
         }
-
-
-def _thresholds(folder):
-    """The method's state beside the stores, as saved and as restored."""
-    from megatron_sparse.megatron import checkpoint, detach
-
-    model, attachment = attached(method="threshold_reuse")
-    from megatron.core import dist_checkpointing
-
-    for _ in range(STEPS):
-        model.step()
-    folder.mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    state = {checkpoint.KEY: checkpoint.sharded_state(attachment)}
-    dist_checkpointing.save(state, str(folder))
-    saved = attachment.method_state()
-    detach(attachment)
-    model, attachment = attached(method="threshold_reuse")
-    checkpoint.load(attachment, folder, iteration=77)
-    loaded = attachment.method_state()
-    detach(attachment)
-    return saved, loaded
 
 
 @pytest.fixture(scope="module")
@@ -119,11 +96,15 @@ def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
             assert result["goes on"] is True
 
 
-def test_every_rank_gets_its_own_thresholds_back(saved):
-    (first, first_again), (second, second_again) = (rank[1]["thresholds"] for rank in saved[1])
-    assert repr(first_again) == repr(first)
-    assert repr(second_again) == repr(second)
-    assert repr(first) != repr(second)
+@pytest.mark.parametrize("left", ["momentum", "residual_of_instances"])
+def test_state_of_what_has_left_is_refused(left):
+    """Of a compression method or level of an earlier version."""
+    from megatron_sparse.errors import CheckpointError
+    from megatron_sparse.megatron import checkpoint_sharded
+
+    with pytest.raises(CheckpointError, match=left):
+        checkpoint_sharded._check_kept(["residual", left])
+    checkpoint_sharded._check_kept(["residual"])
 
 
 def test_other_buckets_are_named_in_the_log(saved):

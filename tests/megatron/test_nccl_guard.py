@@ -30,7 +30,6 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     found.config = SparseConfig()
     found.sink = NullSink()
     found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
-    found.method = cast("Any", SimpleNamespace(stores={}))
     found.groups, found.run_dir, found.progress = [], None, cast("Any", None)
     found._chunks, found._reducers = [], {}
     found.parameters = ParameterGathers(found.sink)

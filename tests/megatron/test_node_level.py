@@ -54,15 +54,12 @@ LAYOUTS = {
 CHECKPOINTS = ("all_reduce", "overlap", "instances")
 ONE_EACH = {"tensor": (Layout(tensor=2, ddp=OVERLAP), "node")}
 """Two nodes with one data-parallel rank of each group: they run at level `rank`, and say so."""
-NESTED = {"rank_and_instance": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node+instance")}
-"""On 4 ranks that are nodes of their own: gradients are compressed per rank, and per instance."""
 ONE_NODE = {"pipeline": (Layout(pipeline=2, microbatches=2, ddp=OVERLAP), "node")}
 """Each data-parallel group is on one node, where nothing is compressed."""
 LARGE = {
     "tensor": (Layout(tensor=2, ddp=SHARDED | OVERLAP), "node"),
     "expert": (Layout(expert=2, experts=4, ddp=OVERLAP), "node"),
     "nodes_in_instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node"),
-    "nodes_and_instances": (Layout(instances=2, ddp=SHARDED | OVERLAP), "node+instance"),
 }
 """On 8 ranks in nodes of 4, or with instances of 2."""
 
@@ -122,11 +119,6 @@ def _four(rank, world_size, folder):
     for name in CHECKPOINTS:
         with parallel_state_of(LAYOUTS[name][0]):
             reports[f"checkpoint {name}"] = _checkpoints(*LAYOUTS[name], Path(folder, name))
-    _on_node(rank, 1)
-    for name, (layout, level) in NESTED.items():
-        with parallel_state_of(layout):
-            reports[name] = _report(layout, level)
-            reports[f"checkpoint {name}"] = _checkpoints(layout, level, Path(folder, name))
     return reports
 
 
@@ -143,13 +135,13 @@ def _eight(rank, world_size):
 class _Run:
     """A model at a level, its checkpoints, and the sums of its residuals over all ranks.
 
-    `warnings` and `lines` are those that loading logged.
+    `warnings` are those that loading logged.
     """
 
     def __init__(self, layout, level):
         from megatron_sparse.megatron import attach
 
-        self.warnings, self.lines = [], []
+        self.warnings = []
         self.model = ParallelGPT(layout)
         self.attachment = attach(
             self.model.chunks,
@@ -161,9 +153,8 @@ class _Run:
         )
 
     def held(self):
-        """By store, parameter and first element."""
-        stores = self.attachment.stores().items()
-        return {(name, *key): v.clone() for name, store in stores for key, v in store.slices()}
+        """By parameter and first element."""
+        return {key: values.clone() for key, values in self.attachment.residuals.slices()}
 
     def totals(self):
         """The residual of each parameter, whole, in fp64: exact for sums of two fp32 numbers."""
@@ -172,7 +163,7 @@ class _Run:
             for bucket in self.attachment.buckets
             for piece in bucket.parameters
         }
-        for (_, name, start), view in self.held().items():
+        for (name, start), view in self.held().items():
             whole[name][start : start + view.numel()] += view
         for values in whole.values():
             torch.distributed.all_reduce(values)
@@ -200,8 +191,8 @@ class _Run:
         from megatron_sparse.megatron import checkpoint
 
         def keep(record):
-            is_warning = record.levelno >= logging.WARNING
-            (self.warnings if is_warning else self.lines).append(record.getMessage())
+            if record.levelno >= logging.WARNING:
+                self.warnings.append(record.getMessage())
 
         handler = logging.Handler()
         handler.emit = keep
@@ -211,10 +202,6 @@ class _Run:
         checkpoint.load(self.attachment, folder, iteration=77)
         logger.removeHandler(handler)
         return self
-
-    def says(self, line):
-        """Whether loading logged it; only the first rank logs."""
-        return torch.distributed.get_rank() != 0 or any(line in each for each in self.lines)
 
     def end(self):
         from megatron_sparse.megatron import detach
@@ -230,16 +217,8 @@ def _rounded(totals):
     return {name: values.float() for name, values in totals.items()}
 
 
-def _close(first, second):
-    """Up to the rounding of a few fp32 sums."""
-    assert first.keys() == second.keys()
-    return all(torch.allclose(first[n], second[n], rtol=1e-6, atol=1e-9) for n in first)
-
-
 def _checkpoints(layout, level, folder):
     """Whether residuals survive, by what was saved and what loads it."""
-    is_nested = level == "node+instance"
-    same = _close if is_nested else _equal  # a change of level adds up the two residuals
     run = _Run(layout, level)
     for _ in range(2):
         run.model.step()
@@ -263,22 +242,16 @@ def _checkpoints(layout, level, folder):
     for other in (level, "rank"):
         for case in ("sum", "sum files"):
             again = _Run(layout, other).load(folder / case)
-            found[f"{case}: total at {other}"] = same(_rounded(again.totals()), _rounded(totals))
+            found[f"{case}: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
             again.end()
     for kind in ("full", "full files"):
         ranks = _Run(layout, "rank").load(folder / kind)
-        found[f"{kind}: total at rank"] = same(ranks.totals(), totals)
-        if is_nested:
-            found[f"{kind}: says so"] = ranks.says("residuals of instances are added to the others")
+        found[f"{kind}: total at rank"] = _equal(ranks.totals(), totals)
         save = ranks.save if kind == "full" else ranks.save_files
         save(folder / f"{kind} of ranks", "full")
         ranks.end()
         again = _Run(layout, level).load(folder / f"{kind} of ranks")
-        if is_nested:
-            found[f"{kind} of ranks: total"] = same(again.totals(), totals)
-            found[f"{kind} of ranks: says so"] = again.says("instances start at zero")
-        else:
-            found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
+        found[f"{kind} of ranks: back at {level}"] = _equal(again.held(), held)
         again.end()
     return found
 
@@ -347,19 +320,7 @@ def test_a_group_on_one_node_is_dense(four, name):
     assert all("2 ranks on one node" in line for line in said)
 
 
-@pytest.mark.parametrize("name", NESTED)
-def test_ranks_and_instances_compress(four, name):
-    """The residual of a rank is whole, and that of its instance a shard: half a bucket."""
-    _assert_trains(four, name, NESTED[name][0])
-    for rank in four:
-        sparse = rank[name]["sparse"]
-        assert sparse["residual"] == sparse["account"] == sparse["whole"] * 3 // 2
-    said = [line for rank in four for line in rank[name]["sparse"]["lines"]]
-    assert all("level rank: each node has one rank, and between 2 instances" in s for s in said)
-    assert said
-
-
-@pytest.mark.parametrize("name", [*CHECKPOINTS, *NESTED])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
     for rank in four:
         found = rank[f"checkpoint {name}"]
@@ -417,7 +378,5 @@ def test_a_layout_of_eight_ranks_trains(eight, name):
     _assert_trains(eight, name, LARGE[name][0])
     for rank in eight:
         sparse = rank[name]["sparse"]
-        # With experts, nodes have four ranks of the dense group and two of the experts'. An
-        # instance's residual is a fourth in each of its four ranks.
-        second = sparse["whole"] // 4 if name == "nodes_and_instances" else 0
-        assert 0 < sparse["residual"] <= sparse["whole"] // 2 + second
+        # With experts, nodes have four ranks of the dense group and two of the experts'.
+        assert 0 < sparse["residual"] <= sparse["whole"] // 2

@@ -13,8 +13,6 @@ from tests.megatron.test_pretrain import losses, train
 PLANNED = (
     "scheme=auto",
     "planner.cluster=ethernet_25gbit",
-    "planner.profile_iters=1",
-    "planner.profile_every=2",
     "planner.schemes=[direct,ssar_rd,zen]",
     "compression.warmup_iters=1",
     "compression.ramp_iters=0",
@@ -43,7 +41,7 @@ def test_a_planned_run_resumes_bit_exactly_and_its_plan_can_be_pinned(tmp_path):
     train(tmp_path, "part", *PLANNED, "resume=must")
     assert losses(part) == losses(whole)
     assert read_plan(part) == rows
-    pinned = train(tmp_path, "pinned", *PLANNED[6:], f"planner.pin={whole}")
+    pinned = train(tmp_path, "pinned", *PLANNED[4:], f"planner.pin={whole}")
     for line in map(json.loads, (pinned / "buckets.jsonl").open()):
         if line["phase"] == "target":
             assert line["scheme"] == rows[line["bucket"]]["chosen"]

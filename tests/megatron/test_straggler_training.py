@@ -8,6 +8,7 @@ import json
 import pytest
 
 from megatron_sparse.cli import main
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from tests.megatron.test_pretrain import losses, train
 
 SLOW_MS = 400.0
@@ -19,8 +20,6 @@ SLOW = (
     "compression.ramp_iters=0",
     "compression.density=0.05",
     "compression.value_bits=null",
-    "straggler.inject_rank=2",
-    f"straggler.inject_delay_ms={SLOW_MS}",
 )
 
 
@@ -31,6 +30,14 @@ def _pinned(rank):
 def _schemes(run):
     lines = [json.loads(line) for line in (run / "buckets.jsonl").read_text().splitlines()]
     return {(line["scheme"], line["straggler"]) for line in lines}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_rank():
+    """Rank 2 of every run here sleeps in each backward pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SLOW_RANK, f"2:{SLOW_MS}")
+        yield
 
 
 @pytest.fixture(scope="module")

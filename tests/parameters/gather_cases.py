@@ -61,6 +61,14 @@ class Group:
                 )
             )
 
+    @classmethod
+    def started(cls, *given, **options):
+        """A group after its first gather, which is raw."""
+        group = cls(*given, **options)
+        group.gather()
+        assert group.methods == {"raw"}
+        return group
+
     def own(self, rank):
         """The shard that a rank owns, where it owns it."""
         return self.values[rank].view(len(self.values), -1)[rank]
@@ -94,6 +102,11 @@ class Group:
     @property
     def last(self):
         return [sink.records[-1] for sink in self.sinks]
+
+    @property
+    def methods(self):
+        """How the ranks gathered the last time."""
+        return {record.method for record in self.last}
 
 
 def bits(values):

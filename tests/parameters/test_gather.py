@@ -14,11 +14,11 @@ from tests.parameters.gather_cases import DTYPES, SHARD, Group, N, bits
 def test_every_rank_gets_the_bits_of_a_raw_gather(dtype, coder):
     group = Group(dtype, coder=coder)
     group.check()
-    assert {record.method for record in group.last} == {"raw"}
+    assert group.methods == {"raw"}
     for size in (1e-4, 1e-2, 0.0, 10.0):
         group.move(size)
         group.check()
-        assert {record.method for record in group.last} == {"exact"}
+        assert group.methods == {"exact"}
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -67,8 +67,7 @@ def test_special_bits_travel():
 
 
 def test_an_exact_gather_sends_fewer_bytes():
-    group = Group(shard=20_000)
-    group.gather()
+    group = Group.started(shard=20_000)
     raw = group.last[0]
     assert raw.wire_bytes == raw.dense_bytes == 2 * 20_000 * (N - 1)
     before = group.cluster.sent_bytes(0)
@@ -80,8 +79,7 @@ def test_an_exact_gather_sends_fewer_bytes():
 
 
 def test_gathering_twice_a_step_adds_nothing_twice():
-    group = Group()
-    group.gather()
+    group = Group.started()
     group.move()
     group.check()
     group.check()
@@ -91,24 +89,22 @@ def test_gathering_twice_a_step_adds_nothing_twice():
 
 
 def test_after_forget_the_gather_is_raw():
-    group = Group()
-    group.gather()
+    group = Group.started()
     # As a load of a checkpoint does: every rank holds something else everywhere.
     for rank, values in enumerate(group.values):
         values.fill_(rank)
         group.gathers[rank].forget()
     assert group.gathers[0].nbytes == 0
     group.check()
-    assert {record.method for record in group.last} == {"raw"}
+    assert group.methods == {"raw"}
     group.move()
     group.check()
-    assert {record.method for record in group.last} == {"exact"}
+    assert group.methods == {"exact"}
     assert group.gathers[0].nbytes == 2 * SHARD
 
 
 def test_ranks_that_disagree_about_raw_or_exact_are_told():
-    group = Group()
-    group.gather()
+    group = Group.started()
     group.gathers[2].forget()
     with pytest.raises(CommunicationError) as caught:
         group.gather()
@@ -119,8 +115,7 @@ def test_ranks_that_disagree_about_raw_or_exact_are_told():
 
 
 def test_ranks_that_disagree_about_the_number_of_gathers_are_told():
-    group = Group()
-    group.gather()
+    group = Group.started()
     group.gathers[1]._number += 1
     with pytest.raises(CommunicationError, match="gather number 2"):
         group.gather()
@@ -135,8 +130,7 @@ def test_ranks_that_disagree_about_the_step_are_told():
 
 
 def test_a_replica_that_was_written_is_found_before_the_next_step():
-    group = Group()
-    group.gather()
+    group = Group.started()
     group.values[3].view(N, -1)[1, 5] += 1
     group.move()
     with pytest.raises(ReplicaError) as caught:
@@ -147,8 +141,7 @@ def test_a_replica_that_was_written_is_found_before_the_next_step():
 
 
 def test_hashes_are_compared_every_so_many_gathers():
-    group = Group(verify_every=3)
-    group.gather()
+    group = Group.started(verify_every=3)
     group.values[3].view(N, -1)[1, 5] += 1
     group.gather()  # number 1
     group.gather()  # number 2
@@ -165,8 +158,7 @@ def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
         original(record, held, **options)
         held[0] += 1
 
-    group = Group()
-    group.gather()
+    group = Group.started()
     monkeypatch.setattr(module, "decode_moves_", wrong)
     with pytest.raises(ReplicaError, match="after gather number 1"):
         group.gather()
@@ -177,8 +169,7 @@ def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, 
     from megatron_sparse.parameters import gather as module
 
     original = module.encode_moves
-    group = Group(verify_every=100)
-    group.gather()
+    group = Group.started(verify_every=100)
     group.move()
     mine = group.own(1).clone()
 
@@ -200,8 +191,7 @@ def test_a_replayed_record_is_refused(monkeypatch):
     from megatron_sparse.parameters import gather as module
 
     original = module.encode_moves
-    group = Group(verify_every=100)
-    group.gather()
+    group = Group.started(verify_every=100)
 
     def replayed(old, new, *, coder, epoch):
         return original(old, new, coder=coder, epoch=epoch - 1)
@@ -214,8 +204,7 @@ def test_a_replayed_record_is_refused(monkeypatch):
 def test_a_size_that_no_record_has_is_refused_before_memory_is_taken(monkeypatch):
     from megatron_sparse.parameters import gather as module
 
-    group = Group()
-    group.gather()
+    group = Group.started()
     monkeypatch.setattr(module, "most_bytes", lambda numel, dtype: 10)
     with pytest.raises(WireFormatError, match="field size is out of range"):
         group.gather()

@@ -39,6 +39,11 @@ class LossyGroup(Group):
         for gather in self.gathers:
             gather.end_step(accepted=accepted)
 
+    def advance(self):
+        """A step, and the gather that follows it."""
+        self.step()
+        self.gather()
+
     def replica(self):
         """What all ranks hold; checks that it is the same."""
         first, *others = self.values
@@ -53,16 +58,14 @@ class LossyGroup(Group):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_replicas_are_equal_and_what_is_withheld_is_less_than_a_step_of_the_scale(bits):
-    group = LossyGroup(bits)
-    group.gather()
-    assert {record.method for record in group.last} == {"raw"}
+    group = LossyGroup.started(bits)
     assert bool((group.withheld() == 0).all())
     before = group.replica()
     for _ in range(20):
         group.step()
         moved = torch.cat(group.masters) - before
         group.gather()
-        assert {record.method for record in group.last} == {"lossy"}
+        assert group.methods == {"lossy"}
         # Half a step of the scale of the largest move in a shard, and the sum's rounding.
         most = float(moved.abs().max()) / LIMITS[bits] * 0.51 + 2**-25
         assert float(group.withheld().abs().max()) <= most
@@ -71,8 +74,7 @@ def test_replicas_are_equal_and_what_is_withheld_is_less_than_a_step_of_the_scal
 
 def test_nothing_is_lost():
     """Without further moves what was withheld is sent until nothing is left of it."""
-    group = LossyGroup(4)
-    group.gather()
+    group = LossyGroup.started(4)
     group.step()
     sizes = []
     for _ in range(12):
@@ -86,8 +88,7 @@ def test_nothing_is_lost():
 
 def test_without_the_feedback_it_would_be_lost():
     """Moves below half a step of the scale: the replica follows them all the same."""
-    group = LossyGroup(4, shard=128)
-    group.gather()
+    group = LossyGroup.started(4, shard=128)
     start = group.replica()
     for _ in range(100):
         for gather in group.gathers:
@@ -105,10 +106,8 @@ def test_without_the_feedback_it_would_be_lost():
 
 
 def test_bytes():
-    group = LossyGroup(4, shard=12_800)
-    group.gather()
-    group.step()
-    group.gather()
+    group = LossyGroup.started(4, shard=12_800)
+    group.advance()
     (record, *_) = group.last
     assert record.dense_bytes == 4 * 12_800 * (N - 1)
     assert record.wire_bytes == (N - 1) * (64 + 2 * 104 + 12_800 // 2)  # 100 scales are padded
@@ -116,23 +115,19 @@ def test_bytes():
 
 def test_a_second_gather_of_a_step_sends_nothing():
     """So an evaluation or a save, before which Megatron gathers, changes nothing."""
-    group = LossyGroup()
-    group.gather()
-    group.step()
-    group.gather()
+    group = LossyGroup.started()
+    group.advance()
     replica = group.replica()
     group.gather()
     assert torch.equal(group.replica(), replica)
-    assert {record.method for record in group.last} == {"lossy"}
+    assert group.methods == {"lossy"}
     assert {record.wire_bytes for record in group.last} == {0}
-    group.step()
-    group.gather()
+    group.advance()
     assert group.last[0].wire_bytes > 0
 
 
 def test_steps_without_a_gather_between_them():
-    group = LossyGroup()
-    group.gather()
+    group = LossyGroup.started()
     group.step()
     group.step()
     group.step(accepted=False)
@@ -143,64 +138,53 @@ def test_steps_without_a_gather_between_them():
 
 
 def test_a_skipped_step_leaves_the_replica_on_all_ranks():
-    group = LossyGroup()
-    group.gather()
-    group.step()
-    group.gather()
+    group = LossyGroup.started()
+    group.advance()
     replica = group.replica()
     group.step(accepted=False)
     assert torch.equal(group.replica(), replica)
     group.gather()
     assert torch.equal(group.replica(), replica)
     assert group.last[0].wire_bytes == 0
-    group.step()
-    group.gather()
+    group.advance()
 
 
 def test_a_raw_gather_of_the_host_gets_the_masters():
     """With `enabled=False`; then a raw gather of ours, then lossy ones."""
-    group = LossyGroup()
-    group.gather()
-    group.step()
-    group.gather()
+    group = LossyGroup.started()
+    group.advance()
     for gather in group.gathers:
         gather.release()
         gather.release()
     for rank, master in enumerate(group.masters):
         assert torch.equal(group.own(rank), master)
         assert group.gathers[rank].nbytes == 0
-    group.step()
-    group.gather()
-    assert {record.method for record in group.last} == {"raw"}
+    group.advance()
+    assert group.methods == {"raw"}
     assert bool((group.withheld() == 0).all())
-    group.step()
-    group.gather()
-    assert {record.method for record in group.last} == {"lossy"}
+    group.advance()
+    assert group.methods == {"lossy"}
 
 
 def test_what_was_written_counts_after_forget():
-    group = LossyGroup()
-    group.gather()
-    group.step()
-    group.gather()
+    group = LossyGroup.started()
+    group.advance()
     for rank, values in enumerate(group.values):
         values.fill_(rank)
         group.gathers[rank].forget()
         group.masters[rank] = group.own(rank).clone()
     group.gather()
-    assert {record.method for record in group.last} == {"raw"}
+    assert group.methods == {"raw"}
     assert group.replica().view(N, -1)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
-    group.step()
-    group.gather()
-    assert {record.method for record in group.last} == {"lossy"}
+    group.advance()
+    assert group.methods == {"lossy"}
 
 
 def test_going_on_from_saved_masters_is_bit_exact():
     group, other = LossyGroup(), LossyGroup()
     for each in (group, other):
         each.gather()
-        each.step()
-        each.gather()
+        each.advance()
     saved = [gather.settled_master().clone() for gather in group.gathers]
     assert all(map(torch.equal, saved, group.masters))
     for gather, master in zip(group.gathers, saved, strict=True):
@@ -208,9 +192,8 @@ def test_going_on_from_saved_masters_is_bit_exact():
         gather.restore(master)
     for each in (group, other):
         for _ in range(3):
-            each.step()
-            each.gather()
-            assert {record.method for record in each.last} == {"lossy"}
+            each.advance()
+            assert each.methods == {"lossy"}
     assert torch.equal(group.replica(), other.replica())
 
 
@@ -238,30 +221,25 @@ def test_a_shard_more_is_kept():
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("shard", [1, 130, SWAPPED_NUMEL + 7])
 def test_any_number_of_ranks_and_elements(n, shard):
-    group = LossyGroup(n=n, shard=shard)
-    group.gather()
+    group = LossyGroup.started(n=n, shard=shard)
     for _ in range(2):
-        group.step()
-        group.gather()
+        group.advance()
         group.replica()
 
 
 @pytest.mark.parametrize("nodes", [(2, 2), (3, 1)])
 def test_once_per_node(nodes):
-    group = LossyGroup(nodes=nodes, shard=300)
-    group.gather()
+    group = LossyGroup.started(nodes=nodes, shard=300)
     for _ in range(3):
-        group.step()
-        group.gather()
-        assert {record.method for record in group.last} == {"lossy"}
+        group.advance()
+        assert group.methods == {"lossy"}
         group.replica()
         group.gather()
         assert {record.wire_bytes for record in group.last} == {0}
 
 
 def test_nan_reaches_every_rank():
-    group = LossyGroup(verify_every=100)
-    group.gather()
+    group = LossyGroup.started(verify_every=100)
     for gather in group.gathers:
         gather.begin_step()
     group.own(1)[300] = float("nan")
@@ -275,8 +253,7 @@ def test_nan_reaches_every_rank():
 
 
 def test_a_replica_that_was_written_is_found():
-    group = LossyGroup()
-    group.gather()
+    group = LossyGroup.started()
     group.values[3].view(N, -1)[1, 5] += 1
     group.step()
     with pytest.raises(ReplicaError, match="rank 3 of the group holds other parameters"):
@@ -287,8 +264,7 @@ def test_a_damaged_record_names_rank_and_field(monkeypatch):
     from megatron_sparse.parameters import lossy
 
     original = lossy.encode_difference
-    group = LossyGroup(verify_every=100)
-    group.gather()
+    group = LossyGroup.started(verify_every=100)
     group.step()
     mine = group.own(1).clone()
     before = [values.view(N, -1)[1].clone() for values in group.values]
@@ -308,8 +284,7 @@ def test_a_damaged_record_names_rank_and_field(monkeypatch):
 
 
 def test_ranks_with_other_bits_are_told():
-    group = LossyGroup(4)
-    group.gather()
+    group = LossyGroup.started(4)
     group.gathers[2]._bits = 8
     group.step()
     with pytest.raises(CommunicationError):
@@ -317,8 +292,7 @@ def test_ranks_with_other_bits_are_told():
 
 
 def test_ranks_that_disagree_about_raw_or_lossy_are_told():
-    group = LossyGroup()
-    group.gather()
+    group = LossyGroup.started()
     group.gathers[2].forget()
     group.step(0.0)
     with pytest.raises(CommunicationError, match="in another manner"):

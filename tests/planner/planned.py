@@ -8,7 +8,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import Exchange
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner.choice import PricedPlanner
+from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.simulate.pricing import make_message
@@ -25,15 +25,16 @@ def a_bucket(grad_N=None, world_size=4, name="b", op=CollectiveOp.ALL_REDUCE):
     return Bucket(name, grad_N, pieces, op, world_size)
 
 
-def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, **planner):
+def a_planner(cluster="ethernet_25gbit", *, compression=None, scheme=None, schemes=None, **pace):
     """A planner whose first step is at the target, unless `compression` says otherwise."""
     schedule = {"warmup_iters": 0, "ramp_iters": 0, "density": 0.01} | (compression or {})
     return PricedPlanner(
         CompressionConfig(**schedule),
         SchemeConfig(**(scheme or {})),
-        PlannerConfig(**planner),
+        PlannerConfig(schemes=schemes),
         find(cluster),
         logs=True,
+        pace=Pace(**pace),
     )
 
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench.collectives.path import residual_of
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, choice
+from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.pricing.cluster import find
@@ -231,7 +231,7 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
     assert plan(planner, 0).scheme == "dense_q"
 
 
-@pytest.mark.parametrize("name", ["zen", "peer_two_shot", "direct"])
+@pytest.mark.parametrize("name", ["zen", "direct"])
 def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, name):
     path = _written(tmp_path, chosen=name)
     config = SparseConfig.from_overrides(
@@ -309,11 +309,6 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
         {"schemes": ["magic"]},
         {"schemes": []},
         {"schemes": ["straggler"]},
-        {"hysteresis": 2.0},
-        {"profile_iters": 0},
-        {"replan_every": 0},
-        {"retry_after": 1.5},
-        {"profile_every": -1},
     ],
 )
 def test_wrong_settings_are_refused(wrong):
@@ -327,6 +322,13 @@ def test_only_candidates_are_chosen_and_dense_always_is_one():
     assert planner.plan_for(a_bucket(torch.zeros(NUMEL)), 0).scheme in ("dense", "ssar_rd", "zen")
 
 
+def _residual(residuals: ResidualStore, bucket: Bucket) -> torch.Tensor:
+    """A copy of a bucket's residual; zeros where it has none, as after a dense plan."""
+    if bucket.name in residuals:
+        return residuals.begin(bucket).clone()
+    return torch.zeros(bucket.numel)
+
+
 def _train(rank, world_size, steps):
     """The whole data path with a model cluster on gloo: plans, predictions, sums."""
     import torch.distributed as dist
@@ -337,20 +339,25 @@ def _train(rank, world_size, steps):
         density=0.02,
         deterministic=False,
         timeout_s=30.0,
-        planner=PlannerConfig(cluster="ethernet_25gbit", replan_every=4, profile_iters=1),
+        planner=PlannerConfig(cluster="ethernet_25gbit"),
     )
     group = dist.group.WORLD
     assert group is not None
     transport = ProcessGroupTransport(group, 30.0, torch.device("cpu"))
     progress = ProgressThread(torch.device("cpu"), 30.0)
-    planner = planner_of(config, logs=False)
+    planner = PricedPlanner(
+        config.compression,
+        config.scheme,
+        config.planner,
+        find("ethernet_25gbit"),
+        logs=False,
+        pace=Pace(replan_every=4, profile_iters=1),
+    )
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     records = []
     sink = NullSink()
     sink.record_bucket = records.append
-    reducer = GradientReducer(
-        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
-    )
+    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
     errors = []
     for step in range(steps):
         pending = []
@@ -358,11 +365,11 @@ def _train(rank, world_size, steps):
             generator = torch.Generator().manual_seed(1000 * step + rank)
             grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
             bucket = a_bucket(grad_N.clone(), world_size, name)
-            before_N = residual_of(residuals, bucket)
+            before_N = _residual(residuals, bucket)
             pending.append((bucket, grad_N + before_N, reducer.start(bucket, step)))
         for bucket, given_N, handle in pending:
             handle.wait()
-            sent_N = given_N - residual_of(residuals, bucket)
+            sent_N = given_N - _residual(residuals, bucket)
             dist.all_reduce(sent_N)
             errors.append((bucket.grad_N - sent_N).abs().max().item())
     sparse = sum(SCHEMES[record.scheme].takes is Input.SPARSE for record in records)

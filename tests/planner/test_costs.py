@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.cost_models import virtual_truth
-from megatron_sparse.bench.cost_models.virtual_truth import Setting, full_size_bytes
+from megatron_sparse.bench.exchange import truth
+from megatron_sparse.bench.exchange.truth import Setting, full_size_bytes
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, over_groups, skips_straggler
+from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
@@ -37,7 +37,7 @@ from megatron_sparse.transport import Link
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
-PRICED = [name for name in over_groups() if not skips_straggler(name)]
+PRICED = [name for name in SCHEMES if not skips_straggler(name)]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
@@ -100,7 +100,7 @@ def stratified(n: int, density: float, numel: int = NUMEL) -> list[torch.Tensor]
 
 def test_every_scheme_without_a_straggler_has_a_model():
     modelled = [name for name in SCHEMES if fits(name, CollectiveOp.ALL_REDUCE, OPTIONS)]
-    assert modelled == [*PRICED, "peer_two_shot"]
+    assert modelled == PRICED
 
 
 @pytest.mark.parametrize(("scheme", "op"), CASES)
@@ -113,7 +113,7 @@ def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: in
     """Seconds that the network takes: predicted, and on a virtual cluster."""
     given = stratified(n, 0.05, numel)
     setting = Setting.on(where, n, None, OPTIONS, op, numel)
-    taken_s = virtual_truth.run(scheme, given, setting).total_s
+    taken_s = truth.run(scheme, given, setting).total_s
     found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
     return [found.network_s, taken_s]
 

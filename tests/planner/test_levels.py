@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from megatron_sparse.bench.cost_models import command, level_truth, virtual_truth
+from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
@@ -19,7 +20,10 @@ from megatron_sparse.planner.prices import prior
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.simulate import gradients
+from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.transport import Link
+from tests.planner import level_truth
 from tests.planner.planned import a_bucket, a_planner
 from tests.reduction.virtual_level import VirtualRanks
 
@@ -135,7 +139,7 @@ class TestPlannerOfALane:
         part = a_shape().lane(8)
         row = Pricing(CLUSTER, NAMES).row("0", part, prior(part, 0.01), "assumed")
         path = tmp_path / "plan.json"
-        path.write_text(command.json.dumps({"buckets": [row]}))
+        path.write_text(json.dumps({"buckets": [row]}))
         (priced,) = of_run(path, Pricing(CLUSTER, NAMES), 64)
         assert (priced["world_size"], priced["lanes"]) == (8, 8)
 
@@ -176,12 +180,12 @@ def test_the_virtual_cluster_agrees(name, inside, nodes, op):
     cluster, full_numel = replace(find(name), nodes=(inside,) * nodes), 2**24
     shape = BucketShape(full_numel, 0, 4, op, inside * nodes)
     lane, density = shape.lane(inside), 0.02
-    numel = command.simulated_numel(nodes, density, lane.numel)
-    model = command.KINDS["uniform"](numel, density)
+    numel = max(4096 * nodes, 2**16)  # whole tiles a shard
+    model = gradients.uniform(numel, density)
     parts = [model.gradient(node) for node in range(nodes)]
-    profile = virtual_truth.at_full_size(SparsityProfile.uniform(numel, density, nodes), lane.numel)
-    prices = command.prices_of(name)
-    setting = virtual_truth.Setting.on(cluster, inside * nodes, prices, OPTIONS, op, full_numel)
+    profile = truth.at_full_size(SparsityProfile.uniform(numel, density, nodes), lane.numel)
+    rate = MACHINES[name][0].codec_rate
+    setting = truth.Setting.on(cluster, inside * nodes, rate, OPTIONS, op, full_numel)
     for scheme in ("dense", "direct", "ssar_rd"):
         if op in SCHEMES[scheme].ops:
             taken_s = level_truth.run_at_node(scheme, parts, setting).total_s

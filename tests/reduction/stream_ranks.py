@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
@@ -55,7 +54,7 @@ def main() -> None:
         config,
         Groups(transport),
         planner_of(config, logs=False),
-        method_of(config.compression, residuals),
+        residuals,
         NullSink(),
         progress,
     )

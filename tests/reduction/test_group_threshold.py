@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullSink, StageTimer
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.group_threshold import group_limits
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from tests.ranks import run_ranks
+from tests.reduction.reducers import reducer_of, residual_of
 
 NUMEL = 10_000
 
@@ -90,8 +89,6 @@ def _reduce(rank, world_size):
     """Both gloo ranks are a tensor-parallel group; each is alone in its data-parallel one."""
     import torch.distributed as dist
 
-    from megatron_sparse.compression.residual import Outcome, ResidualStore
-
     config = SparseConfig.from_overrides(
         scheme="direct",
         density=0.1,
@@ -105,22 +102,15 @@ def _reduce(rank, world_size):
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in (alone, dist.group.WORLD)]
     progress = ProgressThread(cpu, 30.0)
-    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
-    reducer = GradientReducer(
-        config,
-        Groups(transports[0], tensor_parallel=transports[1]),
-        planner_of(config, logs=False),
-        method_of(config.compression, residuals),
-        NullSink(),
-        progress,
-    )
+    groups = Groups(transports[0], tensor_parallel=transports[1])
+    reducer = reducer_of(config, groups, progress=progress)
     kept = []
     for step in range(2):
         bucket, given = _bucket(rank), _bucket(rank).grad_N
-        before_N = torch.zeros(NUMEL) if step == 0 else next(iter(residuals.tensors())).clone()
+        before_N = residual_of(reducer, bucket)
         reducer.start(bucket, step).wait()
-        residuals.commit()
-        after_N = next(iter(residuals.tensors()))
+        reducer.selector.residuals.commit()
+        after_N = residual_of(reducer, bucket)
         assert torch.equal(bucket.grad_N + after_N, given + before_N), "nothing is lost"
         kept.append(int(bucket.grad_N.count_nonzero()))
     progress.close()
@@ -139,14 +129,7 @@ def test_the_reducer_selects_by_it():
 def test_it_is_refused_where_there_is_no_group_or_no_common_plan():
     config = SparseConfig.from_overrides(threshold_scope="tp_group")
     with pytest.raises(ConfigError, match="without a tensor-parallel group"):
-        GradientReducer(
-            config,
-            Groups(VirtualCluster(1).transports[0]),
-            planner_of(config, logs=False),
-            method_of(config.compression, None),
-            NullSink(),
-            None,
-        )
+        reducer_of(config, Groups(VirtualCluster(1).transports[0]))
     with pytest.raises(ConfigError, match="the same plan on the whole group"):
         SparseConfig.from_overrides(
             threshold_scope="tp_group", planner=PlannerConfig(cluster="perlmutter")

@@ -58,7 +58,7 @@ def test_sums_are_exact_and_nothing_is_lost(sizes, op):
 
 @pytest.mark.parametrize("op", [AR, RS])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_method_and_option(options, op):
+def test_every_option(options, op):
     sizes = (2, 2, 2)
     ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
     for step in range(4):
@@ -66,7 +66,7 @@ def test_every_method_and_option(options, op):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_method_and_option_of_an_instance(options):
+def test_every_option_of_an_instance(options):
     sizes = (2, 2, 2)
     config = settings(level="instance", **options)
     ranks = VirtualRanks(config, sizes, RS, numel_of(RS, sizes), instances=3)
@@ -134,19 +134,23 @@ def test_a_repeated_step_is_undone_first(op):
         assert torch.equal(once.residual(rank), twice.residual(rank))
 
 
-def test_averages_are_divided_once():
-    sizes = (2, 2)
-    for op in (AR, RS):
-        sums, means = (
-            VirtualRanks(settings(), sizes, op, numel_of(op, sizes), reduction=reduction)
-            for reduction in (Reduction.SUM, Reduction.AVG)
-        )
-        given = gradients(sums, 0)
-        total, mean = sums.step(given, 0), means.step(given, 0)
-        for rank in range(sums.n):
-            found = means.part_of_result(rank, mean.results[rank])
-            assert torch.equal(found * 4, sums.part_of_result(rank, total.results[rank]))
-            assert torch.equal(means.residual(rank) * 4, sums.residual(rank))
+@pytest.mark.parametrize(
+    ("level", "op", "instances"),
+    [("node", AR, 1), ("node", RS, 1), ("node", RS, 2), ("rank", RS, 2), ("instance", RS, 2)],
+)
+def test_averages_are_divided_once(level, op, instances):
+    sizes = (2, 2) * instances
+    config, numel = settings(level=level), numel_of(op, sizes)
+    sums, means = (
+        VirtualRanks(config, sizes, op, numel, reduction=reduction, instances=instances)
+        for reduction in (Reduction.SUM, Reduction.AVG)
+    )
+    given = gradients(sums, 0)
+    total, mean = sums.step(given, 0), means.step(given, 0)
+    for rank in range(sums.n):
+        found = means.part_of_result(rank, mean.results[rank])
+        assert torch.equal(found * sums.n, sums.part_of_result(rank, total.results[rank]))
+        assert torch.equal(means.residual(rank) * sums.n, sums.residual(rank))
 
 
 @pytest.mark.parametrize("op", [AR, RS])
@@ -201,8 +205,8 @@ def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
     ranks.step(gradients(ranks, 0, dtype), 0)
     reducer, bucket = ranks.reducers[1], ranks.buckets[1]
     share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket])
-    counted, found = account(config, [share], undo=False).nbytes, held({}, [reducer])
-    items = ("messages", "received", "sums", "workspace")
+    counted, found = account(config, [share], undo=False).nbytes, held(ranks.store(1), [reducer])
+    items = ("residual", "messages", "received", "sums", "workspace")
     assert [counted.get(item) for item in items] == [found.get(item) for item in items]
 
 

@@ -6,18 +6,15 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.config.straggler import StragglerConfig
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
+from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
 from tests.reduction.virtual_level import parameters
 
 NODES = (0, 0, 1, 1)
@@ -42,15 +39,8 @@ def _train(rank, world_size, op, config, has_gathers):
     whole, *others = transports
     level = LevelGroups(*others[:2], gather=others[2] if has_gathers else None)
     progress = ProgressThread(cpu, 30.0)
-    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
-    reducer = GradientReducer(
-        config,
-        Groups(whole, level=level),
-        planner_of(config, logs=False),
-        method_of(config.compression, residuals),
-        NullSink(),
-        progress,
-    )
+    reducer = reducer_of(config, Groups(whole, level=level), progress=progress)
+    residuals = reducer.selector.residuals
     buckets = [
         Bucket(str(number), torch.zeros(numel), parameters(numel), op, world_size)
         for number, numel in enumerate(NUMELS)
@@ -59,19 +49,15 @@ def _train(rank, world_size, op, config, has_gathers):
     for step in range(STEPS):
         given, before = [], []
         for bucket in buckets:
-            generator = torch.Generator().manual_seed(100 * step + 10 * rank + int(bucket.name))
-            drawn_N = torch.randint(-9, 10, (bucket.numel,), generator=generator).float()
-            mask_N = torch.zeros(bucket.numel)
-            for piece in bucket.parameters:
-                mask_N[piece.start : piece.stop] = 1
-            given.append(drawn_N * mask_N)
+            seed = 100 * step + 10 * rank + int(bucket.name)
+            given.append(integers(bucket.parameters, bucket.numel, seed))
             bucket.grad_N.copy_(given[-1])
-            before.append(_in_whole(reducer, residuals, bucket))
+            before.append(_in_whole(reducer, bucket))
         for pending in [reducer.start(bucket, step) for bucket in buckets]:
             pending.wait()
         residuals.commit()
         for bucket, given_N, before_N in zip(buckets, given, before, strict=True):
-            total_N = given_N + before_N - _in_whole(reducer, residuals, bucket)
+            total_N = given_N + before_N - _in_whole(reducer, bucket)
             dist.all_reduce(total_N)
             own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
             exact.append(torch.equal(bucket.grad_N[own], total_N[own]))
@@ -81,17 +67,9 @@ def _train(rank, world_size, op, config, has_gathers):
     return exact, residuals.nbytes - residuals.undo_nbytes
 
 
-def _in_whole(reducer, residuals, bucket):
+def _in_whole(reducer, bucket):
     """The residual of this rank's part, at its place in the bucket."""
-    whole_N = torch.zeros(bucket.numel)
-    if bucket.name not in residuals:
-        return whole_N
-    starts = {piece.name: piece.start for piece in bucket.parameters}
-    for piece in reducer.part(bucket).parameters:
-        start = starts[piece.name] + piece.offset
-        length = piece.stop - piece.start
-        whole_N[start : start + length] = residuals[bucket.name][piece.start : piece.stop]
-    return whole_N
+    return in_place(bucket, reducer.part(bucket), residual_of(reducer, bucket))
 
 
 ALL_REDUCE, REDUCE_SCATTER = CollectiveOp

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import Input, over_groups
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.transport import open_transport
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
+from tests.reduction.reducers import integers, reducer_of, residual_of
 from tests.straggler.settings import section_for
 
 NUMEL = 12 * 1009
@@ -34,7 +32,7 @@ CASES = list(
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (op, dtype, wire, density, name)
-    for name, scheme in over_groups().items()
+    for name, scheme in SCHEMES.items()
     for op, dtype, wire, density in (
         (CollectiveOp.ALL_REDUCE, "fp32", None, 0.01),
         (CollectiveOp.ALL_REDUCE, "fp32", "bf16", 0.3),
@@ -70,13 +68,8 @@ def _parameters():
 
 
 def _gradient(rank, round_, dtype):
-    """Small integers, exact in every dtype that the sum passes through; zero in the padding."""
-    generator = torch.Generator().manual_seed(100 * round_ + rank)
-    gradient = torch.randint(-7, 8, (NUMEL,), generator=generator).to(dtype)
-    mask = torch.zeros(NUMEL, dtype=torch.bool)
-    for piece in _parameters():
-        mask[piece.start : piece.stop] = True
-    return gradient * mask
+    """Different on each rank, and in each round."""
+    return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype)
 
 
 def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0, timeout_s=30):
@@ -93,18 +86,17 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
         SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
         straggler=section_for(scheme),
     )
-    transport = open_transport(group, config.scheme, torch.device("cpu"))
-    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
-    planner = FixedPlanner(config.compression, config.scheme)
+    transport = ProcessGroupTransport(group, config.scheme.timeout_s, torch.device("cpu"))
     records = Records()
-    return GradientReducer(
-        config,
-        Groups(transport),
-        planner,
-        method_of(config.compression, residuals),
-        records,
-        progress,
-    ), records
+    return reducer_of(config, Groups(transport), records, progress), records
+
+
+def _bucket(rank, numel, world_size, name="b", seed=0):
+    """One parameter."""
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    pieces = [ParameterSlice(f"w{name}", 0, numel)]
+    gradient = torch.randn(numel, generator=generator)
+    return Bucket(name, gradient, pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
 def _matrix(rank, world_size, cases):
@@ -114,7 +106,7 @@ def _matrix(rank, world_size, cases):
     results = []
     for op, dtype, wire, density, scheme in cases:
         reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
-        residuals = reducer.selector.method.stores["residual"]
+        residuals = reducer.selector.residuals
         rounds = []
         carried = torch.zeros(NUMEL, dtype=torch.float32)
         for step in range(2):
@@ -122,15 +114,10 @@ def _matrix(rank, world_size, cases):
             bucket = Bucket("b", gradient.clone(), _parameters(), op, world_size)
             reducer.start(bucket, step).wait()
             residuals.commit()
-            after = torch.zeros(NUMEL) if "b" not in residuals else next(iter(residuals.tensors()))
-            sent = gradient.float() + carried - after
-            carried = after.clone()
-            kept = (
-                bucket.grad_N
-                if op is CollectiveOp.ALL_REDUCE
-                else bucket.grad_N[bucket.shard(rank)]
-            )
-            rounds.append((kept.float().clone(), sent))
+            after = residual_of(reducer, bucket)
+            sent, carried = gradient.float() + carried - after, after
+            own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
+            rounds.append((bucket.grad_N[own].float().clone(), sent))
         record = records.buckets[-1]
         results.append((rounds, record.nnz, record.wire_bytes, record.dense_bytes))
         reducer.transport.close()
@@ -183,14 +170,11 @@ def _many_buckets(rank, world_size):
             buckets, pendings = [], []
             for index in range(12):
                 numel = 10 if index % 3 else 100_000
-                generator = torch.Generator().manual_seed(rank * 1000 + index)
-                grad = torch.randn(numel, generator=generator)
-                piece = [ParameterSlice(f"w{index}", 0, numel)]
-                buckets.append(Bucket(f"{index}", grad, piece, CollectiveOp.ALL_REDUCE, world_size))
+                buckets.append(_bucket(rank, numel, world_size, str(index), index))
                 pendings.append(reducer.start(buckets[-1], step=0))
             for pending in pendings:
                 pending.wait()
-            reducer.selector.method.stores["residual"].rollback()
+            reducer.selector.residuals.rollback()
             sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
         reducer.transport.close()
     progress.close()
@@ -209,7 +193,7 @@ def test_buckets_in_flight_together_stay_bit_identical_on_all_ranks():
 
 
 TIMEOUT_S = 2
-SPARSE = [name for name, scheme in over_groups().items() if scheme.takes is Input.SPARSE]
+SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
 
 
 def _disagree(rank, world_size, cases):
@@ -224,13 +208,7 @@ def _disagree(rank, world_size, cases):
             world_size, scheme, 0.1, wire, progress, dist.group.WORLD, timeout_s=TIMEOUT_S
         )
         numel = 120 if what == "size" and rank else 100
-        bucket = Bucket(
-            "b",
-            torch.randn(numel),
-            [ParameterSlice("w", 0, numel)],
-            CollectiveOp.ALL_REDUCE,
-            world_size,
-        )
+        bucket = _bucket(rank, numel, world_size)
         try:
             reducer.start(bucket, 1 if what == "step" and rank else 0).wait()
             texts.append("no error")
@@ -271,9 +249,7 @@ def _killed_peer(rank, world_size, scheme, report):
     if rank == 1:
         os._exit(7)
     time.sleep(0.5)
-    bucket = Bucket(
-        "b", torch.randn(100), [ParameterSlice("w", 0, 100)], CollectiveOp.ALL_REDUCE, world_size
-    )
+    bucket = _bucket(rank, 100, world_size)
     start_s = time.monotonic()
     try:
         reducer.start(bucket, 0).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from statistics import median
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -19,19 +19,19 @@ from megatron_sparse.config.sparse import (
     SparseConfig,
     StragglerConfig,
 )
-from megatron_sparse.config.straggler import MIN_STRAGGLER_HISTORY
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import Links
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.reduction.straggler_policy import StragglerPolicy
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
-from megatron_sparse.straggler.detector import persistent_straggler
+from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualWork
 from tests.ranks import run_ranks
+from tests.reduction.reducers import reducer_of
 
 N = 4
 NUMEL = 3 * 4096
@@ -115,7 +115,7 @@ def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
     delay_s = 3 * SPLIT.critical_s
     found = [group.step(number, _late(2, delay_s)) for number in range(10)]
     # The delay of step s is gathered in s + 1 and known from s + 2 on.
-    first = MIN_STRAGGLER_HISTORY + 1
+    first = MIN_HISTORY + 1
     assert found == [(None, "dense")] * first + [(2, "straggler")] * (10 - first)
     for policy in group.policies:
         assert policy.report(_bucket(), _plan("dense")) == {
@@ -145,7 +145,7 @@ def test_ranks_that_are_last_in_turns_are_no_persistent_straggler():
 
 
 def test_a_straggler_that_has_recovered_is_waited_for_again():
-    group = VirtualGroup(StragglerConfig(mode="persistent", history=8))
+    group = VirtualGroup(StragglerConfig(mode="persistent"))
     for number in range(10):
         found = group.step(number, _late(2, 1.0))
     assert found[0] == 2
@@ -202,10 +202,15 @@ def test_messages_with_slots_stay_with_their_scheme():
     assert group.step(0, [0.0] * N, plan=_plan("direct", 0.01)) == (None, "direct")
 
 
-@pytest.mark.parametrize("section", [StragglerConfig("pinned", 4), StragglerConfig(inject_rank=7)])
-def test_a_rank_outside_the_group_is_refused(section):
-    with pytest.raises(ConfigError, match="not in the group"):
-        VirtualGroup(section)
+def test_a_rank_outside_the_group_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match=r"straggler\.rank is not in the group"):
+        VirtualGroup(StragglerConfig("pinned", 4))
+    monkeypatch.setenv(SLOW_RANK, "7:100")
+    with pytest.raises(ConfigError, match=f"{SLOW_RANK} is not in the group"):
+        VirtualGroup(StragglerConfig())
+    monkeypatch.setenv(SLOW_RANK, "soon")
+    with pytest.raises(ConfigError, match="RANK:MILLISECONDS"):
+        VirtualGroup(StragglerConfig())
 
 
 GRADIENTS = {
@@ -228,9 +233,7 @@ def _gloo_config(mode, scheme, timeout_s=20.0):
         ),
         SchemeConfig(name=scheme, deterministic=False, timeout_s=timeout_s),
         planner=PlannerConfig(),
-        straggler=StragglerConfig(
-            mode=mode, rank=rank, inject_rank=1, inject_delay_ms=SLOW_MS, min_delay_ms=5.0
-        ),
+        straggler=StragglerConfig(mode=mode, rank=rank, min_delay_ms=5.0),
     )
 
 
@@ -240,12 +243,14 @@ def _reducer(config, sink, timeout_s):
     assert dist.group.WORLD is not None
     progress = ProgressThread(torch.device("cpu"), timeout_s)
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(
-        config, Groups(transport), planner, method_of(config.compression, residuals), sink, progress
-    )
-    return reducer, transport
+    groups, outcome = Groups(transport), Outcome.ASSUMED
+    return reducer_of(config, groups, sink, progress, outcome=outcome), transport
+
+
+def _gloo_bucket(rank, world_size, number):
+    """Of the rank's gradient, `number` + 1 times."""
+    gradient, pieces = GRADIENTS[rank] * (number + 1), [ParameterSlice(f"w{number}", 0, NUMEL)]
+    return Bucket(f"b{number}", gradient, pieces, CollectiveOp.ALL_REDUCE, world_size)
 
 
 class Buckets(Readiness):
@@ -274,16 +279,7 @@ def _train(rank, world_size):
         reducer, transport = _reducer(_gloo_config(mode, scheme), sink, 20.0)
         sums = []
         for step in range(9):
-            buckets = [
-                Bucket(
-                    f"b{i}",
-                    GRADIENTS[rank] * (i + 1),
-                    [ParameterSlice(f"w{i}", 0, NUMEL)],
-                    CollectiveOp.ALL_REDUCE,
-                    world_size,
-                )
-                for i in range(2)
-            ]
+            buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
             pending = [reducer.start(bucket, step) for bucket in buckets]
             for handle in pending:
                 handle.wait()
@@ -303,20 +299,14 @@ def _never_come(rank, world_size):
     if rank == 1:
         time.sleep(4.0)
         return None
-    bucket = Bucket(
-        "b0",
-        GRADIENTS[rank].clone(),
-        [ParameterSlice("w", 0, NUMEL)],
-        CollectiveOp.ALL_REDUCE,
-        world_size,
-    )
     start_s = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
-        reducer.start(bucket, 0).wait()
+        reducer.start(_gloo_bucket(rank, world_size, 0), 0).wait()
     return str(caught.value), time.monotonic() - start_s
 
 
 def _train_and_miss(rank, world_size):
+    os.environ[SLOW_RANK] = f"1:{SLOW_MS}"  # this process is one of the ranks
     return *_train(rank, world_size), _never_come(rank, world_size)
 
 

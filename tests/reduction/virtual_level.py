@@ -8,23 +8,17 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.methods import method_of
-from megatron_sparse.compression.residual import (
-    OF_INSTANCES,
-    RESIDUAL_DTYPES,
-    Outcome,
-    ResidualStore,
-)
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullSink
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.job import without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
 """Parameters as parts of the bucket; what is left is padding."""
@@ -36,9 +30,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"scheme": "sparse_ring"},
     {"scheme": "dense_q"},
     {"capacity": 1.25},
-    {"method": "threshold_reuse"},
-    {"method": "sidco"},
-    {"method": "dgc", "momentum": 0.0},
     {"threshold_scope": "bucket"},
     {"warmup_iters": 2},
     {"undo": "always"},
@@ -69,15 +60,9 @@ def numel_of(op, sizes):
 def gradients(ranks, step, dtype=torch.float32):
     """Small integers, different on each rank, zero in the padding."""
     numel = ranks.buckets[0].numel
-    mask_N = torch.zeros(numel)
-    for piece in parameters(numel):
-        mask_N[piece.start : piece.stop] = 1
-    drawn = []
-    for rank in range(ranks.n):
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        drawn_N = torch.randint(-9, 10, (numel,), generator=generator)
-        drawn.append((drawn_N * mask_N).to(dtype))
-    return drawn
+    return [
+        integers(parameters(numel), numel, 1000 * step + rank, dtype) for rank in range(ranks.n)
+    ]
 
 
 def parameters(numel: int) -> list[ParameterSlice]:
@@ -136,21 +121,7 @@ class VirtualRanks:
         groups = groups_of(self.cluster, self.choice, instances)
         self.reducers, self.buckets = [], []
         for rank in range(self.n):
-            residuals = ResidualStore(
-                RESIDUAL_DTYPES[config.compression.residual_dtype],
-                undo=True,
-                outcome=Outcome.REPORTED,
-            )
-            self.reducers.append(
-                GradientReducer(
-                    config,
-                    groups[rank],
-                    planner_of(config, logs=False),
-                    method_of(config.compression, residuals),
-                    NullSink(),
-                    None,
-                )
-            )
+            self.reducers.append(reducer_of(config, groups[rank]))
             self.buckets.append(
                 Bucket(
                     "0",
@@ -165,27 +136,15 @@ class VirtualRanks:
 
     def store(self, rank: int) -> ResidualStore:
         """The residuals of a rank."""
-        return self.reducers[rank].selector.method.stores["residual"]
+        return self.reducers[rank].selector.residuals
 
     def residual(self, rank: int) -> torch.Tensor:
         """A rank's residual of its part, fp32; zeros if it keeps none."""
-        store, part = self.store(rank), self.reducers[rank].part(self.buckets[rank])
-        if part.name not in store:
-            return torch.zeros(part.numel)
-        return store[part.name].float().clone()
+        return residual_of(self.reducers[rank], self.buckets[rank])
 
     def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
         """Values of the parameters of a rank's part, at their places in the whole bucket."""
         return in_place(self.buckets[rank], self.reducers[rank].part(self.buckets[rank]), part_M)
-
-    def second_residual(self, rank: int) -> torch.Tensor:
-        """The residual of the rank's shard of its instance's sum, in the whole bucket, fp32."""
-        bucket, reducer = self.buckets[rank], self.reducers[rank]
-        store = reducer.selector.method.stores[OF_INSTANCES]
-        (shard,) = reducer.kept_parts(OF_INSTANCES, [bucket])
-        if shard.name not in store:
-            return torch.zeros(bucket.numel)
-        return in_place(bucket, shard, store[shard.name].float())
 
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that each node has sent to others."""
@@ -217,7 +176,8 @@ class VirtualRanks:
 
         self.cluster.run(pipeline)
         for rank in range(self.n):
-            for store in self.reducers[rank].selector.method.stores.values() if reported else ():
+            if reported:
+                store = self.store(rank)
                 store.commit() if accepted else store.rollback()
         found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
         found.records = [records[rank] for rank in range(self.n)]
@@ -246,16 +206,6 @@ class VirtualRanks:
         return result_N[bucket.shard(rank % self.each)]
 
 
-def in_place(bucket: Bucket, part: Bucket, part_M: torch.Tensor) -> torch.Tensor:
-    """Values of a part's parameters, at their places in the bucket; zero elsewhere."""
-    starts = {piece.name: piece.start for piece in bucket.parameters}
-    whole_N = torch.zeros(bucket.numel)
-    for piece in part.parameters:
-        start = starts[piece.name] + piece.offset
-        whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
-    return whole_N
-
-
 def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
     """The groups of each rank of a cluster."""
     n = len(cluster.transports)
@@ -281,5 +231,5 @@ def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> l
             continue
         level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
         several = others[rank] if instances > 1 else None
-        found.append(Groups(whole[rank], None, several, level, choice.compresses_instances))
+        found.append(Groups(whole[rank], None, several, level))
     return found

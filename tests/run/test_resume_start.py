@@ -366,10 +366,10 @@ class TestEnd:
 
     def test_one_signal_saves(self, tmp_path):
         with pytest.raises(ConfigError, match="on one signal only"):
-            config_of(tmp_path, "training.save_on_interrupt=true", "training.save_signal=SIGTERM")
+            config_of(tmp_path, "training.save_signal=SIGINT", "training.save_signal=SIGTERM")
         from megatron_sparse.megatron import arguments
 
-        config = config_of(tmp_path, "training.save_on_interrupt=true", "training.save_interval=0")
+        config = config_of(tmp_path, "training.save_signal=SIGINT", "training.save_interval=0")
         flags = arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
         assert (flags["exit_signal_handler"], flags["exit_signal"]) == (True, "SIGINT")
         assert flags["save"] == str(tmp_path / arguments.CHECKPOINTS)
@@ -395,8 +395,7 @@ class TestEnd:
         """A whole run; without the key the same end finds the checkpoint of `save_interval`."""
         command = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL, *RUN]
         command += ["name=stopped", f"runs_dir={tmp_path}", "training.iterations=100000"]
-        command += ["training.save_on_interrupt=true", "training.save_interval=100000"]
-        command += ["tracking.flush_every=1"]
+        command += ["training.save_signal=SIGINT", "training.save_interval=100000"]
         with (tmp_path / "output").open("w+") as output:
             run = subprocess.Popen(
                 command,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -116,16 +115,12 @@ def test_the_configuration_says_what_is_dumped(tmp_path):
     assert of(run_dir=None) is None
     both = of(record_gradients_iters=[5])
     assert all(both.wants(5, kind) for kind in Kind)
-    one = of(record_gradients_iters=[5], record_gradients="gradient")
-    assert [kind for kind in Kind if one.wants(5, kind)] == [Kind.GRADIENT]
-    one.write("b", 5, Kind.GRADIENT, torch.ones(1))
+    both.write("b", 5, Kind.GRADIENT, torch.ones(1))
     assert (tmp_path / FOLDER / "iteration-000005/group-4-2/rank-0001/b.gradient.pt").is_file()
     with pytest.raises(ConfigError, match="run_dir"):
         of(run_dir=None, record_gradients_iters=[5])
     with pytest.raises(ConfigError, match="record_gradients_iters"):
         TrackingConfig(record_gradients_iters=[0])
-    with pytest.raises(ConfigError, match="record_gradients is unknown"):
-        TrackingConfig(record_gradients="all")
 
 
 class TestWrongFiles:
@@ -222,9 +217,7 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
         config,
         Groups(transport),
         FixedPlanner(config.compression, config.scheme),
-        method_of(
-            config.compression, ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-        ),
+        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
         NullSink(),
         progress,
         [GradientDumpWriter(tmp_path, [1, 3])],

@@ -9,12 +9,12 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
-from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
-from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, encode, record_spec
+from megatron_sparse.planner.choice import Pace
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity.characteristics import profile_of
@@ -159,7 +159,8 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
             bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
             buffers, timer = MessageBuffers(), StageTimer()
             selector = Selector(
-                method_of(CompressionConfig(density=0.05), residuals()),
+                CompressionConfig(density=0.05),
+                residuals(),
                 transport.rank,
                 buffers,
             )
@@ -238,13 +239,13 @@ def test_windows_are_spread_over_the_bucket_and_drawn_anew_in_each_step():
 def test_what_a_sample_costs(spec, most):
     """Of the selection from a bucket of 4 million elements, less than 1 % by default.
 
-    Amortised over the default `planner.profile_every` = 200 steps. An iteration takes longer than
+    Amortised over the default `Pace.profile_every` = 200 steps. An iteration takes longer than
     its selections, so the share of an iteration is smaller. Processor time, because on a busy
     machine another process may run meanwhile. docs/profiling.md has figures.
     """
     gradient = torch.randn(2**22)
     bucket, buffers, timer = make_bucket(gradient.clone(), 1), MessageBuffers(), StageTimer()
-    selector = Selector(method_of(CompressionConfig(), residuals()), 0, buffers)
+    selector = Selector(CompressionConfig(), residuals(), 0, buffers)
     (transport,) = VirtualCluster(1).transports
     took_s = {"select": [], "sample": []}
     for step in range(6):
@@ -256,7 +257,7 @@ def test_what_a_sample_costs(spec, most):
             work.finish()
         took_s["sample"].append(time.process_time() - start_s)
         bucket.grad_N.copy_(gradient)
-    share = min(took_s["sample"]) / min(took_s["select"]) / PlannerConfig().profile_every
+    share = min(took_s["sample"]) / min(took_s["select"]) / Pace.profile_every
     assert share < most
     # 80 KiB a rank, however large the bucket: partitions, blocks, and 4 words for each window.
     part = SamplePlan.of("b", 2**22, 8, 1, 1).measure(bucket.grad_N, buffers)

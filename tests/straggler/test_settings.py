@@ -19,9 +19,7 @@ TIMED = {"deterministic": False}
         {"mode": "pinned"},
         {"mode": "dynamic", "rank": 1},
         {"mode": "pinned", "rank": -1},
-        {"mode": "persistent", "history": 4},
         {"mode": "persistent", "min_delay_ms": -1.0},
-        {"inject_delay_ms": 5.0},
     ],
 )
 def test_wrong_values_are_one_error_that_names_the_key(values):

@@ -14,7 +14,7 @@ import torch
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES, STAGES, STEP_STAGES, BucketRecord, GatherRecord
-from megatron_sparse.telemetry import RunTelemetry, load_summary
+from megatron_sparse.telemetry import RunTelemetry, load_summary, run
 
 QUIET = TrackingConfig(console="off")
 CONFIG = {"name": "demo", "compression": {"density": 0.01}}
@@ -270,8 +270,9 @@ def test_without_a_folder_there_is_a_summary_and_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flush_interval(tmp_path):
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off", flush_every=3))
+def test_flush_interval(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "FLUSH_EVERY", 3)
+    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off"))
     seen = []
     for iteration in range(1, 8):
         iterate(telemetry, iteration)
@@ -301,8 +302,9 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path):
         open_run(tmp_path / "file" / "run")
 
 
-def test_a_disk_that_fails_does_not_stop_training(tmp_path, caplog):
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off", flush_every=1))
+def test_a_disk_that_fails_does_not_stop_training(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(run, "FLUSH_EVERY", 1)
+    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off"))
     iterate(telemetry, 1)
     (tmp_path / "breakdown.jsonl").unlink()
     (tmp_path / "breakdown.jsonl").mkdir()

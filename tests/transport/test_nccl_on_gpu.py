@@ -17,10 +17,10 @@ RANKS = 2
 BENCH = """
 import sys
 from pathlib import Path
-from megatron_sparse.bench.collectives.command import run
-from megatron_sparse.bench.collectives.sweep import NodePlace, Sweep
+from megatron_sparse.bench.exchange.collectives import run
+from megatron_sparse.bench.exchange.options import CollectiveSweep, NodePlace
 
-sweep = Sweep(
+sweep = CollectiveSweep(
     min_bytes=2**20,
     max_bytes=2**20,
     densities=(0.05,),

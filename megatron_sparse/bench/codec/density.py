@@ -24,7 +24,6 @@ from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.bench.options import check_arguments, known
 from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.method import SampledTopK
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.formats.message import MessageBuffers
@@ -115,15 +114,12 @@ def sent_densities(
         bucket = Bucket("b", gradient_N, [parameter], CollectiveOp.ALL_REDUCE, world_size=1)
         spec = MessageSpec(density)
         message = selector.select(bucket, spec, step=step, timer=StageTimer())
-        stores = selector.method.stores
-        for store in stores.values():
-            store.commit()
-        selector.method.commit()
-        nonzero = message.pruned_nnz + int(stores["residual"]["b"].count_nonzero())
+        selector.residuals.commit()
+        nonzero = message.pruned_nnz + int(selector.residuals["b"].count_nonzero())
         yield message.pruned_nnz / sweep.elements, min(density, nonzero / sweep.elements)
 
 
 def _selector(sweep: DensitySweep) -> Selector:
     """A rank that has not sent anything yet."""
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.REPORTED)
-    return Selector(SampledTopK(sweep.config(), residuals), 0, MessageBuffers())
+    return Selector(sweep.config(), residuals, 0, MessageBuffers())

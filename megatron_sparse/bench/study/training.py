@@ -21,6 +21,7 @@ from megatron_sparse.bench.study.settings import PLAIN
 from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 
 FULL_VALUES = ("compression.value_bits=null", "scheme.sum_bits=null")
 """So that rows differ by nothing but scheme and density; overrides may say otherwise."""
@@ -185,10 +186,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
 def _slow(options: TrainingOptions, scheme: str) -> list[str]:
     if options.slow_rank is None:
         return []
-    asleep = [
-        f"straggler.inject_rank={options.slow_rank}",
-        f"straggler.inject_delay_ms={options.slow_ms:g}",
-    ]
+    asleep = [f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"]
     if not skips_straggler(scheme):
         return asleep
     return [*asleep, "straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]

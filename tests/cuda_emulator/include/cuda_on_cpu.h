@@ -48,7 +48,6 @@
 #define __grid_constant__
 #define __device__
 #define __host__
-#define __constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -115,17 +114,16 @@ enum class Op {
   kReduce,
   kShuffle,
   kShuffleUp,
-  kShuffleDown,
   kShuffleXor,
   kSyncWarp,
   kSyncBlock
 };
-enum class Reduction { kAdd, kMin, kMax, kAnd, kOr, kXor };
+enum class Reduction { kAdd, kMin, kMax, kOr };
 
 inline const char* name_of(Op op) {
   static const char* const names[] = {
-      "nothing",        "__ballot_sync",    "__match_any_sync", "__reduce_*_sync", "__shfl_sync",
-      "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync",  "__syncwarp",      "__syncthreads"};
+      "nothing",        "__ballot_sync",   "__match_any_sync", "__reduce_*_sync", "__shfl_sync",
+      "__shfl_up_sync", "__shfl_xor_sync", "__syncwarp",       "__syncthreads"};
   return names[static_cast<int>(op)];
 }
 
@@ -311,12 +309,8 @@ inline uint64_t combine(Reduction reduction, uint64_t a, uint64_t b) {
       return std::min(a, b);
     case Reduction::kMax:
       return std::max(a, b);
-    case Reduction::kAnd:
-      return a & b;
-    case Reduction::kOr:
-      return a | b;
     default:
-      return a ^ b;
+      return a | b;
   }
 }
 
@@ -350,10 +344,6 @@ inline uint64_t lane_result(Fiber* lanes, unsigned mask, unsigned lane) {
     case Op::kShuffleUp:
       source -= wait.argument;
       if (source < base) source = int(lane);
-      break;
-    case Op::kShuffleDown:
-      source += wait.argument;
-      if (source >= base + width) source = int(lane);
       break;
     case Op::kShuffleXor:
       source ^= wait.argument;
@@ -624,14 +614,9 @@ inline constexpr cuda_emulator::Index<cuda_emulator::thread_index> threadIdx{};
 inline constexpr cuda_emulator::Index<cuda_emulator::block_index> blockIdx{};
 inline constexpr cuda_emulator::Index<cuda_emulator::block_size> blockDim{};
 inline constexpr cuda_emulator::Index<cuda_emulator::grid_size> gridDim{};
-inline constexpr int warpSize = 32;
 
 inline void __syncthreads(cuda_emulator::Where where = cuda_emulator::Where::current()) {
   cuda_emulator::block_collective(0, where);
-}
-inline int __syncthreads_count(int predicate,
-                               cuda_emulator::Where where = cuda_emulator::Where::current()) {
-  return int(cuda_emulator::block_collective(predicate != 0, where));
 }
 inline int __syncthreads_or(int predicate,
                             cuda_emulator::Where where = cuda_emulator::Where::current()) {
@@ -670,7 +655,6 @@ unsigned __match_any_sync(unsigned mask, T value,
   }
 CUDA_EMULATOR_SHUFFLE(__shfl_sync, kShuffle, int)
 CUDA_EMULATOR_SHUFFLE(__shfl_up_sync, kShuffleUp, unsigned)
-CUDA_EMULATOR_SHUFFLE(__shfl_down_sync, kShuffleDown, unsigned)
 CUDA_EMULATOR_SHUFFLE(__shfl_xor_sync, kShuffleXor, int)
 #undef CUDA_EMULATOR_SHUFFLE
 
@@ -684,9 +668,7 @@ CUDA_EMULATOR_SHUFFLE(__shfl_xor_sync, kShuffleXor, int)
 CUDA_EMULATOR_REDUCE(__reduce_add_sync, kAdd)
 CUDA_EMULATOR_REDUCE(__reduce_min_sync, kMin)
 CUDA_EMULATOR_REDUCE(__reduce_max_sync, kMax)
-CUDA_EMULATOR_REDUCE(__reduce_and_sync, kAnd)
 CUDA_EMULATOR_REDUCE(__reduce_or_sync, kOr)
-CUDA_EMULATOR_REDUCE(__reduce_xor_sync, kXor)
 #undef CUDA_EMULATOR_REDUCE
 
 #define CUDA_EMULATOR_ATOMIC(name, expression)        \
@@ -700,7 +682,6 @@ CUDA_EMULATOR_REDUCE(__reduce_xor_sync, kXor)
 CUDA_EMULATOR_ATOMIC(atomicAdd, old + value)
 CUDA_EMULATOR_ATOMIC(atomicMin, std::min(old, value))
 CUDA_EMULATOR_ATOMIC(atomicMax, std::max(old, value))
-CUDA_EMULATOR_ATOMIC(atomicAnd, old& value)
 CUDA_EMULATOR_ATOMIC(atomicOr, old | value)
 CUDA_EMULATOR_ATOMIC(atomicExch, value)
 #undef CUDA_EMULATOR_ATOMIC
@@ -714,10 +695,6 @@ T atomicCAS(T* address, std::type_identity_t<T> expected, std::type_identity_t<T
 }
 
 inline void __threadfence() {
-  cuda_emulator::meeting_point();
-}
-inline void __threadfence_block() {}
-inline void __threadfence_system() {
   cuda_emulator::meeting_point();
 }
 inline void __nanosleep(unsigned) {

@@ -1,1 +1,0 @@
-"""One bucket's way on this device, without a network."""

@@ -1,0 +1,263 @@
+"""`bench bucket`: one bucket's way from gradient to sum on this device, without a network.
+
+One process is a group of one rank, so that links cost nothing: what remains is the plugin's own
+work, by the path that training takes (`GradientReducer` with residual, sampled threshold, error
+feedback and progress thread). Each row is checked on small integers first; a wrong one is not
+timed. The columns:
+
+- `codec`: on a GPU a row each for the compiled kernels (`cuda`, with messages of fixed size) and
+  for Triton's kernels with torch operations (`torch`, which exchanges sizes).
+- `floor`: a copy that moves 16 bytes an element: gradient and residual are read, residual and sum
+  are written. Nothing that holds a residual can move less.
+- `host`: what the calls that start the bucket and await it take the training thread.
+- `waits`: how often the host waited for the device between those calls, as torch's sync debug mode
+  counts them. Null on a CPU, where nothing waits.
+- `busy` and `both`: a compute kernel alone, about as long as the bucket, and beside the bucket, as
+  in a backward pass. `hidden` is the share of the shorter one that costs no time.
+
+CUDA_DEVICE_MAX_CONNECTIONS counts: with 1 hardware queue kernels of two streams may wait for one
+another. It has not been run on a GPU. `--stub-nccl` is another table: see `stub_nccl`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.collectives import CollectiveRanks
+from megatron_sparse.bench.exchange.frame import print_head
+from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
+from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
+from megatron_sparse.bucket import Bucket
+from megatron_sparse.formats.codec_choice import CODEC
+from megatron_sparse.reduction.reducer import PendingReduction
+
+FLOOR_BYTES = 16
+"""Of an element: fp32 gradient and residual read, residual and sum written."""
+BUSY_SIZE = 4096
+"""Rows and columns of the matrices whose product is the busy kernel."""
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(kw_only=True)
+class BucketRow(TableRow):
+    """One size; times are medians in microseconds, null where wrong.
+
+    Attributes:
+        bytes: of the gradient.
+        scheme: that carried it.
+        codec: that made the messages: `cuda` or `torch` on a GPU, else `cpu`.
+        queues: hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set.
+        time_us: from gradient to sum, the device's work included.
+        floor_us: see the module's docstring; so for the rest.
+        host_us: of the training thread, from the launch until the optimizer could begin.
+        waits: of the host for the device.
+        busy_us: the compute kernel alone.
+        both_us: the compute kernel and the bucket.
+        wrong: elements that differ from the exact sum.
+    """
+
+    bytes: int
+    scheme: str
+    codec: str
+    queues: int | None
+    wrong: int
+    time_us: float | None = None
+    floor_us: float | None = None
+    host_us: float | None = None
+    waits: int | None = None
+    busy_us: float | None = None
+    both_us: float | None = None
+
+    COLUMNS = Columns(
+        "bytes >12 size(B) | scheme >10 | codec >6 | queues >6 | time_us >11.1f time(us) | "
+        "floor_us >11.1f floor(us) | floor_us/time_us >10.2f floor/time | host_us >9.1f host(us) | "
+        "waits >5 | busy_us >11.1f busy(us) | both_us >11.1f both(us) | hidden >6.2f | "
+        "wrong >6 #wrong"
+    )
+
+    @property
+    def hidden(self) -> float | None:
+        """The share of the shorter of `time_us` and `busy_us` that costs no time beside the other.
+
+        Example:
+            >>> row = BucketRow(bytes=4, scheme="direct", codec="cpu", queues=None, wrong=0)
+            >>> row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
+            >>> row.hidden
+            0.6
+        """
+        if self.time_us is None or self.busy_us is None or self.both_us is None:
+            return None
+        shorter, longer = sorted((self.time_us, self.busy_us))
+        return (shorter + longer - self.both_us) / shorter
+
+
+class BucketBench(CollectiveRanks):
+    """A group of this process alone; see the module's docstring.
+
+    Args:
+        sweep: what to measure.
+        codec: as of `BucketRow`; selected by MEGATRON_SPARSE_CODEC already.
+    """
+
+    def __init__(self, sweep: BucketSweep, codec: str) -> None:
+        self._options, self._codec = sweep, codec
+        has_slots = codec != "torch"
+        cases = CollectiveSweep(
+            min_bytes=sweep.min_bytes,
+            max_bytes=sweep.max_bytes,
+            densities=(sweep.density,),
+            schemes=sweep.schemes,
+            capacity=sweep.capacity if has_slots else None,
+            nccl_engine=sweep.nccl_engine and has_slots,
+        )
+        super().__init__(cases, HashStore(), 0, 1)
+
+    def bucket_rows(self) -> Iterator[BucketRow]:
+        """A row for each size and scheme."""
+        queues = os.environ.get(QUEUES)
+        for case in cases_of(self._sweep, 1):
+            show_progress(f"{case.nbytes} B")
+            wrong, carried_by = self._check(case)
+            row = BucketRow(
+                bytes=case.nbytes,
+                scheme=carried_by,
+                codec=self._codec,
+                queues=None if queues is None else int(queues),
+                wrong=wrong,
+            )
+            if not wrong:
+                self._measure(case, row)
+            yield row
+
+    def _measure(self, case: Case, row: BucketRow) -> None:
+        base_N = case.normal_values(0).to(self._device)
+        bucket = case.bucket(torch.empty_like(base_N), 1)
+        reducer = self._path(case).reducer
+        copy = copy_action(FLOOR_BYTES * case.numel, self._device)
+        step = 0
+
+        def synchronise(work: Callable[[], object] = lambda: None) -> None:
+            """Starts the bucket, does other work as a backward pass does, and awaits the sum."""
+            nonlocal step
+            pending = reducer.start(bucket, step)
+            work()
+            pending.wait()
+            step += 1
+
+        def refill() -> None:
+            bucket.grad_N.copy_(base_N)
+
+        row.floor_us = self._median(copy)
+        row.time_us = self._median(synchronise, refill)
+        busy = self._busy(row.time_us)
+        row.busy_us = self._median(busy)
+        row.both_us = self._median(lambda: synchronise(busy), refill)
+        row.host_us = median(
+            self._host_us(lambda: reducer.start(bucket, step), refill)
+            for _ in range(self._options.iters)
+        )
+        row.waits = self._waits(bucket, synchronise, refill)
+
+    def _median(
+        self, action: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> float:
+        """Median microseconds until the device has done the action; `before` is not timed."""
+
+        def turn(_: int) -> list[float]:
+            before()
+            return [self._timed(action)]
+
+        (times_1R1,), _ = self._in_turn([turn], self._options.warmup, self._options.iters)
+        return median(times_1R1.flatten().tolist())
+
+    def _busy(self, time_us: float) -> Callable[[], object]:
+        """Products of matrices that take about as long as the bucket."""
+        size = BUSY_SIZE if self._device.type == "cuda" else BUSY_SIZE // 16
+        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        a_KK = torch.ones(size, size, dtype=dtype, device=self._device)
+        out_KK = torch.empty_like(a_KK)
+
+        def product() -> object:
+            return torch.mm(a_KK, a_KK, out=out_KK)
+
+        count = max(round(time_us / self._median(product)), 1)
+        return lambda: [product() for _ in range(count)]
+
+    def _host_us(
+        self, start: Callable[[], PendingReduction], before: Callable[[], object]
+    ) -> float:
+        """Microseconds from the launch until a training loop would go on to the optimizer."""
+        before()
+        self._meet()
+        start_s = time.perf_counter()
+        pending = start()
+        pending.wait_until_queued()
+        spent_us = (time.perf_counter() - start_s) * 1e6
+        pending.confirm()
+        return spent_us
+
+    def _waits(
+        self, bucket: Bucket, action: Callable[[], object], before: Callable[[], object]
+    ) -> int | None:
+        """How often torch sees the host wait for the device in one bucket."""
+        if bucket.grad_N.device.type != "cuda":
+            return None
+        before()
+        self._meet()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                action()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(each.message) for each in caught)
+
+
+def run(sweep: BucketSweep, json_path: Path | None = None) -> Sequence[BucketRow]:
+    """Prints the table and returns its rows.
+
+    Args:
+        sweep: what to measure.
+        json_path: gets one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: an argument does not fit, or the file cannot be written.
+        MegatronSparseError: the collective failed.
+    """
+    on_cuda = torch.cuda.is_available()
+    print_head(sweep, f"1 rank, {torch.cuda.get_device_name() if on_cuda else 'cpu'}")
+    rows = _rows(sweep, sweep.codecs if on_cuda else ("cpu",))
+    return print_table(BucketRow.COLUMNS, rows, json_path)
+
+
+def _rows(sweep: BucketSweep, codecs: Sequence[str]) -> Iterator[BucketRow]:
+    for codec in codecs:
+        with _selected(codec), BucketBench(sweep, codec) as bench:
+            yield from bench.bucket_rows()
+
+
+@contextmanager
+def _selected(codec: str) -> Iterator[None]:
+    """Sets MEGATRON_SPARSE_CODEC, which each message reads; a CPU has one codec only."""
+    before = os.environ.get(CODEC)
+    if codec != "cpu":
+        os.environ[CODEC] = codec
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(CODEC, None)
+        else:
+            os.environ[CODEC] = before

@@ -1,0 +1,257 @@
+"""A case of `bench collectives`: a collective on one size and density, and its inputs.
+
+Two inputs for each case. Small integers serve to count `#wrong`: as many peaks as the case's
+density selects, and plus or minus one elsewhere. They are so small that every sum of them is exact
+in the gradient's dtype, in any order. Values that travel in few bits are no integers: their sum may
+be off by the rounding of the additions, whose order is the scheme's. Normal values, independent on
+each rank, serve for timing: selection keeps elements at independent uniform positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
+from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
+from megatron_sparse.config.level import RANK
+from megatron_sparse.config.sparse import (
+    SparseConfig,
+    StragglerConfig,
+)
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import VALUE_DTYPES
+
+CHECK_STEPS = 2
+"""The second step has a residual, and buffers that are not new."""
+SMALLEST_PEAK, LARGEST_PEAK = 3, 7
+CHUNK = 1 << 20
+"""Elements whose sums are compared at once: fp64 values of all ranks take memory."""
+EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
+"""Up to which magnitude a dtype has all integers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a collective on one size and density.
+
+    Attributes:
+        op: all-reduce or reduce-scatter.
+        scheme: a name in `SCHEMES`, or `auto`.
+        dtype: of the gradient: fp32, bf16 or fp16.
+        density: target of the selection; 1 for dense schemes.
+        numel: elements, a multiple of the number of ranks.
+        value_bits: as `compression.value_bits`; None: values travel whole.
+        sum_bits: as `scheme.sum_bits`.
+        level: as `compression.level`: rank or node.
+    """
+
+    op: CollectiveOp
+    scheme: str
+    dtype: str
+    density: float
+    numel: int
+    value_bits: int | None = None
+    sum_bits: int | None = None
+    level: str = RANK
+
+    @property
+    def title(self) -> str:
+        """For the progress line."""
+        bits = "" if self.value_bits is None else f" in {self.value_bits} bits"
+        level = "" if self.level == RANK else f" at level {self.level}"
+        return f"{self.op} {self.scheme} {self.density:g} {self.nbytes} B {self.dtype}{bits}{level}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.numel * VALUE_DTYPES[self.dtype].itemsize
+
+    def config(self, sweep: CollectiveSweep, straggler: int) -> SparseConfig:
+        """A configuration in which the first step is at the target already.
+
+        Args:
+            sweep: how the case is run.
+            straggler: the late rank, for schemes that need one.
+        """
+        known = SCHEMES.get(self.scheme)
+        form = "auto" if known and known.own_format else sweep.message_format
+        bits = self.value_bits
+        if known is not None and known.sends_whole:
+            bits = dense_value_bits(bits)
+        pinned = None
+        if skips_straggler(self.scheme):
+            pinned = StragglerConfig(mode="pinned", rank=straggler)
+        return check(
+            SparseConfig.from_overrides(
+                scheme=self.scheme,
+                level=self.level,
+                density=self.density,
+                value_bits=bits,
+                sum_bits=self.sum_bits,
+                warmup_iters=0,
+                ramp_iters=0,
+                format=form,
+                timeout_s=sweep.timeout_s,
+                straggler=pinned,
+                capacity=self._capacity(sweep),
+            )
+        )
+
+    @property
+    def rounds(self) -> bool:
+        """Whether values or sums travel in few bits."""
+        known = SCHEMES.get(self.scheme)
+        sends_whole = known is not None and known.sends_whole
+        return sends_whole or self.value_bits is not None or self.sum_bits is not None
+
+    def count_wrong(self, results: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> int:
+        """Elements that are not the sum of the values that ranks have sent.
+
+        Args:
+            results: the same part of the sum [M] on one rank or several, in the gradient's dtype.
+            sent: fp32 [M] of each rank: what the gradient and the residual have lost.
+        """
+        wrong = 0
+        for start in range(0, len(results[0]), CHUNK):
+            part = slice(start, start + CHUNK)
+            sent_nC = torch.stack([values_M[part] for values_M in sent]).double()
+            exact_C, slack = sent_nC.sum(0), 0.0
+            if self.rounds:
+                # n - 1 fp32 additions in any order, and three of an owner that rounds its sum. A
+                # wrong value would be off by a step of its group, which is 2^12 times as much.
+                slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
+            dtype = results[0].dtype
+            low_C, high_C = ((exact_C + off).float().to(dtype) for off in (-slack, slack))
+            for found_C in (result_M[part] for result_M in results):
+                wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
+        return wrong
+
+    def _capacity(self, sweep: CollectiveSweep) -> float | None:
+        """None for schemes that take none; what `auto` goes by does."""
+        known = SCHEMES.get(self.scheme)
+        return sweep.capacity if known is None or known.takes_slots else None
+
+    def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
+        """One pruned parameter that is the whole bucket."""
+        parameters = [ParameterSlice("weight", 0, self.numel)]
+        return Bucket("bench", grad_N, parameters, self.op, world_size)
+
+    def owned(self, rank: int, world_size: int) -> slice:
+        """The elements of the sum that a rank ends up with."""
+        if self.op is CollectiveOp.ALL_REDUCE:
+            return slice(None)
+        shard = self.numel // world_size
+        return slice(rank * shard, (rank + 1) * shard)
+
+    def normal_values(self, rank: int) -> torch.Tensor:
+        """A rank's gradient for timing."""
+        generator = torch.Generator().manual_seed(1000 + rank)
+        return torch.randn(self.numel, generator=generator).to(VALUE_DTYPES[self.dtype])
+
+    def small_integers(self, rank: int, world_size: int, step: int) -> torch.Tensor:
+        """A rank's gradient for counting `#wrong`, in one of `CHECK_STEPS` steps.
+
+        Raises:
+            ConfigError: the sums of so many ranks are not exact in the dtype.
+        """
+        # A peak that was not sent in one step is added to that of the next.
+        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
+        if most < SMALLEST_PEAK:
+            raise ConfigError(
+                f"bench collectives: too many ranks to count #wrong in {self.dtype}",
+                expected="at most "
+                f"{EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * SMALLEST_PEAK)} ranks",
+                got=world_size,
+                remedy="measure fp32",
+            )
+        generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
+        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
+        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
+        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
+        return values.to(VALUE_DTYPES[self.dtype])
+
+
+def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
+    """Sizes outermost, schemes innermost, so that neighbours can be compared.
+
+    Raises:
+        ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
+    """
+    cases = list(_cases(sweep, world_size))
+    if not cases:
+        raise ConfigError(
+            "bench collectives: there is nothing to measure",
+            expected="a scheme that has the collective operation",
+            got=f"{', '.join(sweep.schemes)} for {', '.join(sweep.ops)}",
+            remedy="leave out --op, or choose another --scheme",
+        )
+    return cases
+
+
+def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
+    for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
+        numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
+        if numel == 0:
+            raise ConfigError(
+                "bench collectives: a gradient is smaller than the group",
+                expected=f"--min-bytes of an element for each of {world_size} ranks",
+                got=f"{size} bytes of {dtype}",
+                remedy="raise --min-bytes",
+            )
+        for (i, target), (j, given) in product(
+            enumerate(sweep.densities), enumerate(sweep.value_bits)
+        ):
+            bits = None if given == WHOLE_BITS else given
+            for scheme, level in product(sweep.schemes, sweep.levels):
+                runs = level == RANK or not _is_for_ranks(scheme)
+                if runs and _runs(scheme, op, bits, is_first=(not i, not j)):
+                    known = SCHEMES.get(scheme)
+                    density = 1.0 if known is not None and known.takes_all else target
+                    own = None if known is not None and known.takes is Input.DENSE else bits
+                    sum_bits = _sum_bits(sweep, scheme, op, bits)
+                    yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
+
+
+def _is_for_ranks(scheme: str) -> bool:
+    """Whether a scheme runs at level `rank` alone: dense ones, and those for a late rank."""
+    known = SCHEMES.get(scheme)
+    return known is not None and (known.takes is Input.DENSE or skips_straggler(scheme))
+
+
+def _sum_bits(
+    sweep: CollectiveSweep, scheme: str, op: CollectiveOp, bits: int | None
+) -> int | None:
+    """None for schemes that cannot gather sums in few bits; see `config.bits`."""
+    known = SCHEMES.get(scheme)
+    has_residual = known is None or (
+        known.takes is Input.SPARSE and known.own_format is None and not known.takes_inner
+    )
+    sends_whole = known is not None and known.sends_whole
+    is_rice = sends_whole or bits is not None or sweep.message_format == "rice"
+    gathers = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
+    return sweep.sum_bits if gathers else None
+
+
+def _runs(scheme: str, op: CollectiveOp, bits: int | None, is_first: tuple[bool, bool]) -> bool:
+    """Whether a scheme has the operation and the bits, and has not run alike already.
+
+    Args:
+        scheme: its name, or `auto`.
+        op: the operation.
+        bits: of values; None for whole ones.
+        is_first: whether the density and the bits are the sweep's first.
+    """
+    known, (first_density, first_bits) = SCHEMES.get(scheme), is_first
+    if known is None:
+        return True
+    if op not in known.ops or (bits is not None and known.own_format is not None):
+        return False
+    if known.sends_whole:
+        return first_density and bits in (None, *DENSE_VALUE_BITS)
+    return not known.takes_all or (first_density and first_bits)

@@ -1,0 +1,384 @@
+"""`bench collectives`: every scheme beside the backend's dense collective, as nccl-tests does it.
+
+`#wrong` counts the elements, on small integers, that differ from the exact sum of what the ranks
+selected; a row that has any is not timed.
+
+Between processes it times the path that training uses: `GradientReducer` with its residual, sampled
+threshold, error feedback, progress thread and planner. A round is the scheme, the backend's own
+dense collective and a plain copy, each after a barrier and on fresh values; filling them in is not
+timed. They take turns at going first, so that a slowdown of the machine affects all of them.
+
+On virtual ranks `time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local
+work takes no time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over
+the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of
+from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import CollectiveSweep, Place
+from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
+from megatron_sparse.bench.exchange.row import MEASURED, Row, figures_of, payload_rate
+from megatron_sparse.bench.host_load import free_memory_bytes
+from megatron_sparse.bench.rank_group import RankGroup, typed
+from megatron_sparse.bench.table import Progress
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.config.level import NODE
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
+from megatron_sparse.transport.virtual_rank import VirtualTransport
+
+# torch 2.13 renamed it; older ones only have the first name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+LINK_ROUNDS = 7
+LINK_BYTES = 8 << 20
+VIRTUAL = "virtual"
+BYTES_AN_ELEMENT = 40
+"""Most tensors that a virtual rank holds: gradient, input, residual before and after, sums,
+messages."""
+
+
+def run(sweep: CollectiveSweep, place: Place, json_path: Path | None) -> int:
+    """Measures a sweep; returns the exit code, 1 where a row is wrong. See `frame.run`."""
+    if sweep.nccl_engine and place.virtual:
+        raise ConfigError(
+            "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
+            expected="one of them",
+            got="both",
+            remedy="leave out --nccl-engine",
+        )
+    return run_bench(bench_of(with_rate(sweep)), place, json_path)
+
+
+def bench_of(sweep: CollectiveSweep) -> Bench:
+    """The bench of a sweep."""
+    return Bench(
+        name="collectives",
+        columns=Row.COLUMNS,
+        options=sweep,
+        check=lambda ranks: cases_of(sweep, ranks),
+        ranks=lambda *group: CollectiveRanks(sweep, *group),
+        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
+    )
+
+
+class CollectiveRanks(RankGroup):
+    """One rank's part of the bench; see `RankGroup`.
+
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
+
+    def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
+        self._sweep = sweep
+        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
+        self._place = {"transport": self.backend, "mbit": sweep.mbit}
+        self._level_groups: Groups | None = None
+        self._level_transports: list[ProcessGroupTransport] = []
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for transport in self._level_transports:
+            transport.close(broken=kind is not None)
+        super().__exit__(kind, *rest)
+
+    def rows(self, progress: Progress) -> Iterator[Any]:
+        """Every case; see `frame.Ranks`."""
+        wire_rate = self._wire_rate()
+        for case in each_case(cases_of(self._sweep, self.world_size), progress):
+            wrong, carried_by = self._check(case)
+            place = self._place | {"level": case.level}
+            row = Row.of(case, carried_by, self.world_size, wrong, **place)
+            if not wrong:
+                self._time(case, row, wire_rate)
+            yield row
+
+    def _wire_rate(self) -> float:
+        """Payload bytes a second that each rank's link carries, measured unless it is known."""
+        if self._sweep.mbit is not None:
+            return payload_rate(self._sweep.mbit)
+        return LINK_BYTES / self._round_us(LINK_BYTES, LINK_ROUNDS) * 1e6
+
+    def _round_us(self, nbytes: int, rounds: int) -> float:
+        """Median microseconds in which all ranks send so many bytes round the ring."""
+        n, rank = self.world_size, self.rank
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        sends = [((rank + 1) % n, sent)] if n > 1 else []
+        receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
+
+        def action() -> None:
+            self._transport.exchange(sends, receives, 1).finish()
+
+        return self._median_us([self._timed(action) for _ in range(rounds)])
+
+    def _check(
+        self, case: Case, before: Callable[[int], object] = lambda step: None
+    ) -> tuple[int, str]:
+        """Elements, on all ranks, that differ from the sum of what was sent of small integers.
+
+        Args:
+            case: what is checked.
+            before: called before each step.
+
+        Returns:
+            How many there are, and the scheme that the planner took.
+        """
+        path, record = self._path(case), None
+        grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
+        bucket = case.bucket(grad_N, self.world_size)
+        wrong = 0
+        for step in range(CHECK_STEPS):
+            given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
+            grad_N.copy_(given_N)
+            before_N = path.residual(bucket)
+            before(step)
+            record = path.run(bucket, step)
+            sent_N = given_N.float() + before_N - path.residual(bucket)
+            wrong += self._wrong_elements(case, grad_N, sent_N)
+        assert record is not None, "there are steps"
+        return self._count(wrong), record.scheme
+
+    def _wrong_elements(self, case: Case, grad_N: torch.Tensor, sent_N: torch.Tensor) -> int:
+        """Of this rank's part of the sum, without any reduction under test."""
+        own = range(case.numel)[case.owned(self.rank, self.world_size)]
+        sent_N, wrong = sent_N if case.rounds else sent_N.to(torch.int8), 0
+        for start in range(0, case.numel, CHUNK):
+            sent_nC = self._gather(sent_N[start : start + CHUNK])
+            low, high = max(start, own.start), min(start + CHUNK, own.stop)
+            if low < high:
+                parts = [values_C[low - start : high - start] for values_C in sent_nC]
+                wrong += case.count_wrong([grad_N[low:high]], parts)
+        return wrong
+
+    def _time(self, case: Case, row: Row, wire_rate: float) -> None:
+        """Fills in the row's times."""
+        sweep, path = self._sweep, self._path(case)
+        base_N = case.normal_values(self.rank).to(self._device)
+        bucket = case.bucket(base_N.clone(), self.world_size)
+        spare_N = base_N.clone()
+        synchronise = self._whole if sweep.prune else self._rest
+
+        def scheme(step: int) -> list[float]:
+            bucket.grad_N.copy_(base_N)
+            figures = synchronise(path, bucket, step)
+            return [figures[name] for name in MEASURED]
+
+        def dense(_: int) -> list[float]:
+            spare_N.copy_(base_N)
+            return [self._timed(lambda: self._dense(case, spare_N))]
+
+        def copy(_: int) -> list[float]:
+            return [self._timed(lambda: spare_N.copy_(base_N))]
+
+        figures, share = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
+        dense_nR, copy_nR = (each.squeeze(-1) for each in figures[1:])
+        row.measured(case, figures[0], dense_nR, copy_nR, wire_rate, prune=sweep.prune)
+        row.set_load(share)
+
+    def _whole(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
+        """Figures of a step through the reducer."""
+        records: list[BucketRecord] = []
+        total_us = self._timed(lambda: records.append(path.run(bucket, step)))
+        return figures_of(records[0], total_us)
+
+    def _rest(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
+        """Figures of a step whose selection is done before the barrier."""
+        record, rest = path.select(bucket, step)
+        before_us = record.stage_us()
+        ended: list[Pending] = []
+
+        def submit() -> None:
+            ended.append(self._progress.submit(bucket.name, rest, record.timer))
+            ended[0].wait()
+
+        figures = figures_of(record, self._timed(submit))
+        stages = {name: figures[name] - us for name, us in before_us.items()}
+        return figures | stages | {"host_cpu": ended[0].host_cpu_s * 1e6}
+
+    def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
+        groups = self._groups(case)
+        return BucketPath(case, self._sweep, groups, self._progress, straggler)
+
+    def _groups(self, case: Case) -> Groups:
+        """All ranks, and at level `node` this rank's node and lane. Collective."""
+        config = case.config(self._sweep, straggler=self.world_size - 1)
+        choice = choose_level(config, self._transport.nodes)
+        if choice.level != NODE:
+            return Groups(self._transport)
+        if self._level_groups is None:
+            level = groups_of_nodes(choice, self.rank, self._open)
+            self._level_groups = Groups(self._transport, level=level)
+        return self._level_groups
+
+    def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
+        transport = ProcessGroupTransport(ranks, self._sweep.timeout_s, self._device)
+        self._level_transports.append(transport)
+        return transport
+
+    def _dense(self, case: Case, values_N: torch.Tensor) -> None:
+        """The collective of training without the plugin."""
+        if case.op is CollectiveOp.ALL_REDUCE:
+            typed(lambda: dist.all_reduce(values_N))
+        else:
+            own_M = values_N[case.owned(self.rank, self.world_size)]
+            typed(lambda: _reduce_scatter(own_M, values_N))
+
+
+def virtual_rows(sweep: CollectiveSweep, topology: Topology, progress: Progress) -> Iterator[Row]:
+    """Every case on virtual ranks.
+
+    Raises:
+        ConfigError: the ranks do not fit into this machine's memory.
+        MegatronSparseError: a collective refuses a case.
+    """
+    n = topology.world_size
+    cases = cases_of(sweep, n)
+    check_memory(cases, n)
+    for case in each_case(cases, progress):
+        ranks = VirtualRanks(case, sweep, topology)
+        wrong = ranks.count_wrong()
+        place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
+        row = Row.of(case, ranks.carried_by, n, wrong, **place)
+        if not wrong:
+            _model(case, row, sweep, topology)
+        yield row
+
+
+def _model(case: Case, row: Row, sweep: CollectiveSweep, topology: Topology) -> None:
+    """Fills in the row's times."""
+    n = topology.world_size
+    dense = Case(case.op, "dense", case.dtype, 1.0, case.numel)
+    dense_s = VirtualRanks(dense, sweep, topology).run_timed()[0]
+    modelled_s, records = VirtualRanks(case, sweep, topology).run_timed()
+    stages = [record.stage_us() for record in records]
+    mean_us = {stage: sum(each[stage] for each in stages) / n for stage in stages[0]}
+    row.time_us = row.network_us = modelled_s * 1e6
+    row.dense_us = dense_s * 1e6
+    row.speedup = dense_s / modelled_s if modelled_s else None
+    row.prune_us = mean_us["threshold"] + mean_us["prune"]
+    row.encode_us, row.decode_us = mean_us["encode"], mean_us["decode"]
+    row.wire_bytes = max(record.wire_bytes for record in records)
+    row.inside_bytes = max(record.inside_bytes for record in records)
+    row.sent_density = sum(r.nnz for r in records) / sum(r.numel for r in records)
+
+
+def check_memory(cases: Sequence[Case], n: int) -> None:
+    """Refuses virtual ranks that would swap.
+
+    Raises:
+        ConfigError: they do not fit into this machine's memory.
+    """
+    needed = max(case.numel for case in cases) * n * BYTES_AN_ELEMENT
+    if needed > free_memory_bytes():
+        raise ConfigError(
+            f"{n} virtual ranks do not fit into memory",
+            expected=f"{needed / 2**30:.1f} GiB of free memory",
+            got=f"{free_memory_bytes() / 2**30:.1f} GiB",
+            remedy="lower --max-bytes or --ranks",
+        )
+
+
+@dataclass
+class _Outcome:
+    """A rank's outcome of a step: its part of the result, its contribution, and what it sent."""
+
+    result: torch.Tensor
+    sent_N: torch.Tensor
+    record: BucketRecord
+
+
+class VirtualRanks:
+    """All ranks of a case, on a cluster whose clock begins at 0.
+
+    Args:
+        case: what they synchronise.
+        sweep: how.
+        topology: of the cluster.
+        straggler: the late rank; None: the last, and it is not late.
+        delay_s: how late it is, on the modelled clock.
+
+    Attributes:
+        carried_by: the scheme that the planner took; known after a run.
+        clock_s: the modelled clock of each rank.
+    """
+
+    carried_by: str
+
+    def __init__(
+        self,
+        case: Case,
+        sweep: CollectiveSweep,
+        topology: Topology,
+        straggler: int | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        self._case, self._straggler, self._delay_s = case, straggler, delay_s
+        self._cluster = VirtualCluster(topology.world_size, topology)
+        self.clock_s = self._cluster.clock_s
+        choice = choose_level(case.config(sweep, topology.world_size - 1), topology.nodes)
+        self._paths = [
+            BucketPath(case, sweep, groups, straggler=straggler)
+            for groups in virtual_groups(self._cluster, choice)
+        ]
+
+    def run_timed(self) -> tuple[float, list[BucketRecord]]:
+        """The modelled clock's seconds, and each rank's record, of gradients made for timing."""
+        given = [self._case.normal_values(rank) for rank in range(len(self._paths))]
+        outcomes = self._run(given, 0)
+        return self._cluster.modelled_s, [outcome.record for outcome in outcomes]
+
+    def count_wrong(self) -> int:
+        """Elements of all results that differ from the sum of what was sent of small integers."""
+        return sum(self._wrong(step) for step in range(CHECK_STEPS))
+
+    def _wrong(self, step: int) -> int:
+        case, n = self._case, len(self._paths)
+        outcomes = self._run([case.small_integers(rank, n, step) for rank in range(n)], step)
+        results, sent = [each.result for each in outcomes], [each.sent_N for each in outcomes]
+        if case.op is CollectiveOp.ALL_REDUCE:
+            return case.count_wrong(results, sent)
+        owned = [case.owned(rank, n) for rank in range(n)]
+        return sum(
+            case.count_wrong([result], [sent_N[own] for sent_N in sent])
+            for result, own in zip(results, owned, strict=True)
+        )
+
+    def _run(self, given: list[torch.Tensor], step: int) -> list[_Outcome]:
+        outcomes = self._cluster.run(
+            lambda transport: self._steps(transport, given[transport.rank], step)
+        )
+        self.carried_by = outcomes[0].record.scheme
+        return outcomes
+
+    def _steps(
+        self, transport: VirtualTransport, given_N: torch.Tensor, step: int
+    ) -> Generator[Any, None, _Outcome]:
+        rank, n, path = transport.rank, len(self._paths), self._paths[transport.rank]
+        bucket = self._case.bucket(given_N.clone(), n)
+        before_N = path.residual(bucket)
+        if rank == self._straggler:
+            transport.charge(self._delay_s)
+        record = yield from path.steps(bucket, step)
+        # Only now: with `scheme.sum_bits` an owner's residual keeps what the gathered sum loses.
+        sent_N = given_N.float() + before_N - path.residual(bucket)
+        return _Outcome(bucket.grad_N[self._case.owned(rank, n)], sent_N, record)

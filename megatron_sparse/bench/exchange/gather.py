@@ -1,0 +1,343 @@
+"""`bench gather`: the all-gather of updated parameters, raw and exact, in turn.
+
+The parameters are synthetic: normal weights and a step of Adam. First every rank holds the bits
+before the step; then each owner writes its shard as the step leaves it, all ranks gather, and their
+bits are compared. Every round the step goes back or forth.
+
+On virtual ranks `time_us` and `raw_us` are the alpha-beta clock's, in which local work takes no
+time. `encode_us` and `decode_us` are this machine's, measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from megatron_sparse.bench.codec.parameters import synthetic
+from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep, NodePlace
+from megatron_sparse.bench.options import at_least, check_arguments
+from megatron_sparse.bench.rank_group import RankGroup
+from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.parameters.price import several_levels
+from megatron_sparse.recording import GatherRecord, NullSink
+from megatron_sparse.reduction.held import HeldProgress
+from megatron_sparse.reduction.job import Progress as JobProgress
+from megatron_sparse.transport import Topology, Transport, VirtualCluster
+
+MEASURED = ("encode_us", "decode_us", "wire_bytes", "message_bytes")
+"""What a rank measures of a gather."""
+
+
+def run(sweep: GatherSweep, place: NodePlace, json_path: Path | None) -> int:
+    """Measures a sweep; returns the exit code, 1 where bits are wrong. See `frame.run`."""
+    return run_bench(bench_of(with_rate(sweep)), place, json_path)
+
+
+def bench_of(sweep: GatherSweep) -> Bench:
+    """The bench of a sweep."""
+    return Bench(
+        name="gather",
+        columns=GatherRow.COLUMNS,
+        options=sweep,
+        check=lambda ranks: check_arguments("bench gather", [at_least("ranks", ranks, 2)]),
+        ranks=lambda *group: GatherRanks(sweep, *group),
+        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
+    )
+
+
+@dataclass(frozen=True)
+class GatherCase:
+    """What is gathered, and how."""
+
+    rate: float
+    coder: str
+    way: str
+
+    @property
+    def title(self) -> str:
+        """For the progress line."""
+        return f"lr {self.rate:g} {self.coder} {self.way}"
+
+
+def cases_of(sweep: GatherSweep, nodes: Sequence[int]) -> list[GatherCase]:
+    """The cases that these nodes, the node of each rank, have."""
+    ways = [way for way in sweep.ways if way != PER_NODE or several_levels(nodes)]
+    return [GatherCase(*each) for each in product(sweep.rates, sweep.coders, ways)]
+
+
+@dataclass(kw_only=True)
+class GatherRow(TableRow):
+    """One case. Times are medians over the rounds of the slowest rank's, in microseconds.
+
+    Attributes:
+        rate: learning rate of the step.
+        coder: of the moves.
+        way: `flat` or `per-node`.
+        dtype: of the parameters.
+        numel: parameters of the bucket.
+        world_size: ranks.
+        nodes: that they are on.
+        transport: `gloo`, `nccl` or `virtual`.
+        modelled: times are those of an alpha-beta model in which local work takes no time.
+        bits: of the busiest rank's record, for each parameter of its shard.
+        time_us: from the new shard to all new parameters, encoding and decoding included.
+        raw_us: of the backend's own all-gather, in turn with it.
+        speedup: `raw_us` over `time_us`.
+        encode_us: of the ranks' mean, as `decode_us`.
+        decode_us: on one processor core for each rank.
+        wire_bytes: sent by the busiest rank.
+        raw_bytes: that each rank of a ring sends.
+        across_bytes: of all records that leave the busiest node; null where ranks share one node.
+        wrong: parameters, on all ranks, with other bits than their owners'.
+    """
+
+    COLUMNS = Columns(
+        "rate >8g lr | dtype >5 | coder <6 | way <8 | numel >10 | bits >6.2f | "
+        "time_us >10.0f time(us) | raw_us >10.0f raw(us) | speedup >8.2f | "
+        "encode_us >10.0f encode(us) | decode_us >10.0f decode(us) | wire_bytes >11.0f wire(B) | "
+        "raw_bytes >11.0f raw(B) | across_bytes >11.0f across(B) | wrong >6 #wrong"
+    )
+
+    rate: float
+    coder: str
+    way: str
+    dtype: str
+    numel: int
+    world_size: int
+    nodes: int
+    transport: str
+    modelled: bool
+    bits: float
+    time_us: float
+    raw_us: float
+    speedup: float | None
+    encode_us: float
+    decode_us: float
+    wire_bytes: float
+    raw_bytes: float
+    across_bytes: float | None
+    wrong: int
+
+    @classmethod
+    def of(
+        cls,
+        sweep: GatherSweep,
+        case: GatherCase,
+        nodes: Sequence[int],
+        figures_nM: torch.Tensor,
+        **outcome: Any,
+    ) -> GatherRow:
+        """A row.
+
+        Args:
+            sweep: the options.
+            case: the row's.
+            nodes: the node of each rank.
+            figures_nM: of n ranks the figures M of `MEASURED`.
+            outcome: what all ranks found out together, by the attributes' names.
+        """
+        n = len(nodes)
+        shard = -(-sweep.elements // n)
+        mean, most = figures_nM.mean(0).tolist(), figures_nM.max(0).values.tolist()
+        return cls(
+            **vars(case),
+            dtype=sweep.dtype,
+            numel=shard * n,
+            world_size=n,
+            nodes=len(set(nodes)),
+            bits=8 * most[3] / shard,
+            speedup=ratio(outcome["raw_us"], outcome["time_us"]),
+            encode_us=mean[0],
+            decode_us=mean[1],
+            wire_bytes=most[2],
+            raw_bytes=(n - 1) * shard * VALUE_DTYPES[sweep.dtype].itemsize,
+            across_bytes=across_bytes(figures_nM[:, 3].tolist(), nodes, case.way),
+            **outcome,
+        )
+
+
+def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str) -> float | None:
+    """Bytes of records that leave the busiest node; None on one node.
+
+    Args:
+        message_bytes: of each rank's record.
+        nodes: the node of each rank.
+        way: `flat` or `per-node`.
+
+    Example:
+        Two nodes of two ranks:
+        >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "flat")
+        140
+        >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "per-node")
+        70
+    """
+    names = set(nodes)
+    if len(names) == 1:
+        return None
+    sent = []
+    for name in names:
+        own = sum(size for size, node in zip(message_bytes, nodes, strict=True) if node == name)
+        elsewhere = sum(node != name for node in nodes)
+        sent.append(own * (len(names) - 1 if way == PER_NODE else elsewhere))
+    return max(sent)
+
+
+class _LastGather(NullSink):
+    """Keeps the record of the last gather."""
+
+    record: GatherRecord
+
+    def record_gather(self, record: GatherRecord) -> None:
+        """See `RecordSink`."""
+        self.record = record
+
+
+class RankGather:
+    """A rank's parameters and its gathers; steps of the optimizer go back and forth.
+
+    Args:
+        sweep: the options.
+        case: how.
+        transport: of the rank.
+        progress: drives the gathers.
+
+    Attributes:
+        values_N: the parameters on this rank; at first those before the step.
+        own_M: this rank's shard of them.
+        gather: see `ExactGather`; the first one is raw.
+    """
+
+    def __init__(
+        self, sweep: GatherSweep, case: GatherCase, transport: Transport, progress: JobProgress
+    ) -> None:
+        n = transport.world_size
+        shard = -(-sweep.elements // n)
+        made = synthetic(shard * n, case.rate, VALUE_DTYPES[sweep.dtype])
+        self._states, self._rank = (made.old_N, made.new_N), transport.rank
+        self.values_N = made.old_N.to(transport.device, copy=True)
+        self.own_M = self.values_N.view(n, -1)[transport.rank]
+        empty_N = torch.empty(self.values_N.numel(), device=transport.device)
+        bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
+        way = ExactWay(case.coder, verify_every=2**20, per_node=case.way == PER_NODE)
+        self._sink = _LastGather()
+        self.gather = ExactGather(bucket, self.values_N, transport, way, progress, self._sink)
+
+    def move(self, number: int) -> None:
+        """Writes the own shard, as an optimizer does."""
+        self.own_M.copy_(self._states[number % 2].view(-1, len(self.own_M))[self._rank])
+
+    def wrong(self, number: int) -> int:
+        """Parameters whose bits differ from those of a step."""
+        integers = {2: torch.int16, 4: torch.int32}[self.values_N.element_size()]
+        expected_N = self._states[number % 2].view(integers)
+        return int((self.values_N.cpu().view(integers) != expected_N).sum())
+
+    def measured(self) -> list[float]:
+        """The figures `MEASURED` of the last gather."""
+        record = self._sink.record
+        stages = record.timer.times_us()
+        return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
+
+
+class GatherRanks(RankGroup):
+    """One rank's part of the bench; see `RankGroup`.
+
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
+
+    def __init__(self, sweep: GatherSweep, store: Any, rank: int, world_size: int) -> None:
+        self._sweep = sweep
+        super().__init__(sweep.timeout_s, store, rank, world_size)
+
+    def rows(self, progress: Progress) -> Iterator[GatherRow]:
+        """Every case; see `frame.Ranks`."""
+        for case in each_case(cases_of(self._sweep, self._transport.nodes), progress):
+            yield self._row(case)
+
+    def _row(self, case: GatherCase) -> GatherRow:
+        sweep = self._sweep
+        own = RankGather(sweep, case, self._transport, self._progress)
+        raw_N = torch.empty_like(own.values_N)
+        own.gather.start(0).wait()
+        wrong = 0
+
+        def exact(number: int) -> list[float]:
+            nonlocal wrong
+            step = number + 1
+            own.move(step)
+            time_us = self._timed(lambda: own.gather.start(step).wait())
+            wrong += own.wrong(step)
+            return [time_us, *own.measured()]
+
+        def raw(_: int) -> list[float]:
+            gathered = self._transport.all_gather
+            return [self._timed(lambda: gathered(raw_N, own.own_M).finish())]
+
+        (exact_nRM, raw_nR1), _ = self._in_turn([exact, raw], sweep.warmup, sweep.iters)
+        slowest_us = [each[..., 0].max(0).values.tolist() for each in (exact_nRM, raw_nR1)]
+        time_us, raw_us = map(median, slowest_us)
+        return GatherRow.of(
+            sweep,
+            case,
+            self._transport.nodes,
+            exact_nRM[..., 1:].median(1).values,
+            transport=self.backend,
+            modelled=False,
+            time_us=time_us,
+            raw_us=raw_us,
+            wrong=self._count(wrong),
+        )
+
+
+def virtual_rows(sweep: GatherSweep, topology: Topology, progress: Progress) -> Iterator[GatherRow]:
+    """Every case on virtual ranks."""
+    for case in each_case(cases_of(sweep, topology.nodes), progress):
+        yield _virtual_row(sweep, case, topology)
+
+
+def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
+    n = topology.world_size
+    held = [HeldProgress() for _ in range(n)]
+    cluster = VirtualCluster(n, topology)
+    ranks = [RankGather(sweep, case, each, held[each.rank]) for each in cluster.transports]
+    spent_us = []
+    for number in range(2):
+        began_s = cluster.modelled_s
+        pending = []
+        for rank in ranks:
+            rank.move(number)
+            pending.append(rank.gather.start(number))
+        cluster.run(lambda transport: held[transport.rank].steps())
+        for each in pending:
+            each.wait()
+        spent_us.append((cluster.modelled_s - began_s) * 1e6)
+    raw_us, time_us = spent_us  # the first gather is raw
+    return GatherRow.of(
+        sweep,
+        case,
+        topology.nodes,
+        torch.tensor([rank.measured() for rank in ranks], dtype=torch.float64),
+        transport="virtual",
+        modelled=True,
+        time_us=time_us,
+        raw_us=raw_us,
+        wrong=sum(rank.wrong(1) for rank in ranks),
+    )

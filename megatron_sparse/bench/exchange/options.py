@@ -1,0 +1,424 @@
+"""Options of the benches that exchange messages: their cases, and the place of the ranks.
+
+Imports nothing heavy: the command line reads this for `--help`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_sparse.bench.options import (
+    AUTO,
+    DTYPE_NAMES,
+    Check,
+    Options,
+    Sizes,
+    above_zero,
+    at_least,
+    check_arguments,
+    fractions,
+    known,
+    option,
+    parse_counts,
+    parse_densities,
+    parse_list,
+    parse_names,
+    parse_size,
+)
+from megatron_sparse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_sparse.transport import Topology
+
+WHOLE_BITS = 32
+"""The value of `--value-bits` that rounds nothing, whatever the gradient's dtype."""
+STRAGGLER_SCHEMES = (
+    "dense,dense_ring,dense_rhd,dense_allpairs,dense_broadcast,straggler,agsparse,direct,"
+    "straggler_direct"
+)
+GATHER_CODERS = ("rans", "packed")
+FLAT, PER_NODE = "flat", "per-node"
+BUCKET_CODECS = ("cuda", "torch")
+"""MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place(Options):
+    """Where the ranks are; virtual links are all alike."""
+
+    ranks: int | None = option(None, "4, or as many as a launcher has started.", min=1)
+    netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
+    virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
+    alpha_us: float = option(10.0, "Virtual latency of a message.", min=0)
+
+    def nodes(self, ranks: int) -> int:
+        """Hosts of the test bed."""
+        return ranks
+
+    def topology(self, ranks: int) -> Topology:
+        """The virtual cluster."""
+        raise NotImplementedError
+
+    def _topology(self, ranks: int, ranks_per_node: int, intra: float, inter: float) -> Topology:
+        from megatron_sparse.transport import Link, Topology
+
+        one, other = (Link(self.alpha_us * 1e-6, 8e-9 / gbit) for gbit in (intra, inter))
+        return Topology.even(ranks, ranks_per_node, one, other)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkPlace(Place):
+    """Ranks whose virtual links are all alike."""
+
+    gbit: float = option(25.0, "Virtual links.", min=1e-6)
+
+    def topology(self, ranks: int) -> Topology:
+        """See `Place`."""
+        return self._topology(ranks, ranks, self.gbit, self.gbit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlace(Place):
+    """Ranks on nodes; virtual links inside of nodes and between them have rates of their own."""
+
+    ranks_per_node: int | None = option(
+        None,
+        "Ranks on each host of --netbed (default: 1) or node of --virtual (default: all).",
+        min=1,
+    )
+    intra_gbit: float = option(1600.0, "Virtual links in a node.", min=1e-6)
+    inter_gbit: float = option(25.0, "Virtual links between.", min=1e-6)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node is not None and not (self.netbed or self.virtual):
+            raise ConfigError(
+                "--ranks-per-node needs hosts that the bench makes",
+                expected="--netbed or --virtual",
+                got="ranks on the loopback or of an existing launch, which are where they are",
+                remedy="leave out --ranks-per-node; a launcher places ranks by its own options",
+            )
+
+    def nodes(self, ranks: int) -> int:
+        """See `Place`."""
+        return -(-ranks // (self.ranks_per_node or 1))
+
+    def topology(self, ranks: int) -> Topology:
+        """See `Place`."""
+        return self._topology(ranks, self.ranks_per_node or ranks, self.intra_gbit, self.inter_gbit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds(Options):
+    """Rounds between ranks, and their links."""
+
+    mbit: int | None = option(None, "Rate of each link, in Mbit/s; else measured.", min=1)
+    warmup: int = option(2, "Rounds that are not timed.", min=0)
+    iters: int = option(7, "Rounds that are timed.", min=1)
+    timeout_s: float = option(120.0, "Seconds that an operation may take.", flag="--timeout")
+
+    def checks(self) -> list[Check]:
+        """For `check_arguments`."""
+        return [above_zero("mbit", self.mbit), above_zero("timeout", self.timeout_s, " s")]
+
+
+def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
+    """Names of schemes; `all` is each of them and `auto`."""
+    if text != "all":
+        return parse_names(flag, text)
+    from megatron_sparse.collectives import SCHEMES
+
+    return ("auto", *SCHEMES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveSweep(Rounds, Sizes):
+    """All cases of `bench collectives`, and how they are timed.
+
+    Schemes that lack an operation are left out of it, those with a format of their own where values
+    have few bits. Dense ones run once, whatever the density and the bits; `dense_q` runs once for
+    8 and 4 bits each, and in 4 where no bits are given.
+    """
+
+    NAME = "bench collectives"
+
+    min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
+    densities: Sequence[float] = option(
+        "0.001,0.01,0.05", "Fractions selected.", parse_densities, flag="--density"
+    )
+    dtypes: Sequence[str] = option(
+        "fp32", "fp32 | bf16 | fp16", parse_names, flag="--dtype", metavar="TYPE,..."
+    )
+    schemes: Sequence[str] = option(
+        "all",
+        "Of docs/collectives.md, auto, or all.",
+        parse_schemes,
+        flag="--scheme",
+        metavar="NAME,...",
+    )
+    ops: Sequence[str] = option(
+        "all_reduce", "all_reduce | reduce_scatter", parse_names, flag="--op", metavar="OP,..."
+    )
+    message_format: str = option("auto", "scheme.format", flag="--format")
+    value_bits: Sequence[int] = option(
+        "32", "compression.value_bits: 8, 4, 3, 2, or 32: whole.", parse_counts, flag="--value-bits"
+    )
+    sum_bits: int | None = option(None, "scheme.sum_bits, of values of few bits or rice.")
+    levels: Sequence[str] = option(
+        "rank", "compression.level: rank | node", parse_names, flag="--level", metavar="LEVEL,..."
+    )
+    capacity: float | None = option(None, "scheme.capacity of the schemes that take it.")
+    nccl_engine: bool = option(
+        False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
+    )
+    prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
+
+    def __post_init__(self) -> None:
+        check_arguments(self.NAME, self.checks())
+
+    def checks(self) -> list[Check]:
+        """Every argument's."""
+        from megatron_sparse.bucket import CollectiveOp
+        from megatron_sparse.collectives import SCHEMES
+        from megatron_sparse.config.compression import VALUE_BITS
+        from megatron_sparse.config.level import NODE, RANK
+        from megatron_sparse.config.sparse import MESSAGE_FORMATS
+
+        level_fits = self.prune or set(self.levels) == {RANK}
+        engine_fits = not self.nccl_engine or self.capacity is not None
+        return [
+            *self.range_checks(64),
+            fractions("density", self.densities),
+            known("dtype", self.dtypes, DTYPE_NAMES),
+            known("scheme", self.schemes, ("auto", *SCHEMES)),
+            known("op", self.ops, CollectiveOp),
+            known("format", [self.message_format], MESSAGE_FORMATS),
+            known("value_bits", list(map(str, self.value_bits)), (WHOLE_BITS, *VALUE_BITS)),
+            known("sum_bits", [str(self.sum_bits)], (None, *VALUE_BITS)),
+            known("level", self.levels, (RANK, NODE)),
+            ("level", ",".join(self.levels), level_fits, "rank with --no-prune"),
+            above_zero("capacity", self.capacity),
+            *super().checks(),
+            ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
+        ]
+
+
+def parse_delays(flag: str, text: str) -> tuple[float | None, ...]:
+    """Milliseconds separated by commas; `auto` becomes None.
+
+    Raises:
+        ConfigError: one of them is neither.
+
+    Example:
+        >>> parse_delays("--delay-ms", "0,auto")
+        (0.0, None)
+    """
+    return parse_list(
+        flag,
+        text,
+        lambda part: None if part == AUTO else float(part),
+        "delays: milliseconds with commas between, or auto, such as 0,50,auto",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglerSweep(CollectiveSweep):
+    """All groups of `bench stragglers`, and how late the straggler is in each.
+
+    An automatic delay is `AUTO_FACTOR` times the reduce-scatter of `dense_ring` on the same
+    gradient, measured (or modelled) before.
+    """
+
+    NAME = "bench stragglers"
+
+    densities: Sequence[float] = option(
+        "0.01", "Fractions selected.", parse_densities, flag="--density"
+    )
+    schemes: Sequence[str] = option(
+        STRAGGLER_SCHEMES, "Of docs/collectives.md.", parse_names, flag="--scheme"
+    )
+    # Messages are always the schemes' own, sizes travel with them, and selection is timed.
+    message_format: str = "auto"
+    levels: Sequence[str] = ("rank",)
+    capacity: float | None = None
+    nccl_engine: bool = False
+    prune: bool = True
+    delays_ms: Sequence[float | None] = option(
+        "0,auto",
+        "How late; auto: 1.5 reduce-scatters.",
+        parse_delays,
+        flag="--delay-ms",
+        metavar="MS,...",
+    )
+    straggler: int | None = option(None, "The late rank; the last by default.")
+    rule: bool = option(True, "Measure also what the rule takes.", flag="--rule/--no-rule")
+
+    def checks(self) -> list[Check]:
+        """Every argument's."""
+        longest_ms = self.timeout_s * 1e3
+        fits = f"0 to less than --timeout ({longest_ms:g} ms), or auto"
+        delays = [
+            ("delay-ms", delay, delay is None or 0 <= delay < longest_ms, fits)
+            for delay in self.delays_ms
+        ]
+        return [*super().checks(), *delays]
+
+    def late_rank(self, world_size: int) -> int:
+        """The straggler's rank.
+
+        Raises:
+            ConfigError: the group has no such rank, or no other one that could wait for it.
+        """
+        rank = world_size - 1 if self.straggler is None else self.straggler
+        if world_size < 2 or not 0 <= rank < world_size:
+            raise ConfigError(
+                "bench stragglers: there is no such straggler",
+                expected=f"--straggler 0 to {world_size - 1} of at least 2 ranks",
+                got=f"rank {rank} of {world_size}",
+            )
+        return rank
+
+
+def parse_rates(flag: str, text: str) -> tuple[float, ...]:
+    """Learning rates, separated by commas.
+
+    Raises:
+        ConfigError: one of them is no number.
+    """
+    return parse_list(flag, text, float, "numbers with commas between, such as 1e-4,3e-4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatherSweep(Rounds):
+    """What `bench gather` measures; `per-node` only where nodes have several ranks."""
+
+    elements: int = option(4_000_000, "Parameters; rounded up to whole shards.", min=1)
+    rates: Sequence[float] = option(
+        "1e-4", "Learning rates of a step of Adam on normal weights.", parse_rates, flag="--lr"
+    )
+    dtype: str = option("bf16", "fp32 | bf16 | fp16")
+    coders: Sequence[str] = option(
+        ",".join(GATHER_CODERS), "rans | packed", parse_names, flag="--coder"
+    )
+    ways: Sequence[str] = option(
+        f"{FLAT},{PER_NODE}",
+        "flat: every record to every rank | per-node: to each other node once.",
+        parse_names,
+        flag="--way",
+    )
+    warmup: int = option(1, "Rounds that are not timed.", min=0)
+
+    def __post_init__(self) -> None:
+        check_arguments(
+            "bench gather",
+            [
+                known("dtype", (self.dtype,), DTYPE_NAMES),
+                known("coder", self.coders, GATHER_CODERS),
+                known("way", self.ways, (FLAT, PER_NODE)),
+                ("lr", self.rates, all(rate >= 0 for rate in self.rates), "0 or more"),
+                *self.checks(),
+            ],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSparseSweep(Rounds):
+    """What `bench row-sparse` measures: a gradient of an embedding, with a few of its rows."""
+
+    num_rows: int = option(50_000, "Rows of the embedding.", min=1)
+    width: int = option(256, "Elements of a row.", min=1)
+    rows: int = option(4096, "Tokens of each rank's batch.", min=1)
+
+    def __post_init__(self) -> None:
+        check_arguments("bench row-sparse", self.checks())
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketSweep(Sizes):
+    """What `bench bucket` measures; with `stub_nccl` a small bucket on rank 0 of several."""
+
+    NAME = "bench bucket"
+
+    min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
+    max_bytes: int = option("1G", "Such as 64M, 1G.", parse_size)
+    schemes: Sequence[str] = option(
+        "direct", "Of docs/collectives.md.", parse_names, flag="--scheme"
+    )
+    density: float = option(0.01, "Fraction selected.", min=1e-6, max=1)
+    capacity: float = option(1.25, "scheme.capacity", min=1)
+    codecs: Sequence[str] = option(
+        ",".join(BUCKET_CODECS),
+        "On a GPU: cuda, torch (Triton's kernels and torch operations; exchanges sizes).",
+        parse_names,
+    )
+    nccl_engine: bool = option(False, "scheme.nccl_engine", flag="--nccl-engine")
+    stub_nccl: bool = option(
+        False, "The host's time beside NCCL, which is not called; no GPU.", flag="--stub-nccl"
+    )
+    ranks: Sequence[int] = option("2,8,16", "With --stub-nccl: sizes of the group.", parse_counts)
+    iters: int = option(10, "Buckets that are timed.", min=1)
+
+    def __post_init__(self) -> None:
+        from megatron_sparse.collectives import SCHEMES
+
+        stubbed = [
+            ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
+            known("scheme", self.schemes, _schemes_of_fixed_size()),
+        ]
+        check_arguments(
+            self.NAME,
+            [
+                *self.range_checks(64),
+                known("codecs", self.codecs, BUCKET_CODECS),
+                known("scheme", self.schemes, ("auto", *SCHEMES)),
+                at_least("capacity", self.capacity, 1),
+                *(stubbed if self.stub_nccl else []),
+            ],
+        )
+
+
+def _schemes_of_fixed_size() -> list[str]:
+    """Schemes whose messages have sizes that all ranks know beforehand."""
+    from megatron_sparse.collectives import SCHEMES
+
+    dense = ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
+    return [name for name, entry in SCHEMES.items() if entry.takes_slots or name in dense]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerOptions(Rounds):
+    """Gradients, ranks, clusters and candidates of `bench planner`; None stands for the usual."""
+
+    kinds: Sequence[str] | None = option(None, "Of gradients; all by default.", parse_names)
+    recording: Path | None = option(  # noqa: RUF009 - it makes a field
+        None, "Recorded gradients instead.", metavar="DIR"
+    )
+    ranks: Sequence[int] | None = option(
+        None,
+        "2 to 64 by default; 4 on the test bed.",
+        partial(parse_counts, low=2),
+        metavar="N,...",
+    )
+    clusters: Sequence[str] | None = option(None, "Shipped models; all by default.", parse_names)
+    schemes: Sequence[str] | None = option(None, "The candidates; all by default.", parse_names)
+    bucket_bytes: int = option("64M", "Of the fp32 bucket.", parse_size)
+    simulated_bytes: int | None = option(
+        None, "Of the virtual one for it; 2M, with --quick 512K.", parse_size
+    )
+    op: str = option("all_reduce", "all_reduce | reduce_scatter")
+    quick: bool = option(False, "Five kinds, 2 to 8 ranks.", flag="--quick")
+    netbed: bool = option(False, "Real time, on the test bed; needs root.", flag="--netbed")
+    cluster: str | None = option(None, "Of the test bed; else it is measured.", metavar="FILE")
+    iters: int = option(9, "Rounds that are timed.", min=1)
+
+    def __post_init__(self) -> None:
+        check_arguments("bench planner", self.checks())
+        if self.recording is not None and self.kinds is not None:
+            raise ConfigError(
+                "bench planner: both kinds and a recording are given",
+                expected="--kinds or --recording",
+                got="both",
+            )

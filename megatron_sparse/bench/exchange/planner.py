@@ -1,0 +1,402 @@
+"""`bench planner`: the planner's choice beside the best of all candidates, all of them run.
+
+The planner gets the same inputs as in training: a profile that the ranks sampled
+(`sparsity.sampling`) and its cost models. The table's last lines judge its choices and the cost
+models' predictions: an error is predicted / taken - 1.
+
+On virtual clusters the times are MODELLED: `truth` runs real messages on the cluster's alpha-beta
+clock, codec work charged call by call by prices that the cost models do not know. A bucket of some
+hundred thousand elements stands for one of `bucket_bytes`.
+
+Between real ranks each rank selects from its gradient of a kind at that kind's density, by
+`GradientReducer`; the candidates take turns. The cluster is measured in the same launch unless a
+file is given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any, Self
+
+import torch
+
+from megatron_sparse.bench.exchange import planner_cases as cases
+from megatron_sparse.bench.exchange import truth
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.collectives import CollectiveRanks
+from megatron_sparse.bench.exchange.frame import Bench, print_rows, with_rate
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import CollectiveSweep, Place, PlannerOptions
+from megatron_sparse.bench.exchange.planner_cases import Workload
+from megatron_sparse.bench.rank_group import Turn
+from megatron_sparse.bench.table import Columns, Progress, TableRow, torch_threads
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.calibration.measure import QUICK, calibrate
+from megatron_sparse.collectives.registry import check_names, check_op
+from megatron_sparse.config.checks import one_of
+from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
+from megatron_sparse.extras import require_fits
+from megatron_sparse.formats.message import MessageBuffers
+from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.planner.link_timing import complete
+from megatron_sparse.planner.prices import (
+    DENSE,
+    candidates,
+    least,
+    prices_us,
+    runnable,
+    takes_dense,
+)
+from megatron_sparse.pricing.cluster import ClusterModel, find
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.recording import StageTimer
+from megatron_sparse.run import local_ranks
+from megatron_sparse.simulate.cluster_models import MACHINES
+from megatron_sparse.simulate.pricing import make_message
+from megatron_sparse.sparsity.sampling import sample_profile
+from megatron_sparse.transport import Transport, VirtualCluster
+
+NEAR = 0.05
+"""Regret up to which a choice counts as the best one."""
+ENOUGH = 0.95
+"""Fraction of the cases that must be near the best."""
+WORST_OVER_DENSE = 1.05
+SCHEME_OPTIONS = SchemeConfig(capacity=None)
+
+
+def run(options: PlannerOptions, json_path: Path | None) -> int:
+    """Tries the planner; returns the exit code, 1 where it is worse than it claims.
+
+    Raises:
+        ConfigError: an option does not fit.
+        MegatronSparseError: the error of a collective.
+    """
+    one_of("--op", options.op, tuple(CollectiveOp))
+    for name in options.clusters or ():
+        one_of("--clusters", name, cases.CLUSTERS)
+    schemes = None if options.schemes is None else list(options.schemes)
+    check_names(SchemeConfig(), PlannerConfig(schemes=schemes))
+    check_op(SchemeConfig(), PlannerConfig(schemes=schemes), CollectiveOp(options.op))
+    count, is_real = (options.ranks or (4,))[0], options.netbed
+    place = Place(ranks=count if is_real else None, netbed=is_real)
+    is_real |= local_ranks.started_ranks() is not None
+    trial = Trial(options, _workloads(options, is_real))
+    of_ranks = replace(with_rate(options), netbed=False, ranks=None) if is_real else options
+    bench = Bench(
+        name="planner",
+        columns=PlannerRow.COLUMNS,
+        options=of_ranks,
+        ranks=lambda *group: PlannerRanks(trial, *group),
+        right=lambda rows: Verdict.of(rows).holds,
+        after=judge,
+    )
+    if is_real:
+        return run_bench(bench, place, json_path)
+    where = f"MODELLED times of virtual clusters; buckets of {options.bucket_bytes} bytes"
+    with torch_threads(1):
+        rows = print_rows(bench, where, trial.rows(), json_path)
+    return 0 if bench.right(rows) else 1
+
+
+def _workloads(options: PlannerOptions, is_real: bool) -> list[Workload]:
+    if options.recording is not None:
+        return cases.recorded(options.recording)
+    usual = options.kinds or (cases.QUICK_KINDS if options.quick else tuple(cases.KINDS))
+    if cases.FITTED.intersection(usual):
+        require_fits()
+    simulated_bytes = options.simulated_bytes or (2**19 if options.quick else 2**21)
+    return cases.synthetic(usual, (options.bucket_bytes if is_real else simulated_bytes) // 4)
+
+
+@dataclass(frozen=True)
+class PlannerRow(TableRow):
+    """One case. Times are microseconds.
+
+    Attributes:
+        case: kind of gradients.
+        world_size: ranks.
+        cluster: name of the cluster.
+        numel: elements of the bucket.
+        density: of a rank's gradient, as it was sampled.
+        chosen: the planner's scheme.
+        chosen_us: its time.
+        predicted_us: its predicted time.
+        best: the fastest scheme.
+        best_us: its time.
+        dense_us: the time of `dense`.
+        modelled: whether the times are those of a virtual cluster.
+        taken_us: each candidate's time.
+        predictions_us: each candidate's predicted time.
+    """
+
+    COLUMNS = Columns(
+        "case <14 | world_size >5 ranks | cluster <17 | chosen <14 | chosen_us >11.1f chosen(us) | "
+        "predicted_us >11.1f predicted | best <14 | best_us >11.1f best(us) | "
+        "dense_us >11.1f dense(us) | regret >7.1%"
+    )
+
+    case: str
+    world_size: int
+    cluster: str
+    numel: int
+    density: float
+    chosen: str
+    chosen_us: float
+    predicted_us: float
+    best: str
+    best_us: float
+    dense_us: float
+    modelled: bool
+    taken_us: dict[str, float]
+    predictions_us: dict[str, float]
+
+    @classmethod
+    def of(
+        cls, predictions_us: Mapping[str, float], taken_us: Mapping[str, float], **case: Any
+    ) -> Self:
+        """Chooses by the predictions and looks up the real times.
+
+        Args:
+            predictions_us: by scheme; `dense` is one of them.
+            taken_us: of the same schemes.
+            case: the other attributes: what the case is.
+        """
+        chosen = least(dict(predictions_us), list(predictions_us))
+        best = least(dict(taken_us), list(taken_us))
+        return cls(
+            chosen=chosen,
+            chosen_us=taken_us[chosen],
+            predicted_us=predictions_us[chosen],
+            best=best,
+            best_us=taken_us[best],
+            dense_us=taken_us[DENSE],
+            taken_us=dict(taken_us),
+            predictions_us=dict(predictions_us),
+            **case,
+        )
+
+    @property
+    def regret(self) -> float:
+        """The chosen scheme's extra time, as a fraction of the best scheme's time."""
+        return self.chosen_us / self.best_us - 1
+
+    @property
+    def over_dense(self) -> float:
+        """The chosen scheme's time over that of dense."""
+        return self.chosen_us / self.dense_us
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return super().to_dict() | {"regret": self.regret}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The verdict on all rows.
+
+    Attributes:
+        cases: how many there are.
+        near: fraction of them whose choice is within `NEAR` of the best.
+        worst_over_dense: the largest time of a choice over that of dense.
+    """
+
+    cases: int
+    near: float
+    worst_over_dense: float
+
+    @classmethod
+    def of(cls, rows: Sequence[PlannerRow]) -> Verdict:
+        """Of at least one row."""
+        return cls(
+            len(rows),
+            sum(row.regret <= NEAR for row in rows) / len(rows),
+            max(row.over_dense for row in rows),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether the planner is as good as it claims to be."""
+        return self.near >= ENOUGH and self.worst_over_dense <= WORST_OVER_DENSE
+
+    def line(self) -> str:
+        """In words."""
+        return (
+            f"# {self.near:.1%} of {self.cases} cases within {NEAR:.0%} of the best (at least "
+            f"{ENOUGH:.0%} are claimed); worst {self.worst_over_dense:.2f} times dense (at most "
+            f"{WORST_OVER_DENSE:.2f}): {'holds' if self.holds else 'FAILS'}"
+        )
+
+
+def errors_of(rows: Sequence[PlannerRow]) -> dict[str, list[float]]:
+    """The errors of each scheme's predictions over all cases; positive where they are too long."""
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for scheme, predicted_us in row.predictions_us.items():
+            errors[scheme].append(predicted_us / row.taken_us[scheme] - 1)
+    return errors
+
+
+def judge(rows: Sequence[PlannerRow]) -> None:
+    """Prints how good the predictions and the choices are."""
+    for scheme, errors in errors_of(rows).items():
+        worst = max(errors, key=abs)
+        magnitude = mean(map(abs, errors))
+        print(f"# {scheme:<18} predictions' mean error {magnitude:>6.1%}, worst {worst:>+7.1%}")
+    print(Verdict.of(rows).line(), flush=True)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The cases to try.
+
+    Attributes:
+        options: ranks, clusters and candidates.
+        workloads: gradients.
+    """
+
+    options: PlannerOptions
+    workloads: Sequence[Workload]
+
+    @property
+    def op(self) -> CollectiveOp:
+        """The collective operation."""
+        return CollectiveOp(self.options.op)
+
+    def names(self) -> list[str]:
+        """The candidates, which must be able to run here."""
+        schemes = self.options.schemes
+        return candidates(None if schemes is None else list(schemes), None)
+
+    def rows(self) -> Iterator[PlannerRow]:
+        """Every case on virtual clusters; workloads outermost, clusters innermost."""
+        usual = cases.QUICK_WORLD_SIZES if self.options.quick else cases.WORLD_SIZES
+        for workload in self.workloads:
+            for n in self.options.ranks or usual:
+                # A recording has gradients for a few ranks only.
+                if n <= workload.most_ranks:
+                    gradients = workload.gradients(n)
+                    profile = sampled_profile(gradients)
+                    for name in self.options.clusters or cases.CLUSTERS:
+                        yield self._row(workload.kind, gradients, profile, name)
+
+    def _row(
+        self, kind: str, gradients: Sequence[torch.Tensor], profile: SparsityProfile, name: str
+    ) -> PlannerRow:
+        cluster, n, numel = find(name), len(gradients), self.options.bucket_bytes // 4
+        shape = BucketShape(numel, 0, 4, self.op, n)
+        predictions_us = prices_us(
+            shape,
+            replace(profile, numel=numel),
+            cluster=cluster,
+            options=SCHEME_OPTIONS,
+            names=self.names(),
+        )
+        rate = MACHINES[name][0].codec_rate
+        setting = truth.Setting.on(cluster, n, rate, SCHEME_OPTIONS, self.op, numel)
+        taken_us = {
+            scheme: truth.run(scheme, gradients, setting).total_s * 1e6 for scheme in predictions_us
+        }
+        case = {"case": kind, "world_size": n, "cluster": name, "numel": numel}
+        return PlannerRow.of(
+            predictions_us, taken_us, **case, density=profile.density, modelled=True
+        )
+
+
+def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
+    """The profile that the ranks measure with the sampler that training uses."""
+    cluster = VirtualCluster(len(gradients))
+    return cluster.run(lambda transport: _sample(gradients[transport.rank], transport))[0]
+
+
+def _sample(grad_N: torch.Tensor, transport: Transport) -> Generator[Any, None, SparsityProfile]:
+    whole = [ParameterSlice("w", 0, grad_N.numel())]
+    op, n = CollectiveOp.ALL_REDUCE, transport.world_size
+    bucket = Bucket("bench", grad_N.clone(), whole, op, n)  # sampling overwrites the gradient
+    buffers, timer = MessageBuffers(), StageTimer(grad_N.device)
+    message = make_message(bucket, False, "auto", buffers, timer)
+    return sample_profile(bucket, message, transport, buffers, timer, seed=CompressionConfig().seed)
+
+
+class PlannerRanks(CollectiveRanks):
+    """One rank's part; see `RankGroup`.
+
+    Args:
+        trial: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+    """
+
+    def __init__(self, trial: Trial, store: Any, rank: int, world_size: int) -> None:
+        self._trial = trial
+        nbytes = 4 * max(workload.numel for workload in trial.workloads)
+        sweep = CollectiveSweep(
+            min_bytes=nbytes,
+            max_bytes=nbytes,
+            schemes=[DENSE],
+            ops=[trial.options.op],
+            timeout_s=trial.options.timeout_s,
+        )
+        super().__init__(sweep, store, rank, world_size)
+
+    def rows(self, progress: Progress) -> Iterator[PlannerRow]:
+        """One for each workload; see `frame.Ranks`.
+
+        Raises:
+            ConfigError: the cluster file was measured on another cluster.
+        """
+        cluster, n = self._cluster(), self.world_size
+        for workload in self._trial.workloads:
+            grad_N = workload.source(self.rank).to(self._device)
+            profile = complete(_sample(grad_N, self._transport))
+            predictions_us = prices_us(
+                BucketShape(grad_N.numel(), 0, 4, self._trial.op, n),
+                profile,
+                cluster=cluster,
+                options=SCHEME_OPTIONS,
+                names=runnable(self._trial.names(), SCHEME_OPTIONS, self._device.type),
+            )
+            taken_us = self._race(list(predictions_us), grad_N, profile.density)
+            case = {"case": workload.kind, "world_size": n, "cluster": cluster.name}
+            numel, density = grad_N.numel(), profile.density
+            yield PlannerRow.of(
+                predictions_us, taken_us, **case, numel=numel, density=density, modelled=False
+            )
+
+    def _cluster(self) -> ClusterModel:
+        if self._trial.options.cluster is None:
+            return calibrate(self._transport, self._progress, QUICK, "measured", self._tell)
+        cluster = find(self._trial.options.cluster)
+        cluster.check_fingerprint(fingerprint(self._transport))
+        return cluster
+
+    def _tell(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"# {what}", file=sys.stderr, flush=True)
+
+    def _race(
+        self, schemes: Sequence[str], grad_N: torch.Tensor, density: float
+    ) -> dict[str, float]:
+        """Microseconds of each scheme: of the slowest rank, medians over the rounds."""
+        turns = [self._turn(scheme, grad_N, density) for scheme in schemes]
+        options = self._trial.options
+        figures, _ = self._in_turn(turns, options.warmup, options.iters)
+        medians_us = [float(times_nR1.amax(0).median()) for times_nR1 in figures]
+        return dict(zip(schemes, medians_us, strict=True))
+
+    def _turn(self, scheme: str, grad_N: torch.Tensor, density: float) -> Turn:
+        density = 1.0 if takes_dense(scheme) else density
+        case = Case(self._trial.op, scheme, "fp32", density, grad_N.numel())
+        path, bucket = self._path(case), case.bucket(grad_N.clone(), self.world_size)
+
+        def turn(step: int) -> list[float]:
+            bucket.grad_N.copy_(grad_N)
+            return [self._timed(lambda: path.run(bucket, step))]
+
+        return turn

@@ -1,0 +1,268 @@
+"""A line of `bench collectives`, computed from the figures of every rank in every round.
+
+The slowest rank's time counts. The stages are that rank's in the same round, so that they and
+`host_us` add up to its time; each figure is a median over the rounds, so the printed medians need
+not add up.
+
+The floor is the least time that a synchronisation can take: its bytes at the rates measured beside
+it. Wire: the busiest rank's bytes, at the rate of its link. Codec, for sparse schemes: the bytes
+that each rank must read and write in memory, at the rate at which all ranks of the machine copy at
+once. The floor counts the passes that every codec needs:
+
+- selection: gradient and residual are read, the residual is written;
+- the sum is written once;
+- a message is written once, and as many bytes as are sent are read.
+
+Scattered additions are not counted: a codec that merges messages tile by tile has none outside of
+the cache. For dense schemes only the wire counts: they add while bytes arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
+from megatron_sparse.bench.table import Columns, TableRow
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.level import RANK
+from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.pricing.records import record_bytes
+from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
+
+MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "wire_bytes", "inside_bytes", "nnz", "numel")
+"""What a rank measures of the scheme in a round: microseconds, bytes and elements."""
+RESIDUAL_BYTES = 4
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload fraction of the bytes that Ethernet carries at an MTU of 1500."""
+
+
+@dataclass(kw_only=True)
+class CaseRow(TableRow):
+    """What rows of `bench collectives` and of `bench stragglers` have in common.
+
+    Times are medians over the rounds, in microseconds; null where nothing was timed.
+
+    Attributes:
+        op: `all_reduce` or `reduce_scatter`.
+        scheme: as asked for.
+        carried_by: the scheme that did it: another than `scheme` only for `auto` and `rule`.
+        dtype: of the gradient, and of the values sent unless they have `value_bits`.
+        density: as asked for.
+        value_bits: as asked for; null: values travel whole.
+        sum_bits: of gathered sums; null: they travel whole.
+        count: elements.
+        bytes: of the gradient.
+        world_size: ranks.
+        transport: of pairwise messages: `gloo`, `nccl` or `virtual`.
+        mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
+        modelled: times of the network are those of an alpha-beta model.
+        wrong: elements, on all ranks, that differ from the exact sum.
+        wire_bytes: sent by the busiest rank.
+        sent_density: the fraction of all elements that was selected.
+        time_us: of the slowest rank: from dense gradient to dense sum; with a straggler, from the
+            last rank's arrival to the last rank's end.
+        p99_us: `time_us` of the slowest round but one in a hundred.
+        foreign_load: the share of the machine that other programs took; null where unknown.
+        noisy: whether `foreign_load` was too high to trust the figures.
+    """
+
+    op: str
+    scheme: str
+    carried_by: str
+    dtype: str
+    density: float
+    count: int
+    bytes: int
+    world_size: int
+    transport: str = ""
+    mbit: int | None = None
+    modelled: bool = False
+    wrong: int
+    value_bits: int | None = None
+    sum_bits: int | None = None
+    wire_bytes: int | None = None
+    sent_density: float | None = None
+    time_us: float | None = None
+    p99_us: float | None = None
+    foreign_load: float | None = None
+    noisy: bool = False
+
+    @classmethod
+    def of(cls, case: Case, carried_by: str, world_size: int, wrong: int, **more: Any) -> Self:
+        """The row of a case that has been checked and not yet timed.
+
+        Args:
+            case: what was checked.
+            carried_by: see the attributes.
+            world_size: see the attributes.
+            wrong: see the attributes.
+            more: other attributes.
+        """
+        named = {
+            "op": str(case.op),
+            "scheme": case.scheme,
+            "dtype": case.dtype,
+            "density": case.density,
+            "value_bits": case.value_bits,
+            "sum_bits": case.sum_bits,
+            "count": case.numel,
+            "bytes": case.nbytes,
+        }
+        given = {"carried_by": carried_by, "world_size": world_size, "wrong": wrong}
+        return cls(**named | given | more)
+
+    @property
+    def name(self) -> str:
+        """The scheme, and what carried it if that is another one."""
+        same = self.carried_by == self.scheme
+        return self.scheme if same else f"{self.scheme}:{self.carried_by}"
+
+    def set_load(self, share: float) -> None:
+        """Notes how much of the machine other programs took while the row was timed."""
+        self.foreign_load, self.noisy = share, share > MOST_FOREIGN_LOAD
+
+
+@dataclass(kw_only=True)
+class Row(CaseRow):
+    """One case of `bench collectives`.
+
+    Attributes:
+        level: `rank` or `node`, as asked for.
+        inside_bytes: those of `wire_bytes` that stay inside the node, at level `node`; the rest
+            crosses between nodes. `sent_density` is that of what crosses.
+        dense_us: of the backend's own dense collective, in turn with the scheme.
+        speedup: of the pairs of dense and scheme, the median ratio.
+        prune_us: threshold, error feedback, pruning and encoding; 0 with `--no-prune`.
+        encode_us: encoding sums; encoding the selection is part of `prune_us`.
+        network_us: waiting for messages, including the wait for slower ranks.
+        decode_us: adding messages up.
+        host_us: `time_us` less the stages: the launch, the progress thread, its polling.
+        host_cpu_us: what the progress thread spent of the processor: on a CPU with the codecs, on
+            CUDA what the Python path costs the host; null for virtual ranks, which have none.
+        copy_us: a plain copy of the gradient by all ranks at once, in turn with the scheme.
+        floor_us: the least that the scheme's bytes take, wire and codec; see above.
+        network_floor_us: the wire's part of it.
+    """
+
+    COLUMNS = Columns(
+        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
+        "value_bits >4 bits | level >5 | wire_bytes >11.0f wire(B) | "
+        "inside_bytes >11.0f inside(B) | time_us >10.0f time(us) | "
+        "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
+        "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
+        "time_us/floor_us >6.2f /floor | "
+        "network_us/network_floor_us >5.2f net/ | prune_us >8.0f prune | encode_us >8.0f encode | "
+        "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
+        "host_cpu_us >8.0f cpu"
+    )
+    """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
+
+    level: str = RANK
+    inside_bytes: int | None = None
+    dense_us: float | None = None
+    speedup: float | None = None
+    prune_us: float | None = None
+    encode_us: float | None = None
+    network_us: float | None = None
+    decode_us: float | None = None
+    host_us: float | None = None
+    host_cpu_us: float | None = None
+    copy_us: float | None = None
+    floor_us: float | None = None
+    network_floor_us: float | None = None
+
+    def measured(
+        self,
+        case: Case,
+        scheme_nRM: torch.Tensor,
+        dense_nR: torch.Tensor,
+        copy_nR: torch.Tensor,
+        wire_rate: float,
+        *,
+        prune: bool,
+    ) -> Row:
+        """Fills in the times; mutates and returns the row.
+
+        Args:
+            case: the row's.
+            scheme_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
+            dense_nR: microseconds of the dense collective.
+            copy_nR: microseconds of the plain copy.
+            wire_rate: payload bytes a second that a rank can send.
+            prune: whether selection was timed.
+        """
+        rounds = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
+        slowest, every = rounds["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
+        of_slowest = {name: values[slowest, every] for name, values in rounds.items()}
+        total, stages = of_slowest["total"], sum(of_slowest[name] for name in BUCKET_STAGES)
+        dense = dense_nR.numpy().max(axis=0)
+        self.time_us, self.dense_us = _median(total), _median(dense)
+        self.p99_us = float(np.percentile(total, 99))
+        self.speedup = _median(dense / total)
+        self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
+        for name in ("encode", "network", "decode", "host_cpu"):
+            setattr(self, f"{name}_us", _median(of_slowest[name]))
+        self.host_us = _median(total - stages)
+        self.copy_us = _median(copy_nR.numpy().max(axis=0))
+        self.wire_bytes, self.inside_bytes = (
+            round(_median(rounds[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
+        )
+        nnz = float(rounds["nnz"].mean())
+        self.sent_density = nnz / float(rounds["numel"].mean())
+        copy_rate = 2 * case.nbytes / self.copy_us
+        codec = codec_bytes(
+            case, self.carried_by, self.wire_bytes, nnz, self.world_size, prune=prune
+        )
+        # What stays inside a node does not cross the link.
+        self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
+        self.floor_us = self.network_floor_us + codec / copy_rate
+        return self
+
+
+def figures_of(record: BucketRecord, total_us: float) -> dict[str, float]:
+    """The figures `MEASURED` of a bucket."""
+    sent = {name: getattr(record, name) for name in ("wire_bytes", "inside_bytes", "nnz", "numel")}
+    return {"total": total_us, **record.stage_us(), "host_cpu": record.host_cpu_us, **sent}
+
+
+def _median(values_R: np.ndarray) -> float:
+    return median(values_R.tolist())
+
+
+def payload_rate(mbit: float) -> float:
+    """Payload bytes a second of a link."""
+    return mbit * 1e6 / 8 * PAYLOAD_SHARE
+
+
+def codec_bytes(
+    case: Case, scheme: str, wire_bytes: float, nnz: float, n: int, *, prune: bool
+) -> float:
+    """Bytes that one rank's codec reads and writes at least.
+
+    Args:
+        case: what is synchronised.
+        scheme: the one that carried it.
+        wire_bytes: sent by the busiest rank.
+        nnz: elements that a rank selected.
+        n: ranks.
+        prune: count selection.
+
+    Example:
+        >>> case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
+        >>> codec_bytes(case, "agsparse", 8, 1, 2, prune=True)  # 400 + 800 + 400 + 8 + 8
+        1616.0
+    """
+    if SCHEMES[scheme].takes is Input.DENSE:
+        return 0.0
+    owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
+    value_bytes = VALUE_DTYPES[case.dtype].itemsize
+    message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
+    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
+    return float(selection + owned + wire_bytes)

@@ -1,0 +1,155 @@
+"""`bench row-sparse`: row-sparse all-reduce against torch's sparse all_reduce and the dense one.
+
+Every rank touches `rows` rows of an embedding, drawn with Zipf's frequencies as tokens are; the
+gradient holds small integers. Times are medians over rounds of the slowest rank, from a sparse COO
+gradient to the reduced one. The bytes of the two rivals are computed, not measured: torch gathers
+padded indices (8 bytes) and rows of all ranks everywhere, and the dense all-reduce is counted as a
+ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.exchange.frame import Bench, with_rate
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import Place, RowSparseSweep
+from megatron_sparse.bench.rank_group import RankGroup, Turn
+from megatron_sparse.bench.table import Columns, Progress, TableRow
+from megatron_sparse.bucket import Reduction
+from megatron_sparse.collectives.row_sparse import Way
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.row_sparse import RowSparseReducer
+
+Version = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
+"""Reduces a sparse gradient; returns the sum and the bytes that this rank sent."""
+
+
+@dataclass(kw_only=True)
+class RowSparseRow(TableRow):
+    """One version.
+
+    Attributes:
+        version: `row_sparse` in one of its ways, or a rival of torch.
+        world_size: ranks.
+        numel: elements of the embedding.
+        rows: tokens of each rank's batch.
+        time_us: median of the slowest rank; null where wrong.
+        wire_bytes: sent by the busiest rank.
+        wrong: elements, on all ranks, that differ from the dense sum.
+    """
+
+    COLUMNS = Columns(
+        "version <20 | world_size >5 ranks | numel >11 | rows >7 | time_us >10.0f time(us) | "
+        "wire_bytes >12 wire(B) | wrong >6 #wrong"
+    )
+
+    version: str
+    world_size: int
+    numel: int
+    rows: int
+    wire_bytes: int
+    wrong: int
+    time_us: float | None = None
+
+
+def run(sweep: RowSparseSweep, place: Place, json_path: Path | None) -> int:
+    """Measures every version; returns the exit code, 1 where one is wrong. See `frame.run`."""
+    bench = Bench(
+        name="row-sparse",
+        columns=RowSparseRow.COLUMNS,
+        options=with_rate(sweep),
+        ranks=lambda *group: RowSparseRanks(sweep, *group),
+    )
+    return run_bench(bench, place, json_path)
+
+
+def zipf_gradient(sweep: RowSparseSweep, seed: int) -> torch.Tensor:
+    """An uncoalesced gradient of small integers; row i is drawn with a probability like 1 / i."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = 1 / torch.arange(1, sweep.num_rows + 1, dtype=torch.float64)
+    drawn = torch.multinomial(weights, sweep.rows, replacement=True, generator=generator)
+    values = torch.randint(-4, 5, (sweep.rows, sweep.width), generator=generator).float()
+    shape = (sweep.num_rows, sweep.width)
+    return torch.sparse_coo_tensor(drawn[None], values, shape, check_invariants=False)
+
+
+def torch_sparse(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`dist.all_reduce` of a sparse tensor, which gloo alone has."""
+    total = gradient.coalesce()
+    most = torch.tensor([total._nnz()])
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    row_bytes = 8 + total.shape[1] * total.element_size()
+    dist.all_reduce(total)
+    return total.coalesce(), (dist.get_world_size() - 1) * int(most) * row_bytes
+
+
+def torch_dense(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`dist.all_reduce` of the dense gradient."""
+    total = gradient.to_dense()
+    dist.all_reduce(total)
+    n = dist.get_world_size()
+    return total, round(2 * (n - 1) / n * total.nbytes)
+
+
+class RowSparseRanks(RankGroup):
+    """One rank's part of the bench; see `RankGroup`.
+
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+    """
+
+    def __init__(self, sweep: RowSparseSweep, store: Any, rank: int, world_size: int) -> None:
+        self._sweep = sweep
+        super().__init__(sweep.timeout_s, store, rank, world_size)
+
+    def rows(self, progress: Progress) -> Iterator[RowSparseRow]:
+        """Every version; see `frame.Ranks`."""
+        sweep = self._sweep
+        gradient = zipf_gradient(sweep, self.rank)
+        versions = {f"row_sparse {way}": self._ours(way) for way in Way}
+        versions |= {"torch sparse": torch_sparse, "torch dense": torch_dense}
+        expected, _ = torch_dense(gradient)
+        found = []
+        for number, (name, version) in enumerate(versions.items()):
+            progress(number, len(versions), name)
+            total, sent = version(gradient)
+            wrong = self._count(int((total.to_dense() != expected).sum()))
+            wire_bytes = int(self._gather(torch.tensor([sent])).max())
+            row = RowSparseRow(
+                version=name,
+                world_size=self.world_size,
+                numel=expected.numel(),
+                rows=sweep.rows,
+                wire_bytes=wire_bytes,
+                wrong=wrong,
+            )
+            found.append((row, self._turn(version, gradient)))
+        right = [(row, turn) for row, turn in found if not row.wrong]
+        turns = [turn for _, turn in right]
+        figures, _ = self._in_turn(turns, sweep.warmup, sweep.iters)
+        for (row, _), times_nR1 in zip(right, figures, strict=True):
+            row.time_us = median(times_nR1.amax(0).flatten().tolist())
+        yield from (row for row, _ in found)
+
+    def _ours(self, way: Way) -> Version:
+        reducer = RowSparseReducer(self._transport, NullSink(), self._progress, way)
+
+        def reduce(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
+            pending = reducer.start("embedding", gradient, Reduction.SUM, step=0)
+            return pending.wait(), pending.record.wire_bytes
+
+        return reduce
+
+    def _turn(self, version: Version, gradient: torch.Tensor) -> Turn:
+        return lambda _: [self._timed(lambda: version(gradient))]

@@ -1,0 +1,421 @@
+"""`bench stragglers`: the time that each scheme takes after the last rank arrives.
+
+One rank is late by the requested delay. `#wrong` is counted as in `bench collectives`, the
+straggler late in every other step. Cases on gradients of one size, dtype and operation make a
+group: they take turns on the same gradients, and each is compared with the best dense and the best
+sparse scheme of the group that does not use the straggler.
+
+A round: all ranks leave a barrier, the straggler sleeps, and each rank notes when it begins and
+when it has the sum. Time counts from the last rank's arrival to the last rank's end: a training
+step waits for it. Selection is timed with the collective, on every rank: the straggler's gradient
+is ready only when it arrives.
+
+Readings of different ranks are compared, so their clocks must be one: CLOCK_MONOTONIC of one
+kernel, which all processes, containers and namespaces of a machine share. Ranks of several machines
+are refused, because nothing here would keep their clocks together to within a few microseconds.
+Virtual ranks have one modelled clock, in which local work takes no time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.collectives import (
+    VIRTUAL,
+    CollectiveRanks,
+    VirtualRanks,
+    check_memory,
+)
+from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import Place, StragglerSweep
+from megatron_sparse.bench.exchange.path import BucketPath
+from megatron_sparse.bench.exchange.row import CaseRow
+from megatron_sparse.bench.exchange.straggler_figure import draw
+from megatron_sparse.bench.rank_group import Turn
+from megatron_sparse.bench.table import Columns, Progress
+from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.wire_bytes import dense_wire_bytes
+from megatron_sparse.straggler import make_schedule
+from megatron_sparse.straggler.cost import Cost, all_reduce_costs
+from megatron_sparse.straggler.critical import dense_split
+from megatron_sparse.transport import Link, Topology
+
+RULE = "rule"
+"""A row that is left to the rule of `straggler.critical`: `straggler` where it pays, else dense."""
+AUTO_FACTOR = 1.5
+"""An automatic delay, in reduce-scatters: long enough to hide the early ranks' work."""
+LATENCY_ROUNDS, LATENCY_BYTES, DELAY_ROUNDS = 20, 8, 3
+CHECK_DELAY_S = 0.05
+"""How late the straggler is in every other step that is checked."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+MEASURED = ("arrived_s", "ended_s", "wire_bytes", "nnz")
+"""What a rank measures in a round: two readings of one clock, bytes and elements."""
+
+Group = list[Case]
+
+
+def run(sweep: StragglerSweep, place: Place, json_path: Path | None, figure: Path | None) -> int:
+    """Measures a sweep; returns the exit code, 1 where a row is wrong. See `frame.run`."""
+    return run_bench(bench_of(with_rate(sweep), figure), place, json_path)
+
+
+def bench_of(sweep: StragglerSweep, figure: Path | None = None) -> Bench:
+    """The bench of a sweep; `figure` is a folder to draw its rows in."""
+
+    def check(ranks: int) -> None:
+        sweep.late_rank(ranks)
+        groups_of(sweep, ranks)
+
+    def show(rows: list[StragglerRow]) -> None:
+        for path in [] if figure is None else draw([row.to_dict() for row in rows], figure):
+            print(path)
+
+    return Bench(
+        name="stragglers",
+        columns=StragglerRow.COLUMNS,
+        options=sweep,
+        check=check,
+        ranks=lambda *group: StragglerRanks(sweep, *group),
+        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
+        after=show,
+        arguments=[] if figure is None else [f"--figure={figure}"],
+    )
+
+
+def groups_of(sweep: StragglerSweep, world_size: int) -> list[Group]:
+    """Cases that are compared with one another, in the order in which they are printed.
+
+    Raises:
+        ConfigError: a gradient has fewer elements than there are ranks.
+    """
+    found: dict[tuple[CollectiveOp, str, int], Group] = {}
+    for case in cases_of(sweep, world_size):
+        found.setdefault((case.op, case.dtype, case.numel), []).append(case)
+    return list(found.values())
+
+
+def reduce_scatter_of(group: Group) -> Case:
+    """The dense reduce-scatter that an automatic delay is measured by."""
+    case = group[0]
+    return Case(CollectiveOp.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
+
+
+def taken_by_the_rule(like: Case, n: int, delay_s: float, link: Link) -> Case:
+    """The case that the rule chooses for a dense gradient if the last rank has this delay."""
+    gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
+    return Case(like.op, "straggler" if gains else "dense", like.dtype, 1.0, like.numel)
+
+
+@dataclass(kw_only=True)
+class StragglerRow(CaseRow):
+    """One collective with one delay.
+
+    Attributes:
+        straggler: the rank that is late.
+        delay_us: how late it was made.
+        late_us: how much later than the last but one the last rank was, in fact.
+        total_us: from the first rank's arrival on.
+        alpha_us: latency of a message, measured by a small exchange, or the model's.
+        model_us: the alpha-beta model's time for this delay, from table 1 of StragglAR; null for
+            schemes that are not in the table.
+        best_dense: the fastest dense scheme that does not use the straggler, in the same rounds.
+        best_dense_us: its `time_us`.
+        dense_speedup: `best_dense_us` over `time_us`.
+        best_sparse: the fastest sparse one, at this density; null for dense schemes.
+        best_sparse_us: its `time_us`.
+        sparse_speedup: `best_sparse_us` over `time_us`.
+    """
+
+    COLUMNS = Columns(
+        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
+        "delay_us >10.0f delay(us) | wire_bytes >11.0f wire(B) | time_us >10.0f after(us) | "
+        "p99_us >10.0f p99(us) | total_us >10.0f total(us) | bytes/time_us/1000 >7.3f algbw | "
+        "wrong >6 #wrong | time_us/model_us >6.2f /model | dense_speedup >8.2f vs dense | "
+        "sparse_speedup >9.2f vs sparse"
+    )
+    """`algbw` is GB/s of the gradient, after the straggler's arrival."""
+
+    straggler: int
+    delay_us: float
+    alpha_us: float
+    late_us: float | None = None
+    total_us: float | None = None
+    model_us: float | None = None
+    best_dense: str | None = None
+    best_dense_us: float | None = None
+    dense_speedup: float | None = None
+    best_sparse: str | None = None
+    best_sparse_us: float | None = None
+    sparse_speedup: float | None = None
+
+    def measured(self, rounds_nRM: torch.Tensor, link: Link) -> StragglerRow:
+        """Fills in times and bytes; mutates and returns the row.
+
+        Args:
+            rounds_nRM: fp64, of n ranks in R rounds the figures M of `MEASURED`.
+            link: the link that the model assumes.
+        """
+        rounds = {name: rounds_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
+        arrived_nR, ended_R = np.sort(rounds["arrived_s"], axis=0), rounds["ended_s"].max(axis=0)
+        after_us_R = (ended_R - arrived_nR[-1]) * 1e6
+        self.time_us = median(after_us_R.tolist())
+        self.p99_us = float(np.percentile(after_us_R, 99))
+        self.late_us = median(((arrived_nR[-1] - arrived_nR[-2]) * 1e6).tolist())
+        self.total_us = median(((ended_R - arrived_nR[0]) * 1e6).tolist())
+        self.wire_bytes = round(median(rounds["wire_bytes"].max(axis=0).tolist()))
+        self.sent_density = float(rounds["nnz"].mean()) / self.count
+        self.model_us = modelled_us(self, link)
+        return self
+
+
+def compare(rows: Sequence[StragglerRow]) -> None:
+    """Fills in the best baselines of a group with one delay. Mutates the rows."""
+    timed = [row for row in rows if row.time_us]
+    plain = [row for row in timed if row.scheme != RULE and not skips_straggler(row.carried_by)]
+    for row in timed:
+        dense = _fastest([rival for rival in plain if _takes(rival) is Input.DENSE])
+        if dense is not None:
+            row.best_dense, row.best_dense_us = dense
+            row.dense_speedup = row.best_dense_us / row.time_us
+        sparse = _fastest(
+            [
+                rival
+                for rival in plain
+                if _takes(rival) is Input.SPARSE and rival.density == row.density
+            ]
+        )
+        if sparse is not None and _takes(row) is Input.SPARSE:
+            row.best_sparse, row.best_sparse_us = sparse
+            row.sparse_speedup = row.best_sparse_us / row.time_us
+
+
+def _takes(row: StragglerRow) -> Input:
+    return SCHEMES[row.carried_by].takes
+
+
+def _fastest(rows: Sequence[StragglerRow]) -> tuple[str, float] | None:
+    return min(((row.scheme, row.time_us) for row in rows), key=lambda it: it[1], default=None)
+
+
+def early_and_after(scheme: str, n: int) -> tuple[Cost, Cost] | None:
+    """The early ranks' work before the straggler comes, and the work that is left then.
+
+    All-reduces of table 1 and appendix F; None for those that have no line there.
+
+    Example:
+        >>> early_and_after("straggler", 4)  # 2 rounds of a third; 4 rounds of a third
+        (Cost(rounds=2, buffers=0.6666666666666667), Cost(rounds=4, buffers=1.3333333333333333))
+    """
+    pairs = all_reduce_costs(n, len(make_schedule(n).rounds))
+    if scheme not in pairs:
+        return None
+    best, worst = pairs[scheme]
+    return Cost(worst.rounds - best.rounds, worst.buffers - best.buffers), best
+
+
+def modelled_us(row: StragglerRow, link: Link) -> float | None:
+    """Time after the arrival: the work left, plus the early work that the delay did not hide."""
+    costs = early_and_after(row.carried_by, row.world_size)
+    # Partial sums of narrower gradients travel in fp32, which the table does not know.
+    if costs is None or row.op != CollectiveOp.ALL_REDUCE or row.dtype != "fp32":
+        return None
+    early_s, after_s = (cost.time_s(row.bytes, link) for cost in costs)
+    return (after_s + max(0.0, early_s - row.delay_us * 1e-6)) * 1e6
+
+
+class StragglerRanks(CollectiveRanks):
+    """One rank's part of the bench; see `CollectiveRanks`.
+
+    Args:
+        sweep: the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+        ConfigError: there is no such straggler.
+    """
+
+    def __init__(self, sweep: StragglerSweep, store: Any, rank: int, world_size: int) -> None:
+        self._bench = sweep
+        self._late_rank = sweep.late_rank(world_size)
+        super().__init__(sweep, store, rank, world_size)
+
+    def rows(self, progress: Progress) -> Iterator[StragglerRow]:
+        """Every group with every delay; see `frame.Ranks`.
+
+        Raises:
+            ConfigError: the ranks are on several machines, or a delay is too long.
+        """
+        self._check_clocks()
+        latency_us = self._round_us(LATENCY_BYTES, LATENCY_ROUNDS)
+        link = Link(latency_us * 1e-6, 1 / self._wire_rate())
+        for group in groups_of(self._bench, self.world_size):
+            checked = [self._check(case, self._sleep) for case in each_case(group, progress)]
+            for delay_ms in self._bench.delays_ms:
+                delay_s = self._auto_delay_s(group) if delay_ms is None else delay_ms * 1e-3
+                yield from self._time_group(group, checked, delay_s, link)
+
+    def _check_clocks(self) -> None:
+        """Refuses ranks whose monotonic clocks are not one clock."""
+        kernel = BOOT_ID.read_bytes() if BOOT_ID.is_file() else str(self.rank).encode()
+        digest = int.from_bytes(hashlib.blake2b(kernel, digest_size=7).digest())
+        kernels = set(self._gather(torch.tensor([digest])).view(-1).tolist())
+        if len(kernels) > 1:
+            raise ConfigError(
+                "bench stragglers: the ranks' clocks cannot be compared",
+                expected="all ranks on one machine that runs Linux",
+                got=f"{len(kernels)} kernels",
+                remedy="measure on the test bed: --netbed --mbit R --ranks N",
+            )
+
+    def _auto_delay_s(self, group: Group) -> float:
+        case = reduce_scatter_of(group)
+        bucket = case.bucket(case.normal_values(self.rank).to(self._device), self.world_size)
+        path = self._path(case)
+        times_us = [self._whole(path, bucket, step)["total"] for step in range(1 + DELAY_ROUNDS)]
+        delay_s = AUTO_FACTOR * self._median_us(times_us[1:]) * 1e-6
+        if delay_s >= self._sweep.timeout_s:
+            raise ConfigError(
+                "bench stragglers: the automatic delay is longer than a rank may wait",
+                expected=f"--timeout above {delay_s:.1f} s",
+                got=f"{self._sweep.timeout_s:g} s",
+                remedy="raise --timeout, or lower --max-bytes",
+            )
+        return delay_s
+
+    def _sleep(self, step: int) -> None:
+        """The straggler is late in every other step that is checked."""
+        if self.rank == self._late_rank and step % 2:
+            time.sleep(CHECK_DELAY_S)
+
+    def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
+        return super()._path(case, self._late_rank)
+
+    def _time_group(
+        self, group: Group, checked: Sequence[tuple[int, str]], delay_s: float, link: Link
+    ) -> list[StragglerRow]:
+        """Times the correct cases of a group in turn, and the case that the rule chooses."""
+        named = [(case.scheme, case) for case in group]
+        if self._bench.rule:
+            taken = taken_by_the_rule(group[0], self.world_size, delay_s, link)
+            named.append((RULE, taken))
+            checked = [*checked, self._check(taken, self._sleep)]
+        rows = [
+            StragglerRow.of(
+                case,
+                carried_by,
+                self.world_size,
+                wrong,
+                scheme=name,
+                straggler=self._late_rank,
+                delay_us=delay_s * 1e6,
+                alpha_us=link.alpha_s * 1e6,
+                **self._place,
+            )
+            for (name, case), (wrong, carried_by) in zip(named, checked, strict=True)
+        ]
+        base_N = group[0].normal_values(self.rank).to(self._device)
+        bucket = group[0].bucket(base_N.clone(), self.world_size)
+        right = [index for index, row in enumerate(rows) if not row.wrong]
+        turns = [self._turn(*named[index], bucket, base_N, delay_s) for index in right]
+        figures, share = self._in_turn(turns, self._sweep.warmup, self._sweep.iters)
+        for index, rounds_nRM in zip(right, figures, strict=True):
+            rows[index].measured(rounds_nRM, link).set_load(share)
+        compare(rows)
+        return rows
+
+    def _turn(
+        self, name: str, case: Case, bucket: Bucket, base_N: torch.Tensor, delay_s: float
+    ) -> Turn:
+        """How a row is measured; `dense` is the backend's own, without the plugin."""
+        path = self._path(case)
+        ring_bytes = dense_wire_bytes(bucket, bucket.grad_N.element_size())
+
+        def turn(step: int) -> list[float]:
+            sent = [ring_bytes, bucket.numel]
+            bucket.grad_N.copy_(base_N)
+            self._meet()
+            if self.rank == self._late_rank:
+                time.sleep(delay_s)
+            arrived_s = time.monotonic()
+            if name == "dense":
+                self._dense(case, bucket.grad_N)
+            else:
+                record = path.run(bucket, step)
+                sent = [record.wire_bytes, record.nnz]
+            self._wait_for_device()
+            return [arrived_s, time.monotonic(), *sent]
+
+        return turn
+
+
+def virtual_rows(
+    sweep: StragglerSweep, topology: Topology, progress: Progress
+) -> Iterator[StragglerRow]:
+    """Every group with every delay, on virtual ranks.
+
+    Raises:
+        ConfigError: the ranks do not fit into this machine's memory; there is no such straggler.
+        MegatronSparseError: a collective refuses a case.
+    """
+    n, link = topology.world_size, topology.intra
+    groups = groups_of(sweep, n)
+    check_memory([case for group in groups for case in group], n)
+    for group in groups:
+        for delay_ms in sweep.delays_ms:
+            if delay_ms is None:
+                scatter_s, _ = VirtualRanks(reduce_scatter_of(group), sweep, topology).run_timed()
+            delay_s = AUTO_FACTOR * scatter_s if delay_ms is None else delay_ms * 1e-3
+            rows = [
+                _virtual_row(case.scheme, case, sweep, topology, delay_s)
+                for case in each_case(group, progress)
+            ]
+            if sweep.rule:
+                taken = taken_by_the_rule(group[0], n, delay_s, link)
+                rows.append(_virtual_row(RULE, taken, sweep, topology, delay_s))
+            compare(rows)
+            yield from rows
+
+
+def _virtual_row(
+    name: str, case: Case, sweep: StragglerSweep, topology: Topology, delay_s: float
+) -> StragglerRow:
+    n, link, late = topology.world_size, topology.intra, sweep.late_rank(topology.world_size)
+    ranks = VirtualRanks(case, sweep, topology, late, delay_s)
+    wrong = ranks.count_wrong()
+    row = StragglerRow.of(
+        case,
+        ranks.carried_by,
+        n,
+        wrong,
+        scheme=name,
+        straggler=late,
+        delay_us=delay_s * 1e6,
+        alpha_us=link.alpha_s * 1e6,
+        transport=VIRTUAL,
+        modelled=True,
+    )
+    if wrong:
+        return row
+    ranks = VirtualRanks(case, sweep, topology, late, delay_s)
+    _, records = ranks.run_timed()
+    figures = [
+        [[delay_s if rank == late else 0.0, ranks.clock_s[rank], record.wire_bytes, record.nnz]]
+        for rank, record in enumerate(records)
+    ]
+    return row.measured(torch.tensor(figures, dtype=torch.float64), link)

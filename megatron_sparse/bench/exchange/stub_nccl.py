@@ -1,0 +1,301 @@
+"""`bench bucket --stub-nccl`: the host's time for a bucket when a device does the work.
+
+Needs no GPU. This process is rank 0 of n and runs one bucket through the same code as with NCCL:
+the reducer, its progress thread, and the calls of c10d. But the process group is torch's fake one,
+which moves no data. The peers' messages were recorded on the virtual cluster before; they are
+copied into the receive buffers while the clock is stopped. The bucket is so small that the codecs,
+which run on the CPU here, cost almost nothing compared with the code that calls them.
+
+`dense`, which is one call of c10d, is measured in turn with every scheme, because processors
+differ, and one processor's speed changes from minute to minute. With `scheme.nccl_engine`
+everything runs except for its one call of C++. The times do not include launching kernels, the
+events of the breakdown, and NCCL's work inside its calls.
+
+Messages have fixed sizes (`scheme.capacity`); without them the host would wait for the device
+anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
+from megatron_sparse.bench.exchange.path import BucketPath
+from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table, torch_threads
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import Input
+from megatron_sparse.cuda_ext.nccl_ops import SumCall
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary
+from megatron_sparse.transport.process_group import ProcessGroupTransport
+
+NUMEL_A_RANK = 64
+DENSITY = 0.25
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class StubRow(TableRow):
+    """Medians for one bucket.
+
+    Attributes:
+        scheme: of the bucket.
+        world_size: ranks of the group.
+        posts: calls of c10d that post something.
+        host_cpu_us: processor time of the progress thread.
+        c10d_us: the part of it inside those calls; 0 with the engine, which does not call c10d.
+        dense_us: the same time for a bucket of `dense`, measured in turn.
+        nccl_engine: whether `scheme.nccl_engine` was on.
+    """
+
+    COLUMNS = Columns(
+        "world_size >7 ranks | name <17 scheme | posts >5 | host_cpu_us >8.0f host(us) | "
+        "c10d_us >14.0f of it c10d(us) | dense_us >9.0f dense(us) | "
+        "host_cpu_us/dense_us >11.1f times dense",
+        gap="  ",
+    )
+
+    scheme: str
+    world_size: int
+    posts: int
+    host_cpu_us: float
+    c10d_us: float
+    dense_us: float
+    nccl_engine: bool = False
+
+    @property
+    def name(self) -> str:
+        """The scheme's name, marked if the engine ran it."""
+        return f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
+
+
+def run(sweep: BucketSweep, json_path: Path | None) -> list[StubRow]:
+    """Prints the table, each line as soon as it is measured, and writes it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    print(f"# {describe_cpu(1)}")
+    print("# NCCL calls are stubbed out: no time of launches, of NCCL or of the device")
+    with torch_threads(1):
+        return print_table(StubRow.COLUMNS, rows(sweep), json_path)
+
+
+def rows(sweep: BucketSweep) -> Iterator[StubRow]:
+    """Every case. Replaces the process's default group while it runs."""
+    for n in sweep.ranks:
+        with _fake_group(n):
+            for scheme in sweep.schemes:
+                has_engine = sweep.nccl_engine and SCHEMES[scheme].has_engine
+                for nccl_engine in (False, True) if has_engine else (False,):
+                    yield _measure(sweep, scheme, n, nccl_engine)
+
+
+@contextmanager
+def _fake_group(n: int) -> Generator[None, None, None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=n)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(sweep: BucketSweep, name: str, n: int, nccl_engine: bool) -> StubRow:
+    """Times a scheme in turn with `dense`, so that a slowdown of the machine affects both."""
+    progress = ProgressThread(torch.device("cpu"), TIMEOUT_S)
+    paths = [
+        _StubbedPath(sweep, name, n, progress, nccl_engine),
+        _StubbedPath(sweep, "dense", n, progress, False),
+    ]
+    try:
+        figures = [[path.run() for path in paths] for _ in range(sweep.warmup + sweep.iters)]
+    finally:
+        progress.close()
+        for path in paths:
+            path.transport.close()
+    counted = torch.tensor(figures[sweep.warmup :], dtype=torch.float64)
+    (spent_us, c10d_us), (dense_us, _) = counted.median(0).values.tolist()
+    posts = 1 if nccl_engine else paths[0].transport.posts
+    return StubRow(name, n, posts, spent_us, c10d_us, dense_us, nccl_engine)
+
+
+class _StubbedPath:
+    """One scheme's bucket on rank 0 of n, without peers.
+
+    Args:
+        sweep: the options.
+        name: of the scheme.
+        n: ranks.
+        progress: the thread that runs it.
+        nccl_engine: whether the engine runs it.
+    """
+
+    def __init__(
+        self, sweep: BucketSweep, name: str, n: int, progress: ProgressThread, nccl_engine: bool
+    ) -> None:
+        density = 1.0 if SCHEMES[name].takes is Input.DENSE else DENSITY
+        case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
+        settings = CollectiveSweep(
+            min_bytes=4 * case.numel,
+            max_bytes=4 * case.numel,
+            densities=[density],
+            schemes=[name],
+            capacity=sweep.capacity,
+            timeout_s=TIMEOUT_S,
+        )
+        self.transport = _RankWithoutPeers(_record(case, settings, n), nccl_engine=nccl_engine)
+        self._path = BucketPath(case, settings, Groups(self.transport), progress)
+        self._values_N = case.normal_values(0)
+        self._bucket = case.bucket(self._values_N.clone(), n)
+
+    def run(self) -> tuple[float, float]:
+        """Synchronises the bucket; returns the host's microseconds, and those inside c10d."""
+        self.transport.begin()
+        self._bucket.grad_N.copy_(self._values_N)
+        record = self._path.run(self._bucket, 0)
+        return record.host_cpu_us - 1e6 * self.transport.paused_s, 1e6 * self.transport.c10d_s
+
+
+def _record(case: Case, sweep: CollectiveSweep, n: int) -> list[torch.Tensor]:
+    """The bytes of all messages to rank 0, in the order in which it receives them."""
+    cluster = VirtualCluster(n)
+    recorded = _Recorded(cluster.transports[0])
+
+    def start(transport: Any) -> Generator[Any, None, None]:
+        seen: Any = recorded if transport.rank == 0 else transport
+        bucket = case.bucket(case.normal_values(transport.rank), n)
+        for outcome in BucketPath(case, sweep, Groups(seen)).steps(bucket, 0):
+            yield outcome
+            if transport.rank == 0:
+                recorded.finished(outcome)
+
+    cluster.run(start)
+    return [
+        values.view(torch.uint8).view(-1)
+        for _, pieces in sorted(recorded.came.items())
+        for values in pieces.values()
+    ]
+
+
+class _Recorded:
+    """The data that rank 0 received in each of its exchanges on the virtual cluster."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: dict[object, tuple[int, Sequence[tuple[int, torch.Tensor]]]] = {}
+        self.came: dict[int, dict[int, torch.Tensor]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
+        """Posts it, and remembers where its messages will be."""
+        work = self._transport.exchange(sends, receives, tag)
+        self._under_way[work] = (len(self._under_way), receives)
+        return work
+
+    def finished(self, work: object) -> None:
+        """Copies the data that a work has received."""
+        if work in self._under_way:
+            number, receives = self._under_way[work]
+            self.came[number] = {peer: values.clone() for peer, values in receives}
+
+
+class _NoNccl(NcclLibrary):
+    """A stand-in for NCCL's functions, which this bench never calls."""
+
+    def __init__(self) -> None:
+        self.addresses = (0,) * len(POSTING)
+
+    def unique_id(self) -> bytes:
+        """See `NcclLibrary`."""
+        return b""
+
+    def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
+        """See `NcclLibrary`."""
+        return 0
+
+    def trouble(self, communicator: int) -> str | None:
+        """See `NcclLibrary`."""
+
+    def destroy(self, communicator: int) -> None:
+        """See `NcclLibrary`."""
+
+
+class _Queued:
+    """A stand-in for a CUDA event."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it: always."""
+        return True
+
+
+class _CommunicatorWithoutPeers(NcclCommunicator):
+    """Rank 0's communicator, which stops before the call of C++."""
+
+    @staticmethod
+    def _post(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:
+        summed.arguments(communicator)
+        return torch.zeros(summed.plan.report_words, dtype=torch.int64), 0
+
+    def _record(self) -> _Queued:
+        return _Queued()
+
+
+class _RankWithoutPeers(ProcessGroupTransport):
+    """Rank 0, which posts as with NCCL and receives the recorded messages."""
+
+    def __init__(self, came: Sequence[torch.Tensor], *, nccl_engine: bool) -> None:
+        self._came = came
+        self.begin()
+        assert dist.group.WORLD is not None, "made by the caller"
+        super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), liveness=False)
+        if nccl_engine:
+            self.communicator: NcclCommunicator | None = _CommunicatorWithoutPeers(
+                _NoNccl(),
+                0,
+                self.world_size,
+                self.device,
+                TIMEOUT_S,
+                lambda text: text,
+                self._announce,
+            )
+        self.device = torch.device("cuda")  # from here on it only selects the way of posting
+
+    def begin(self) -> None:
+        """Resets the counts; called before each bucket."""
+        self.posts, self.c10d_s, self.paused_s, self._taken = 0, 0.0, 0.0, 0
+
+    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
+        """See `Transport`. All peers' messages arrive at once."""
+        work = self._counted(lambda: super(_RankWithoutPeers, self).exchange(sends, receives, tag))
+        begun_s = time.thread_time()
+        for _, values in receives:
+            values.view(torch.uint8).view(-1).copy_(self._came[self._taken])
+            self._taken += 1
+        self.paused_s += time.thread_time() - begun_s
+        return work
+
+    def _collective(self, name: str, post: Callable[[], Any]) -> Any:
+        return self._counted(lambda: super(_RankWithoutPeers, self)._collective(name, post))
+
+    def _counted(self, post: Callable[[], Any]) -> Any:
+        begun_s = time.thread_time()
+        work = post()
+        self.c10d_s += time.thread_time() - begun_s
+        self.posts += 1
+        return work

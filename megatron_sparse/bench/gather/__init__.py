@@ -1,1 +1,0 @@
-"""`bench gather`: the all-gather of updated parameters, raw and exact, between ranks."""

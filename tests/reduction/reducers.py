@@ -1,0 +1,73 @@
+"""A reducer of one rank, and gradients whose sums are exact."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_sparse.bucket import Bucket, ParameterSlice
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.recording import NullSink, RecordSink
+from megatron_sparse.reduction.groups import Groups
+from megatron_sparse.reduction.job import Progress
+from megatron_sparse.reduction.reducer import GradientReducer
+
+
+def reducer_of(
+    config: SparseConfig,
+    groups: Groups,
+    sink: RecordSink | None = None,
+    progress: Progress | None = None,
+    *,
+    outcome: Outcome = Outcome.REPORTED,
+) -> GradientReducer:
+    """A reducer with a planner and residuals of its own; `selector.residuals` has these.
+
+    Args:
+        config: as of `GradientReducer`.
+        groups: the ranks.
+        sink: receives the records.
+        progress: None for virtual ranks, which run `synchronise` themselves.
+        outcome: `REPORTED` keeps undo copies, and leaves selections pending.
+    """
+    residuals = ResidualStore(
+        RESIDUAL_DTYPES[config.compression.residual_dtype],
+        undo=outcome is Outcome.REPORTED,
+        outcome=outcome,
+    )
+    planner = planner_of(config, logs=False)
+    sink = sink or NullSink()
+    return GradientReducer(config, groups, planner, residuals, sink, progress)  # type: ignore
+
+
+def integers(
+    pieces: Sequence[ParameterSlice], numel: int, seed: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A gradient of small integers, exact in every dtype; zero in the padding."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn_N = torch.randint(-9, 10, (numel,), generator=generator).to(dtype)
+    mask_N = torch.zeros(numel, dtype=torch.bool)
+    for piece in pieces:
+        mask_N[piece.start : piece.stop] = True
+    return drawn_N * mask_N
+
+
+def residual_of(reducer: GradientReducer, bucket: Bucket) -> torch.Tensor:
+    """A copy of the residual of this rank's part, fp32; zeros if it keeps none."""
+    part, residuals = reducer.part(bucket), reducer.selector.residuals
+    if part.name not in residuals:
+        return torch.zeros(part.numel)
+    return residuals[part.name].float().clone()
+
+
+def in_place(bucket: Bucket, part: Bucket, part_M: torch.Tensor) -> torch.Tensor:
+    """Values of a part's parameters, at their places in the bucket; zero elsewhere."""
+    starts = {piece.name: piece.start for piece in bucket.parameters}
+    whole_N = torch.zeros(bucket.numel)
+    for piece in part.parameters:
+        start = starts[piece.name] + piece.offset
+        whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
+    return whole_N
