@@ -82,7 +82,7 @@ def test_a_row_for_each_way_to_gather_parameters(runs, tmp_path):
     given = options(
         tmp_path / "out",
         schemes=["plain", "dense"],
-        parameters=["raw", "exact"],
+        methods=["raw", "exact"],
         overrides=["training.use_distributed_optimizer=true"],
     )
     assert [row["parameters"] for row in training.run(given)] == [None, "raw", "exact"]

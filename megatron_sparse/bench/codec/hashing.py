@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES, KEY, STEP, Case, Task, differing
+from megatron_sparse.bench.table import Action
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash, row_sparse
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
@@ -85,7 +86,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     records = encode()
     used = sum(record.numel() for record in records)
     moved = grad_N.nbytes + used
-    in_torch = {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]}
+    in_torch: dict[str, Action] = {
+        "torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]
+    }
     yield Task("encode", case.form, moved, wrong, encode, lambda: grad_N.sum(), in_torch)
 
     acc_N = torch.zeros(case.numel, device=case.device)
@@ -99,7 +102,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     wrong += _unequal(acc_N, grad_N.float())
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
-    index_add = {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)}
+    index_add: dict[str, Action] = {
+        "torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)
+    }
     moved = used + 2 * case.touched_bytes(grad_N)
     yield Task("decode_add", case.form, moved, wrong, decode_add, peers=index_add)
 

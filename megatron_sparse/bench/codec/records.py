@@ -10,7 +10,7 @@ On a GPU the compiled ops are called directly. Their times leave out the few wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +32,8 @@ from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_NAMES, HEADER_BYTES
 
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond an element."""
+type Encoder = Callable[[], torch.Tensor]
+"""A timed call; returns the bytes of the record, or on a GPU the op's report."""
 SUMMED = 4
 """Messages that `decode_sum` adds up."""
 
@@ -39,7 +41,7 @@ SUMMED = 4
 class Codec:
     """The calls of `ops` for one record, and their memory.
 
-    Memory is written here, so that its pages exist. The encoders' calls return the record's bytes.
+    Memory is written here, so that its pages exist.
     """
 
     def __init__(self, case: Case) -> None:
@@ -60,13 +62,13 @@ class Codec:
 
     def prune_encode(
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
-    ) -> Action:
+    ) -> Encoder:
         """With leak 0 only rounding errors stay in the residual: all rounds see almost the same."""
         encoder = ops.rice_prune_encode if self.is_rice else ops.prune_encode
         pruning = self.pruning(residual_N, leak)
         return lambda: encoder(grad_N, pruning, self.segments, self.spec, self.out, self.scratch)[0]
 
-    def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Action:
+    def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Of a gradient with so many elements that are not zero."""
         given = self.spec, self.out, self.scratch
         if self.is_rice:
@@ -101,13 +103,13 @@ class DeviceCodec(Codec):
 
     def prune_encode(
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
-    ) -> Action:
+    ) -> Encoder:
         """As `Codec`'s."""
         selected = self.device_offsets, self.threshold_R, leak, KEY
         op = overload("prune_encode_records")
         return partial(op, grad_N, residual_N, *selected, *self.written)
 
-    def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Action:
+    def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """As `Codec`'s; the op counts for itself."""
         return partial(overload("encode_records"), pruned_N, *self.written)
 

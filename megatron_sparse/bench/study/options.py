@@ -84,8 +84,12 @@ class TrainingOptions(StudyOptions):
     densities: Sequence[float] = option(
         "0.01", "Fractions sent.", parse_densities, flag="--density"
     )
-    parameters: Sequence[str] = option(
-        "auto", "Values of parameters.method.", parse_names, metavar="METHOD,..."
+    methods: Sequence[str] = option(
+        "auto",
+        "Values of parameters.method.",
+        parse_names,
+        flag="--parameters",
+        metavar="METHOD,...",
     )
     levels: Sequence[str] = option(
         RANK, "Values of compression.level.", parse_names, flag="--level", metavar="LEVEL,..."
@@ -111,7 +115,7 @@ class TrainingOptions(StudyOptions):
             "bench training",
             [
                 known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
-                known("parameters", self.parameters, METHODS),
+                known("parameters", self.methods, METHODS),
                 at_least("ranks", self.ranks, 1),
                 at_least("warmup", self.warmup, 0),
                 at_least("iters", self.iters, 1),

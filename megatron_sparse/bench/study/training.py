@@ -153,7 +153,7 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
             if scheme == PLAIN:
                 yield Variant(scheme, density, None)
                 continue
-            for parameters, level in product(options.parameters, options.levels):
+            for parameters, level in product(options.methods, options.levels):
                 if level == RANK or not dense:
                     yield Variant(scheme, density, parameters, level)
 
