@@ -5,6 +5,7 @@ They import what they need when they run, as those that `cli.main` lists.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -75,18 +76,19 @@ def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
 @command(bench, "The all-gather of updated parameters, raw and exact, with their bits compared.")
 def gather(sweep: GatherSweep, place: NodePlace, json: JsonFile = None) -> None:
     """Exits with 1 when a bit comes out wrong: see docs/parameter-gather.md."""
-    from importlib import import_module
+    from megatron_sparse.bench.exchange.frame import run
+    from megatron_sparse.bench.exchange.gather import GatherBench
 
-    raise typer.Exit(import_module("megatron_sparse.bench.exchange.gather").run(sweep, place, json))
+    raise typer.Exit(run(GatherBench, sweep, place, json))
 
 
 @command(bench, "Row-sparse all-reduce beside torch's sparse and dense ones; see docs/ddp.md.")
 def row_sparse(sweep: RowSparseSweep, place: LinkPlace, json: JsonFile = None) -> None:
     """Exits with 1 when a sum is wrong."""
-    from importlib import import_module
+    from megatron_sparse.bench.exchange.frame import run
+    from megatron_sparse.bench.exchange.row_sparse import RowSparseBench
 
-    runner = import_module("megatron_sparse.bench.exchange.row_sparse")
-    raise typer.Exit(runner.run(sweep, place, json))
+    raise typer.Exit(run(RowSparseBench, sweep, place, json))
 
 
 @bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")
@@ -152,9 +154,10 @@ def bucket(sweep: BucketSweep, json: JsonFile = None) -> None:
 @command(bench, "Collectives, dense gradient to dense sum, beside the backend's dense one.")
 def collectives(sweep: CollectiveSweep, place: NodePlace, json: JsonFile = None) -> None:
     """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/testbed.md."""
-    from megatron_sparse.bench.exchange import collectives as runner
+    from megatron_sparse.bench.exchange.collectives import CollectiveBench
+    from megatron_sparse.bench.exchange.frame import run
 
-    raise typer.Exit(runner.run(sweep, place, json))
+    raise typer.Exit(run(CollectiveBench, sweep, place, json))
 
 
 @command(bench, "Time from the last rank's arrival to the end, scheme by scheme.")
@@ -170,9 +173,10 @@ def stragglers(
     json: JsonFile = None,
 ) -> None:
     """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/stragglers.md."""
-    from megatron_sparse.bench.exchange import stragglers as runner
+    from megatron_sparse.bench.exchange.frame import run
+    from megatron_sparse.bench.exchange.stragglers import StragglerBench
 
-    raise typer.Exit(runner.run(sweep, place, json, figure))
+    raise typer.Exit(run(StragglerBench, replace(sweep, figure=figure), place, json))
 
 
 @command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")

@@ -32,23 +32,14 @@ def run_loopback(ranks: int, bench: str, *arguments: str) -> int:
     return local_ranks.run_loopback(local_ranks.command_line(["bench", bench, *arguments]), ranks)
 
 
-def run_virtual(bench, topology, path=None):
+def run_virtual(bench, cases, topology, path=None):
     """The JSON objects of a bench's rows on virtual ranks."""
-    return [row.to_dict() for row in frame.run_virtual(bench, topology, path)]
+    return [row.to_dict() for row in frame.run_virtual(bench, cases, topology, path)]
 
 
 def read_rows(path):
     """The JSON objects that a bench has written."""
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_mistake(capsys, words: str, bench: str, *arguments: str) -> None:
-    """A mistake ends the command with one typed error that has these words."""
-    assert run_cli(bench, *arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert words in error
-    assert "Traceback" not in error
 
 
 def break_scheme(monkeypatch, name: str, change) -> None:

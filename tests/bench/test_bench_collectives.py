@@ -13,6 +13,7 @@ import torch
 
 from megatron_sparse.bench.exchange import collectives
 from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import MEASURED, Row, codec_bytes, payload_rate
@@ -49,7 +50,7 @@ def sweep(**changed) -> CollectiveSweep:
 
 def run_virtual(n=4, path=None, **changed):
     topology = Topology.even(n, 2, LINK, LINK)
-    return running.run_virtual(collectives.bench_of(sweep(**changed)), topology, path)
+    return running.run_virtual(CollectiveBench, sweep(**changed), topology, path)
 
 
 def run_cli(*arguments: str) -> int:
@@ -355,46 +356,3 @@ class TestLoopback:
         error = capfd.readouterr().err
         assert error.count("error:") == 1, error
         assert "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--scheme=telepathy"], "direct"),
-        (["--dtype=fp8"], "fp32"),
-        (["--op=gather"], "all_reduce"),
-        (["--density=2"], "(0, 1]"),
-        (["--min-bytes=2M", "--max-bytes=1M"], "64 to max_bytes"),
-        (["--min-bytes=64", "--max-bytes=64", "--ranks=100"], "--min-bytes"),
-        (["--format=zip"], "pici"),
-        (["--value-bits=5"], "32 | 8 | 4 | 3 | 2"),
-        (["--value-bits=q4"], "such as 2,4,8"),
-        (["--sum-bits=1"], "8 | 4 | 3 | 2"),
-        (["--value-bits=4", "--format=coo", "--virtual", "--scheme=direct"], "auto | rice"),
-        (["--timeout=0"], "above 0"),
-        (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
-        (["--netbed"], "--mbit R"),
-        (["--netbed", "--mbit=100", "--virtual"], "--virtual"),
-        (["--scheme=ssar_rd", "--op=reduce_scatter"], "nothing to measure"),
-        (["--nccl-engine"], "without a capacity"),
-        (["--level=rack"], "rank | node"),
-        (["--level=node", "--no-prune"], "rank with --no-prune"),
-        (["--nccl-engine", "--capacity=1.25", "--virtual"], "virtual ranks have no NCCL"),
-        (["--ranks=2", "--ranks-per-node=2"], "expected: --netbed or --virtual"),
-    ],
-)
-def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    running.check_mistake(capsys, words, "collectives", *arguments)
-
-
-def test_ranks_must_be_those_that_were_started(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    running.check_mistake(capsys, "--ranks", "collectives", "--ranks=3")
-
-
-def test_no_test_bed_outside_of_a_checkout(monkeypatch, tmp_path, capsys):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(local_ranks, "NETBED", tmp_path / "netbed.sh")
-    running.check_mistake(capsys, "checkout", "collectives", "--netbed", "--mbit=100")

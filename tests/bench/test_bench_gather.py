@@ -5,17 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.gather import virtual_rows
+from megatron_sparse.bench.exchange.gather import GatherBench
 from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.parameters import price
 from megatron_sparse.transport import Link, Topology
-from tests.bench.running import check_mistake, read_rows, run_cli
+from tests.bench.running import read_rows, run_cli
 
 INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
 
 
 def rows(topology, **sweep):
-    return list(virtual_rows(GatherSweep(elements=100_000, **sweep), topology, lambda *_: None))
+    cases = GatherSweep(elements=100_000, **sweep)
+    return list(GatherBench.virtual_rows(cases, topology, lambda *_: None))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -74,5 +75,13 @@ def test_between_ranks(tmp_path):
     assert row["across_bytes"] is None
 
 
-def test_one_rank_is_refused(capsys):
-    check_mistake(capsys, "2 or more", "gather", "--virtual", "--ranks", "1")
+def test_row_sparse_sums_are_right_and_timed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    size = ["--num-rows=200", "--width=8", "--rows=64", "--iters=2", "--warmup=0"]
+    assert run_cli("row-sparse", "--ranks=2", *size, f"--json={path}") == 0
+    rows = read_rows(path)
+    assert {row["version"].split()[0] for row in rows} == {"row_sparse", "torch"}
+    for row in rows:
+        assert (row["wrong"], row["world_size"], row["numel"]) == (0, 2, 1600)
+        assert row["time_us"] > 0
+        assert row["wire_bytes"] > 0

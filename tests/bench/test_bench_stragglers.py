@@ -8,14 +8,13 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange import stragglers
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.options import STRAGGLER_SCHEMES, StragglerSweep
 from megatron_sparse.bench.exchange.straggler_figure import draw
 from megatron_sparse.bench.exchange.stragglers import (
     AUTO_FACTOR,
     RULE,
-    StragglerRanks,
+    StragglerBench,
     StragglerRow,
     compare,
     modelled_us,
@@ -35,8 +34,8 @@ DENSE = ("dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"
 
 def run_virtual(n, delays_ms, path=None, figure=None, **changed):
     fields = {"min_bytes": 2**18, "max_bytes": 2**18, "densities": [0.02], "delays_ms": delays_ms}
-    bench = stragglers.bench_of(StragglerSweep(**fields | changed), figure)
-    rows = running.run_virtual(bench, Topology((n,), LINK, LINK), path)
+    sweep = StragglerSweep(figure=figure, **fields | changed)
+    rows = running.run_virtual(StragglerBench, sweep, Topology((n,), LINK, LINK), path)
     return {(row["scheme"], round(row["delay_us"])): row for row in rows}, rows
 
 
@@ -222,27 +221,10 @@ def test_ranks_over_loopback(tmp_path):
 
 
 def test_ranks_of_several_machines_are_refused():
-    ranks = StragglerRanks.__new__(StragglerRanks)
+    ranks = StragglerBench.__new__(StragglerBench)
     ranks.rank = 0
     ranks._gather = lambda own: torch.stack([own, own + 1])
     with pytest.raises(ConfigError, match="clocks cannot be compared"):
         ranks._check_clocks()
     ranks._gather = lambda own: torch.stack([own, own])
     ranks._check_clocks()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--delay-ms=soon"], "--delay-ms"),
-        (["--delay-ms=-1"], "0 to less than"),
-        (["--delay-ms=2000", "--timeout=1"], "0 to less than"),
-        (["--straggler=4", "--ranks=4"], "0 to 3"),
-        (["--scheme=telepathy"], "straggler"),
-        (["--netbed"], "--mbit R"),
-        (["--json=no/such/folder/rows.jsonl"], "no folder no/such/folder"),
-    ],
-)
-def test_mistakes_are_one_error(arguments, words, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    running.check_mistake(capsys, words, "stragglers", *arguments)

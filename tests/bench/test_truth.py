@@ -10,7 +10,6 @@ import torch
 from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bench.exchange.truth import Setting
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate import gradients
@@ -19,7 +18,7 @@ from megatron_sparse.sparsity.characteristics import profile_of
 
 def setting(codec_rate=None, n=4, full_numel=2**20) -> Setting:
     where, op = find("perlmutter"), CollectiveOp.ALL_REDUCE
-    return Setting.on(where, n, codec_rate, SchemeConfig(), op, full_numel)
+    return Setting(where, n, codec_rate, op, full_numel)
 
 
 def given(n=4, numel=2**16):
@@ -52,7 +51,8 @@ def test_a_small_bucket_stands_for_a_large_one():
 
 def test_the_host_is_charged_for_each_message():
     free = setting()
-    hosted = replace(free, host_s_per_message=1.0, host_s_per_bucket=7.0)
+    hosts = replace(free.cluster, host_s_per_message=1.0, host_s_per_bucket=7.0)
+    hosted = replace(free, cluster=hosts)
     # Three rounds there and three back; two agreements of three messages each.
     assert truth.run("direct", given(), hosted).total_s == pytest.approx(
         7 + 6 + 6 + truth.run("direct", given(), free).total_s, abs=1e-3

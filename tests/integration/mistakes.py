@@ -188,7 +188,6 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _without("jinja2", "report made", "megatron-sparse[figures]"),
         _without("matplotlib", "bench convergence --figures pictures", "megatron-sparse[figures]"),
         _without("scipy", "bench planner --quick", "megatron-sparse[figures]"),
-        _without("scipy", "bench cost-models", "megatron-sparse[figures]"),
         _without("scipy", "simulate --paper zen", "megatron-sparse[figures]"),
         _without("wandb_workspaces", "dashboard me/mine", "megatron-sparse[dashboard]"),
         _without("tokenizers", "corpus --kind code --out corpus", "megatron-sparse[train]"),

@@ -86,7 +86,7 @@ def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> dict[str, Any]
     for _ in range(STEPS):
         toy.step()
     gradients = [bucket.grad_N for bucket in attachment.buckets]
-    roots = [attachment.method, *attachment._reducers.values(), *attachment.buckets]
+    roots = [attachment.residuals, *attachment._reducers.values(), *attachment.buckets]
     result = {
         "account": account.nbytes,
         "parameters": account.parameters,

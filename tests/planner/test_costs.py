@@ -112,7 +112,7 @@ def test_one_rank_needs_no_network(scheme, op):
 def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: int) -> list[float]:
     """Seconds that the network takes: predicted, and on a virtual cluster."""
     given = stratified(n, 0.05, numel)
-    setting = Setting.on(where, n, None, OPTIONS, op, numel)
+    setting = Setting(where, n, None, op, numel)
     taken_s = truth.run(scheme, given, setting).total_s
     found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
     return [found.network_s, taken_s]

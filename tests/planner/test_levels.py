@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bucket import CollectiveOp
@@ -23,7 +24,6 @@ from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.transport import Link
-from tests.planner import level_truth
 from tests.planner.planned import a_bucket, a_planner
 from tests.reduction.virtual_level import VirtualRanks
 
@@ -183,12 +183,21 @@ def test_the_virtual_cluster_agrees(name, inside, nodes, op):
     numel = max(4096 * nodes, 2**16)  # whole tiles a shard
     model = gradients.uniform(numel, density)
     parts = [model.gradient(node) for node in range(nodes)]
+    # A node's gradient is on one of its ranks, so that its sum has the density that is asked for;
+    # all lanes have the same part, as `reduction.level` cuts them.
+    if op is CollectiveOp.ALL_REDUCE:
+        whole = [part.repeat(inside) for part in parts]
+    else:
+        cut = [part.view(nodes, 1, -1) for part in parts]
+        whole = [part.expand(nodes, inside, -1).flatten() for part in cut]
+    given = [w if not rank else torch.zeros_like(w) for w in whole for rank in range(inside)]
+    level = NODE if inside > 1 else RANK
     profile = truth.at_full_size(SparsityProfile.uniform(numel, density, nodes), lane.numel)
     rate = MACHINES[name][0].codec_rate
-    setting = truth.Setting.on(cluster, inside * nodes, rate, OPTIONS, op, full_numel)
+    setting = truth.Setting(cluster, inside * nodes, rate, op, full_numel)
     for scheme in ("dense", "direct", "ssar_rd"):
         if op in SCHEMES[scheme].ops:
-            taken_s = level_truth.run_at_node(scheme, parts, setting).total_s
+            taken_s = truth.run(scheme, given, setting, level).total_s
             within_s = inside_s(shape, cluster, inside, grouped=True)
             found_s = within_s + predict(scheme, lane, profile, cluster, OPTIONS).total_s
             assert found_s == pytest.approx(taken_s, rel=0.1), scheme

@@ -44,11 +44,18 @@ def reducer_of(
 
 
 def integers(
-    pieces: Sequence[ParameterSlice], numel: int, seed: int, dtype: torch.dtype = torch.float32
+    pieces: Sequence[ParameterSlice],
+    numel: int,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    largest: int = 9,
 ) -> torch.Tensor:
-    """A gradient of small integers, exact in every dtype; zero in the padding."""
+    """A gradient of small integers, exact in every dtype; zero in the padding.
+
+    Up to `largest` = 7 they are exact in 4 bits too.
+    """
     generator = torch.Generator().manual_seed(seed)
-    drawn_N = torch.randint(-9, 10, (numel,), generator=generator).to(dtype)
+    drawn_N = torch.randint(-largest, largest + 1, (numel,), generator=generator).to(dtype)
     mask_N = torch.zeros(numel, dtype=torch.bool)
     for piece in pieces:
         mask_N[piece.start : piece.stop] = True

@@ -69,7 +69,7 @@ def _parameters():
 
 def _gradient(rank, round_, dtype):
     """Different on each rank, and in each round."""
-    return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype)
+    return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype, largest=7)
 
 
 def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0, timeout_s=30):

@@ -17,7 +17,8 @@ RANKS = 2
 BENCH = """
 import sys
 from pathlib import Path
-from megatron_sparse.bench.exchange.collectives import run
+from megatron_sparse.bench.exchange.collectives import CollectiveBench
+from megatron_sparse.bench.exchange.frame import run
 from megatron_sparse.bench.exchange.options import CollectiveSweep, NodePlace
 
 sweep = CollectiveSweep(
@@ -33,7 +34,7 @@ sweep = CollectiveSweep(
     iters=2,
     timeout_s=60.0,
 )
-sys.exit(run(sweep, NodePlace(), Path(sys.argv[2])))
+sys.exit(run(CollectiveBench, sweep, NodePlace(), Path(sys.argv[2])))
 """
 """Not by the command line: a bare GPU machine lacks Typer."""
 

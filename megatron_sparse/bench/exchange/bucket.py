@@ -34,7 +34,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_sparse.bench.exchange.case import Case, cases_of
-from megatron_sparse.bench.exchange.collectives import CollectiveRanks
+from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.frame import print_head
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
@@ -102,7 +102,7 @@ class BucketRow(TableRow):
         return (shorter + longer - self.both_us) / shorter
 
 
-class BucketBench(CollectiveRanks):
+class BucketBench(CollectiveBench[CollectiveSweep]):
     """A group of this process alone; see the module's docstring.
 
     Args:
@@ -111,8 +111,7 @@ class BucketBench(CollectiveRanks):
     """
 
     def __init__(self, sweep: BucketSweep, codec: str) -> None:
-        self._options, self._codec = sweep, codec
-        has_slots = codec != "torch"
+        self._codec, has_slots = codec, codec != "torch"
         cases = CollectiveSweep(
             min_bytes=sweep.min_bytes,
             max_bytes=sweep.max_bytes,
@@ -120,13 +119,15 @@ class BucketBench(CollectiveRanks):
             schemes=sweep.schemes,
             capacity=sweep.capacity if has_slots else None,
             nccl_engine=sweep.nccl_engine and has_slots,
+            warmup=sweep.warmup,
+            iters=sweep.iters,
         )
         super().__init__(cases, HashStore(), 0, 1)
 
     def bucket_rows(self) -> Iterator[BucketRow]:
         """A row for each size and scheme."""
         queues = os.environ.get(QUEUES)
-        for case in cases_of(self._sweep, 1):
+        for case in cases_of(self._cases, 1):
             show_progress(f"{case.nbytes} B")
             wrong, carried_by = self._check(case)
             row = BucketRow(
@@ -165,7 +166,7 @@ class BucketBench(CollectiveRanks):
         row.both_us = self._median(lambda: synchronise(busy), refill)
         row.host_us = median(
             self._host_us(lambda: reducer.start(bucket, step), refill)
-            for _ in range(self._options.iters)
+            for _ in range(self._cases.iters)
         )
         row.waits = self._waits(bucket, synchronise, refill)
 
@@ -178,7 +179,7 @@ class BucketBench(CollectiveRanks):
             before()
             return [self._timed(action)]
 
-        (times_1R1,), _ = self._in_turn([turn], self._options.warmup, self._options.iters)
+        (times_1R1,), _ = self._in_turn([turn], self._cases.warmup, self._cases.iters)
         return median(times_1R1.flatten().tolist())
 
     def _busy(self, time_us: float) -> Callable[[], object]:

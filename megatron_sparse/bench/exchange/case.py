@@ -183,7 +183,7 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
     Raises:
         ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
     """
-    cases = list(_cases(sweep, world_size))
+    cases = list(dict.fromkeys(_cases(sweep, world_size)))
     if not cases:
         raise ConfigError(
             "bench collectives: there is nothing to measure",
@@ -195,6 +195,7 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
 
 
 def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
+    """Dense schemes come again with every density and number of bits: the same case."""
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
         numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
         if numel == 0:
@@ -204,18 +205,15 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
                 got=f"{size} bytes of {dtype}",
                 remedy="raise --min-bytes",
             )
-        for (i, target), (j, given) in product(
-            enumerate(sweep.densities), enumerate(sweep.value_bits)
+        for target, given, scheme, level in product(
+            sweep.densities, sweep.value_bits, sweep.schemes, sweep.levels
         ):
-            bits = None if given == WHOLE_BITS else given
-            for scheme, level in product(sweep.schemes, sweep.levels):
-                runs = level == RANK or not _is_for_ranks(scheme)
-                if runs and _runs(scheme, op, bits, is_first=(not i, not j)):
-                    known = SCHEMES.get(scheme)
-                    density = 1.0 if known is not None and known.takes_all else target
-                    own = None if known is not None and known.takes is Input.DENSE else bits
-                    sum_bits = _sum_bits(sweep, scheme, op, bits)
-                    yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
+            known, bits = SCHEMES.get(scheme), None if given == WHOLE_BITS else given
+            if _runs(scheme, op, bits) and (level == RANK or not _is_for_ranks(scheme)):
+                density = 1.0 if known is not None and known.takes_all else target
+                own = None if known is not None and known.takes is Input.DENSE else bits
+                sum_bits = _sum_bits(sweep, scheme, op, bits)
+                yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
 
 
 def _is_for_ranks(scheme: str) -> bool:
@@ -238,20 +236,11 @@ def _sum_bits(
     return sweep.sum_bits if gathers else None
 
 
-def _runs(scheme: str, op: CollectiveOp, bits: int | None, is_first: tuple[bool, bool]) -> bool:
-    """Whether a scheme has the operation and the bits, and has not run alike already.
-
-    Args:
-        scheme: its name, or `auto`.
-        op: the operation.
-        bits: of values; None for whole ones.
-        is_first: whether the density and the bits are the sweep's first.
-    """
-    known, (first_density, first_bits) = SCHEMES.get(scheme), is_first
+def _runs(scheme: str, op: CollectiveOp, bits: int | None) -> bool:
+    """Whether a scheme has the operation and the bits of values; None for whole ones."""
+    known = SCHEMES.get(scheme)
     if known is None:
         return True
     if op not in known.ops or (bits is not None and known.own_format is not None):
         return False
-    if known.sends_whole:
-        return first_density and bits in (None, *DENSE_VALUE_BITS)
-    return not known.takes_all or (first_density and first_bits)
+    return not known.sends_whole or bits in (None, *DENSE_VALUE_BITS)

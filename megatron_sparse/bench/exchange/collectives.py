@@ -15,23 +15,21 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of
-from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
-from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import CollectiveSweep, Place
+from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
 from megatron_sparse.bench.exchange.row import MEASURED, Row, figures_of, payload_rate
 from megatron_sparse.bench.host_load import free_memory_bytes
-from megatron_sparse.bench.rank_group import RankGroup, typed
-from megatron_sparse.bench.table import Progress
+from megatron_sparse.bench.rank_group import typed
+from megatron_sparse.bench.table import Progress, TableRow
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
@@ -53,46 +51,13 @@ BYTES_AN_ELEMENT = 40
 messages."""
 
 
-def run(sweep: CollectiveSweep, place: Place, json_path: Path | None) -> int:
-    """Measures a sweep; returns the exit code, 1 where a row is wrong. See `frame.run`."""
-    if sweep.nccl_engine and place.virtual:
-        raise ConfigError(
-            "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
-            expected="one of them",
-            got="both",
-            remedy="leave out --nccl-engine",
-        )
-    return run_bench(bench_of(with_rate(sweep)), place, json_path)
+class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
+    """See the module's docstring."""
 
+    NAME, ROW = "collectives", Row
 
-def bench_of(sweep: CollectiveSweep) -> Bench:
-    """The bench of a sweep."""
-    return Bench(
-        name="collectives",
-        columns=Row.COLUMNS,
-        options=sweep,
-        check=lambda ranks: cases_of(sweep, ranks),
-        ranks=lambda *group: CollectiveRanks(sweep, *group),
-        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
-    )
-
-
-class CollectiveRanks(RankGroup):
-    """One rank's part of the bench; see `RankGroup`.
-
-    Args:
-        sweep: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
-
-    Raises:
-        CommunicationError: the ranks cannot reach one another.
-    """
-
-    def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
-        self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size, nccl_engine=sweep.nccl_engine)
+    def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
+        super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
         self._place = {"transport": self.backend, "mbit": sweep.mbit}
         self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
@@ -102,10 +67,22 @@ class CollectiveRanks(RankGroup):
             transport.close(broken=kind is not None)
         super().__exit__(kind, *rest)
 
-    def rows(self, progress: Progress) -> Iterator[Any]:
-        """Every case; see `frame.Ranks`."""
+    @classmethod
+    def check(cls, cases: Sweep, ranks: int, *, virtual: bool) -> None:
+        """See `Bench`."""
+        if cases.nccl_engine and virtual:
+            raise ConfigError(
+                "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
+                expected="one of them",
+                got="both",
+                remedy="leave out --nccl-engine",
+            )
+        cases_of(cases, ranks)
+
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
         wire_rate = self._wire_rate()
-        for case in each_case(cases_of(self._sweep, self.world_size), progress):
+        for case in each_case(cases_of(self._cases, self.world_size), progress):
             wrong, carried_by = self._check(case)
             place = self._place | {"level": case.level}
             row = Row.of(case, carried_by, self.world_size, wrong, **place)
@@ -113,10 +90,27 @@ class CollectiveRanks(RankGroup):
                 self._time(case, row, wire_rate)
             yield row
 
+    @classmethod
+    def virtual_rows(
+        cls, cases: Sweep, topology: Topology, progress: Progress
+    ) -> Iterable[TableRow]:
+        """See `Bench`."""
+        n = topology.world_size
+        made = cases_of(cases, n)
+        check_memory(made, n)
+        for case in each_case(made, progress):
+            ranks = VirtualRanks(case, cases, topology)
+            wrong = ranks.count_wrong()
+            place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
+            row = Row.of(case, ranks.carried_by, n, wrong, **place)
+            if not wrong:
+                _model(case, row, cases, topology)
+            yield row
+
     def _wire_rate(self) -> float:
         """Payload bytes a second that each rank's link carries, measured unless it is known."""
-        if self._sweep.mbit is not None:
-            return payload_rate(self._sweep.mbit)
+        if self._cases.mbit is not None:
+            return payload_rate(self._cases.mbit)
         return LINK_BYTES / self._round_us(LINK_BYTES, LINK_ROUNDS) * 1e6
 
     def _round_us(self, nbytes: int, rounds: int) -> float:
@@ -172,7 +166,7 @@ class CollectiveRanks(RankGroup):
 
     def _time(self, case: Case, row: Row, wire_rate: float) -> None:
         """Fills in the row's times."""
-        sweep, path = self._sweep, self._path(case)
+        sweep, path = self._cases, self._path(case)
         base_N = case.normal_values(self.rank).to(self._device)
         bucket = case.bucket(base_N.clone(), self.world_size)
         spare_N = base_N.clone()
@@ -217,11 +211,11 @@ class CollectiveRanks(RankGroup):
 
     def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
         groups = self._groups(case)
-        return BucketPath(case, self._sweep, groups, self._progress, straggler)
+        return BucketPath(case, self._cases, groups, self._progress, straggler)
 
     def _groups(self, case: Case) -> Groups:
         """All ranks, and at level `node` this rank's node and lane. Collective."""
-        config = case.config(self._sweep, straggler=self.world_size - 1)
+        config = case.config(self._cases, straggler=self.world_size - 1)
         choice = choose_level(config, self._transport.nodes)
         if choice.level != NODE:
             return Groups(self._transport)
@@ -242,26 +236,6 @@ class CollectiveRanks(RankGroup):
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
             typed(lambda: _reduce_scatter(own_M, values_N))
-
-
-def virtual_rows(sweep: CollectiveSweep, topology: Topology, progress: Progress) -> Iterator[Row]:
-    """Every case on virtual ranks.
-
-    Raises:
-        ConfigError: the ranks do not fit into this machine's memory.
-        MegatronSparseError: a collective refuses a case.
-    """
-    n = topology.world_size
-    cases = cases_of(sweep, n)
-    check_memory(cases, n)
-    for case in each_case(cases, progress):
-        ranks = VirtualRanks(case, sweep, topology)
-        wrong = ranks.count_wrong()
-        place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
-        row = Row.of(case, ranks.carried_by, n, wrong, **place)
-        if not wrong:
-            _model(case, row, sweep, topology)
-        yield row
 
 
 def _model(case: Case, row: Row, sweep: CollectiveSweep, topology: Topology) -> None:

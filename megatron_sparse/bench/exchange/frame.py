@@ -11,17 +11,16 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar
 
 import torch
 
 from megatron_sparse.bench.exchange.options import Place, Rounds
-from megatron_sparse.bench.rank_group import as_rank
+from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.table import (
-    Columns,
     Progress,
     TableRow,
     print_table,
@@ -37,25 +36,30 @@ from megatron_sparse.transport import Link, Topology
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 
-type Rows = list[Any]
-"""`TableRow`s; every bench knows its own."""
 
+class Bench[Cases: Rounds](RankGroup):
+    """A bench, and one rank's part of it between real ranks.
 
-class Ranks(Protocol):
-    """One rank's part of a bench: a `RankGroup` with rows."""
+    Args:
+        cases: its options, the same on every rank.
+        store: where the ranks meet.
+        rank: of this process.
+        world_size: processes.
+        nccl_engine: `scheme.nccl_engine`.
 
-    rank: int
-    world_size: int
-    backend: str
+    Raises:
+        CommunicationError: the ranks cannot reach one another.
+    """
 
-    @property
-    def nodes(self) -> set[int]:
-        """See `RankGroup`."""
-        ...
+    NAME: ClassVar[str]
+    """Of the command."""
+    ROW: ClassVar[type[TableRow]]
 
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *error: Any) -> None: ...
+    def __init__(
+        self, cases: Cases, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
+    ) -> None:
+        self._cases = cases
+        super().__init__(cases.timeout_s, store, rank, world_size, nccl_engine=nccl_engine)
 
     def rows(self, progress: Progress) -> Iterator[TableRow]:
         """Every case, on every rank; the rows are the same on all.
@@ -64,89 +68,73 @@ class Ranks(Protocol):
             CommunicationError: a rank is gone or does something else.
             MegatronSparseError: a collective refuses a case.
         """
-        ...
+        raise NotImplementedError
+
+    @classmethod
+    def virtual_rows(
+        cls, cases: Cases, topology: Topology, progress: Progress
+    ) -> Iterable[TableRow]:
+        """Every case on virtual ranks.
+
+        Raises:
+            ConfigError: the bench has none, or they do not fit into this machine's memory.
+            MegatronSparseError: a collective refuses a case.
+        """
+        raise ConfigError(f"bench {cls.NAME} --virtual", expected="real ranks", got="virtual ones")
+
+    @classmethod
+    def check(cls, cases: Cases, ranks: int, *, virtual: bool) -> None:
+        """Raises if the ranks do not fit the cases, before anything starts."""
+
+    @classmethod
+    def right(cls, rows: Sequence[Any]) -> bool:
+        """Whether the rows are as they should be; the exit code says so."""
+        return not any(row.wrong for row in rows)
+
+    @classmethod
+    def show(cls, cases: Cases, rows: Sequence[Any]) -> None:
+        """Draws or judges the rows, where they were printed."""
 
 
-def _any_ranks(ranks: int) -> None:
-    """Every number of ranks fits."""
-
-
-def _not_virtual(topology: Topology, progress: Progress) -> Iterator[TableRow]:
-    raise ConfigError("this bench has no virtual ranks", expected="real ones", got="--virtual")
-
-
-def _not_wrong(rows: Rows) -> bool:
-    return not any(row.wrong for row in rows)
-
-
-def _nothing(rows: Rows) -> None:
-    """No picture, no verdict."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """What tells one bench from another.
-
-    Attributes:
-        name: of the command.
-        columns: of the table.
-        options: the cases; printed, and given to each rank that is started.
-        ranks: makes one rank's part, from the store, its rank and the number of ranks.
-        virtual: the rows of virtual ranks.
-        check: raises if the number of ranks does not fit, before anything starts.
-        right: whether the rows are as they should be; the exit code says so.
-        after: called with the rows where they were printed, to draw or judge them.
-        arguments: of each rank's command line, beside those of `options`.
-    """
-
-    name: str
-    columns: Columns
-    options: Any
-    ranks: Callable[[Any, int, int], Ranks]
-    virtual: Callable[[Topology, Progress], Iterable[TableRow]] = _not_virtual
-    check: Callable[[int], object] = _any_ranks
-    right: Callable[[Rows], bool] = _not_wrong
-    after: Callable[[Rows], object] = _nothing
-    arguments: Sequence[str] = ()
-
-
-def with_rate[Options: Rounds](options: Options) -> Options:
-    """The options with the test bed's rate, where they are read in one of its hosts."""
-    return replace(options, mbit=options.mbit or netbed_mbit())
-
-
-def run(bench: Bench, place: Place, json_path: Path | None) -> int:
+def run[Cases: Rounds](
+    bench: type[Bench[Cases]], cases: Cases, place: Place, json_path: Path | None
+) -> int:
     """Starts the ranks that are missing, or does one rank's part; returns the exit code.
 
     Raises:
         ConfigError: flags contradict one another, or an option does not fit.
         MegatronSparseError: a collective failed.
     """
-    started, mbit = local_ranks.started_ranks(), bench.options.mbit
+    cases, started = replace(cases, mbit=cases.mbit or netbed_mbit()), local_ranks.started_ranks()
     local_ranks.check_place(
-        netbed=place.netbed, virtual=place.virtual, mbit=mbit, ranks=place.ranks, started=started
+        netbed=place.netbed,
+        virtual=place.virtual,
+        mbit=cases.mbit,
+        ranks=place.ranks,
+        started=started,
     )
     ranks = place.ranks or started or 4
-    bench.check(ranks)
+    bench.check(cases, ranks, virtual=place.virtual)
     if not started:
         write_rows(json_path, [])
-    if place.virtual or started:
-        virtual = place.virtual
-        rows = (
-            run_virtual(bench, place.topology(ranks), json_path)
-            if virtual
-            else run_rank(bench, json_path)
-        )
-        return 0 if bench.right(rows) else 1
+    if place.virtual:
+        return _exit_code(bench, run_virtual(bench, cases, place.topology(ranks), json_path))
+    if started:
+        return _exit_code(bench, run_rank(bench, cases, json_path))
     output = [] if json_path is None else [f"--json={json_path}"]
-    command = ["bench", bench.name, *bench.options.arguments(), *bench.arguments, *output]
-    of_rank = local_ranks.command_line(command)
+    of_rank = local_ranks.command_line(["bench", bench.NAME, *cases.arguments(), *output])
     if place.netbed:
-        return local_ranks.run_netbed(of_rank, ranks, mbit or 0, place.nodes(ranks))
+        return local_ranks.run_netbed(of_rank, ranks, cases.mbit or 0, place.nodes(ranks))
     return local_ranks.run_loopback(of_rank, ranks)
 
 
-def run_virtual(bench: Bench, topology: Topology, json_path: Path | None) -> Rows:
+def _exit_code(bench: type[Bench[Any]], rows: Sequence[TableRow]) -> int:
+    return 0 if bench.right(rows) else 1
+
+
+def run_virtual[Cases: Rounds](
+    bench: type[Bench[Cases]], cases: Cases, topology: Topology, json_path: Path | None
+) -> list[Any]:
     """Prints the table of a virtual cluster, labelled as a model; returns its rows.
 
     Raises:
@@ -158,27 +146,36 @@ def run_virtual(bench: Bench, topology: Topology, json_path: Path | None) -> Row
         f"work; nodes of {topology.node_sizes}, {_link(topology.intra)} inside, "
         f"{_link(topology.inter)} between them"
     )
+    rows = bench.virtual_rows(cases, topology, _progress)
     with torch_threads(1):
-        return print_rows(bench, where, bench.virtual(topology, _progress), json_path)
+        return print_rows(bench, cases, where, rows, json_path)
 
 
-def run_rank(bench: Bench, json_path: Path | None) -> Rows:
+def run_rank[Cases: Rounds](
+    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None
+) -> list[Any]:
     """One rank's part where RANK and WORLD_SIZE are set; see `as_rank` for errors."""
 
-    def measure(group: Ranks) -> Rows:
+    def measure(group: Bench[Cases]) -> list[Any]:
         if group.rank:
             return list(group.rows(lambda *_: None))
         where = f"{group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}"
-        return print_rows(bench, where, group.rows(_progress), json_path)
+        return print_rows(bench, cases, where, group.rows(_progress), json_path)
 
-    return as_rank(bench.ranks, measure)  # type: ignore[type-var] - `Ranks` are RankGroups
+    return as_rank(lambda *where: bench(cases, *where), measure)
 
 
-def print_rows(bench: Bench, where: str, rows: Iterable[TableRow], json_path: Path | None) -> Rows:
-    """Prints machine, versions, settings and table, and what comes `after`."""
-    print_head(bench.options, where)
-    done = print_table(bench.columns, rows, json_path)
-    bench.after(done)
+def print_rows[Cases: Rounds](
+    bench: type[Bench[Cases]],
+    cases: Cases,
+    where: str,
+    rows: Iterable[TableRow],
+    json_path: Path | None,
+) -> list[Any]:
+    """Prints machine, versions, settings and table, and what the bench shows of the rows."""
+    print_head(cases, where)
+    done = print_table(bench.ROW.COLUMNS, rows, json_path)
+    bench.show(cases, done)
     return done
 
 

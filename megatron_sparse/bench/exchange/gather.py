@@ -10,21 +10,19 @@ time. `encode_us` and `decode_us` are this machine's, measured.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from megatron_sparse.bench.codec.parameters import synthetic
-from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
-from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep, NodePlace
+from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
 from megatron_sparse.bench.options import at_least, check_arguments
-from megatron_sparse.bench.rank_group import RankGroup
 from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
@@ -37,23 +35,6 @@ from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
 MEASURED = ("encode_us", "decode_us", "wire_bytes", "message_bytes")
 """What a rank measures of a gather."""
-
-
-def run(sweep: GatherSweep, place: NodePlace, json_path: Path | None) -> int:
-    """Measures a sweep; returns the exit code, 1 where bits are wrong. See `frame.run`."""
-    return run_bench(bench_of(with_rate(sweep)), place, json_path)
-
-
-def bench_of(sweep: GatherSweep) -> Bench:
-    """The bench of a sweep."""
-    return Bench(
-        name="gather",
-        columns=GatherRow.COLUMNS,
-        options=sweep,
-        check=lambda ranks: check_arguments("bench gather", [at_least("ranks", ranks, 2)]),
-        ranks=lambda *group: GatherRanks(sweep, *group),
-        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
-    )
 
 
 @dataclass(frozen=True)
@@ -178,19 +159,18 @@ def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str)
     Example:
         Two nodes of two ranks:
         >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "flat")
-        140
+        140.0
         >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "per-node")
-        70
+        70.0
     """
-    names = set(nodes)
-    if len(names) == 1:
+    own: dict[int, float] = defaultdict(float)
+    for node, size in zip(nodes, message_bytes, strict=True):
+        own[node] += size
+    if len(own) == 1:
         return None
-    sent = []
-    for name in names:
-        own = sum(size for size, node in zip(message_bytes, nodes, strict=True) if node == name)
-        elsewhere = sum(node != name for node in nodes)
-        sent.append(own * (len(names) - 1 if way == PER_NODE else elsewhere))
-    return max(sent)
+    if way == PER_NODE:
+        return max(own.values()) * (len(own) - 1)
+    return max(size * sum(other != node for other in nodes) for node, size in own.items())
 
 
 class _LastGather(NullSink):
@@ -250,30 +230,31 @@ class RankGather:
         return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
 
 
-class GatherRanks(RankGroup):
-    """One rank's part of the bench; see `RankGroup`.
+class GatherBench(Bench[GatherSweep]):
+    """See the module's docstring."""
 
-    Args:
-        sweep: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
+    NAME, ROW = "gather", GatherRow
 
-    Raises:
-        CommunicationError: the ranks cannot reach one another.
-    """
+    @classmethod
+    def check(cls, cases: GatherSweep, ranks: int, *, virtual: bool) -> None:
+        """See `Bench`."""
+        check_arguments("bench gather", [at_least("ranks", ranks, 2)])
 
-    def __init__(self, sweep: GatherSweep, store: Any, rank: int, world_size: int) -> None:
-        self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size)
-
-    def rows(self, progress: Progress) -> Iterator[GatherRow]:
-        """Every case; see `frame.Ranks`."""
-        for case in each_case(cases_of(self._sweep, self._transport.nodes), progress):
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
+        for case in each_case(cases_of(self._cases, self._transport.nodes), progress):
             yield self._row(case)
 
+    @classmethod
+    def virtual_rows(
+        cls, cases: GatherSweep, topology: Topology, progress: Progress
+    ) -> Iterator[TableRow]:
+        """See `Bench`."""
+        for case in each_case(cases_of(cases, topology.nodes), progress):
+            yield _virtual_row(cases, case, topology)
+
     def _row(self, case: GatherCase) -> GatherRow:
-        sweep = self._sweep
+        sweep = self._cases
         own = RankGather(sweep, case, self._transport, self._progress)
         raw_N = torch.empty_like(own.values_N)
         own.gather.start(0).wait()
@@ -305,12 +286,6 @@ class GatherRanks(RankGroup):
             raw_us=raw_us,
             wrong=self._count(wrong),
         )
-
-
-def virtual_rows(sweep: GatherSweep, topology: Topology, progress: Progress) -> Iterator[GatherRow]:
-    """Every case on virtual ranks."""
-    for case in each_case(cases_of(sweep, topology.nodes), progress):
-        yield _virtual_row(sweep, case, topology)
 
 
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:

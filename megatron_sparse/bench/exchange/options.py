@@ -229,7 +229,7 @@ class StragglerSweep(CollectiveSweep):
     """All groups of `bench stragglers`, and how late the straggler is in each.
 
     An automatic delay is `AUTO_FACTOR` times the reduce-scatter of `dense_ring` on the same
-    gradient, measured (or modelled) before.
+    gradient, measured (or modelled) before. `figure` is a folder to draw the rows in.
     """
 
     NAME = "bench stragglers"
@@ -255,6 +255,11 @@ class StragglerSweep(CollectiveSweep):
     )
     straggler: int | None = option(None, "The late rank; the last by default.")
     rule: bool = option(True, "Measure also what the rule takes.", flag="--rule/--no-rule")
+    figure: Path | None = None
+
+    def arguments(self) -> list[str]:
+        """See `Options`; the command line declares `--figure`, which it checks."""
+        return super().arguments() + ([f"--figure={self.figure}"] if self.figure else [])
 
     def checks(self) -> list[Check]:
         """Every argument's."""

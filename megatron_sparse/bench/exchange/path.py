@@ -17,7 +17,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import BucketRecord, NullSink
+from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Job, Progress, Stage, without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
@@ -72,9 +72,12 @@ class BucketPath:
         self.reducer.start(bucket, step).wait()
         return self._sink.record
 
-    def steps(self, bucket: Bucket, step: int) -> Generator[Any, None, BucketRecord]:
+    def steps(
+        self, bucket: Bucket, step: int, timer: StageTimer | None = None
+    ) -> Generator[Any, None, BucketRecord]:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
         job = self.reducer.job(bucket, step)
+        job.record.timer = timer or job.record.timer
         yield from without_gates(self.reducer.synchronise(job))
         return job.record
 

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any, Self
@@ -28,10 +29,10 @@ import torch
 from megatron_sparse.bench.exchange import planner_cases as cases
 from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bench.exchange.case import Case
-from megatron_sparse.bench.exchange.collectives import CollectiveRanks
-from megatron_sparse.bench.exchange.frame import Bench, print_rows, with_rate
+from megatron_sparse.bench.exchange.frame import Bench, print_rows
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep, Place, PlannerOptions
+from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.planner_cases import Workload
 from megatron_sparse.bench.rank_group import Turn
 from megatron_sparse.bench.table import Columns, Progress, TableRow, torch_threads
@@ -56,6 +57,7 @@ from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.run import local_ranks
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import make_message
@@ -83,25 +85,16 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
     schemes = None if options.schemes is None else list(options.schemes)
     check_names(SchemeConfig(), PlannerConfig(schemes=schemes))
     check_op(SchemeConfig(), PlannerConfig(schemes=schemes), CollectiveOp(options.op))
-    count, is_real = (options.ranks or (4,))[0], options.netbed
-    place = Place(ranks=count if is_real else None, netbed=is_real)
-    is_real |= local_ranks.started_ranks() is not None
-    trial = Trial(options, _workloads(options, is_real))
-    of_ranks = replace(with_rate(options), netbed=False, ranks=None) if is_real else options
-    bench = Bench(
-        name="planner",
-        columns=PlannerRow.COLUMNS,
-        options=of_ranks,
-        ranks=lambda *group: PlannerRanks(trial, *group),
-        right=lambda rows: Verdict.of(rows).holds,
-        after=judge,
-    )
-    if is_real:
-        return run_bench(bench, place, json_path)
+    if options.netbed or local_ranks.started_ranks() is not None:
+        _workloads(options, is_real=True)  # refuses unknown kinds before ranks start
+        ranks = (options.ranks or (4,))[0] if options.netbed else None
+        place, of_rank = Place(ranks=ranks, netbed=options.netbed), replace(options, netbed=False)
+        return run_bench(PlannerBench, replace(of_rank, ranks=None), place, json_path)
     where = f"MODELLED times of virtual clusters; buckets of {options.bucket_bytes} bytes"
     with torch_threads(1):
-        rows = print_rows(bench, where, trial.rows(), json_path)
-    return 0 if bench.right(rows) else 1
+        found = virtual_rows(options, _workloads(options, is_real=False))
+        rows = print_rows(PlannerBench, options, where, found, json_path)
+    return 0 if PlannerBench.right(rows) else 1
 
 
 def _workloads(options: PlannerOptions, is_real: bool) -> list[Workload]:
@@ -242,70 +235,60 @@ def errors_of(rows: Sequence[PlannerRow]) -> dict[str, list[float]]:
     return errors
 
 
-def judge(rows: Sequence[PlannerRow]) -> None:
-    """Prints how good the predictions and the choices are."""
-    for scheme, errors in errors_of(rows).items():
-        worst = max(errors, key=abs)
-        magnitude = mean(map(abs, errors))
-        print(f"# {scheme:<18} predictions' mean error {magnitude:>6.1%}, worst {worst:>+7.1%}")
-    print(Verdict.of(rows).line(), flush=True)
+def virtual_rows(options: PlannerOptions, workloads: Sequence[Workload]) -> Iterator[PlannerRow]:
+    """Every case on virtual clusters; workloads outermost, clusters innermost."""
+    usual = cases.QUICK_WORLD_SIZES if options.quick else cases.WORLD_SIZES
+    for workload in workloads:
+        for n in options.ranks or usual:
+            # A recording has gradients for a few ranks only.
+            if n <= workload.most_ranks:
+                gradients = workload.gradients(n)
+                profile = sampled_profile(gradients)
+                for name in options.clusters or cases.CLUSTERS:
+                    yield _virtual_row(options, workload.kind, gradients, profile, name)
 
 
-@dataclass(frozen=True)
-class Trial:
-    """The cases to try.
+def _virtual_row(
+    options: PlannerOptions,
+    kind: str,
+    gradients: Sequence[torch.Tensor],
+    profile: SparsityProfile,
+    name: str,
+) -> PlannerRow:
+    cluster, n = find(name), len(gradients)
+    op, numel = CollectiveOp(options.op), options.bucket_bytes // 4
+    predictions_us = prices_us(
+        BucketShape(numel, 0, 4, op, n),
+        replace(profile, numel=numel),
+        cluster=cluster,
+        options=SCHEME_OPTIONS,
+        names=_candidates(options),
+    )
+    setting = _setting(name, n, op, numel)
+    taken_us = {
+        scheme: truth.run(scheme, gradients, setting).total_s * 1e6 for scheme in predictions_us
+    }
+    return PlannerRow.of(
+        predictions_us,
+        taken_us,
+        case=kind,
+        world_size=n,
+        cluster=name,
+        numel=numel,
+        density=profile.density,
+        modelled=True,
+    )
 
-    Attributes:
-        options: ranks, clusters and candidates.
-        workloads: gradients.
-    """
 
-    options: PlannerOptions
-    workloads: Sequence[Workload]
+@cache
+def _setting(name: str, n: int, op: CollectiveOp, numel: int) -> truth.Setting:
+    """One for all kinds: dense schemes run once in each."""
+    rate = MACHINES[name][0].codec_rate
+    return truth.Setting(find(name), n, rate, op, numel)
 
-    @property
-    def op(self) -> CollectiveOp:
-        """The collective operation."""
-        return CollectiveOp(self.options.op)
 
-    def names(self) -> list[str]:
-        """The candidates, which must be able to run here."""
-        schemes = self.options.schemes
-        return candidates(None if schemes is None else list(schemes), None)
-
-    def rows(self) -> Iterator[PlannerRow]:
-        """Every case on virtual clusters; workloads outermost, clusters innermost."""
-        usual = cases.QUICK_WORLD_SIZES if self.options.quick else cases.WORLD_SIZES
-        for workload in self.workloads:
-            for n in self.options.ranks or usual:
-                # A recording has gradients for a few ranks only.
-                if n <= workload.most_ranks:
-                    gradients = workload.gradients(n)
-                    profile = sampled_profile(gradients)
-                    for name in self.options.clusters or cases.CLUSTERS:
-                        yield self._row(workload.kind, gradients, profile, name)
-
-    def _row(
-        self, kind: str, gradients: Sequence[torch.Tensor], profile: SparsityProfile, name: str
-    ) -> PlannerRow:
-        cluster, n, numel = find(name), len(gradients), self.options.bucket_bytes // 4
-        shape = BucketShape(numel, 0, 4, self.op, n)
-        predictions_us = prices_us(
-            shape,
-            replace(profile, numel=numel),
-            cluster=cluster,
-            options=SCHEME_OPTIONS,
-            names=self.names(),
-        )
-        rate = MACHINES[name][0].codec_rate
-        setting = truth.Setting.on(cluster, n, rate, SCHEME_OPTIONS, self.op, numel)
-        taken_us = {
-            scheme: truth.run(scheme, gradients, setting).total_s * 1e6 for scheme in predictions_us
-        }
-        case = {"case": kind, "world_size": n, "cluster": name, "numel": numel}
-        return PlannerRow.of(
-            predictions_us, taken_us, **case, density=profile.density, modelled=True
-        )
+def _candidates(options: PlannerOptions) -> list[str]:
+    return candidates(None if options.schemes is None else list(options.schemes), None)
 
 
 def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
@@ -323,56 +306,56 @@ def _sample(grad_N: torch.Tensor, transport: Transport) -> Generator[Any, None, 
     return sample_profile(bucket, message, transport, buffers, timer, seed=CompressionConfig().seed)
 
 
-class PlannerRanks(CollectiveRanks):
-    """One rank's part; see `RankGroup`.
+class PlannerBench(Bench[PlannerOptions]):
+    """See the module's docstring.
 
-    Args:
-        trial: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
+    Raises:
+        ConfigError: the cluster file was measured on another cluster.
     """
 
-    def __init__(self, trial: Trial, store: Any, rank: int, world_size: int) -> None:
-        self._trial = trial
-        nbytes = 4 * max(workload.numel for workload in trial.workloads)
-        sweep = CollectiveSweep(
-            min_bytes=nbytes,
-            max_bytes=nbytes,
-            schemes=[DENSE],
-            ops=[trial.options.op],
-            timeout_s=trial.options.timeout_s,
-        )
-        super().__init__(sweep, store, rank, world_size)
+    NAME, ROW = "planner", PlannerRow
 
-    def rows(self, progress: Progress) -> Iterator[PlannerRow]:
-        """One for each workload; see `frame.Ranks`.
+    @classmethod
+    def right(cls, rows: Sequence[PlannerRow]) -> bool:
+        """See `Bench`."""
+        return Verdict.of(rows).holds
 
-        Raises:
-            ConfigError: the cluster file was measured on another cluster.
-        """
+    @classmethod
+    def show(cls, cases: PlannerOptions, rows: Sequence[PlannerRow]) -> None:
+        """Prints how good the predictions and the choices are."""
+        for scheme, errors in errors_of(rows).items():
+            worst, magnitude = max(errors, key=abs), mean(map(abs, errors))
+            print(f"# {scheme:<18} predictions' mean error {magnitude:>6.1%}, worst {worst:>+7.1%}")
+        print(Verdict.of(rows).line(), flush=True)
+
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
         cluster, n = self._cluster(), self.world_size
-        for workload in self._trial.workloads:
+        for workload in _workloads(self._cases, is_real=True):
             grad_N = workload.source(self.rank).to(self._device)
             profile = complete(_sample(grad_N, self._transport))
             predictions_us = prices_us(
-                BucketShape(grad_N.numel(), 0, 4, self._trial.op, n),
+                BucketShape(grad_N.numel(), 0, 4, CollectiveOp(self._cases.op), n),
                 profile,
                 cluster=cluster,
                 options=SCHEME_OPTIONS,
-                names=runnable(self._trial.names(), SCHEME_OPTIONS, self._device.type),
+                names=runnable(_candidates(self._cases), SCHEME_OPTIONS, self._device.type),
             )
-            taken_us = self._race(list(predictions_us), grad_N, profile.density)
-            case = {"case": workload.kind, "world_size": n, "cluster": cluster.name}
-            numel, density = grad_N.numel(), profile.density
             yield PlannerRow.of(
-                predictions_us, taken_us, **case, numel=numel, density=density, modelled=False
+                predictions_us,
+                self._race(list(predictions_us), grad_N, profile.density),
+                case=workload.kind,
+                world_size=n,
+                cluster=cluster.name,
+                numel=grad_N.numel(),
+                density=profile.density,
+                modelled=False,
             )
 
     def _cluster(self) -> ClusterModel:
-        if self._trial.options.cluster is None:
+        if self._cases.cluster is None:
             return calibrate(self._transport, self._progress, QUICK, "measured", self._tell)
-        cluster = find(self._trial.options.cluster)
+        cluster = find(self._cases.cluster)
         cluster.check_fingerprint(fingerprint(self._transport))
         return cluster
 
@@ -385,15 +368,16 @@ class PlannerRanks(CollectiveRanks):
     ) -> dict[str, float]:
         """Microseconds of each scheme: of the slowest rank, medians over the rounds."""
         turns = [self._turn(scheme, grad_N, density) for scheme in schemes]
-        options = self._trial.options
-        figures, _ = self._in_turn(turns, options.warmup, options.iters)
+        figures, _ = self._in_turn(turns, self._cases.warmup, self._cases.iters)
         medians_us = [float(times_nR1.amax(0).median()) for times_nR1 in figures]
         return dict(zip(schemes, medians_us, strict=True))
 
     def _turn(self, scheme: str, grad_N: torch.Tensor, density: float) -> Turn:
         density = 1.0 if takes_dense(scheme) else density
-        case = Case(self._trial.op, scheme, "fp32", density, grad_N.numel())
-        path, bucket = self._path(case), case.bucket(grad_N.clone(), self.world_size)
+        case = Case(CollectiveOp(self._cases.op), scheme, "fp32", density, grad_N.numel())
+        settings = CollectiveSweep(timeout_s=self._cases.timeout_s)
+        path = BucketPath(case, settings, Groups(self._transport), self._progress)
+        bucket = case.bucket(grad_N.clone(), self.world_size)
 
         def turn(step: int) -> list[float]:
             bucket.grad_N.copy_(grad_N)

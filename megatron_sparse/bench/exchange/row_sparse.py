@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.frame import Bench, with_rate
-from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import Place, RowSparseSweep
-from megatron_sparse.bench.rank_group import RankGroup, Turn
+from megatron_sparse.bench.exchange.frame import Bench
+from megatron_sparse.bench.exchange.options import RowSparseSweep
+from megatron_sparse.bench.rank_group import Turn
 from megatron_sparse.bench.table import Columns, Progress, TableRow
 from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives.row_sparse import Way
@@ -60,17 +57,6 @@ class RowSparseRow(TableRow):
     time_us: float | None = None
 
 
-def run(sweep: RowSparseSweep, place: Place, json_path: Path | None) -> int:
-    """Measures every version; returns the exit code, 1 where one is wrong. See `frame.run`."""
-    bench = Bench(
-        name="row-sparse",
-        columns=RowSparseRow.COLUMNS,
-        options=with_rate(sweep),
-        ranks=lambda *group: RowSparseRanks(sweep, *group),
-    )
-    return run_bench(bench, place, json_path)
-
-
 def zipf_gradient(sweep: RowSparseSweep, seed: int) -> torch.Tensor:
     """An uncoalesced gradient of small integers; row i is drawn with a probability like 1 / i."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,23 +85,14 @@ def torch_dense(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
     return total, round(2 * (n - 1) / n * total.nbytes)
 
 
-class RowSparseRanks(RankGroup):
-    """One rank's part of the bench; see `RankGroup`.
+class RowSparseBench(Bench[RowSparseSweep]):
+    """See the module's docstring."""
 
-    Args:
-        sweep: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
-    """
+    NAME, ROW = "row-sparse", RowSparseRow
 
-    def __init__(self, sweep: RowSparseSweep, store: Any, rank: int, world_size: int) -> None:
-        self._sweep = sweep
-        super().__init__(sweep.timeout_s, store, rank, world_size)
-
-    def rows(self, progress: Progress) -> Iterator[RowSparseRow]:
-        """Every version; see `frame.Ranks`."""
-        sweep = self._sweep
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
+        sweep = self._cases
         gradient = zipf_gradient(sweep, self.rank)
         versions = {f"row_sparse {way}": self._ours(way) for way in Way}
         versions |= {"torch sparse": torch_sparse, "torch dense": torch_dense}

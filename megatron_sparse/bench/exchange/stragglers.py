@@ -22,9 +22,9 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,18 +32,17 @@ import torch
 from megatron_sparse.bench.exchange.case import Case, cases_of
 from megatron_sparse.bench.exchange.collectives import (
     VIRTUAL,
-    CollectiveRanks,
+    CollectiveBench,
     VirtualRanks,
     check_memory,
 )
-from megatron_sparse.bench.exchange.frame import Bench, each_case, with_rate
-from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import Place, StragglerSweep
+from megatron_sparse.bench.exchange.frame import each_case
+from megatron_sparse.bench.exchange.options import StragglerSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import CaseRow
 from megatron_sparse.bench.exchange.straggler_figure import draw
 from megatron_sparse.bench.rank_group import Turn
-from megatron_sparse.bench.table import Columns, Progress
+from megatron_sparse.bench.table import Columns, Progress, TableRow
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.errors import ConfigError
@@ -65,34 +64,6 @@ MEASURED = ("arrived_s", "ended_s", "wire_bytes", "nnz")
 """What a rank measures in a round: two readings of one clock, bytes and elements."""
 
 Group = list[Case]
-
-
-def run(sweep: StragglerSweep, place: Place, json_path: Path | None, figure: Path | None) -> int:
-    """Measures a sweep; returns the exit code, 1 where a row is wrong. See `frame.run`."""
-    return run_bench(bench_of(with_rate(sweep), figure), place, json_path)
-
-
-def bench_of(sweep: StragglerSweep, figure: Path | None = None) -> Bench:
-    """The bench of a sweep; `figure` is a folder to draw its rows in."""
-
-    def check(ranks: int) -> None:
-        sweep.late_rank(ranks)
-        groups_of(sweep, ranks)
-
-    def show(rows: list[StragglerRow]) -> None:
-        for path in [] if figure is None else draw([row.to_dict() for row in rows], figure):
-            print(path)
-
-    return Bench(
-        name="stragglers",
-        columns=StragglerRow.COLUMNS,
-        options=sweep,
-        check=check,
-        ranks=lambda *group: StragglerRanks(sweep, *group),
-        virtual=lambda topology, progress: virtual_rows(sweep, topology, progress),
-        after=show,
-        arguments=[] if figure is None else [f"--figure={figure}"],
-    )
 
 
 def groups_of(sweep: StragglerSweep, world_size: int) -> list[Group]:
@@ -183,31 +154,30 @@ class StragglerRow(CaseRow):
 
 def compare(rows: Sequence[StragglerRow]) -> None:
     """Fills in the best baselines of a group with one delay. Mutates the rows."""
-    timed = [row for row in rows if row.time_us]
-    plain = [row for row in timed if row.scheme != RULE and not skips_straggler(row.carried_by)]
-    for row in timed:
-        dense = _fastest([rival for rival in plain if _takes(rival) is Input.DENSE])
-        if dense is not None:
-            row.best_dense, row.best_dense_us = dense
+    plain = [
+        (row.time_us, row)
+        for row in rows
+        if row.time_us and row.scheme != RULE and not skips_straggler(row.carried_by)
+    ]
+    for row in rows:
+        if not row.time_us:
+            continue
+        dense = [(us, it.scheme) for us, it in plain if _takes(it) is Input.DENSE]
+        if dense:
+            row.best_dense_us, row.best_dense = min(dense)
             row.dense_speedup = row.best_dense_us / row.time_us
-        sparse = _fastest(
-            [
-                rival
-                for rival in plain
-                if _takes(rival) is Input.SPARSE and rival.density == row.density
-            ]
-        )
-        if sparse is not None and _takes(row) is Input.SPARSE:
-            row.best_sparse, row.best_sparse_us = sparse
+        sparse = [
+            (us, it.scheme)
+            for us, it in plain
+            if _takes(it) is Input.SPARSE and it.density == row.density
+        ]
+        if sparse and _takes(row) is Input.SPARSE:
+            row.best_sparse_us, row.best_sparse = min(sparse)
             row.sparse_speedup = row.best_sparse_us / row.time_us
 
 
 def _takes(row: StragglerRow) -> Input:
     return SCHEMES[row.carried_by].takes
-
-
-def _fastest(rows: Sequence[StragglerRow]) -> tuple[str, float] | None:
-    return min(((row.scheme, row.time_us) for row in rows), key=lambda it: it[1], default=None)
 
 
 def early_and_after(scheme: str, n: int) -> tuple[Cost, Cost] | None:
@@ -236,39 +206,65 @@ def modelled_us(row: StragglerRow, link: Link) -> float | None:
     return (after_s + max(0.0, early_s - row.delay_us * 1e-6)) * 1e6
 
 
-class StragglerRanks(CollectiveRanks):
-    """One rank's part of the bench; see `CollectiveRanks`.
-
-    Args:
-        sweep: the same on every rank.
-        store: where the ranks meet.
-        rank: of this process.
-        world_size: processes.
+class StragglerBench(CollectiveBench[StragglerSweep]):
+    """See the module's docstring.
 
     Raises:
-        CommunicationError: the ranks cannot reach one another.
-        ConfigError: there is no such straggler.
+        ConfigError: the ranks are on several machines, or a delay is too long.
     """
 
-    def __init__(self, sweep: StragglerSweep, store: Any, rank: int, world_size: int) -> None:
-        self._bench = sweep
-        self._late_rank = sweep.late_rank(world_size)
-        super().__init__(sweep, store, rank, world_size)
+    NAME, ROW = "stragglers", StragglerRow
 
-    def rows(self, progress: Progress) -> Iterator[StragglerRow]:
-        """Every group with every delay; see `frame.Ranks`.
+    @classmethod
+    def check(cls, cases: StragglerSweep, ranks: int, *, virtual: bool) -> None:
+        """See `Bench`."""
+        cases.late_rank(ranks)
+        cases_of(cases, ranks)
 
-        Raises:
-            ConfigError: the ranks are on several machines, or a delay is too long.
-        """
+    @classmethod
+    def show(cls, cases: StragglerSweep, rows: Sequence[StragglerRow]) -> None:
+        """See `Bench`."""
+        if cases.figure is not None:
+            for path in draw([row.to_dict() for row in rows], cases.figure):
+                print(path)
+
+    @property
+    def _late_rank(self) -> int:
+        return self._cases.late_rank(self.world_size)
+
+    def rows(self, progress: Progress) -> Iterator[TableRow]:
+        """See `Bench`."""
         self._check_clocks()
         latency_us = self._round_us(LATENCY_BYTES, LATENCY_ROUNDS)
         link = Link(latency_us * 1e-6, 1 / self._wire_rate())
-        for group in groups_of(self._bench, self.world_size):
+        for group in groups_of(self._cases, self.world_size):
             checked = [self._check(case, self._sleep) for case in each_case(group, progress)]
-            for delay_ms in self._bench.delays_ms:
+            for delay_ms in self._cases.delays_ms:
                 delay_s = self._auto_delay_s(group) if delay_ms is None else delay_ms * 1e-3
                 yield from self._time_group(group, checked, delay_s, link)
+
+    @classmethod
+    def virtual_rows(
+        cls, cases: StragglerSweep, topology: Topology, progress: Progress
+    ) -> Iterator[StragglerRow]:
+        """See `Bench`."""
+        n = topology.world_size
+        groups = groups_of(cases, n)
+        check_memory([case for group in groups for case in group], n)
+        for group, delay_ms in product(groups, cases.delays_ms):
+            delay_s = (delay_ms or 0.0) * 1e-3
+            if delay_ms is None:
+                scatter = VirtualRanks(reduce_scatter_of(group), cases, topology)
+                delay_s = AUTO_FACTOR * scatter.run_timed()[0]
+            rows = [
+                _virtual_row(case.scheme, case, cases, topology, delay_s)
+                for case in each_case(group, progress)
+            ]
+            if cases.rule:
+                taken = taken_by_the_rule(group[0], n, delay_s, topology.intra)
+                rows.append(_virtual_row(RULE, taken, cases, topology, delay_s))
+            compare(rows)
+            yield from rows
 
     def _check_clocks(self) -> None:
         """Refuses ranks whose monotonic clocks are not one clock."""
@@ -289,11 +285,11 @@ class StragglerRanks(CollectiveRanks):
         path = self._path(case)
         times_us = [self._whole(path, bucket, step)["total"] for step in range(1 + DELAY_ROUNDS)]
         delay_s = AUTO_FACTOR * self._median_us(times_us[1:]) * 1e-6
-        if delay_s >= self._sweep.timeout_s:
+        if delay_s >= self._cases.timeout_s:
             raise ConfigError(
                 "bench stragglers: the automatic delay is longer than a rank may wait",
                 expected=f"--timeout above {delay_s:.1f} s",
-                got=f"{self._sweep.timeout_s:g} s",
+                got=f"{self._cases.timeout_s:g} s",
                 remedy="raise --timeout, or lower --max-bytes",
             )
         return delay_s
@@ -311,7 +307,7 @@ class StragglerRanks(CollectiveRanks):
     ) -> list[StragglerRow]:
         """Times the correct cases of a group in turn, and the case that the rule chooses."""
         named = [(case.scheme, case) for case in group]
-        if self._bench.rule:
+        if self._cases.rule:
             taken = taken_by_the_rule(group[0], self.world_size, delay_s, link)
             named.append((RULE, taken))
             checked = [*checked, self._check(taken, self._sleep)]
@@ -333,7 +329,7 @@ class StragglerRanks(CollectiveRanks):
         bucket = group[0].bucket(base_N.clone(), self.world_size)
         right = [index for index, row in enumerate(rows) if not row.wrong]
         turns = [self._turn(*named[index], bucket, base_N, delay_s) for index in right]
-        figures, share = self._in_turn(turns, self._sweep.warmup, self._sweep.iters)
+        figures, share = self._in_turn(turns, self._cases.warmup, self._cases.iters)
         for index, rounds_nRM in zip(right, figures, strict=True):
             rows[index].measured(rounds_nRM, link).set_load(share)
         compare(rows)
@@ -362,34 +358,6 @@ class StragglerRanks(CollectiveRanks):
             return [arrived_s, time.monotonic(), *sent]
 
         return turn
-
-
-def virtual_rows(
-    sweep: StragglerSweep, topology: Topology, progress: Progress
-) -> Iterator[StragglerRow]:
-    """Every group with every delay, on virtual ranks.
-
-    Raises:
-        ConfigError: the ranks do not fit into this machine's memory; there is no such straggler.
-        MegatronSparseError: a collective refuses a case.
-    """
-    n, link = topology.world_size, topology.intra
-    groups = groups_of(sweep, n)
-    check_memory([case for group in groups for case in group], n)
-    for group in groups:
-        for delay_ms in sweep.delays_ms:
-            if delay_ms is None:
-                scatter_s, _ = VirtualRanks(reduce_scatter_of(group), sweep, topology).run_timed()
-            delay_s = AUTO_FACTOR * scatter_s if delay_ms is None else delay_ms * 1e-3
-            rows = [
-                _virtual_row(case.scheme, case, sweep, topology, delay_s)
-                for case in each_case(group, progress)
-            ]
-            if sweep.rule:
-                taken = taken_by_the_rule(group[0], n, delay_s, link)
-                rows.append(_virtual_row(RULE, taken, sweep, topology, delay_s))
-            compare(rows)
-            yield from rows
 
 
 def _virtual_row(

@@ -32,7 +32,7 @@ from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import Input
+from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups

@@ -16,29 +16,31 @@ Dense schemes do not look at the gradients: they are run on few elements, once f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Exchange, Input
-from megatron_sparse.collectives.base import Steps
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.selection import MessageSpec, Selector
-from megatron_sparse.config.compression import dense_value_bits
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.options import CollectiveSweep
+from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
-from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.simulate.pricing import ChargingTimer, Measure, moved_bytes
 from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import members_of
 from megatron_sparse.transport.virtual_rank import VirtualTransport
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
@@ -52,6 +54,8 @@ from megatron_sparse.wire import (
     payload_bytes,
 )
 
+SWEEP = CollectiveSweep()
+"""Messages in the format that is smallest, of sizes that travel with them."""
 SMALL_NUMEL = 64
 """Tensors up to this size are offsets, sizes and states: they do not grow with the bucket."""
 
@@ -97,48 +101,28 @@ def full_size_bytes(records: torch.Tensor, scale: float) -> float:
     return total
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
-    """The cluster and the options that a collective runs with.
+    """Where and how a collective runs.
 
     Attributes:
-        topology: nodes and links; as many ranks as there are gradients.
-        host_s_per_message: as of `ClusterModel`.
-        host_s_per_bucket: as of `ClusterModel`.
+        cluster: its links and its host; its codec table is not looked at.
+        world_size: ranks.
         codec_rate: bytes a second that local work reads and writes; None makes it free.
-        options: of the schemes.
         op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that the simulated one represents.
     """
 
-    topology: Topology
-    host_s_per_message: float
-    host_s_per_bucket: float
+    cluster: ClusterModel
+    world_size: int
     codec_rate: float | None
-    options: SchemeConfig
     op: CollectiveOp
     full_numel: int
 
-    @classmethod
-    def on(
-        cls,
-        cluster: ClusterModel,
-        world_size: int,
-        codec_rate: float | None,
-        options: SchemeConfig,
-        op: CollectiveOp,
-        full_numel: int,
-    ) -> Setting:
-        """On a cluster's links and with its host; its codec table is not looked at."""
-        return cls(
-            cluster.topology(world_size),
-            cluster.host_s_per_message,
-            cluster.host_s_per_bucket,
-            codec_rate,
-            options,
-            op,
-            full_numel,
-        )
+    @property
+    def topology(self) -> Topology:
+        """Nodes and links."""
+        return self.cluster.topology(self.world_size)
 
     def price(self, numel: int) -> Measure | None:
         """Seconds of an operation on a bucket of so few elements that stands for the whole."""
@@ -174,14 +158,17 @@ def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
     return replace(without_chance(profile), numel=numel)
 
 
-def run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
-    """Runs one collective on all ranks' gradients.
+def run(
+    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, level: str = RANK
+) -> VirtualTiming:
+    """Runs one bucket on all ranks' gradients, through the reducer of training.
 
     Args:
         scheme: a name in `SCHEMES`.
         gradients: fp32, one for each rank, mostly zeros; all that is not zero is selected. Not
             mutated.
         setting: where.
+        level: `rank`, or `node`: nodes add up first, dense.
 
     Raises:
         ConfigError: the scheme has not this form; gradients of different sizes.
@@ -194,67 +181,51 @@ def run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> Vir
             expected="gradients of one size, and a form that the scheme has",
             got=f"{sorted(numels)} elements, {setting.op}",
         )
-    if SCHEMES[scheme].takes is Input.DENSE:
+    if SCHEMES[scheme].takes is Input.DENSE and level == RANK:
         return _run_dense(scheme, len(gradients), setting)
-    return _run(scheme, gradients, setting)
+    return _run(scheme, gradients, setting, level)
 
 
 @lru_cache(maxsize=4096)
 def _run_dense(scheme: str, world_size: int, setting: Setting) -> VirtualTiming:
     # All that they send and add grows with the bucket; any number of equal shards will do.
     numel = min(PICI_TILE, setting.full_numel // world_size) * world_size
-    return _run(scheme, [torch.ones(numel)] * world_size, setting)
+    return _run(scheme, [torch.ones(numel)] * world_size, setting, RANK)
 
 
-def _run(scheme: str, gradients: Sequence[torch.Tensor], setting: Setting) -> VirtualTiming:
+def _run(
+    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, level: str
+) -> VirtualTiming:
     n, numel = len(gradients), gradients[0].numel()
-    price = setting.price(numel)
+    case = Case(setting.op, scheme, "fp32", 1.0, numel, level=level)
     cluster = FullSizeCluster(n, setting.topology, message_scale=setting.full_numel / numel)
-    timers: list[ChargingTimer] = []
+    members = members_of(setting.topology.nodes) if level == NODE else []
+    choice = LevelChoice(level, "as asked", tuple(map(tuple, members)))
+    groups = virtual_groups(cluster, choice)
+    paths = [BucketPath(case, SWEEP, _hosted(each, setting)) for each in groups]
+    timers = [ChargingTimer(each, setting.price(numel)) for each in cluster.transports]
 
-    def start(transport: VirtualTransport) -> Steps:
-        timer = ChargingTimer(transport, price)
-        timers.append(timer)
-        posting: Any = HostedTransport(transport, setting.host_s_per_message)
-        whole = [ParameterSlice("w", 0, numel)]
-        bucket = Bucket("truth", gradients[transport.rank].clone(), whole, setting.op, n)
-        exchange = Exchange(bucket, posting, MessageBuffers(), timer, setting.options)
-        return steps_of(scheme, exchange)
+    def start(transport: VirtualTransport) -> Generator[Any, None, BucketRecord]:
+        rank = transport.rank
+        path, bucket = paths[rank], case.bucket(gradients[rank].clone(), n)
+        if SCHEMES[scheme].takes is Input.SPARSE:  # memory taken once is no cost of a step
+            path.residuals.begin(path.reducer.part(bucket))
+        return path.steps(bucket, 0, timers[rank])
 
     cluster.run(start)
-    total_s = cluster.modelled_s + setting.host_s_per_bucket
+    total_s = cluster.modelled_s + setting.cluster.host_s_per_bucket
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
 
 
-def steps_of(scheme: str, exchange: Exchange) -> Steps:
-    """Selects all that is not zero, and runs a collective. Overwrites `exchange.bucket`'s gradient.
+def _hosted(groups: Groups, setting: Setting) -> Groups:
+    """The groups of a rank whose messages across cost its host time."""
 
-    Args:
-        scheme: a name in `SCHEMES`.
-        exchange: its timer charges the work to the rank's clock.
-    """
-    bucket, options, entry = exchange.bucket, exchange.options, SCHEMES[scheme]
-    if entry.takes is Input.DENSE:
-        return entry.run(exchange, bucket.grad_N, 0)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    residuals.begin(bucket)  # Memory that a run takes once is no cost of a step.
-    rank = exchange.transport.rank
-    selector = Selector(CompressionConfig(), residuals, rank, exchange.buffers)
-    message = selector.select(
-        bucket,
-        MessageSpec(
-            1.0,
-            format="rice" if entry.sends_whole else entry.message_format(options),
-            block_size=options.block_size,
-            sharded=entry.is_sharded(bucket.op),
-            extra_cuts=entry.extra_cuts(bucket),
-            value_bits=dense_value_bits(None) if entry.sends_whole else None,
-            whole=entry.sends_whole,
-        ),
-        step=0,
-        timer=exchange.timer,
-    )
-    return entry.run(exchange, message)
+    def hosted(transport: Any) -> Any:
+        return HostedTransport(transport, setting.cluster.host_s_per_message)
+
+    if groups.level is None:
+        return replace(groups, data_parallel=hosted(groups.data_parallel))
+    return replace(groups, level=replace(groups.level, across=hosted(groups.level.across)))
 
 
 class HostedTransport:
