@@ -270,24 +270,24 @@ def json_path() -> Path:
 
 def bench_codecs(rehearse: bool) -> list[int]:
     """Threshold, prune_encode, encode and decode_add beside a copy of as many bytes."""
-    from megatron_sparse.bench.codecs.command import run
-    from megatron_sparse.bench.codecs.sweep import Sweep
+    from megatron_sparse.bench.codec.codecs import run
+    from megatron_sparse.bench.codec.options import CodecSweep
 
     tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
     whole = {"min_bytes": 2**26, "max_bytes": 2**30, "iters": 10, "device": "cuda"}
-    rows = run(Sweep(densities=(0.01,), **(tiny if rehearse else whole)), json_path())
+    rows = run(CodecSweep(densities=(0.01,), **(tiny if rehearse else whole)), json_path())
     return [row["wrong"] for row in rows]
 
 
 def bench_hashing(rehearse: bool) -> list[int]:
     """ZEN's formats and row-sparse records."""
-    from megatron_sparse.bench.codecs.command import run
-    from megatron_sparse.bench.codecs.sweep import Sweep
+    from megatron_sparse.bench.codec.codecs import run
+    from megatron_sparse.bench.codec.options import CodecSweep
 
     tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
     whole = {"min_bytes": 2**26, "max_bytes": 2**26, "iters": 5, "device": "cuda"}
     forms = ("hash_bitmap", "pairs", "row_sparse")
-    sweep = Sweep(densities=(0.01,), forms=forms, **(tiny if rehearse else whole))
+    sweep = CodecSweep(densities=(0.01,), forms=forms, **(tiny if rehearse else whole))
     return [row["wrong"] for row in run(sweep, json_path())]
 
 

@@ -1,21 +1,23 @@
-"""The commands `megatron-sparse bench ...`; `bench_training` has the options of those that train.
+"""The commands `megatron-sparse bench ...`.
 
 They import what they need when they run, as those that `cli.main` lists.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_sparse.bench.codecs.sweep import BitsSweep, PruneSweep
-from megatron_sparse.bench.codecs.sweep import Sweep as CodecSweep
-from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.bench.codec.options import (
+    BitsSweep,
+    CodecSweep,
+    DensitySweep,
+    ParameterSweep,
+    PruneSweep,
+)
 from megatron_sparse.bench.exchange.options import (
     BucketSweep,
     CollectiveSweep,
@@ -27,39 +29,47 @@ from megatron_sparse.bench.exchange.options import (
     StragglerSweep,
 )
 from megatron_sparse.bench.options import command
-from megatron_sparse.bench.parameters.sweep import ParameterSweep
-from megatron_sparse.cli import bench_training
-from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file
+from megatron_sparse.bench.study.options import ConvergenceOptions, RaceOptions, TrainingOptions
+from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
-PASSES_ARGUMENTS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="Overrides of `train`.")
+]
+RunsFolder = Annotated[
+    Path, typer.Option(metavar="DIR", callback=writable_folder, help="For the runs' folders.")
+]
+Figures = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", callback=figures_folder, help="Write pictures and their CSV here."),
+]
 
 
 @command(bench, "Selection from a gradient: threshold, error feedback, pruning, encoding.")
 def prune(sweep: PruneSweep, json: JsonFile = None) -> None:
     """Exits with 1 when a row is wrong."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import prune as runner
 
-    rows = import_module("megatron_sparse.bench.prune").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
 
 
 @command(bench, "The density that is sent against the one asked for, for many distributions.")
 def density(sweep: DensitySweep, json: JsonFile = None) -> None:
     """Exits with 1 when a row misses its target: see docs/compression.md."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import density as runner
 
-    rows = import_module("megatron_sparse.bench.density.command").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.off for row in rows) else 0)
 
 
 @command(bench, "The coders of parameters' moves: bits and speed, against zstd, lz4 and raw.")
 def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
     """Exits with 1 when a number comes out wrong: see docs/parameters.md."""
-    from importlib import import_module
+    from megatron_sparse.bench.codec import parameters as runner
 
-    rows = import_module("megatron_sparse.bench.parameters.command").run(sweep, json)
+    rows = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
 
 
@@ -88,27 +98,10 @@ def overhead(
     iters: Annotated[int, typer.Option(min=2, help="Pairs that are timed.")] = 20,
     json: JsonFile = None,
 ) -> None:
-    """Exits with the launch's code."""
-    import subprocess
+    """Exits with the ranks' code."""
+    from megatron_sparse.bench.study import overhead as runner
 
-    # gloo on loopback, one thread a rank, no compilation: what `train` sets for a local run too.
-    local = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        "-m",
-        "megatron_sparse.megatron.overhead",
-        "--warmup",
-        str(warmup),
-        "--iters",
-        str(iters),
-        *(["--json", str(json)] if json else []),
-    ]
-    raise typer.Exit(subprocess.run(command, env=local | os.environ, check=False).returncode)
+    raise typer.Exit(runner.run(ranks, warmup, iters, json))
 
 
 @command(bench, "The message codec: selection with encoding, encoding, adding up.")
@@ -131,7 +124,7 @@ def codecs(
     json: JsonFile = None,
 ) -> None:
     """Sizes are swept by fours from `min_bytes` to `max_bytes`."""
-    from megatron_sparse.bench.codecs import command as runner
+    from megatron_sparse.bench.codec import codecs as runner
 
     runner.run(sweep, json, check, margin, save_baseline)
 
@@ -139,7 +132,7 @@ def codecs(
 @command(bench, "Bits an entry by density and format against the entropy; errors of few bits.")
 def bits(sweep: BitsSweep, json: JsonFile = None) -> None:
     """Exits with 1 where positions take too many bits: see docs/wire-format.md."""
-    from megatron_sparse.bench.codecs import bits as runner
+    from megatron_sparse.bench.codec import bits as runner
 
     rows, _ = runner.run(sweep, json)
     raise typer.Exit(1 if any(row.off for row in rows) else 0)
@@ -186,15 +179,48 @@ def stragglers(
     raise typer.Exit(run(StragglerBench, replace(sweep, figure=figure), place, json))
 
 
-bench.command(
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.",
-)(bench_training.training)
-bench.command(
-    "time-to-loss",
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Seconds of training until a small GPT reaches plain Megatron's losses.",
-)(bench_training.time_to_loss)
+@command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")
+def training(
+    options: TrainingOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/bench_training"),
+    json: JsonFile = None,
+) -> None:
+    """See docs/testbed.md."""
+    from megatron_sparse.bench.study import training as runner
+
+    runner.run(options.given(out, overrides), json)
+
+
+@command(bench, "Seconds of training until a small GPT reaches plain Megatron's losses.")
+def time_to_loss(
+    options: RaceOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/time_to_loss"),
+    figures: Figures = None,
+    json: JsonFile = None,
+) -> None:
+    """A finished run is not repeated. See docs/results/time-to-loss.md."""
+    from megatron_sparse.bench.study import time_to_loss as runner
+
+    runner.run(options.given(out, overrides), figures, json)
+
+
+@command(bench, "Final validation loss of small models, compressed beside dense.")
+def convergence(
+    options: ConvergenceOptions,
+    overrides: Overrides = None,
+    out: RunsFolder = Path("runs/convergence"),
+    figures: Figures = None,
+    report: Annotated[
+        bool, typer.Option("--report", help="Train nothing: report the finished runs.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
+    """A finished run is not repeated. See docs/results/convergence.md."""
+    from megatron_sparse.bench.study import convergence as runner
+
+    runner.run(options.given(out, overrides), figures, json, trains=not report)
 
 
 @command(bench, "Compare the planner's choice with the best of all schemes.")
@@ -203,9 +229,3 @@ def planner(options: PlannerOptions, json: JsonFile = None) -> None:
     from megatron_sparse.bench.exchange import planner as runner
 
     raise typer.Exit(runner.run(options, json))
-
-
-bench.command(
-    context_settings=PASSES_ARGUMENTS_ON,
-    help="Final validation loss of small models, compressed beside dense.",
-)(bench_training.convergence)

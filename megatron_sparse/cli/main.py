@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from megatron_sparse.cli import plans, results, runs
-from megatron_sparse.cli.bench import PASSES_ARGUMENTS_ON, bench
+from megatron_sparse.cli.bench import bench
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.version import __version__
@@ -28,7 +28,7 @@ app = typer.Typer(
 # Set up and start runs.
 app.command(
     "train",
-    context_settings=PASSES_ARGUMENTS_ON,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,
     help="Train a model; `train --help` shows groups, options and every key.",
 )(runs.train)

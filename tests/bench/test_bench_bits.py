@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.codecs.bits import (
+from megatron_sparse.bench.codec.bits import (
     VALUE_DTYPES,
     BitsRow,
     bits_row,
@@ -18,12 +18,11 @@ from megatron_sparse.bench.codecs.bits import (
     error_rows,
     run,
 )
-from megatron_sparse.bench.codecs.sweep import BitsSweep
-from megatron_sparse.cli import main
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.bench.codec.options import BitsSweep
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import rice_span
+from tests.bench.running import run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,10 +67,8 @@ def test_fitted_levels_lose_less():
 
 def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    words = "bench bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
-    with pytest.raises(SystemExit) as done:
-        main.main([*words.split(), str(path)])
-    assert done.value.code == 0
+    words = "bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
+    assert run_cli(*words.split(), str(path)) == 0
     printed = capsys.readouterr().out
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(rows) == 1 + 2 * 4
@@ -81,10 +78,8 @@ def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
 
 
 def test_a_row_that_misses_its_target_is_an_error(monkeypatch):
-    monkeypatch.setattr("megatron_sparse.bench.codecs.bits.TARGET", 1.0)
-    with pytest.raises(SystemExit) as done:
-        main.main(["bench", "bits", "--elements", "64K", "--density", "0.05", "--groups", "1"])
-    assert done.value.code == 1
+    monkeypatch.setattr("megatron_sparse.bench.codec.bits.TARGET", 1.0)
+    assert run_cli("bits", "--elements", "64K", "--density", "0.05", "--groups", "1") == 1
 
 
 def test_the_documented_rows_are_the_command_s():
@@ -94,11 +89,3 @@ def test_the_documented_rows_are_the_command_s():
         line = bits_row(2**20, density).line().strip()
         assert re.sub(" +", " ", line) in re.sub(" +", " ", page)
     assert BitsRow.COLUMNS.header.strip("# ")[:20] in page
-
-
-@pytest.mark.parametrize(
-    "options", [{"elements": (2**31,)}, {"densities": (0,)}, {"tails": (2,)}, {"groups": 0}]
-)
-def test_refuses(options):
-    with pytest.raises(ConfigError, match="bench bits"):
-        BitsSweep(**options)

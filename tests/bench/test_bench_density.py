@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.bench.density.command import Row, measure, run
-from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
-from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.bench.codec.density import Row, measure, run
+from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,6 @@ def test_the_table(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        ({"densities": (1.0,)}, "density is out of range"),
         ({"distributions": ("cauchy",)}, "distribution is out of range"),
         ({"threshold_scope": "row"}, "compression.threshold_scope"),
     ],

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bench.parameters import command
-from megatron_sparse.bench.parameters.command import (
+from megatron_sparse.bench.codec import parameters
+from megatron_sparse.bench.codec.options import ParameterSweep
+from megatron_sparse.bench.codec.parameters import (
     Case,
     conditional_entropy,
     measure,
     moves_of,
     run,
 )
-from megatron_sparse.bench.parameters.sweep import ParameterSweep
-from megatron_sparse.errors import ConfigError
 
 PAIR = Path(__file__).resolve().parents[1] / "data/parameter_pair.pt"
 QUICK = {"elements": 200_000, "iters": 1, "warmup": 0}
@@ -73,7 +72,7 @@ def test_a_missing_peer_is_said(monkeypatch, capsys):
     def missing(name):
         raise ImportError(name)
 
-    monkeypatch.setattr(command, "import_module", missing)
+    monkeypatch.setattr(parameters, "import_module", missing)
     rows = run(ParameterSweep(rates=(1e-4,), **QUICK))
     assert [row.coder for row in rows] == ["rans", "packed", "raw"]
     printed = capsys.readouterr().out
@@ -89,16 +88,3 @@ def test_the_entropy_of_known_moves():
     z_N = moves_of(case)
     assert z_N.tolist() == [0, 0, 0, 2]
     assert math.isclose(conditional_entropy(case, z_N), 0.5)
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"dtype": "fp64"}, "dtype"),
-        ({"coders": ("gzip",)}, "coder"),
-        ({"rates": (-1.0,)}, "lr"),
-    ],
-)
-def test_mistakes_are_one_error(options, word):
-    with pytest.raises(ConfigError, match=f"{word} is out of range"):
-        ParameterSweep(**options)

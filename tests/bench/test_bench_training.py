@@ -10,44 +10,36 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.bench import training
-from megatron_sparse.cli import main
-from megatron_sparse.errors import ConfigError, MegatronSparseError
-from megatron_sparse.run import local_ranks
+from megatron_sparse.bench.study import training
+from megatron_sparse.bench.study.options import TrainingOptions
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
-
-LINE = (
-    "[1]  [2026-01-01 00:00:00.000000] iteration        {i}/       4 | consumed samples:   2 | "
-    "elapsed time per iteration (ms): {ms} | learning rate: 2.8E-04 | lm loss: {loss}E+00 | "
-    "loss scale: 1.0 |\n"
-)
+from tests.bench.running import run_cli
+from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
 
 
-def setting(**changed) -> training.Setting:
-    fields = {
-        "schemes": ["plain", "direct"],
-        "densities": [0.01],
-        "ranks": 2,
-        "mbit": None,
-        "warmup": 1,
-        "iters": 3,
-        "overrides": [],
-    }
-    return training.Setting(**fields | changed)
+def options(out: Path = Path("out"), **changed) -> TrainingOptions:
+    fields = {"ranks": 2, "warmup": 1, "iters": 3, "out": out}
+    return TrainingOptions(**fields | changed)
+
+
+def configs(given: TrainingOptions) -> list:
+    runs = [training.run_of(given, variant) for variant in training.variants(given)]
+    return [compose(run.arguments) for run in runs]
+
+
+def rows_of(given: TrainingOptions) -> list[tuple[str, float, str]]:
+    return [(row.scheme, row.density, row.level) for row in training.variants(given)]
 
 
 @pytest.fixture
-def runs(monkeypatch, tmp_path):
-    """Replaces the runs: each has 4 iterations of 100, 10, 30, 20 ms times its number."""
-    commands = []
+def runs(monkeypatch) -> FakeRuns:
+    """Each run has 4 iterations of 100, 10, 30, 20 ms, over its number."""
 
-    def run(command, log):
-        commands.append(command)
-        words = dict(word.split("=", 1) for word in command if "=" in word)
-        for i, ms in enumerate((100, 10, 30, 20)):
-            log.write(LINE.format(i=i + 1, ms=ms / len(commands), loss=9 - i))
-        folder = Path(words["runs_dir"]) / words["name"]
-        folder.mkdir()
+    def train(words, log):
+        times_ms = [ms / len(fake.commands) for ms in (100, 10, 30, 20)]
+        print_run(log, times_ms, (9, 8, 7, 6))
         lines = [
             {
                 "stage_ms": {"host_wait": ms, "param_wait": 2 * ms},
@@ -61,17 +53,15 @@ def runs(monkeypatch, tmp_path):
             }
             for ms in (9, 1, 3, 2)
         ]
-        (folder / "breakdown.jsonl").write_text("".join(json.dumps(li) + "\n" for li in lines))
-        return 0
+        leave(words, "breakdown.jsonl", lines)
 
-    monkeypatch.setattr(local_ranks, "run", run)
-    monkeypatch.setattr(training, "foreign_share", lambda *_: 0.0)
-    return commands
+    fake = FakeRuns(monkeypatch, train)
+    return fake
 
 
 def test_rows(runs, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    rows = training.run(setting(), tmp_path / "out", path)
+    rows = training.run(options(tmp_path / "out"), path)
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
     plain, direct = rows
     assert (plain["iteration_ms"], plain["slowest_ms"], plain["speedup"]) == (20, 30, 1)
@@ -83,84 +73,62 @@ def test_rows(runs, tmp_path, capsys):
     assert (*parameters, direct["param_dense_bytes"]) == (4, 10, 3000)
     assert (plain["parameters"], direct["parameters"]) == (None, "auto")
     assert (direct["loss_first"], direct["loss_last"]) == (9, 6)
-    assert "plugin=false" in runs[0]
-    assert "scheme=direct" in runs[1]
+    assert "plugin=false" in runs.commands[0]
+    assert "scheme=direct" in runs.commands[1]
     assert "2.00" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_row_for_each_way_to_gather_parameters(runs, tmp_path):
-    given = setting(
+    given = options(
+        tmp_path / "out",
         schemes=["plain", "dense"],
-        parameters=["raw", "exact"],
+        methods=["raw", "exact"],
         overrides=["training.use_distributed_optimizer=true"],
     )
-    rows = training.run(given, tmp_path / "out")
-    assert [row["parameters"] for row in rows] == [None, "raw", "exact"]
-    assert not any("parameters." in word for word in runs[0])
-    assert "parameters.method=raw" in runs[1]
-    assert "parameters.method=exact" in runs[2]
-    names = {word for command in runs for word in command if word.startswith("name=")}
-    assert names == {"name=plain_1", "name=dense_1_raw", "name=dense_1_exact"}
+    assert [row["parameters"] for row in training.run(given)] == [None, "raw", "exact"]
+    assert not any("parameters." in word for word in runs.commands[0])
+    assert "parameters.method=raw" in runs.commands[1]
+    assert "parameters.method=exact" in runs.commands[2]
+    assert runs.names == ["plain_1", "dense_1_raw", "dense_1_exact"]
 
 
-def test_hosts_of_the_test_bed_are_nodes():
-    arguments = setting(mbit=500, ranks=4).arguments(
-        training.Variant("direct", 0.05, "auto"), Path("out")
-    )
-    config = compose(arguments)
+def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks(runs, tmp_path):
+    schemes, levels = ["plain", "dense", "direct"], ["rank", "node"]
+    bed = {"netbed": True, "mbit": 500, "ranks": 4}
+    given = options(tmp_path, schemes=schemes, levels=levels, ranks_per_node=2, **bed)
+    expected = [("plain", "rank"), ("dense", "rank"), ("direct", "rank"), ("direct", "node")]
+    assert [(scheme, level) for scheme, _, level in rows_of(given)] == expected
+    config = configs(given)[-1]
+    assert (config.cluster.nodes, config.cluster.ranks_per_node) == (2, 2)
+    assert (config.compression.level, config.training.iterations) == ("node", 4)
+    training.run(given)
+    assert runs.names[-1] == "direct_0.01_node"
+    assert set(runs.places) == {("run_netbed", 4, 500, 2)}
+    # With one rank on each host, hosts are nodes.
+    config = configs(options(schemes=["direct"], densities=[0.05], **bed))[0]
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (4, 1)
     assert config.compression.density == 0.05
-    assert config.training.iterations == 4
-
-
-def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks():
-    given = setting(
-        schemes=["plain", "dense", "direct"],
-        mbit=500,
-        ranks=4,
-        ranks_per_node=2,
-        levels=["rank", "node"],
-    )
-    rows = list(given.rows())
-    assert [(row.scheme, row.level) for row in rows] == [
-        ("plain", "rank"),
-        ("dense", "rank"),
-        ("direct", "rank"),
-        ("direct", "node"),
-    ]
-    assert rows[-1].run_name == "direct_0.01_node"
-    config = compose(given.arguments(rows[-1], Path("out")))
-    assert (config.cluster.nodes, config.cluster.ranks_per_node) == (2, 2)
-    assert config.compression.level == "node"
 
 
 def test_dense_schemes_have_one_row():
-    rows = setting(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]).rows()
-    found = [(row.scheme, row.density) for row in rows]
-    assert found == [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]
+    rows = rows_of(options(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]))
+    densities = [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]
+    assert [row[:2] for row in rows] == densities
 
 
 def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
-    slow = setting(schemes=["dense", "straggler"], ranks=4, slow_rank=1, slow_ms=300.0)
-    rows = list(slow.rows())
-    assert [(row.scheme, row.density) for row in rows] == [("dense", 1.0), ("straggler", 1.0)]
-    dense, aware = (compose(slow.arguments(row, Path("out"))) for row in rows)
+    slow = options(schemes=["dense", "straggler"], ranks=4, slow_rank=1, slow_ms=300.0)
+    assert [row[:2] for row in rows_of(slow)] == [("dense", 1.0), ("straggler", 1.0)]
+    dense, aware = configs(slow)
     for config in (dense, aware):
-        assert config.straggler.inject_rank == 1
-        assert config.straggler.inject_delay_ms == 300
+        assert config.cluster.env[SLOW_RANK] == "1:300"
     assert dense.sparse.straggler.mode == "off"
     assert (aware.sparse.straggler.mode, aware.straggler.rank) == ("pinned", 1)
 
 
 def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
-    def run(command, log):
-        log.write("it was the memory\n")
-        return 3
-
-    monkeypatch.setattr(local_ranks, "run", run)
-    with pytest.raises(MegatronSparseError, match="it was the memory") as caught:
-        training.run(setting(), tmp_path)
-    assert "exit code 3 and 0 iterations" in str(caught.value)
+    said = fails_with_its_log(monkeypatch, lambda: training.run(options(tmp_path)))
+    assert "exit code 3, 0 iterations" in said
 
 
 @pytest.mark.parametrize(
@@ -177,11 +145,10 @@ def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
     ],
 )
 def test_mistakes_are_found_before_anything_runs(arguments, words, runs, tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main.main(["bench", "training", f"--out={tmp_path / 'out'}", *arguments])
-    assert caught.value.code == ConfigError.exit_code
+    code = run_cli("training", f"--out={tmp_path / 'out'}", *arguments)
+    assert code == ConfigError.exit_code
     error = capsys.readouterr().err
     assert error.count("error:") == 1
     assert words in error
-    assert not runs
+    assert not runs.commands
     assert not (tmp_path / "out").exists()

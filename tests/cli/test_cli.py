@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import megatron_sparse
-from megatron_sparse.bench.codecs.sweep import PruneSweep
+from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.cli import main
 from megatron_sparse.cli.left import LEFT
@@ -165,7 +165,7 @@ class TestOthers:
 
         stand_in("megatron_sparse.doctor.checks", "run", 1)
         stand_in("megatron_sparse.cuda_ext.build", "main", 0)
-        stand_in("megatron_sparse.bench.prune", "run", [{"wrong": 0}, {"wrong": 3}])
+        stand_in("megatron_sparse.bench.codec.prune", "run", [{"wrong": 0}, {"wrong": 3}])
         return calls
 
     def test_doctor(self, calls):
@@ -211,7 +211,7 @@ class TestOthers:
             iters=2,
             threads=1,
         )
-        assert calls["megatron_sparse.bench.prune"] == ((sweep, Path("rows.jsonl")), {})
+        assert calls["megatron_sparse.bench.codec.prune"] == ((sweep, Path("rows.jsonl")), {})
         asked = dict(argument.split("=") for argument in sweep.arguments())
         assert asked["--dtype"] == "bf16"
         assert asked["--min-bytes"] == str(2**16)
@@ -230,7 +230,7 @@ class TestOthers:
     def test_bench_mistakes(self, calls, arguments, capsys):
         assert run("bench", "prune", *arguments) == 2
         is_one_error(capsys.readouterr().err)
-        assert "megatron_sparse.bench.prune" not in calls
+        assert "megatron_sparse.bench.codec.prune" not in calls
 
     def test_corpus_mistake(self, tmp_path, capsys):
         assert run("corpus", "--kind", "poems", "--out", str(tmp_path / "data")) == 2

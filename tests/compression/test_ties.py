@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.config.compression import CompressionConfig
 from tests.compression.rank import Rank

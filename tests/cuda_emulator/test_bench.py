@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_sparse.bench.codecs import cases, cub_peer, cuda, hash_cases
-from megatron_sparse.bench.codecs import command as bench
-from megatron_sparse.cuda_ext import build
-from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.bench.codec import hashing, records
+from megatron_sparse.bench.codec.frame import Case
+from megatron_sparse.bench.codec.options import BUCKET_FORMS, CodecSweep
+from megatron_sparse.errors import ConfigError
 from tests.cuda_emulator.device import GPU
 from tests.cuda_emulator.op_calls import EmulatedDevice
 
@@ -26,9 +26,8 @@ class HostGenerator(torch.Generator):
 def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The emulated GPU, with the further functions that the benchmark needs."""
     monkeypatch.setattr(torch, "Generator", HostGenerator)
-    monkeypatch.setattr(cuda, "load", lambda part: None)
-    monkeypatch.setattr(cuda, "overload", lambda name: partial(emulated_gpu.call, name))
-    monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
+    monkeypatch.setattr(records, "load", lambda part: None)
+    monkeypatch.setattr(records, "overload", lambda name: partial(emulated_gpu.call, name))
     return GPU
 
 
@@ -36,9 +35,9 @@ def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) 
 def test_hashing_and_row_tasks_run_the_named_operations(
     bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(hash_cases, "SMALL_NUMEL", 2**10)
+    monkeypatch.setattr(hashing, "SMALL_NUMEL", 2**10)
     ops = set()
-    for task in hash_cases.make_tasks(2**14, 0.05, "fp32", form, bench_device):
+    for task in hashing.make_tasks(Case(2**14, 0.05, "fp32", form, bench_device)):
         assert task.wrong == 0
         assert task.bytes_moved > 0
         task.run()
@@ -48,12 +47,12 @@ def test_hashing_and_row_tasks_run_the_named_operations(
     assert "row_expand" in ops if form == "row_sparse" else "decode_add" in ops
 
 
-@pytest.mark.parametrize("form", cases.FORMS)
+@pytest.mark.parametrize("form", BUCKET_FORMS)
 def test_every_task_runs_the_named_operation(
     bench_device: torch.device, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr(cases, "ORACLE_NUMEL", 2**12)
-    tasks = cuda.make_tasks(2**15, 0.05, "fp32", form, bench_device)
+    monkeypatch.setattr(records, "ORACLE_NUMEL", 2**12)
+    tasks = records.make_tasks(Case(2**15, 0.05, "fp32", form, bench_device))
     for op, task in zip(("prune_encode", "encode", "decode_add"), tasks, strict=True):
         assert (task.op, task.wrong) == (op, 0)
         assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)
@@ -72,21 +71,6 @@ def test_every_task_runs_the_named_operation(
 def test_a_machine_without_a_gpu_is_one_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="there is no CUDA device"):
-        bench.Sweep(device="cuda")
+        CodecSweep(device="cuda")
     with pytest.raises(ConfigError, match="device is out of range"):
-        bench.Sweep(device="tpu")
-
-
-def can_compile() -> bool:
-    try:
-        build.find_cuda()
-    except DependencyError:
-        return False
-    return True
-
-
-@pytest.mark.slow  # ten seconds of nvcc
-@pytest.mark.skipif(not can_compile(), reason="nvcc is nowhere: not in CUDA_HOME, PATH or PyPI's")
-def test_cub_compiles(tmp_path) -> None:
-    cub_peer.compile_for((9, 0), tmp_path / "cub_select.so")
-    assert b"sm_90" in (tmp_path / "cub_select.so").read_bytes()
+        CodecSweep(device="tpu")

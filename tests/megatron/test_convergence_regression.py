@@ -9,8 +9,9 @@ from itertools import islice
 
 import pytest
 
-from megatron_sparse.bench.convergence import command
-from megatron_sparse.bench.convergence.settings import DENSE, Study
+from megatron_sparse.bench.study import convergence
+from megatron_sparse.bench.study.options import ConvergenceOptions
+from megatron_sparse.bench.study.settings import DENSE
 from megatron_sparse.megatron import corpus_text
 
 # Two trainings, a minute in all on an idle machine.
@@ -26,16 +27,16 @@ def losses(tmp_path_factory):
     every = corpus_text.code
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus_text, "code", lambda progress: islice(every(progress), DOCUMENTS))
-        study = Study(
-            ["starcoder"],
-            [DENSE, TOPK1],
-            [1],
-            200,
-            tmp_path_factory.mktemp("study"),
+        study = ConvergenceOptions(
+            models=["starcoder"],
+            settings=[DENSE, TOPK1],
+            seeds=[1],
+            iters=200,
+            out=tmp_path_factory.mktemp("study"),
             # Two validations are enough for the last one, of 640 samples each.
-            ["training.eval_interval=200", "training.eval_iters=40"],
+            overrides=["training.eval_interval=200", "training.eval_iters=40"],
         )
-        return {result.setting: result for result in command.run(study)}
+        return {result.setting: result for result in convergence.run(study)}
 
 
 def test_dense_learns(losses):

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from megatron_sparse.bench.codec.parameters import synthetic
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
 from megatron_sparse.bench.options import at_least, check_arguments
-from megatron_sparse.bench.parameters.command import synthetic
 from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES

@@ -16,16 +16,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_sparse.bench.codecs.cases import (
-    DTYPES,
-    KEY,
-    LINE_BYTES,
-    STEP,
-    Task,
-    differing,
-    touched_bytes,
-)
-from megatron_sparse.bench.codecs.cuda import SECTOR_BYTES
+from megatron_sparse.bench.codec.frame import DTYPES, KEY, STEP, Case, Task, differing
+from megatron_sparse.bench.table import Action
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash, row_sparse
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
@@ -41,25 +33,27 @@ SMALL_NUMEL = 2**13
 """Elements that are compared with the oracles, which work bit by bit."""
 
 
-def make_tasks(
-    size: int, density: float, dtype: str, form: str, device: torch.device
-) -> Iterator[Task]:
-    """The operations of `hash_bitmap`, `pairs` or `row_sparse` on one gradient of `size` bytes."""
+def make_tasks(case: Case) -> Iterator[Task]:
+    """The operations of `hash_bitmap`, `pairs` or `row_sparse` on one gradient."""
     makers = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}
-    return makers[form](size // DTYPES[dtype].itemsize, density, dtype, device)
+    return makers[case.form](case)
 
 
-def _sparse(numel: int, density: float, dtype: str, device: torch.device) -> torch.Tensor:
+def _sparse(case: Case, numel: int, density: float) -> torch.Tensor:
     """Normally distributed values at a fraction `density` of the positions, zeros elsewhere."""
     generator = torch.Generator().manual_seed(numel)
     values_N = torch.randn(numel, generator=generator)
     kept_N = torch.rand(numel, generator=generator) < density
-    return values_N.mul_(kept_N).to(device, DTYPES[dtype])
+    return values_N.mul_(kept_N).to(case.device, DTYPES[case.dtype])
 
 
-def _places(numel: int, dtype: str) -> list[PartitionRecord]:
-    h0 = PermutationHash(numel, PARTITIONS, KEY)
-    return [PartitionRecord(h0, p, DTYPES[dtype], 0, STEP) for p in range(PARTITIONS)]
+def _unequal(got: torch.Tensor, expected: torch.Tensor) -> int:
+    return int((got != expected).sum())
+
+
+def _places(case: Case) -> list[PartitionRecord]:
+    h0 = PermutationHash(case.numel, PARTITIONS, KEY)
+    return [PartitionRecord(h0, p, DTYPES[case.dtype], 0, STEP) for p in range(PARTITIONS)]
 
 
 def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
@@ -68,26 +62,22 @@ def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     return grad_N[place.partition_hash.element_at(place.partition, position_P)]
 
 
-def _touched_bytes(values_N: torch.Tensor) -> int:
-    line_bytes = SECTOR_BYTES if values_N.is_cuda else LINE_BYTES
-    return touched_bytes(values_N, whole=False, line_bytes=line_bytes)
-
-
-def _wrong_bitmaps(density: float, dtype: str, device: torch.device) -> int:
+def _wrong_bitmaps(case: Case) -> int:
     """Bytes of all partitions' records that differ from the oracle's on a small gradient."""
-    grad_N, wrong = _sparse(SMALL_NUMEL + 17, density, dtype, device), 0
-    for place in _places(grad_N.numel(), dtype):
+    case = case.of_numel(SMALL_NUMEL + 17)
+    grad_N, wrong = _sparse(case, case.numel, case.density), 0
+    for place in _places(case):
         h0, partition = place.partition_hash, place.partition
         elements = h0.element_at(partition, torch.arange(place.positions)).tolist()
         fields = (partition, PARTITIONS, h0.seed, h0.code)
         record = bitmap_oracle.encode(grad_N.cpu(), elements, fields, 0, STEP)
-        wrong += differing(hash_bitmap.encode(_by_position(grad_N, place), place).cpu(), record)
+        wrong += differing(hash_bitmap.encode(_by_position(grad_N, place), place), record)
     return wrong
 
 
-def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
-    wrong, places = _wrong_bitmaps(density, dtype, device), _places(numel, dtype)
-    grad_N = _sparse(numel, density, dtype, device)
+def _bitmap_tasks(case: Case) -> Iterator[Task]:
+    wrong, places = _wrong_bitmaps(case), _places(case)
+    grad_N = _sparse(case, case.numel, case.density)
     values = [_by_position(grad_N, place) for place in places]
 
     def encode() -> list[torch.Tensor]:
@@ -95,17 +85,13 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
 
     records = encode()
     used = sum(record.numel() for record in records)
-    yield Task(
-        "encode",
-        "hash_bitmap",
-        grad_N.nbytes + used,
-        wrong,
-        encode,
-        lambda: grad_N.sum(),
-        {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]},
-    )
+    moved = grad_N.nbytes + used
+    in_torch: dict[str, Action] = {
+        "torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]
+    }
+    yield Task("encode", case.form, moved, wrong, encode, lambda: grad_N.sum(), in_torch)
 
-    acc_N = torch.zeros(numel, device=device)
+    acc_N = torch.zeros(case.numel, device=case.device)
     peer_acc_N = torch.zeros_like(acc_N)
 
     def decode_add() -> None:
@@ -113,24 +99,20 @@ def _bitmap_tasks(numel: int, density: float, dtype: str, device: torch.device) 
             hash_bitmap.decode_add_(acc_N, record, place, rank=0)
 
     decode_add()
-    wrong += int((acc_N != grad_N.float()).sum())
-    touched = _touched_bytes(grad_N)
+    wrong += _unequal(acc_N, grad_N.float())
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
-    yield Task(
-        "decode_add",
-        "hash_bitmap",
-        used + 2 * touched,
-        wrong,
-        decode_add,
-        peers={"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)},
-    )
+    index_add: dict[str, Action] = {
+        "torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)
+    }
+    moved = used + 2 * case.touched_bytes(grad_N)
+    yield Task("decode_add", case.form, moved, wrong, decode_add, peers=index_add)
 
 
-def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
-    places = _places(numel, dtype)
+def _pair_tasks(case: Case) -> Iterator[Task]:
+    places = _places(case)
     h0 = places[0].partition_hash
-    grad_N = _sparse(numel, density, dtype, device)
+    grad_N = _sparse(case, case.numel, case.density)
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K]
     entry_bytes = index_K.nbytes + values_K.nbytes
@@ -138,12 +120,11 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
     cut = hierarchical_hash.split(h0, index_K, values_K)
     memory = hierarchical_hash.hierarchical_hash(h0, index_K, values_K)
     order_K = h0.partition_of(index_K).argsort(stable=True)
-    wrong = int((cut.indices_K != index_K[order_K]).sum())
-    wrong += int((cut.values_K != values_K[order_K]).sum())
-    wrong += int((cut.indices_K != memory.indices_K).sum())
+    wrong = _unequal(cut.indices_K, index_K[order_K]) + _unequal(cut.values_K, values_K[order_K])
+    wrong += _unequal(cut.indices_K, memory.indices_K)
     yield Task(
         "hash_partition",
-        "pairs",
+        case.form,
         2 * entry_bytes,
         wrong,
         lambda: hierarchical_hash.split(h0, index_K, values_K),
@@ -155,7 +136,7 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
 
     records = encode()
     used = sum(record.numel() for record in records)
-    accs = [torch.zeros(place.positions, device=device) for place in places]
+    accs = [torch.zeros(place.positions, device=case.device) for place in places]
 
     def decode_add() -> None:
         for acc_P, record, place in zip(accs, records, places, strict=True):
@@ -163,62 +144,63 @@ def _pair_tasks(numel: int, density: float, dtype: str, device: torch.device) ->
 
     decode_add()
     expected = [_by_position(grad_N, place).float() for place in places]
-    wrong += sum(int((a != b).sum()) for a, b in zip(accs, expected, strict=True))
-    touched = sum(map(_touched_bytes, expected))
-    yield Task("encode", "pairs", entry_bytes + used, wrong, encode)
-    yield Task("decode_add", "pairs", used + 2 * touched, wrong, decode_add)
+    wrong += sum(map(_unequal, accs, expected))
+    touched = sum(map(case.touched_bytes, expected))
+    yield Task("encode", case.form, entry_bytes + used, wrong, encode)
+    yield Task("decode_add", case.form, used + 2 * touched, wrong, decode_add)
 
 
-def _row_sets(num_rows: int, density: float, device: torch.device) -> list[torch.Tensor]:
-    """The touched rows of each rank: a fraction `density`, drawn at random."""
+def _row_sets(case: Case, num_rows: int) -> list[torch.Tensor]:
+    """The touched rows of each rank: a fraction of all, drawn at random."""
     generator = torch.Generator().manual_seed(num_rows)
-    count = max(round(num_rows * density), 1)
+    count = max(round(num_rows * case.density), 1)
     drawn = [torch.randperm(num_rows, generator=generator)[:count] for _ in range(RANKS)]
-    return [rows.sort().values.to(device) for rows in drawn]
+    return [rows.sort().values.to(case.device) for rows in drawn]
 
 
-def _wrong_rows(density: float, dtype: str, device: torch.device) -> int:
+def _rows_of(case: Case, count: int) -> torch.Tensor:
+    return _sparse(case, count * COLUMNS, 1.0).view(-1, COLUMNS)
+
+
+def _wrong_rows(case: Case) -> int:
     """Indices and values that differ from the oracle's on a small gradient."""
     num_rows = SMALL_NUMEL // COLUMNS
-    sets = _row_sets(num_rows, density, device)
-    rows_KD = _sparse(sets[0].numel() * COLUMNS, 1.0, dtype, device).view(-1, COLUMNS)
+    sets = _row_sets(case, num_rows)
+    rows_KD = _rows_of(case, sets[0].numel())
     union_U = row_sparse.union(sets, num_rows)
     lists = [indices.tolist() for indices in sets]
     union = row_oracle.union(lists)
     if union_U.tolist() != union:
         return max(union_U.numel(), len(union))
-    matched = torch.tensor(row_oracle.match(lists[0], union)).to(device)
+    matched = torch.tensor(row_oracle.match(lists[0], union)).to(case.device)
     expanded = RowSparse(sets[0], rows_KD, num_rows).expand(union_U)
-    wrong = int((row_sparse.match(sets[0], union_U) != matched).sum())
     wanted = row_oracle.expand(lists[0], rows_KD.cpu(), union)
-    return wrong + int((expanded.cpu() != wanted).sum())
+    return _unequal(row_sparse.match(sets[0], union_U), matched) + _unequal(expanded.cpu(), wanted)
 
 
-def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> Iterator[Task]:
-    wrong, num_rows = _wrong_rows(density, dtype, device), max(numel // COLUMNS, 1)
-    sets = _row_sets(num_rows, density, device)
+def _row_tasks(case: Case) -> Iterator[Task]:
+    wrong, num_rows = _wrong_rows(case), max(case.numel // COLUMNS, 1)
+    sets = _row_sets(case, num_rows)
     local_K = sets[0]
-    rows_KD = _sparse(local_K.numel() * COLUMNS, 1.0, dtype, device).view(-1, COLUMNS)
+    rows_KD = _rows_of(case, local_K.numel())
     gradient = RowSparse(local_K, rows_KD, num_rows)
-    part = RowPart(num_rows, COLUMNS, dtype, part=0, parts=1, step=STEP)
+    part = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
     positions = part.positions(gradient)
     out = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
-    part.encode(gradient, positions, out)
-    decoded = part.decode(out, rank=0)
-    wrong += int((decoded.indices_K != local_K).sum()) + int((decoded.rows_KD != rows_KD).sum())
-    yield Task(
-        "encode",
-        "row_sparse",
-        local_K.nbytes + rows_KD.nbytes + out.numel(),
-        wrong,
-        lambda: part.encode(gradient, positions, out),
-    )
 
-    union_U = row_sparse.union(sets, num_rows)
-    every = torch.cat(sets)
+    def encode() -> object:
+        return part.encode(gradient, positions, out)
+
+    encode()
+    decoded = part.decode(out, rank=0)
+    wrong += _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
+    own_bytes = local_K.nbytes + rows_KD.nbytes
+    yield Task("encode", case.form, own_bytes + out.nbytes, wrong, encode)
+
+    every, union_U = torch.cat(sets), row_sparse.union(sets, num_rows)
     yield Task(
         "row_union",
-        "row_sparse",
+        case.form,
         every.nbytes + union_U.nbytes,
         wrong,
         lambda: row_sparse.union(sets, num_rows),
@@ -226,7 +208,7 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
     )
     yield Task(
         "row_match",
-        "row_sparse",
+        case.form,
         2 * local_K.nbytes + union_U.nbytes,
         wrong,
         lambda: row_sparse.match(local_K, union_U),
@@ -237,13 +219,12 @@ def _row_tasks(numel: int, density: float, dtype: str, device: torch.device) -> 
         target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
         return target_UD.index_copy_(0, torch.searchsorted(union_U, local_K), rows_KD)
 
-    wrong += int((gradient.expand(union_U) != zeros_and_copy()).sum())
     target_bytes = union_U.numel() * COLUMNS * rows_KD.element_size()
     yield Task(
         "row_expand",
-        "row_sparse",
-        local_K.nbytes + union_U.nbytes + rows_KD.nbytes + target_bytes,
-        wrong,
+        case.form,
+        own_bytes + union_U.nbytes + target_bytes,
+        wrong + _unequal(gradient.expand(union_U), zeros_and_copy()),
         lambda: gradient.expand(union_U),
         peers={"torch index_copy_": zeros_and_copy},
     )

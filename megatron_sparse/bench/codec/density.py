@@ -1,4 +1,4 @@
-"""How near the sent density comes to the one that was asked for, whatever the gradient looks like.
+"""`bench density`: how near the sent density comes to the one asked for, whatever the gradient.
 
 Each row is a distribution at a density. Twenty steps are selected from it as in training: first
 without a residual, then with one, which adds up what was not sent (a constant gradient c becomes
@@ -19,8 +19,8 @@ from statistics import fmean
 
 import torch
 
-from megatron_sparse.bench.density.gradients import DISTRIBUTIONS
-from megatron_sparse.bench.density.sweep import DensitySweep
+from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
+from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.bench.options import check_arguments, known
 from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
@@ -76,13 +76,13 @@ def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
         json_path: file for one JSON object a line; None writes none.
 
     Raises:
-        ConfigError: an unknown distribution or method, or a file that cannot be written.
+        ConfigError: an unknown distribution, or a file that cannot be written.
     """
     names = sweep.distributions or tuple(DISTRIBUTIONS)
     check_arguments("bench density", [known("distribution", names, DISTRIBUTIONS)])
     print(
-        f"# threshold_scope {sweep.threshold_scope}, {sweep.elements} "
-        f"elements, {sweep.samples} samples, {sweep.steps} steps"
+        f"# threshold_scope {sweep.threshold_scope}, {sweep.elements} elements, "
+        f"{sweep.samples} samples, {sweep.steps} steps"
     )
     cases = product(names, sweep.densities)
     return print_table(Row.COLUMNS, (measure(sweep, *case) for case in cases), json_path)

@@ -1,4 +1,4 @@
-"""How many bits the moves of parameters take, and how fast they are coded.
+"""`bench parameters`: bits of parameters' moves, and how fast they are coded.
 
 Each row is one coder on one pair of old and new parameters, on the CPU. `entropy` is the order-0
 entropy of the moves given the old exponent, in bits: the least that a coder can reach that looks at
@@ -7,7 +7,7 @@ no more than that. zstd (level 3) and lz4 get the moves themselves, as integers 
 times are without the subtraction that makes the moves.
 
 The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
-the learning rate (measured for AdamW), both rounded to the dtype.
+the learning rate (measured for AdamW), both rounded to the dtype. `measure` takes any other pair.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_sparse.bench.parameters.sweep import ParameterSweep
+from megatron_sparse.bench.codec.frame import DTYPES
+from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.table import (
     Columns,
     TableRow,
@@ -36,7 +37,6 @@ from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
 ENTROPY_NUMEL = 2**24
 """Of more numbers the entropy is that of the first so many."""
@@ -56,7 +56,7 @@ class Row(TableRow):
     """One line of the table and one JSON object.
 
     Attributes:
-        parameters: the pair's name: a learning rate.
+        parameters: the pair's name, such as a learning rate.
         coder: that made the bytes.
         dtype: of the parameters.
         numel: parameters.
@@ -102,17 +102,9 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
             coders.append(name)
         except ImportError:
             print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
+    cases = (synthetic(sweep.elements, rate, DTYPES[sweep.dtype]) for rate in sweep.rates)
     with torch_threads(sweep.threads):
-        rows = (
-            row
-            for rate in sweep.rates
-            for row in measure(
-                synthetic(sweep.elements, rate, DTYPES[sweep.dtype]),
-                coders,
-                sweep.warmup,
-                sweep.iters,
-            )
-        )
+        rows = (row for case in cases for row in measure(case, coders, sweep.warmup, sweep.iters))
         return print_table(Row.COLUMNS, rows, json_path)
 
 
@@ -130,22 +122,21 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
     z_N = moves_of(case)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
     entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
-    codecs = {name: _codec(name, case, z_N) for name in coders}
-    nbytes = case.old_N.numel() * case.old_N.element_size()
+    peers = {name: _coder(name, case, z_N) for name in coders}
     times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in coders}
     coded_bytes, wrong = {}, {}
     for round_index in range(warmup + iters):
-        for name, (encode, size_of, prepare, decode, check) in codecs.items():
+        for name, coder in peers.items():
             start_s = time.perf_counter()
-            record = encode()
+            record = coder.encode()
             encoded_s = time.perf_counter()
-            prepare()
+            coder.prepare()
             begin_s = time.perf_counter()
-            result = decode(record)
+            result = coder.decode(record)
             end_s = time.perf_counter()
             if round_index >= warmup:
                 times_s[name].append((encoded_s - start_s, end_s - begin_s))
-            coded_bytes[name], wrong[name] = size_of(record), check(result)
+            coded_bytes[name], wrong[name] = memoryview(record).nbytes, coder.wrong(result)
     for name in coders:
         encode_s, decode_s = (median(side) for side in zip(*times_s[name], strict=True))
         numel = max(case.old_N.numel(), 1)
@@ -156,39 +147,42 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
             numel=case.old_N.numel(),
             bits=8 * coded_bytes[name] / numel,
             entropy=entropy,
-            encode_gbps=nbytes / encode_s / 1e9,
-            decode_gbps=nbytes / decode_s / 1e9,
+            encode_gbps=case.old_N.nbytes / encode_s / 1e9,
+            decode_gbps=case.old_N.nbytes / decode_s / 1e9,
             wrong=wrong[name],
         )
 
 
-type _Codec = tuple[
-    Callable[[], Any],
-    Callable[[Any], int],
-    Callable[[], object],
-    Callable[[Any], Any],
-    Callable[[Any], int],
-]
-"""Encode, bytes of the result, prepare for decoding, decode, count wrong numbers."""
+@dataclass(frozen=True)
+class Coder:
+    """A way to code one pair's moves.
+
+    Attributes:
+        encode: makes the bytes.
+        decode: makes the moves of them, or the new parameters.
+        wrong: counts the numbers of a result that are wrong.
+        prepare: what decoding needs, and is not timed.
+    """
+
+    encode: Callable[[], Any]
+    decode: Callable[[Any], Any]
+    wrong: Callable[[Any], int]
+    prepare: Callable[[], object] = lambda: None
 
 
-def _codec(name: str, case: Case, z_N: np.ndarray) -> _Codec:
+def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:
     if name in MOVES_CODERS:
         held = torch.empty_like(case.old_N)
 
-        def decode(record: torch.Tensor) -> torch.Tensor:
-            decode_moves_(record, held, epoch=1)
+        def decode(record: np.ndarray) -> torch.Tensor:
+            decode_moves_(torch.from_numpy(record), held, epoch=1)
             return held
 
-        def check(result: torch.Tensor) -> int:
-            return int((bit_patterns(result) != bit_patterns(case.new_N)).sum())
-
-        return (
-            lambda: encode_moves(case.old_N, case.new_N, coder=name, epoch=1),
-            torch.Tensor.numel,
-            lambda: held.copy_(case.old_N),
+        return Coder(
+            lambda: encode_moves(case.old_N, case.new_N, coder=name, epoch=1).numpy(),
             decode,
-            check,
+            lambda result: int((bit_patterns(result) != bit_patterns(case.new_N)).sum()),
+            lambda: held.copy_(case.old_N),
         )
     moves = z_N.tobytes()
 
@@ -199,22 +193,10 @@ def _codec(name: str, case: Case, z_N: np.ndarray) -> _Codec:
         import zstandard
 
         compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-        return (
-            lambda: compressor.compress(moves),
-            len,
-            lambda: None,
-            decompressor.decompress,
-            differing,
-        )
+        return Coder(lambda: compressor.compress(moves), decompressor.decompress, differing)
     import lz4.frame
 
-    return (
-        lambda: lz4.frame.compress(moves),
-        len,
-        lambda: None,
-        lz4.frame.decompress,
-        differing,
-    )
+    return Coder(lambda: lz4.frame.compress(moves), lz4.frame.decompress, differing)
 
 
 def bit_patterns(values_N: torch.Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""How many bits an entry takes in a record, and how much quantised values lose.
+"""`bench bits`: bits of an entry in a record, and errors of quantised values.
 
 Two tables. The first has, for entries at random places, the entropy of their positions,
 H(p) / p = -log2 p - (1 - p) / p log2 (1 - p) bits at a density p, then the bits that positions take
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sparse.bench.codecs.sweep import BitsSweep
+from megatron_sparse.bench.codec.options import BitsSweep
 from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.reference.rice import SUB_HEADER
 from megatron_sparse.reference.rice_chunk import index_words, words_of_values

@@ -1,0 +1,237 @@
+"""The frame of `bench codecs` and `bench prune`: a gradient, an operation on it, a table's row.
+
+Every operation is first checked against an oracle; `#wrong` counts what differs, and a wrong row is
+not timed. Operation, copy and peers are measured in turn, in the same run, so that a temporary
+slowdown of the machine affects all of them. Times are medians, on a GPU of the device alone.
+
+`copy` is that of `bench/table.py`. `stream` only reads the bytes that an encoder reads, or only
+writes the bytes that a scatter-add writes. Peers are other implementations. They do less work than
+the codec: none of them writes a header, checks an index or rounds stochastically.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist, median
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench import table
+from megatron_sparse.bench.codec.options import TimedSweep
+from megatron_sparse.bench.table import Action, Columns, TableRow
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
+from megatron_sparse.formats.message import VALUE_DTYPES as DTYPES
+from megatron_sparse.formats.message import WIRE_CODES, record_spec
+
+KEY = 20_250_101
+STEP = 1
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A gradient, and the record that it becomes.
+
+    Attributes:
+        size: bytes of the gradient.
+        density: fraction that is sent.
+        dtype: of the gradient.
+        form: one of `options.FORMS`.
+        device: of the gradient.
+    """
+
+    size: int
+    density: float
+    dtype: str
+    form: str = "coo"
+    device: torch.device = CPU
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradient."""
+        return self.size // DTYPES[self.dtype].itemsize
+
+    def of_numel(self, numel: int) -> Case:
+        """The same with another number of elements."""
+        return replace(self, size=numel * DTYPES[self.dtype].itemsize)
+
+    @property
+    def code(self) -> int:
+        """Of the gradient's dtype."""
+        return WIRE_CODES[self.dtype]
+
+    @property
+    def spec(self) -> RecordSpec:
+        """Of the record: `rice_q8` has values of 8 bits, `pici_paper` the paper's order."""
+        name, _, variant = self.form.partition("_")
+        values = variant if name == "rice" and variant else self.dtype
+        spec = record_spec(values, STEP, name, density=self.density)
+        return replace(spec, paper_order=variant == "paper")
+
+    def gradient(self) -> torch.Tensor:
+        """Normally distributed elements."""
+        generator = torch.Generator(self.device).manual_seed(self.numel)
+        values_N = torch.randn(self.numel, generator=generator, device=self.device)
+        return values_N.to(DTYPES[self.dtype])
+
+    @property
+    def threshold(self) -> float:
+        """The magnitude that `density` of a normal distribution exceeds."""
+        return NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else -1.0
+
+    def touched_bytes(self, values_N: torch.Tensor, *, whole: bool = False) -> int:
+        """Bytes of an fp32 accumulator's memory lines to which values are added.
+
+        Args:
+            values_N: those that are not zero are added.
+            whole: all of them are.
+        """
+        # The least that a CPU, or a GPU, reads or writes to touch one element.
+        line_bytes = 32 if self.device.type == "cuda" else 64
+        per_line = line_bytes // 4
+        lines = values_N[: values_N.numel() // per_line * per_line].view(-1, per_line)
+        count = lines.shape[0] if whole else int((lines != 0).any(1).sum())
+        return max(count, 1) * line_bytes
+
+
+@dataclass
+class Task:
+    """An operation to time.
+
+    Attributes:
+        op: its name.
+        format: the format that the encoder chose, or `pici_paper`; `-` if there is no record.
+        bytes_moved: read and written. A scatter-add moves whole lines of the accumulator.
+        wrong: elements or bytes that differ from the oracle's.
+        run: the operation.
+        stream: only moves the bytes, see the module; None without such a measurement.
+        peers: other implementations of the operation, by name.
+    """
+
+    op: str
+    format: str
+    bytes_moved: int
+    wrong: int
+    run: Action
+    stream: Action | None = None
+    peers: dict[str, Action] = field(default_factory=dict)
+
+
+@dataclass
+class Row(TableRow):
+    """One line of the table and one JSON object; times are medians in microseconds.
+
+    There is a row for each peer; the operation's own numbers are the same in all of them.
+
+    Attributes:
+        op: the operation.
+        format: of the record; `-` if the operation makes none.
+        dtype: of the gradient and of the values on the wire.
+        density: fraction that is sent.
+        count: elements.
+        bytes_moved: read and written.
+        time_us: of the operation; null if its result is wrong.
+        copy_us: of a copy that reads and writes as much.
+        peer: name of another implementation.
+        peer_us: the peer's time.
+        device: `cpu` or `cuda`.
+        wrong: elements or bytes that differ from the oracle's.
+        stream_us: only to read the bytes that an encoder reads, or only to write those that a
+            scatter-add writes.
+        ratio: the median over the rounds of time / copy.
+    """
+
+    COLUMNS = Columns(
+        "size >13 size(B) | count >11 | dtype >5 type | op >12 | format >10 | density >7g | "
+        "bytes_moved >11 moved(B) | time_us >10.1f time(us) | copy_us >10.1f copy(us) | "
+        "ratio >6.2f | stream_us >10.1f stream(us) | peer_us >11.1f peer(us) | "
+        "peer_us/time_us >6.1f x | wrong >6 #wrong | peer <1"
+    )
+
+    op: str
+    format: str
+    dtype: str
+    density: float
+    count: int
+    bytes_moved: int
+    time_us: float | None
+    copy_us: float | None
+    peer: str | None
+    peer_us: float | None
+    device: str
+    wrong: int
+    stream_us: float | None = None
+    ratio: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the gradient."""
+        return self.count * DTYPES[self.dtype].itemsize
+
+
+def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) -> list[Row]:
+    """The rows of a task, one for each peer; a task that is wrong has one, without times."""
+    own = Row(
+        op=task.op,
+        format=task.format,
+        dtype=case.dtype,
+        density=case.density,
+        count=case.numel,
+        bytes_moved=task.bytes_moved,
+        time_us=None,
+        copy_us=None,
+        peer=None,
+        peer_us=None,
+        device=case.device.type,
+        wrong=task.wrong,
+    )
+    if task.wrong:
+        return [own]
+    others = task.peers if peers else {}
+    actions = [task.run, table.copy_action(task.bytes_moved, case.device), *others.values()]
+    if task.stream is not None:
+        actions.append(task.stream)
+    in_turn = table.time_in_turn if case.device.type == "cpu" else device_time_in_turn
+    times_us = in_turn(actions, sweep.warmup, sweep.iters)
+    own.time_us, own.copy_us = median(times_us[0]), median(times_us[1])
+    own.ratio = median(a / b for a, b in zip(times_us[0], times_us[1], strict=True))
+    own.stream_us = None if task.stream is None else median(times_us[-1])
+    spent_us = zip(others, times_us[2:], strict=False)
+    return [replace(own, peer=name, peer_us=median(us)) for name, us in spent_us] or [own]
+
+
+def device_time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
+    """Microseconds of the device for each action, in each round after the warm-up.
+
+    Leaves out host time between launches for which the device does not wait.
+    """
+    times_us: list[list[float]] = [[] for _ in actions]
+    for round_index in range(warmup + iters):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
+        for action, (begin, end) in zip(actions, events, strict=True):
+            begin.record()
+            action()
+            end.record()
+        torch.cuda.synchronize()
+        if round_index >= warmup:
+            for kept, (begin, end) in zip(times_us, events, strict=True):
+                kept.append(begin.elapsed_time(end) * 1e3)
+    return times_us
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Its memory, of any dtype and device."""
+    return tensor.cpu().view(torch.uint8).numpy().tobytes()
+
+
+def differing(got: torch.Tensor | bytes, expected: torch.Tensor | bytes) -> int:
+    """The number of bytes that differ; all bytes if the lengths differ."""
+    mine, theirs = (
+        np.frombuffer(side if isinstance(side, bytes) else bytes_of(side), np.uint8)
+        for side in (got, expected)
+    )
+    if mine.size != theirs.size:
+        return max(mine.size, theirs.size)
+    return int((mine != theirs).sum())

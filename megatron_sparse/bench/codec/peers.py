@@ -1,0 +1,147 @@
+"""Peers of `bench codecs`: the same in torch, numpy, scipy, zstd and Triton.
+
+Triton's kernels select where the compiled library is not there: `Triton prune_` with the same
+threshold, and `Triton selection`, which samples the threshold too. Neither writes a record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from megatron_sparse.bench.codec.frame import CPU, KEY, Case, differing
+from megatron_sparse.bench.table import Action
+from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.cuda_ext import ops, threshold_triton
+from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
+from megatron_sparse.extras import is_installed
+
+SAMPLES = CompressionConfig.samples
+
+
+def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str, Action]:
+    """Selection with error feedback, leak 0, in whole-tensor operations.
+
+    With `zstd`, also what zstd (level 3) makes of the indices and values.
+    """
+    residual_N = torch.zeros(grad_N.numel(), device=grad_N.device)
+
+    def in_torch() -> tuple[torch.Tensor, torch.Tensor]:
+        sum_N = grad_N + residual_N
+        index_K = (sum_N.abs() > limit).nonzero().squeeze(1)
+        values_K = sum_N[index_K].to(grad_N.dtype)
+        residual_N.copy_(sum_N).index_fill_(0, index_K, 0).mul_(0.0)
+        return index_K.int(), values_K
+
+    if not zstd or not is_installed("zstandard"):
+        return {"torch ops": in_torch}
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=3)
+
+    def in_torch_and_zstd() -> list[bytes]:
+        return [
+            compressor.compress(memoryview(part.view(torch.uint8).numpy())) for part in in_torch()
+        ]
+
+    return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
+
+
+def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
+    """Ways to get indices and values."""
+
+    def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
+        index_K = pruned_N.nonzero().squeeze(1)
+        return index_K, pruned_N[index_K]
+
+    peers: dict[str, Action] = {
+        "torch nonzero": nonzero_and_index,
+        "torch to_sparse": pruned_N.to_sparse,
+    }
+    if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has none
+        return peers
+    array = pruned_N.numpy()
+
+    def numpy() -> tuple[np.ndarray, np.ndarray]:
+        index = np.flatnonzero(array)
+        return index, array[index]
+
+    peers["numpy"] = numpy
+    sparse = _scipy_sparse()
+    if sparse is not None and pruned_N.dtype == torch.float32:
+        peers["scipy coo_array"] = lambda: sparse.coo_array(array)
+    return peers
+
+
+def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
+    """Ways to add a sparse gradient to an fp32 accumulator."""
+    acc_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
+    index_K = pruned_N.nonzero().squeeze(1)
+    values_K = pruned_N[index_K].float()
+    peers: dict[str, Action] = {"torch index_add_": lambda: acc_N.index_add_(0, index_K, values_K)}
+    if pruned_N.is_cuda:
+        return peers
+    sum_of = pruned_N.float().to_sparse()
+    index, values, array = index_K.numpy(), values_K.numpy(), acc_N.numpy()
+
+    def numpy() -> None:
+        array[index] += values
+
+    peers |= {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
+    sparse = _scipy_sparse()
+    if sparse is not None:
+        matrix = sparse.coo_array((values, (index,)), shape=(pruned_N.numel(),))
+        peers["scipy coo_array"] = lambda: np.add(array, matrix.toarray(), out=array)
+    return peers
+
+
+def _scipy_sparse() -> ModuleType | None:
+    """`scipy.sparse`, or None if it is not installed: it is a peer, not a dependency."""
+    try:
+        from scipy import sparse
+    except ImportError:
+        return None
+    return sparse
+
+
+def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
+    """Of `prune_encode`; each works on copies, which pruning again does not change."""
+    sent_N, selected_N = grad_N.clone(), grad_N.clone()
+    rests = [torch.zeros(case.numel, device=case.device) for _ in range(2)]
+    threshold_R = torch.tensor([case.threshold]).to(case.device)
+    pruning = Pruning(rests[0], torch.tensor([0, case.numel]), threshold_R, 0.0, KEY)
+    sample = threshold_triton.sample_threshold
+    return {
+        "Triton prune_": lambda: ops.prune_(sent_N, pruning, case.code),
+        "Triton selection": lambda: _select(sample, case, selected_N, rests[1]),
+    }
+
+
+def wrong_triton(case: Case) -> int:
+    """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
+    grad_N = replace(case, device=CPU).gradient()
+    results = []
+    for device, sample in (
+        (CPU, ops.sample_threshold),
+        (case.device, threshold_triton.sample_threshold),
+    ):
+        sent_N, rest_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
+        _select(sample, case, sent_N, rest_N)
+        results.append((sent_N, rest_N))
+    return sum(differing(got, wanted) for wanted, got in zip(*results, strict=True))
+
+
+def _select(
+    sample: Callable[..., Limits], case: Case, grad_N: torch.Tensor, residual_N: torch.Tensor
+) -> None:
+    """Samples the threshold and prunes, with leak 0.5; mutates both."""
+    offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
+    limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, torch.tensor([KEY]))
+    pruning = Pruning(
+        residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=limits.tie_chances
+    )
+    ops.prune_(grad_N, pruning, case.code)

@@ -1,1 +1,0 @@
-"""`megatron-sparse bench convergence`."""

@@ -1,0 +1,309 @@
+"""`bench convergence`: the final validation loss of small models, compressed beside dense.
+
+Runs of one seed start from the same weights and see the same samples in the same order. So a
+difference to dense is computed for each seed, then averaged. The spread is the difference between
+the seeds' largest and smallest value of a quantity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from megatron_sparse.bench.study import frame
+from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels
+from megatron_sparse.bench.study.options import BATCH, ConvergenceOptions
+from megatron_sparse.bench.study.settings import CONVERGENCE, CORPORA, Setting, by_name, schedule
+from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.megatron import corpus
+from megatron_sparse.simulate import figures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SETTINGS = by_name(CONVERGENCE)
+VOCAB_SIZE = 1024
+"""Small, for even so half of the model's weights belong to the vocabulary."""
+CURVES, FINAL, BITS = "convergence-curves", "convergence-final", "convergence-bits"
+"""Names of the pictures and their CSV."""
+DENSITIES = ("topk01", "topk1", "topk5", "dense")
+"""Settings that differ by nothing but density."""
+
+
+def runs_of(options: ConvergenceOptions) -> list[Run]:
+    """The most important first; runs that are compared with one another follow one another."""
+    chosen = [setting for setting in CONVERGENCE if setting.name in options.settings]
+    return [
+        _run_of(options, model, setting, seed)
+        for tier in sorted({setting.tier for setting in chosen})
+        for model in options.models
+        for seed in options.seeds
+        for setting in chosen
+        if setting.tier == tier
+    ]
+
+
+def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:
+    share = BATCH // options.ranks
+    arguments = [
+        "experiment=convergence",
+        f"model={model}_tiny",
+        f"data={CORPORA[model]}",
+        *schedule(setting, options.iters, min(100, options.iters // 4), seed),
+        f"cluster.ranks_per_node={options.ranks}",
+        f"training.micro_batch_size={share}",
+        *options.overrides,
+    ]
+    name, where = f"{model}-{setting.name}-{seed}", _corpus_dir(options, model)
+    place = [f"data.dir={where}", "cluster.device=cpu"]
+    of = {"setting": setting.name, "model": model, "seed": seed}
+    return Run("convergence", name, arguments, options.out, place, **of)
+
+
+def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
+    return options.out / "corpora" / CORPORA[model]
+
+
+def run(
+    options: ConvergenceOptions,
+    folder: Path | None = None,
+    json_path: Path | None = None,
+    *,
+    trains: bool = True,
+) -> list[Row]:
+    """Carries out the study and prints its table, or only that of the finished runs.
+
+    Args:
+        options: the runs.
+        folder: for the pictures, made if missing; None draws none.
+        json_path: for one JSON object a line; None writes none.
+        trains: the runs that have not finished.
+
+    Raises:
+        ConfigError: an override is wrong, nothing has finished, or a file cannot be written.
+        DatasetError: a corpus cannot be made.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = runs_of(options)
+    if trains:
+        size = f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
+        frame.begin(runs, size)
+        for model in options.models:
+            kind = CORPORA[model]
+            corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
+    outcomes = frame.carry_out(runs) if trains else frame.finished(runs)
+    rows = print_table(Row.COLUMNS, rows_of(outcomes), json_path)
+    if folder is not None:
+        frame.write_pictures(pictures(outcomes, rows), folder)
+    return rows
+
+
+@dataclass
+class Row(TableRow):
+    """A setting of a model; percentages, and ratios of bytes.
+
+    Attributes:
+        op: `convergence`.
+        model: of `CORPORA`.
+        setting: its name.
+        label: the setting in words.
+        seeds: how many.
+        final: mean of the final validation losses.
+        spread: between the seeds' final losses, in % of their mean; null with one seed.
+        to_dense: mean difference to the baseline's final loss of the same seed, in %; null for the
+            baseline, or if the baseline has not run.
+        to_dense_spread: between the seeds' differences, in percentage points; null with one seed.
+        noise: how much `to_dense` differs between the two validations after the last iteration, in
+            percentage points; the largest of the runs; null if `to_dense` is.
+        wire_ratio: bytes sent over dense's, over the whole run.
+        wire_ratio_target: the same over the iterations at the target density.
+        bits: of a rank's own messages for each element, over the whole run.
+        bits_target: the same over the iterations at the target density.
+    """
+
+    COLUMNS = Columns(
+        "model >10 | label >28 setting | seeds >5 | final >7.4f loss | spread >9.2f spread(%) | "
+        "to_dense >+11.2f to dense(%) | to_dense_spread >9.2f spread(%) | noise >8.2f noise(%) | "
+        "wire_ratio >6.3f wire | wire_ratio_target >12.4f wire, target | "
+        "bits >6.2f bits | bits_target >12.2f bits, target"
+    )
+
+    op: str
+    model: str
+    setting: str
+    label: str
+    seeds: int
+    final: float
+    spread: float | None
+    to_dense: float | None
+    to_dense_spread: float | None
+    noise: float | None
+    wire_ratio: float
+    wire_ratio_target: float
+    bits: float
+    bits_target: float
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+    """One row for each model and setting, in the order of `CONVERGENCE`."""
+    by_run = {(each.run.model, each.run.setting, each.run.seed): each for each in outcomes}
+    rows = []
+    for model in CORPORA:
+        for setting in CONVERGENCE:
+            runs = [each for key, each in by_run.items() if key[:2] == (model, setting.name)]
+            if runs:
+                denses = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
+                rows.append(_row(setting, runs, denses))
+    return rows
+
+
+def _row(setting: Setting, runs: Sequence[Outcome], denses: Sequence[Outcome | None]) -> Row:
+    pairs = [(a, b) for a, b in zip(runs, denses, strict=True) if b is not None and a is not b]
+    against = [_to_dense(each.final, dense.final) for each, dense in pairs]
+    noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
+    finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
+    bits = [summary["bits_per_element"] for summary in summaries]
+    # Without a ramp to a density, the whole run is at it.
+    whole = [{"wire_ratio": 1.0, "bits_per_element": each} for each in bits]
+    at_target = [
+        summary["phases"].get("target", each)
+        for summary, each in zip(summaries, whole, strict=True)
+    ]
+    return Row(
+        op="convergence",
+        model=runs[0].run.model,
+        setting=setting.name,
+        label=setting.label,
+        seeds=len(runs),
+        final=mean(finals),
+        spread=100 * _spread(finals) / mean(finals) if len(finals) > 1 else None,
+        to_dense=mean(against) if against else None,
+        to_dense_spread=_spread(against) if len(against) > 1 else None,
+        noise=max(noises, default=None),
+        wire_ratio=mean(summary["wire_ratio"] for summary in summaries),
+        wire_ratio_target=mean(phase["wire_ratio"] for phase in at_target),
+        bits=mean(bits),
+        bits_target=mean(phase["bits_per_element"] for phase in at_target),
+    )
+
+
+def _to_dense(loss: float, dense: float) -> float:
+    return 100 * (loss / dense - 1)
+
+
+def _spread(values: Sequence[float]) -> float:
+    return max(values) - min(values)
+
+
+def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
+    """Curves, final losses and, where runs have a curve of it, loss over bits."""
+    curves = [
+        {
+            "series": SETTINGS[each.run.setting].label,
+            "model": each.run.model,
+            "setting": each.run.setting,
+            "seed": each.run.seed,
+            "iteration": iteration,
+            "loss": loss,
+        }
+        for each in outcomes
+        for iteration, loss in each.means
+    ]
+    bits = [
+        {
+            "series": f"{row.model}, {curve}",
+            "setting": row.setting,
+            "label": row.label,
+            "bits_target": row.bits_target,
+            "bits": row.bits,
+            "to_dense": row.to_dense,
+            "to_dense_spread": row.to_dense_spread,
+        }
+        for row in rows
+        if (curve := SETTINGS[row.setting].curve) and row.to_dense is not None
+    ]
+    finals = [row.to_dict() for row in rows]
+    drawn = [(CURVES, curves, _draw_curves, 4.8), (FINAL, finals, _draw_final, 4.2)]
+    return [*drawn, (BITS, bits, _draw_bits, 4.8)] if bits else drawn
+
+
+def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
+    keys = ("model", "series", "iteration")
+    means = [
+        dict(zip(keys, at, strict=True)) | {"loss": mean(row["loss"] for row in seeds)}
+        for at, seeds in figures.groups(rows, *keys).items()
+    ]
+    for model, axes in line_panels(canvas, means, "model", "iteration", "loss").items():
+        lowest = min(row["loss"] for row in means if row["model"] == model)
+        # With the first drop in the picture, the differences between settings would not be visible.
+        axes.set_ylim(lowest - 0.05, lowest + 1.0)
+        axes.set(title=model, xlabel="iteration", ylabel="validation loss, mean of the seeds")
+    canvas.suptitle("Validation loss by setting, measured on two CPU ranks", fontsize=9)
+
+
+def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
+    left, right = canvas.subplots(1, 2)
+    order = list(SETTINGS)
+    for (model, members), colour in zip(
+        figures.groups(rows, "model").items(), figures.COLOURS, strict=False
+    ):
+        style: dict[str, Any] = {"label": model, "color": colour, "marker": "o", "capsize": 3}
+        named = {row["setting"]: row for row in members}
+        points = [named[name] for name in DENSITIES if name in named]
+        left.errorbar(
+            [row["wire_ratio_target"] for row in points],
+            [row["final"] for row in points],
+            yerr=[row["final"] * (row["spread"] or 0) / 200 for row in points],
+            **style,
+        )
+        others = [row for row in members if row["to_dense"] is not None]
+        right.errorbar(
+            [row["to_dense"] for row in others],
+            [order.index(row["setting"]) for row in others],
+            xerr=[(row["to_dense_spread"] or 0) / 2 for row in others],
+            linestyle="",
+            **style,
+        )
+    figures.log_axis(left, "x")
+    left.set(xlabel="bytes sent at the target density, of dense's", ylabel="final validation loss")
+    labels = {row["setting"]: row["label"] for row in rows if row["to_dense"] is not None}
+    right.set_yticks([order.index(name) for name in labels], list(labels.values()))
+    right.invert_yaxis()
+    right.axvline(1, color="black", linestyle="--", linewidth=1)
+    right.set(xlabel="% above dense (dashed: the target, 1 %)")
+    for axes in (left, right):
+        axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
+    figures.shared_legend(canvas, [left])
+    canvas.suptitle(
+        "Final validation loss, mean and spread of the seeds, measured on two CPU ranks", fontsize=9
+    )
+
+
+def _draw_bits(rows: list[figures.Row], canvas: Canvas) -> None:
+    styles = figures.styles_of(rows)
+    panels = canvas.subplots(1, 2, sharey=True)
+    for axes, key, of in (
+        (panels[0], "bits_target", "at the target density"),
+        (panels[1], "bits", "over the whole run"),
+    ):
+        ordered = sorted(rows, key=lambda row: row[key])
+        figures.draw_lines(axes, ordered, key, "to_dense", styles)
+        figures.log_axis(axes, "x")
+        axes.axhline(0, color="black", linestyle="--", linewidth=1)
+        axes.set(xlabel=f"bits an element, {of}", ylabel="% above dense (mean of the seeds)")
+    # Once each: the models' points of a setting lie close together.
+    for row in {row["label"]: row for row in reversed(rows)}.values():
+        panels[0].annotate(
+            row["label"],
+            (row["bits_target"], row["to_dense"]),
+            textcoords="offset points",
+            xytext=(3, 3),
+            fontsize=5,
+        )
+    figures.shared_legend(canvas, panels)
+    canvas.suptitle(
+        "Final validation loss over bits of a rank's own messages, measured", fontsize=9
+    )

@@ -1,0 +1,273 @@
+"""The frame of benches that train whole runs: carries out runs, and keeps what each has left.
+
+Each run is one `megatron-sparse train` in its own process and folder, over loopback or on the
+network test bed; runs follow one another. Times and losses are those that Megatron itself prints,
+so all runs are measured alike. What a run of a study leaves is in its folder. A finished run with
+the same arguments is not repeated, so an interrupted study can be continued.
+
+A validation loss is Megatron's: the mean over the tokens of held-out documents. After the last
+iteration Megatron validates twice, on different samples; the final loss is the mean of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+from typing import IO, TYPE_CHECKING, Any
+
+from megatron_sparse.bench.host_load import HostLoad, foreign_share
+from megatron_sparse.bench.table import describe_cpu
+from megatron_sparse.config.run import ClusterConfig
+from megatron_sparse.errors import ConfigError, MegatronSparseError
+from megatron_sparse.run import composition, local_ranks
+from megatron_sparse.simulate import figures
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Canvas
+
+ITERATION = re.compile(
+    r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
+)
+VALIDATION = re.compile(
+    r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)"
+)
+TAIL_LINES = 30
+OUTCOME_FILE = "outcome.json"
+
+type Picture = tuple[str, list[figures.Row], Callable[[list[figures.Row], Canvas], None], float]
+"""Its name, the rows of its CSV, what draws them, and its height in inches."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        bench: the command's name.
+        name: of the run's folder and log.
+        arguments: of `train`, without names and folders.
+        out: where the run's folder and its log are.
+        place: more arguments, which results do not name: the corpus, the machine.
+        mbit: rate of the hosts' links on the test bed; None over loopback.
+        setting: name of the study's setting.
+        model: of the study's models, if it has several.
+        seed: of weights and samples.
+    """
+
+    bench: str
+    name: str
+    arguments: list[str]
+    out: Path
+    place: Sequence[str] = ()
+    mbit: int | None = None
+    setting: str = ""
+    model: str = ""
+    seed: int = 1
+
+    @property
+    def folder(self) -> Path:
+        """Plain Megatron makes none."""
+        return self.out / self.name
+
+    @property
+    def words(self) -> list[str]:
+        """All arguments of `train`."""
+        return [f"name={self.name}", f"runs_dir={self.out}", *self.place, *self.arguments]
+
+    def train(self, *, validates: bool = True) -> Outcome:
+        """Trains; an earlier run of the same name moves aside.
+
+        Args:
+            validates: the run ends with a validation.
+
+        Raises:
+            ConfigError: there is no test bed.
+            MegatronSparseError: the run failed; the end of its log is in the message.
+        """
+        config, command = composition.compose(self.words), local_ranks.command_line(["train"])
+        log_path, load, start_s = self.out / f"{self.name}.log", HostLoad(), time.monotonic()
+        with log_path.open("w") as log:
+            code = self._start([*command, *self.words], config.cluster, log)
+        elapsed_s, share = time.monotonic() - start_s, foreign_share(*load.spent())
+        printed = log_path.read_text("utf-8", errors="replace")
+        iterations, curve = ITERATION.findall(printed), read_curve(printed)
+        wanted = config.training.iterations
+        reached = [number for number, _ in curve[-1:]] if validates else [len(iterations)]
+        if code or reached != [wanted]:
+            ends = f"a validation after iteration {wanted}" if validates else f"{wanted} iterations"
+            tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
+            raise MegatronSparseError(
+                f"bench {self.bench}: the run {self.name} failed",
+                expected=f"exit code 0 and {ends}",
+                got=f"exit code {code}, {len(iterations)} iterations and {len(curve)} validations; "
+                f"it ends with\n{tail}",
+                remedy=f"see {log_path}",
+            )
+        times_ms, losses = ([float(each[i]) for each in iterations] for i in (0, 1))
+        return Outcome(self, times_ms, losses, curve, elapsed_s, share)
+
+    def _start(self, command: list[str], cluster: ClusterConfig, log: IO[str]) -> int:
+        ranks = cluster.nodes * cluster.ranks_per_node
+        if self.mbit is not None:
+            return local_ranks.run_netbed(command, ranks, self.mbit, cluster.nodes, log)
+        if cluster.nodes == 1:
+            return local_ranks.run(command, log)
+        # `train` starts the ranks of one node only; here this machine's stand for all.
+        return local_ranks.run_loopback(command, ranks, log)
+
+    def saved(self) -> Outcome | None:
+        """What a finished run with the same arguments has left; None if there is none."""
+        path = self.folder / OUTCOME_FILE
+        values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        if values.pop("arguments", None) != self.arguments:
+            return None
+        curve = [(iteration, loss) for iteration, loss in values.pop("curve")]
+        return Outcome(self, curve=curve, **values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run has left.
+
+    Attributes:
+        run: that has ended.
+        iteration_ms: of each iteration that was printed.
+        losses: likewise.
+        curve: (iteration, validation loss), the last iteration twice.
+        elapsed_s: of the whole process.
+        foreign_load: the share of the machine that other programs took during the run.
+    """
+
+    run: Run
+    iteration_ms: list[float]
+    losses: list[float]
+    curve: list[tuple[int, float]]
+    elapsed_s: float
+    foreign_load: float
+
+    @property
+    def last(self) -> list[float]:
+        """The validations after the last iteration."""
+        return [loss for iteration, loss in self.curve if iteration == self.curve[-1][0]]
+
+    @property
+    def final(self) -> float:
+        """The final validation loss."""
+        return mean(self.last)
+
+    @property
+    def means(self) -> list[tuple[int, float]]:
+        """The curve, with one mean of the validations after the last iteration."""
+        end = self.curve[-1][0]
+        return [*((number, loss) for number, loss in self.curve if number < end), (end, self.final)]
+
+    def summary(self) -> dict[str, Any]:
+        """The plugin's own; plain Megatron writes none."""
+        return json.loads((self.run.folder / "summary.json").read_text("utf-8"))
+
+    def save(self) -> None:
+        """For `Run.saved`."""
+        values = {name: value for name, value in vars(self).items() if name != "run"}
+        self.run.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"arguments": self.run.arguments, **values}) + "\n"
+        (self.run.folder / OUTCOME_FILE).write_text(text, "utf-8")
+
+
+def read_curve(printed: str) -> list[tuple[int, float]]:
+    """(iteration, validation loss) of each of Megatron's validations.
+
+    Example:
+        >>> read_curve("validation loss at iteration 5 | lm loss value: 4.5E+00 | lm loss PPL")
+        [(5, 4.5)]
+    """
+    curve = [(int(number), float(loss)) for number, loss in VALIDATION.findall(printed)]
+    assert all(first[0] <= second[0] for first, second in pairwise(curve))
+    return curve
+
+
+def begin(runs: Sequence[Run], header: str) -> None:
+    """Checks all runs' arguments before anything runs, makes their folder and prints a header.
+
+    Raises:
+        ConfigError: an override is wrong, or the folder cannot be made.
+    """
+    for run in runs:
+        composition.compose(run.words)
+    try:
+        runs[0].out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"bench {runs[0].bench}: the folder of the runs cannot be made",
+            expected="a folder that can be made and written",
+            got=error,
+            remedy="give another --out",
+        ) from None
+    print(f"# {describe_cpu(1)}\n# {header}", flush=True)
+
+
+def carry_out(runs: Sequence[Run]) -> list[Outcome]:
+    """Trains the runs that have left nothing yet, and prints a line for each run.
+
+    Raises:
+        ConfigError: there is no test bed.
+        MegatronSparseError: a run failed.
+    """
+    outcomes = []
+    for number, run in enumerate(runs, 1):
+        outcome, how = run.saved(), "done before"
+        if outcome is None:
+            outcome = run.train()
+            outcome.save()
+            share = f"{outcome.foreign_load:.0%} of the machine taken by others"
+            how = f"{outcome.elapsed_s:.0f} s, {share}"
+        outcomes.append(outcome)
+        final = f"final {outcome.final:.4f}"
+        print(f"{number:>3}/{len(runs)} {run.name:<28} {final} ({how})", flush=True)
+    return outcomes
+
+
+def finished(runs: Sequence[Run]) -> list[Outcome]:
+    """What the finished ones of the runs have left.
+
+    Raises:
+        ConfigError: no run has finished.
+    """
+    outcomes = [outcome for run in runs if (outcome := run.saved())]
+    if not outcomes:
+        raise ConfigError(
+            f"bench {runs[0].bench}: there is nothing to report",
+            expected=f"{OUTCOME_FILE} of a finished run with these arguments in {runs[0].out}",
+            got="none",
+            remedy="leave out --report, or give the --out and --iters of the study",
+        )
+    return outcomes
+
+
+def write_pictures(pictures: Sequence[Picture], folder: Path) -> None:
+    """Draws pictures, writes each beside its CSV, and prints their names.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
+    for picture in pictures:
+        for path in figures.write_picture(folder, *picture):
+            print(path)
+
+
+def line_panels(
+    canvas: Canvas, rows: list[figures.Row], by: str, x: str, y: str, *, sharey: bool = False
+) -> dict[Any, Axes]:
+    """A panel of lines for each value of a column, and one legend; returns the panels."""
+    styles, members = figures.styles_of(rows), figures.groups(rows, by)
+    panels = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
+    for axes, part in zip(panels, members.values(), strict=True):
+        figures.draw_lines(axes, part, x, y, styles)
+    figures.shared_legend(canvas, panels)
+    return dict(zip(members, panels, strict=True))

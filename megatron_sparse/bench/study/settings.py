@@ -1,0 +1,130 @@
+"""What the runs of `bench convergence` and `bench time-to-loss` are trained with, by name.
+
+A setting of convergence changes one factor of `compression=topk99`, or is a preset, or dense. One
+that trains with SGD is compared with dense SGD, every other one with dense Adam. Time to loss has
+plain Megatron and what it is compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLAIN, DENSE, SGD_DENSE = "plain", "dense", "sgd_dense"
+WARMUP_SHARE, RAMP_SHARE, LONG_RAMP_SHARE = 0.15, 0.3, 0.7
+"""Shares of a run's iterations: those synchronised densely, and those in which the density falls to
+the target, 1 : 2 as in `config.CompressionConfig`; the latter of presets with a long ramp."""
+VALIDATIONS = 10
+"""Validations in a run, at equal distances, the last one at its end."""
+STRETCH = 1.1
+"""Iterations of a compressed run of time-to-loss over plain Megatron's."""
+CORPORA = {"gpt": "prose", "starcoder": "code"}
+"""The models of convergence, and the corpus of each."""
+_TOPK99 = "compression=topk99"
+_FULL_SUMS = "scheme.sum_bits=null"
+_IN_4_BITS = ("scheme=dense_q", "compression.value_bits=4", _FULL_SUMS)
+"""Every element."""
+_OWN, _PRESETS = "fp32 values", "presets"
+_LOSSY = ("parameters.method=lossy", "parameters.bits=4")
+_DENSE_LOSSY = (
+    "compression=dense",
+    "training.use_distributed_optimizer=true",
+    "parameters.method=lossy",
+)
+_SGD = ("megatron.optimizer=sgd", "training.lr=0.3", "training.min_lr=0.03")
+_BF16 = ("scheme=dense", "compression.density=1", "scheme.wire_dtype=bf16", "parameters.method=raw")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to synchronise.
+
+    Attributes:
+        name: of the run's folder, and on the command line.
+        label: in tables and pictures.
+        overrides: arguments of `train`.
+        warmup: share of the iterations before anything is pruned.
+        ramp: share of the iterations in which the density falls to the target.
+        baseline: of convergence: name of the setting that it is compared with.
+        tier: of convergence: 1 runs first.
+        curve: of convergence: the line in the picture of loss over bits that it is a point of.
+        stretch: of time-to-loss: iterations over plain Megatron's, and so its schedules.
+    """
+
+    name: str
+    label: str
+    overrides: tuple[str, ...] = ()
+    warmup: float = WARMUP_SHARE
+    ramp: float = RAMP_SHARE
+    baseline: str = DENSE
+    tier: int = 1
+    curve: str | None = None
+    stretch: float = STRETCH
+
+
+def _in_bits(percent: int, bits: int) -> Setting:
+    density = f"compression.density={percent / 100:g}"
+    overrides = (density, f"compression.value_bits={bits}", _FULL_SUMS)
+    name, label = f"q{bits}_{percent}", f"{percent} %, {bits} bits"
+    return Setting(name, label, overrides, tier=3, curve=f"{bits} bits")
+
+
+def _preset(name: str, ramp: float) -> Setting:
+    return Setting(name, f"preset {name}", (f"preset={name}",), ramp=ramp, curve=_PRESETS)
+
+
+def _preset_with_4_bits(name: str, ramp: float) -> Setting:
+    label = f"{name}, parameters in 4 bits"
+    return Setting(name, label, (f"preset={name}", *_LOSSY), ramp=ramp)
+
+
+CONVERGENCE = (
+    Setting(DENSE, "dense", ("compression=dense",)),
+    Setting("topk1", "1 %", (_TOPK99,), curve=_OWN),
+    Setting("topk01", "0.1 %", ("compression=topk999",), curve=_OWN),
+    Setting("topk5", "5 %", ("compression=topk95",), curve=_OWN),
+    _preset("safe", RAMP_SHARE),
+    _preset("balanced", LONG_RAMP_SHARE),
+    _preset("extreme", LONG_RAMP_SHARE),
+    Setting("dense_q4", "all in 4 bits", _IN_4_BITS, tier=2, curve="4 bits"),
+    *(_in_bits(percent, bits=4) for percent in (10, 5, 2)),
+    *(_in_bits(percent, bits=2) for percent in (22, 10, 5)),
+    Setting("leak09", "1 %, leak 0.9", (_TOPK99, "compression.leak=0.9"), tier=2),
+    Setting("cold", "1 %, no warm-up, no ramp", (_TOPK99,), warmup=0, ramp=0, tier=2),
+    Setting("lossy4", "dense, parameters in 4 bits", (*_DENSE_LOSSY, "parameters.bits=4"), tier=2),
+    Setting("lossy8", "dense, parameters in 8 bits", (*_DENSE_LOSSY, "parameters.bits=8"), tier=2),
+    Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0, tier=3),
+    Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE, tier=3),
+    Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
+    Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE, tier=3),
+)
+TIME_TO_LOSS = (
+    Setting(PLAIN, "Megatron", ("plugin=false",), stretch=1.0),
+    Setting("bf16", "gradients in bf16", _BF16, warmup=0, ramp=0),
+    Setting(
+        "dense_q4", "gradients and parameters in 4 bits", (*_IN_4_BITS, *_LOSSY), warmup=0, ramp=0
+    ),
+    Setting("topk1", "topk99, exact parameters", (_TOPK99, "parameters.method=exact")),
+    Setting("safe_exact", "safe, exact parameters", ("preset=safe", "parameters.method=exact")),
+    _preset_with_4_bits("safe", RAMP_SHARE),
+    _preset_with_4_bits("balanced", LONG_RAMP_SHARE),
+    _preset_with_4_bits("extreme", LONG_RAMP_SHARE),
+)
+
+
+def by_name(settings: tuple[Setting, ...]) -> dict[str, Setting]:
+    """In their order."""
+    return {setting.name: setting for setting in settings}
+
+
+def schedule(setting: Setting, iterations: int, lr_warmup: int, seed: int) -> list[str]:
+    """Arguments of `train`: lengths, validations and seeds of a run of so many iterations."""
+    return [
+        f"training.iterations={iterations}",
+        f"training.lr_warmup_iters={lr_warmup}",
+        f"training.eval_interval={iterations // VALIDATIONS}",
+        f"training.seed={seed}",
+        f"compression.seed={seed}",
+        f"compression.warmup_iters={round(iterations * setting.warmup)}",
+        f"compression.ramp_iters={round(iterations * setting.ramp)}",
+        *setting.overrides,
+    ]

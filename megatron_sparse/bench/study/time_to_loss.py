@@ -1,0 +1,247 @@
+"""`bench time-to-loss`: seconds of training until a small GPT reaches plain Megatron's losses.
+
+Runs train on real text with Megatron's own distributed optimizer. Time is the sum of the
+iterations' times as Megatron prints them: validations and the program's start do not count. A run
+reaches a loss between the two validations that it lies between, at the place of a straight line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
+from megatron_sparse.bench.study import frame
+from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels
+from megatron_sparse.bench.study.options import RaceOptions
+from megatron_sparse.bench.study.settings import (
+    PLAIN,
+    TIME_TO_LOSS,
+    VALIDATIONS,
+    Setting,
+    by_name,
+    schedule,
+)
+from megatron_sparse.bench.table import Columns, TableRow, print_table, ratio
+from megatron_sparse.megatron import corpus
+from megatron_sparse.simulate import figures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+SETTINGS = by_name(TIME_TO_LOSS)
+CORPUS, VOCAB_SIZE = "prose", 8192
+"""Text, with a vocabulary that makes the test bed's GPT one of 10 million parameters."""
+VALIDATION_ITERS = 100
+"""Each setting's k-th validation sees the same samples. With fewer iterations of each, samples
+matter more than half a percent of the loss."""
+LR_WARMUP_SHARE = 0.1
+PICTURE, BYTES = "time-to-loss", "loss-over-bytes"
+"""Names of the pictures and their CSV."""
+HEIGHT_IN = 4.2
+EARLY_SHARE = 0.8
+"""The first target: plain Megatron's loss after this share of its run."""
+FINAL_MARGIN = 1.005
+"""The second target: plain Megatron's final loss, and half a percent."""
+
+
+def points(outcome: Outcome) -> list[tuple[float, float]]:
+    """(seconds from the first iteration's begin, validation loss)."""
+    ends_s = [ms / 1e3 for ms in accumulate(outcome.iteration_ms)]
+    return [(ends_s[iteration - 1], loss) for iteration, loss in outcome.means]
+
+
+def seconds_to(outcome: Outcome, loss: float) -> float | None:
+    """Seconds of training until the validation loss is at most this; None if it never is."""
+    first, *_ = reached = points(outcome)
+    if first[1] <= loss:
+        return first[0]
+    for (begin_s, above), (end_s, below) in pairwise(reached):
+        if below <= loss:
+            return begin_s + (end_s - begin_s) * (above - loss) / (above - below)
+    return None
+
+
+def runs_of(options: RaceOptions) -> list[Run]:
+    """Rate after rate; plain Megatron first."""
+    rates = (options.mbits or ()) if options.netbed else (None,)
+    chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
+    return [_run_of(options, setting, mbit) for mbit in rates for setting in chosen]
+
+
+def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Run:
+    nodes = 1 if mbit is None else options.ranks
+    iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
+    arguments = [
+        "experiment=testbed",
+        f"cluster.nodes={nodes}",
+        f"cluster.ranks_per_node={options.ranks // nodes}",
+        "cluster.device=cpu",
+        f"training.micro_batch_size={options.batch}",
+        f"training.global_batch_size={options.batch * options.ranks}",
+        "training.use_distributed_optimizer=true",
+        f"training.eval_iters={VALIDATION_ITERS}",
+        *schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), options.seed),
+        *options.overrides,
+    ]
+    name = f"{setting.name}-{'loopback' if mbit is None else mbit}"
+    place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
+    return Run("time-to-loss", name, arguments, options.out, place, mbit, setting.name)
+
+
+def run(
+    options: RaceOptions, folder: Path | None = None, json_path: Path | None = None
+) -> list[Row]:
+    """Carries out the runs that have not finished, and prints the table.
+
+    Args:
+        options: the runs.
+        folder: for the pictures, made if missing; None draws none.
+        json_path: for one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: an override is wrong, there is no test bed, or a file cannot be written.
+        DatasetError: the corpus cannot be made.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = runs_of(options)
+    size = f"{len(runs)} runs, {options.ranks} ranks, gloo, {options.iters} iterations of Megatron"
+    frame.begin(runs, size)
+    corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
+    outcomes = frame.carry_out(runs)
+    rows = print_table(Row.COLUMNS, rows_of(outcomes, options.iters), json_path)
+    if folder is not None:
+        frame.write_pictures(pictures(outcomes, rows), folder)
+    return rows
+
+
+@dataclass
+class Row(TableRow):
+    """One run; times are of training, without validations.
+
+    Attributes:
+        op: `time_to_loss`.
+        setting: its name.
+        label: the setting in words.
+        mbit: rate of each rank's link; null over loopback.
+        iterations: how many the run had.
+        iteration_ms: median.
+        wire_ratio: bytes of gradients and parameters of the whole run, over plain Megatron's.
+        final: validation loss.
+        to_plain: the final loss over plain Megatron's, in %; null for plain Megatron.
+        early_s: seconds to plain Megatron's loss at 80 % of its run; null if never reached.
+        early_speedup: plain Megatron's `early_s` over it.
+        final_s: seconds to plain Megatron's final loss + 0.5 %; null if never reached.
+        final_speedup: plain Megatron's `final_s` over it.
+        foreign_load: the share of the machine that other programs took during the run.
+        noisy: whether `foreign_load` was too high to trust the times.
+    """
+
+    COLUMNS = Columns(
+        "label >34 setting | mbit >6 | iterations >5 iters | iteration_ms >13.1f iteration(ms) | "
+        "wire_ratio >6.3f wire | final >7.4f loss | to_plain >+11.2f to plain(%) | "
+        "early_s >11.1f 80 % loss(s) | early_speedup >8.2f speedup | final_s >10.1f +0.5 %(s) | "
+        "final_speedup >8.2f speedup"
+    )
+
+    op: str
+    setting: str
+    label: str
+    mbit: int | None
+    iterations: int
+    iteration_ms: float
+    wire_ratio: float
+    final: float
+    to_plain: float | None
+    early_s: float | None
+    early_speedup: float | None
+    final_s: float | None
+    final_speedup: float | None
+    foreign_load: float
+    noisy: bool
+
+
+def rows_of(outcomes: Sequence[Outcome], plain_iters: int) -> list[Row]:
+    """One row for each run, in their order; each rate's plain Megatron is among them."""
+    plains = {each.run.mbit: each for each in outcomes if each.run.setting == PLAIN}
+    return [_row(each, plains[each.run.mbit], plain_iters) for each in outcomes]
+
+
+def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
+    early_loss = plain.means[round(EARLY_SHARE * VALIDATIONS) - 1][1]
+    seconds, speedups = [], []
+    for loss in (early_loss, FINAL_MARGIN * plain.final):
+        plain_s, own_s = seconds_to(plain, loss), seconds_to(each, loss)
+        assert plain_s is not None
+        seconds.append(own_s)
+        speedups.append(ratio(plain_s, own_s))
+    iterations = len(each.iteration_ms)
+    is_plain = each.run.setting == PLAIN
+    sent = 1.0 if is_plain else each.summary()["total_wire_ratio"] * iterations / plain_iters
+    return Row(
+        op="time_to_loss",
+        setting=each.run.setting,
+        label=SETTINGS[each.run.setting].label,
+        mbit=each.run.mbit,
+        iterations=iterations,
+        iteration_ms=median(each.iteration_ms),
+        wire_ratio=sent,
+        final=each.final,
+        to_plain=None if is_plain else 100 * (each.final / plain.final - 1),
+        early_s=seconds[0],
+        early_speedup=speedups[0],
+        final_s=seconds[1],
+        final_speedup=speedups[1],
+        foreign_load=each.foreign_load,
+        noisy=each.foreign_load > MOST_FOREIGN_LOAD,
+    )
+
+
+def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
+    """Loss over seconds, and loss over bytes."""
+    curves = [
+        {
+            "series": SETTINGS[each.run.setting].label,
+            "mbit": each.run.mbit,
+            "seconds": seconds,
+            "loss": loss,
+        }
+        for each in outcomes
+        for seconds, loss in points(each)
+    ]
+    bytes_sent = [
+        {
+            "series": row.label,
+            "mbit": row.mbit,
+            "wire_ratio": row.wire_ratio,
+            "to_plain": row.to_plain or 0.0,
+        }
+        for row in rows
+    ]
+    return [
+        (PICTURE, curves, _draw_curves, HEIGHT_IN),
+        (BYTES, bytes_sent, _draw_bytes, HEIGHT_IN),
+    ]
+
+
+def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
+    for mbit, axes in line_panels(canvas, rows, "mbit", "seconds", "loss").items():
+        figures.log_axis(axes, "x")
+        axes.set(title=_where(mbit), xlabel="seconds of training", ylabel="validation loss")
+
+
+def _draw_bytes(rows: list[figures.Row], canvas: Canvas) -> None:
+    panels = line_panels(canvas, rows, "mbit", "wire_ratio", "to_plain", sharey=True)
+    for mbit, axes in panels.items():
+        figures.log_axis(axes, "x")
+        axes.axhline(0, color="black", linestyle="--", linewidth=1)
+        axes.set(title=_where(mbit), xlabel="bytes of the whole run, over Megatron's")
+    next(iter(panels.values())).set_ylabel("final validation loss, % above Megatron's")
+
+
+def _where(mbit: int | None) -> str:
+    return "loopback" if mbit is None else f"{mbit} Mbit/s"

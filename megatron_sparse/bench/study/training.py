@@ -1,0 +1,237 @@
+"""`bench training`: iteration times of a small Megatron GPT, compressed beside plain.
+
+`plain` is Megatron without the plugin. Unlike the pairs of `bench collectives`, rows measured far
+apart in time do not share the machine's other load.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
+from megatron_sparse.bench.study.frame import Run, begin
+from megatron_sparse.bench.study.options import TrainingOptions
+from megatron_sparse.bench.study.settings import PLAIN
+from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.collectives import skips_straggler
+from megatron_sparse.config.level import RANK
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
+
+FULL_VALUES = ("compression.value_bits=null", "scheme.sum_bits=null")
+"""So that rows differ by nothing but scheme and density; overrides may say otherwise."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What differs between two rows.
+
+    Attributes:
+        scheme: `plain`, or the plugin's.
+        density: of the schemes that compress.
+        parameters: `parameters.method`; None for `plain`.
+        level: `compression.level`.
+    """
+
+    scheme: str
+    density: float
+    parameters: str | None
+    level: str = RANK
+
+    @property
+    def run_name(self) -> str:
+        """Of the run's folder and log."""
+        gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
+        level = "" if self.level == RANK else f"_{self.level}"
+        return f"{self.scheme}_{self.density:g}{gathered}{level}"
+
+
+@dataclass
+class Row(TableRow):
+    """One run; times are milliseconds.
+
+    Attributes:
+        op: `training`.
+        scheme: `plain`, or the plugin's.
+        density: of the schemes that compress; 1 for the others.
+        parameters: `parameters.method`; null for `plain`.
+        level: `compression.level`.
+        world_size: ranks.
+        slow_ms: how long the slow rank sleeps in an iteration; 0 if no rank is slow.
+        mbit: rate of each rank's link; null over loopback.
+        iteration_ms: median.
+        slowest_ms: the slowest iteration that counts.
+        exposed_ms: of the median iteration, spent waiting for gradients; null for `plain`.
+        host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
+            included, since ranks have no GPU; the median iteration's. Null for `plain`.
+        wire_bytes: of gradients, sent by the last rank in an iteration; null for `plain`.
+        inside_bytes: those of them that stayed on the rank's node, at level `node`.
+        dense_bytes: the bytes that a dense ring would send; null for `plain`.
+        param_exposed_ms: of the median iteration, spent waiting for gathered parameters; null for
+            `plain`, 0 without the distributed optimizer.
+        param_wire_bytes: of parameters, sent by the last rank in an iteration; null for `plain`.
+        param_dense_bytes: the bytes that a raw all-gather on a ring would send; null for `plain`.
+        loss_first: of the first iteration.
+        loss_last: of the last one.
+        speedup: over the first row.
+        foreign_load: the share of the machine that other programs took during the whole run.
+        noisy: whether `foreign_load` was too high to trust the times.
+    """
+
+    COLUMNS = Columns(
+        "scheme >20 | density >8g | level >8 | parameters >7 params | "
+        "iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
+        "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | "
+        "wire_bytes >11.0f wire(B) | inside_bytes >11.0f inside(B) | "
+        "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
+        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | "
+        "speedup >7.2f | losses >17 loss"
+    )
+
+    op: str
+    scheme: str
+    density: float
+    parameters: str | None
+    level: str
+    world_size: int
+    slow_ms: float
+    mbit: int | None
+    iteration_ms: float
+    slowest_ms: float
+    exposed_ms: float | None
+    host_cpu_us: float | None
+    wire_bytes: float | None
+    inside_bytes: float | None
+    dense_bytes: float | None
+    param_exposed_ms: float | None
+    param_wire_bytes: float | None
+    param_dense_bytes: float | None
+    loss_first: float
+    loss_last: float
+    speedup: float
+    foreign_load: float
+    noisy: bool
+
+    @property
+    def losses(self) -> str:
+        """The first and the last one."""
+        return f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
+
+
+def run(options: TrainingOptions, json_path: Path | None = None) -> list[dict[str, Any]]:
+    """Trains, prints the table and returns its rows.
+
+    Args:
+        options: what to train.
+        json_path: for one JSON object a line; None writes none.
+
+    Raises:
+        ConfigError: an override is wrong, or a file cannot be written.
+        MegatronSparseError: a run failed; the end of its log is in the message.
+    """
+    runs = {variant: run_of(options, variant) for variant in variants(options)}
+    where = f"test bed, {options.mbit} Mbit/s" if options.netbed else "loopback"
+    slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
+    begin(
+        list(runs.values()),
+        f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations, "
+        f"medians{'' if options.slow_rank is None else slow}",
+    )
+    return [row.to_dict() for row in print_table(Row.COLUMNS, _rows(options, runs), json_path)]
+
+
+def variants(options: TrainingOptions) -> Iterator[Variant]:
+    """Of the rows: each scheme with each density, parameters' method and level that it has."""
+    for scheme in options.schemes:
+        dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
+        for density in [1.0] if dense else options.densities:
+            if scheme == PLAIN:
+                yield Variant(scheme, density, None)
+                continue
+            for parameters, level in product(options.methods, options.levels):
+                if level == RANK or not dense:
+                    yield Variant(scheme, density, parameters, level)
+
+
+def run_of(options: TrainingOptions, variant: Variant) -> Run:
+    """The run of one row."""
+    scheme, nodes = variant.scheme, options.nodes
+    has_preset = any(text.startswith("preset=") for text in options.overrides)
+    how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
+    if variant.parameters not in (None, "auto"):
+        how.append(f"parameters.method={variant.parameters}")
+    arguments = [
+        "experiment=testbed",
+        *how,
+        f"compression.density={variant.density:g}",
+        *([] if has_preset else FULL_VALUES),
+        f"compression.level={variant.level}",
+        f"cluster.nodes={nodes}",
+        f"cluster.ranks_per_node={options.ranks // nodes}",
+        "cluster.device=cpu",
+        f"training.global_batch_size={options.ranks}",
+        f"training.iterations={options.warmup + options.iters}",
+        *_slow(options, scheme),
+        *options.overrides,
+    ]
+    mbit = options.mbit if options.netbed else None
+    return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
+
+
+def _slow(options: TrainingOptions, scheme: str) -> list[str]:
+    if options.slow_rank is None:
+        return []
+    asleep = [f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"]
+    if not skips_straggler(scheme):
+        return asleep
+    return [*asleep, "straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
+
+
+def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
+    first_ms = None
+    for variant, run in runs.items():
+        outcome = run.train(validates=False)
+        times_ms = outcome.iteration_ms[options.warmup :]
+        middle_ms = median(times_ms)
+        first_ms = first_ms or middle_ms
+        yield Row(
+            op="training",
+            scheme=variant.scheme,
+            density=variant.density,
+            parameters=variant.parameters,
+            level=variant.level,
+            world_size=options.ranks,
+            slow_ms=options.slow_ms if options.slow_rank is not None else 0.0,
+            mbit=run.mbit,
+            iteration_ms=middle_ms,
+            slowest_ms=max(times_ms),
+            loss_first=outcome.losses[0],
+            loss_last=outcome.losses[-1],
+            speedup=first_ms / middle_ms,
+            foreign_load=outcome.foreign_load,
+            noisy=outcome.foreign_load > MOST_FOREIGN_LOAD,
+            **_from_breakdown(run.folder, options.warmup, plain=variant.scheme == PLAIN),
+        )
+
+
+def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
+    """The figures that only the plugin measures: medians over the iterations that count."""
+    names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
+    waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
+    if plain:
+        return dict.fromkeys((*names, *waits, "host_cpu_us"))
+    lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
+    iterations = [json.loads(line) for line in lines]
+    of_bucket_us = [
+        1e3 * iteration["host_cpu_ms"] / sum(iteration["schemes"].values())
+        for iteration in iterations
+    ]
+    found = {name: median(each[name] for each in iterations) for name in names}
+    for name, stage in waits.items():
+        found[name] = median(each["stage_ms"][stage] for each in iterations)
+    return found | {"host_cpu_us": median(of_bucket_us)}
