@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from megatron_sparse.bench.codecs import command as bench
 from megatron_sparse.cuda_ext import build
 from megatron_sparse.errors import ConfigError, DependencyError
 from tests.cuda_emulator.device import GPU
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.emulator import EmulatedDevice
 
 
 class HostGenerator(torch.Generator):
@@ -27,7 +25,7 @@ def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) 
     """The emulated GPU, with the further functions that the benchmark needs."""
     monkeypatch.setattr(torch, "Generator", HostGenerator)
     monkeypatch.setattr(cuda, "load", lambda part: None)
-    monkeypatch.setattr(cuda, "overload", lambda name: partial(emulated_gpu.call, name))
+    monkeypatch.setattr(cuda, "overload", emulated_gpu.overload)
     monkeypatch.setattr(cub_peer, "action", lambda values_N: None)
     return GPU
 

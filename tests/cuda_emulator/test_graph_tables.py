@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sparse.cuda_ext import codec_cuda
 from tests.cuda_emulator.device import GPU, OnDevice
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.emulator import EmulatedDevice
 
 OFFSETS = torch.tensor([0, 5, 9, 2**40])
 DENSE = torch.tensor([0, 1, 0], dtype=torch.uint8)
