@@ -36,7 +36,6 @@ quick_tests=(
   tests/config
   tests/configs
   tests/cuda_ext/test_prune.py
-  tests/cuda_ext/test_prune_encode.py
   tests/cuda_ext/test_threshold.py
   tests/formats
   tests/planner/test_choice.py

@@ -30,7 +30,7 @@ from megatron_sparse.calibration.launch_check import (
 )
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.transport import Link, Topology, VirtualCluster, open_transport
+from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ FACTS = RankFacts("n0", "2.11.0", "0.19.0", "1.0", "EPYC")
 def _planted(rank, world_size):
     """Rank 1's clock is 30 s ahead, rank 2 has another torch, and sends to rank 0 late."""
     world = dist.group.WORLD
-    transport = open_transport(world, SchemeConfig(), torch.device("cpu"))
+    transport = ProcessGroupTransport(world, SchemeConfig().timeout_s, torch.device("cpu"))
     here, exchange = RankFacts.here, transport.exchange
     if rank == 1:
         true = time.time

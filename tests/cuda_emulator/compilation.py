@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron_sparse.cuda_ext.sources import CUDA_UNITS, SOURCES, TARGET
+from megatron_sparse.cuda_ext.toolchain import find_torch
+
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parents[1] / "cuda_ext" / "csrc"
 # Kernels load values as raw bits; nvcc does not assume strict aliasing either.
 FLAGS = (
     "-std=c++20",
     "-O1",
     "-g1",
     "-fPIC",
+    "-fvisibility=hidden",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
     "-Wall",
@@ -41,8 +44,26 @@ TRAFFIC = (
 """Options with which kernels announce their accesses to `traffic.cpp`."""
 
 
-def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bool = False) -> Path:
-    """Builds the shared library, whose ledgers contain bytes or launches only; returns its path."""
+def compile_library(
+    folder: Path, extra: Sequence[str] = (), *, counts_bytes: bool = False, name: str = "emulated"
+) -> Path:
+    """Builds the shared library and returns its path.
+
+    Args:
+        folder: where to.
+        extra: options of the compiler.
+        counts_bytes: its ledgers contain bytes, not launches only.
+        name: the name space of its ops.
+    """
+    torch, _ = find_torch()
+    bindings = (TARGET, f"-DEMULATED={name}", "-isystem", str(torch / "include"))
+    kernels = (*extra, *TRAFFIC) if counts_bytes else extra
+    jobs = [
+        (HERE / "emulated_ops.cpp", (*extra, *bindings)),
+        *((SOURCES / f"{unit}.cu", kernels) for unit in CUDA_UNITS),
+    ]
+    if counts_bytes:
+        jobs.append((HERE / "traffic.cpp", extra))
 
     def compile_one(source: Path, options: Sequence[str]) -> Path:
         target = folder / f"{source.name}.o"
@@ -50,19 +71,9 @@ def compile_library(folder: Path, extra: Sequence[str] = (), *, counts_bytes: bo
         subprocess.run(command, check=True)
         return target
 
-    units = (
-        SOURCES / "prune_encode.cu",
-        HERE / "codec_api.cpp",
-        HERE / "rice_encode_api.cpp",
-        HERE / "hash_api.cpp",
-        HERE / "moves_api.cpp",
-        HERE / "nccl_api.cpp",
-    )
-    options = (*extra, *TRAFFIC) if counts_bytes else extra
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda unit: compile_one(unit, options), units))
-    if counts_bytes:
-        objects.append(compile_one(HERE / "traffic.cpp", extra))
-    library = folder / "codecs_on_cpu.so"
-    subprocess.run(["g++", "-shared", "-pthread", *extra, *objects, "-o", library], check=True)
+        objects = list(pool.map(lambda job: compile_one(*job), jobs))
+    library = folder / f"{name}.so"
+    link = ["g++", "-shared", "-pthread", *extra, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu"]
+    subprocess.run([*link, "-o", library], check=True)
     return library

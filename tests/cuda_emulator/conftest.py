@@ -1,4 +1,4 @@
-"""The library of emulated launchers, compiled once for all tests of this folder."""
+"""The emulator, compiled once for all tests of this folder, and where a test's tensors lie."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cuda_emulator.codec_cases import Place
 from tests.cuda_emulator.compilation import compile_library, find_gxx
-from tests.cuda_emulator.device import EmulatedGpu, pretend_driver
-from tests.cuda_emulator.emulated import RANDOM, Codecs
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.device import EmulatedGpu, Place, pretend_driver
+from tests.cuda_emulator.emulator import RANDOM, EmulatedDevice, Emulator
 
 
 @pytest.fixture(scope="session")
-def codecs(tmp_path_factory: pytest.TempPathFactory) -> Codecs:
-    """The launchers; the test chooses the schedule."""
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    """The ops; the test chooses the schedule."""
     if find_gxx() is None:
         pytest.skip("the emulator needs g++")
     # test_emulator.py runs the codecs' tests again, with a library built for AddressSanitizer.
     built = os.environ.get("MEGATRON_SPARSE_EMULATED_CODECS")
-    return Codecs(Path(built) if built else compile_library(tmp_path_factory.mktemp("emulated")))
+    return Emulator(Path(built) if built else compile_library(tmp_path_factory.mktemp("emulated")))
 
 
 @pytest.fixture
-def emulated_gpu(codecs: Codecs, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
+def emulated_gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[EmulatedDevice]:
     """The package, with a GPU that is emulated in a random schedule."""
-    codecs.schedule(RANDOM, 3)
+    emulator.schedule(RANDOM, 3)
     pretend_driver(monkeypatch)
-    device = EmulatedDevice(codecs, monkeypatch)
+    device = EmulatedDevice(emulator, monkeypatch)
     with EmulatedGpu():
         yield device
 

@@ -3,8 +3,8 @@
 An `OnDevice` tensor has the device `cuda:0`; its numbers lie in CPU memory. Under `EmulatedGpu`
 torch's own operations work on those, and refuse what a GPU refuses: tensors of two devices in one
 operation. Functions that make tensors make them on the given `device=`. What the package calls
-through `cuda_ext.arguments.call` with a tensor of the GPU runs in the emulator. So everything above
-the bindings is the code that a GPU runs, devices included; only streams and time are missing.
+through `cuda_ext.arguments.call` with a tensor of the GPU runs in the emulator (`emulator.py`). So
+everything is the code that a GPU runs, devices included; only streams and time are missing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from megatron_sparse.cuda_ext.arguments import refusing
 from tests.cuda_emulator import ledger
 
 GPU = torch.device("cuda:0")
@@ -40,9 +39,10 @@ _SIZE_ON_DEVICE = {
 }
 """Operations whose result, or its size, the host must know."""
 _OVERWRITES = {_aten.copy_, _aten.fill_, _aten.zero_}
-_HOST_TENSORS = {"nccl_sparse_sum": 4}
-"""Names of op arguments on the GPU: communicator, shards, the sums' steps, events."""
 _mode = threading.local()
+
+type Place = Callable[..., torch.Tensor]
+"""Puts a tensor on a GPU, or an emulated one, some elements behind an aligned address."""
 
 
 class OnDevice(torch.Tensor):
@@ -115,23 +115,6 @@ def to_gpu(tensor: torch.Tensor, shift: int = 0) -> OnDevice:
 def unwrapped(value: Any) -> Any:
     """The CPU tensor of a tensor of the GPU; anything else as it is."""
     return value.inner if isinstance(value, OnDevice) else value
-
-
-def dispatcher(
-    ops: Mapping[str, Callable[..., Any]], call: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`cuda_ext.arguments.call`, whose ops on tensors of the GPU are `ops`."""
-
-    def emulated_call(name: str, *arguments: Any) -> Any:
-        tensors = [v for v in tree_flatten(arguments)[0] if isinstance(v, torch.Tensor)]
-        if not any(isinstance(value, OnDevice) for value in tensors):
-            return call(name, *arguments)
-        strangers = [value for value in tensors if not isinstance(value, OnDevice)]
-        assert len(strangers) == _HOST_TENSORS.get(name, 0), f"{name}: two devices"
-        result = refusing(ops[name], *tree_map(unwrapped, arguments))
-        return tree_map(lambda v: OnDevice(v) if isinstance(v, torch.Tensor) else v, result)
-
-    return emulated_call
 
 
 class Event:

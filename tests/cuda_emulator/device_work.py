@@ -20,13 +20,10 @@ from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_RICE, MOVES_CODERS
 from tests import fake_nccl
-from tests.cuda_emulator.arguments import Rice
 from tests.cuda_emulator.compilation import compile_library
-from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver
-from tests.cuda_emulator.emulated import COO, IN_ORDER, Codecs
-from tests.cuda_emulator.emulated_moves import MovesOps
+from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver, to_gpu
+from tests.cuda_emulator.emulator import COO, IN_ORDER, EmulatedDevice, Emulator
 from tests.cuda_emulator.ledger import Ledger, counting
-from tests.cuda_emulator.op_calls import EmulatedDevice
 from tests.cuda_emulator.test_nccl_emulated import Group, Rank, group_of, on_all
 from tests.formats.moves_cases import adam_like
 
@@ -144,17 +141,19 @@ def _without_engine(way: Way) -> Ledger:
 MOVES_NUMEL = 2**17
 
 
-def moves_work(codecs: Codecs) -> dict[tuple[str, str], Ledger]:
+def moves_work(emulator: Emulator) -> dict[tuple[str, str], Ledger]:
     """The work of each coder of moves, encoding and decoding, for bf16 numbers."""
-    ops, counts = MovesOps(codecs), {}
-    old, new = adam_like(MOVES_NUMEL, torch.bfloat16, lr=1e-4)
+    counts = {}
+    old, new = (to_gpu(each) for each in adam_like(MOVES_NUMEL, torch.bfloat16, lr=1e-4))
     for code, coder in enumerate(MOVES_CODERS):
         room = overload("moves_room")(MOVES_NUMEL, 1, code)
-        out = torch.empty(room, dtype=torch.uint8)
+        out, held = to_gpu(torch.empty(room, dtype=torch.uint8)), to_gpu(old.inner)
         with counting(encoding := Ledger()):
-            size = int(ops.encode(old, new, code, 0, out))
+            size = emulator.call("moves_encode", old, new, code, 0, out)
+        record = to_gpu(out.inner[: int(size)])
         with counting(decoding := Ledger()):
-            assert not ops.decode_(old.clone(), out[:size].clone(), code).any()
+            status = emulator.call("moves_decode_", held, record, code)
+        assert not status.any()
         counts |= {(coder, "encode"): encoding, (coder, "decode"): decoding}
     return counts
 
@@ -174,16 +173,16 @@ numbers of a long shard, 3 bytes fewer, and its decoder's table of 256 KiB is wr
 RICE_NUMEL = 2**17
 ENCODINGS = {
     "COO, fp32, 1 %": (0.01, None),
-    "Rice, fp32, 1 %": (0.01, Rice(0, 17)),
-    "Rice, 4 bits, 5 %": (0.05, Rice(4, 15)),
-    "Rice, 2 bits, 5 %": (0.05, Rice(6, 15)),
-    "Rice, 8 bits, 25 %": (0.25, Rice(3, 12)),
-    "Rice, 4 bits, every element": (1.0, Rice(4, 12, without_indices=True)),
+    "Rice, fp32, 1 %": (0.01, (0, 17, False)),
+    "Rice, 4 bits, 5 %": (0.05, (4, 15, False)),
+    "Rice, 2 bits, 5 %": (0.05, (6, 15, False)),
+    "Rice, 8 bits, 25 %": (0.25, (3, 12, False)),
+    "Rice, 4 bits, every element": (1.0, (4, 12, True)),
 }
-"""Format, values and density, and the arguments; spans are `wire.rice_span`'s."""
+"""Density, and Rice's dtype, span (`wire.rice_span`) and whether it goes without indices."""
 
 
-def encoding_work(codecs: Codecs) -> dict[str, Ledger]:
+def encoding_work(emulator: Emulator) -> dict[str, Ledger]:
     """The work of each encoding, which prunes fp32 gradient and residual."""
     counts: dict[str, Ledger] = {}
     grad_N = torch.randn(RICE_NUMEL, generator=torch.Generator().manual_seed(0))
@@ -191,23 +190,19 @@ def encoding_work(codecs: Codecs) -> dict[str, Ledger]:
     for name, (density, rice) in ENCODINGS.items():
         kept = int(density * RICE_NUMEL)
         threshold = -1.0 if kept == RICE_NUMEL else float(ordered[-kept - 1])
-        prune = {
-            "residual": torch.zeros(RICE_NUMEL),
-            "ranges": [0, RICE_NUMEL],
-            "thresholds": [threshold],
-            "leak": 1.0,
-            "key": -1,
-        }
+        whole = to_gpu(torch.tensor([0, RICE_NUMEL]))
+        kind = to_gpu(torch.tensor([COO if rice is None else FORMAT_RICE], dtype=torch.uint8))
+        out = to_gpu(torch.empty(8 * RICE_NUMEL, dtype=torch.uint8))
+        limit, residual = to_gpu(torch.tensor([threshold])), to_gpu(torch.zeros(RICE_NUMEL))
+        given = (to_gpu(grad_N), residual, whole, limit, 1.0, -1, whole, kind)
         with counting(ledger := Ledger()):
-            codecs.encode(
-                grad_N,
-                [0, RICE_NUMEL],
-                [COO if rice is None else FORMAT_RICE],
-                torch.float32,
-                capacity=8 * RICE_NUMEL,
-                prune=prune,
-                rice=rice,
-            )
+            if rice is None:
+                emulator.call("prune_encode_records", *given, 0, 0, 0, out)
+            else:
+                code, span, without_indices = rice
+                emulator.call(
+                    "prune_encode_rice_records", *given, code, 0, span, without_indices, out
+                )
         counts[name] = ledger
     return counts
 
@@ -286,24 +281,26 @@ def page(
     return "\n".join([HEAD, *rows, ""])
 
 
-def counting_codecs(folder: Path) -> Codecs:
+def counting_emulator(folder: Path) -> Emulator:
     """The emulator, compiled to count bytes, in the one schedule of the counts."""
-    codecs = Codecs(compile_library(folder, counts_bytes=True))
-    codecs.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
-    return codecs
+    emulator = Emulator(compile_library(folder, counts_bytes=True, name="counting"))
+    emulator.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
+    return emulator
 
 
-def everything(codecs: Codecs, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[Way, Ledger]:
+def everything(
+    emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[Way, Ledger]:
     """Counts every way.
 
     Args:
-        codecs: of `counting_codecs`.
+        emulator: of `counting_emulator`.
         folder: for an NCCL of the tests.
         monkeypatch: undoes the emulation.
     """
     nccl = fake_nccl.build(folder)
     pretend_driver(monkeypatch)
-    EmulatedDevice(codecs, monkeypatch)
+    EmulatedDevice(emulator, monkeypatch)
     with EmulatedGpu():
         return {way: work_of(way, nccl) for way in WAYS}
 
@@ -311,9 +308,9 @@ def everything(codecs: Codecs, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def write_page() -> None:
     """Writes `docs/device-work.md`."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        codecs = counting_codecs(Path(name))
-        counts = everything(codecs, Path(name), patch)
-        text = page(counts, encoding_work(codecs), moves_work(codecs))
+        emulator = counting_emulator(Path(name))
+        counts = everything(emulator, Path(name), patch)
+        text = page(counts, encoding_work(emulator), moves_work(emulator))
     PAGE.write_text(text, encoding="utf-8")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from megatron_sparse.bench.codec.frame import Case
 from megatron_sparse.bench.codec.options import BUCKET_FORMS, CodecSweep
 from megatron_sparse.errors import ConfigError
 from tests.cuda_emulator.device import GPU
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.emulator import EmulatedDevice
 
 
 class HostGenerator(torch.Generator):
@@ -27,7 +25,7 @@ def bench_device(emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) 
     """The emulated GPU, with the further functions that the benchmark needs."""
     monkeypatch.setattr(torch, "Generator", HostGenerator)
     monkeypatch.setattr(records, "load", lambda part: None)
-    monkeypatch.setattr(records, "overload", lambda name: partial(emulated_gpu.call, name))
+    monkeypatch.setattr(records, "overload", emulated_gpu.overload)
     return GPU
 
 

@@ -16,13 +16,13 @@ from tests.cuda_emulator.device_work import (
     NUMEL,
     PAGE,
     Way,
-    counting_codecs,
+    counting_emulator,
     encoding_work,
     everything,
     moves_work,
     page,
 )
-from tests.cuda_emulator.emulated import COO, Codecs
+from tests.cuda_emulator.emulator import COO, Emulator
 from tests.cuda_emulator.ledger import Ledger, counting
 
 
@@ -34,24 +34,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def codecs(folder: Path) -> Codecs:
-    return counting_codecs(folder)
+def emulator(folder: Path) -> Emulator:
+    return counting_emulator(folder)
 
 
 @pytest.fixture(scope="module")
-def counts(codecs: Codecs, folder: Path) -> dict[Way, Ledger]:
+def counts(emulator: Emulator, folder: Path) -> dict[Way, Ledger]:
     with pytest.MonkeyPatch.context() as patch:
-        return everything(codecs, folder, patch)
+        return everything(emulator, folder, patch)
 
 
 @pytest.fixture(scope="module")
-def moves(codecs: Codecs) -> dict[tuple[str, str], Ledger]:
-    return moves_work(codecs)
+def moves(emulator: Emulator) -> dict[tuple[str, str], Ledger]:
+    return moves_work(emulator)
 
 
 @pytest.fixture(scope="module")
-def encodings(codecs: Codecs) -> dict[str, Ledger]:
-    return encoding_work(codecs)
+def encodings(emulator: Emulator) -> dict[str, Ledger]:
+    return encoding_work(emulator)
 
 
 def test_the_page_says_what_the_emulator_counts(
@@ -95,59 +95,55 @@ def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> 
         assert ledger.bytes_read + ledger.bytes_written >= least, way
 
 
-def work_of_a_threshold(codecs: Codecs, numel: int, samples: int) -> Ledger:
+def work_of_a_threshold(emulator: Emulator, numel: int, samples: int) -> Ledger:
     """The work for one range's threshold, without a residual."""
     with counting(ledger := Ledger()):
-        codecs.sample_threshold(
-            torch.randn(numel),
+        emulator.call(
+            "sample_threshold",
+            to_gpu(torch.randn(numel)),
             None,
-            torch.tensor([0, numel]),
-            torch.tensor([0.1]),
+            to_gpu(torch.tensor([0, numel])),
+            to_gpu(torch.tensor([0.1])),
             samples,
-            torch.tensor([3]),
+            to_gpu(torch.tensor([3])),
         )
     return ledger
 
 
-def test_a_kernel_counts_each_sector_of_its_buffers_once(codecs: Codecs) -> None:
+def test_a_kernel_counts_each_sector_of_its_buffers_once(emulator: Emulator) -> None:
     """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
     numel, tables = 4096, 2 * 5 * 32  # of each of the two launches
-    ledger = work_of_a_threshold(codecs, numel, samples=numel)
+    ledger = work_of_a_threshold(emulator, numel, samples=numel)
     assert ledger.kernels >= 1
     assert ledger.torch_ops == 0
     assert 0 <= ledger.bytes_written - 4 * numel <= tables
     assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
 
 
-def test_the_samples_of_one_range_are_gathered_by_many_blocks(codecs: Codecs) -> None:
+def test_the_samples_of_one_range_are_gathered_by_many_blocks(emulator: Emulator) -> None:
     numel, samples, threads = 20_000, 4000, 256
-    ledger = work_of_a_threshold(codecs, numel, samples)
+    ledger = work_of_a_threshold(emulator, numel, samples)
     assert ledger.kernels == 2, "gather, select"
     assert ledger.blocks == -(-samples // threads) + 1, "a thread a sample, and one block a range"
 
 
 @pytest.mark.parametrize("limits", [False, True])
-def test_an_encoder_is_three_launches_and_a_fourth_for_limits(codecs: Codecs, limits: bool) -> None:
+def test_an_encoder_is_three_launches_and_a_fourth_for_limits(
+    emulator: Emulator, limits: bool
+) -> None:
     """Cut, compact, place; nothing else clears slots or plans the records."""
     numel = 2 * 4096
-    prune = {
-        "residual": torch.zeros(numel),
-        "ranges": [0, numel],
-        "thresholds": [2.0],
-        "leak": 1.0,
-        "key": -1,
-    }
+    whole, slots = to_gpu(torch.tensor([0, numel])), to_gpu(torch.tensor([0, 4 * numel]))
+    kinds = to_gpu(torch.tensor([COO], dtype=torch.uint8))
+    out, grad = to_gpu(torch.empty(4 * numel, dtype=torch.uint8)), to_gpu(torch.randn(numel))
+    records = (whole, kinds, 0, 0, 0, out)
     with counting(ledger := Ledger()):
-        codecs.encode(
-            torch.randn(numel),
-            [0, numel],
-            [COO],
-            torch.float32,
-            capacity=4 * numel,
-            prune=prune if limits else None,
-            slots=[0, 4 * numel],
-            most_nnz=[300] if limits else None,
-        )
+        if limits:
+            pruning = (to_gpu(torch.zeros(numel)), whole, to_gpu(torch.tensor([2.0])), 1.0, -1)
+            most = to_gpu(torch.tensor([300]))
+            emulator.call("prune_encode_records", grad, *pruning, *records, most, slots)
+        else:
+            emulator.call("encode_records", grad, *records, slots)
     assert (ledger.kernels, ledger.memsets) == (4 if limits else 3, 0)
 
 

@@ -7,28 +7,58 @@ rows, P positions, M elements, U rows of the union, D columns.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from megatron_sparse.cuda_ext import hash_ops, row_sparse_ops
 from megatron_sparse.cuda_ext.arguments import refusing
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from tests.cuda_emulator.codec_cases import gradient
-from tests.cuda_emulator.emulated import DTYPE_CODES, IN_ORDER, RANDOM, REVERSED, Codecs
-from tests.cuda_emulator.emulated_hash import HashOps
+from tests.cuda_emulator.device import OnDevice, to_gpu, unwrapped
+from tests.cuda_emulator.emulator import DTYPE_CODES, SCHEDULES, Emulator
+from tests.cuda_ext import cases
 
-SCHEDULES = [(IN_ORDER, 0), (REVERSED, 0), (RANDOM, 1), (RANDOM, 2)]
+
+class Kernels:
+    """The ops on the emulated GPU, with tensors of the CPU that are copied there and back."""
+
+    def __init__(self, emulator: Emulator, shift: int) -> None:
+        """`shift`: bytes, a multiple of 4, by which tensors miss a 256-byte border."""
+        self._emulator, self._shift = emulator, shift
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def _call(self, name: str, *given: Any) -> Any:
+        there = [
+            self._placed(value) if isinstance(value, torch.Tensor) else value for value in given
+        ]
+        result = self._emulator.call(name, *there)
+        for value, placed in zip(given, there, strict=True):
+            if isinstance(placed, OnDevice):
+                value.copy_(placed.inner)
+        return tree_map(unwrapped, result)
+
+    def _placed(self, value: torch.Tensor) -> OnDevice:
+        return to_gpu(value.contiguous(), max(self._shift // value.element_size(), 0))
 
 
 @pytest.fixture(params=SCHEDULES, ids=str)
-def kernels(request: pytest.FixtureRequest, codecs: Codecs) -> HashOps:
-    """The launchers under one schedule, with buffers that are aligned or not."""
-    order, seed = request.param
-    codecs.schedule(order, seed, multiprocessors=2)
-    return HashOps(codecs, shift=4 * seed)
+def kernels(request: pytest.FixtureRequest, emulator: Emulator) -> Kernels:
+    """The ops under one schedule, with buffers that are aligned or not."""
+    order, seed, resident = request.param
+    emulator.schedule(order, seed, resident, multiprocessors=2)
+    return Kernels(emulator, shift=4 * seed)
+
+
+def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return cases.pruned_grad(numel, density, dtype, seed, scattered=True)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -44,7 +74,7 @@ def assert_same(got, wanted) -> None:
 
 
 @pytest.mark.parametrize("numel", [1, 2, 5, 4097, 2**31 - 1])
-def test_partition_hashes(kernels: HashOps, numel: int) -> None:
+def test_partition_hashes(kernels: Kernels, numel: int) -> None:
     element_K = torch.cat(
         [torch.tensor([0, numel - 1]), torch.randint(numel, (700,), generator=generator(numel))]
     )
@@ -66,7 +96,7 @@ def outcome(op, *arguments) -> str:
     return "no error"
 
 
-def test_elements_out_of_range_have_the_same_error(kernels: HashOps) -> None:
+def test_elements_out_of_range_have_the_same_error(kernels: Kernels) -> None:
     for wrong in (-1, 50, 2**40, -(2**63)):
         element_K = torch.arange(50).repeat(7)
         element_K[[123, 234]] = wrong
@@ -77,7 +107,7 @@ def test_elements_out_of_range_have_the_same_error(kernels: HashOps) -> None:
 
 @pytest.mark.parametrize("partitions", [1, 3, 256, 257, 5000])
 @pytest.mark.parametrize("count", [0, 1, 33, 2048, 5001])
-def test_split(kernels: HashOps, count: int, partitions: int) -> None:
+def test_split(kernels: Kernels, count: int, partitions: int) -> None:
     partition_K = torch.randint(partitions, (count,), generator=generator(count))
     for chosen_K in (partition_K, torch.full_like(partition_K, partitions // 2)):
         order_K, offsets = kernels.hash_split(chosen_K, partitions)
@@ -86,7 +116,7 @@ def test_split(kernels: HashOps, count: int, partitions: int) -> None:
         assert_same(offsets, wanted_offsets)
 
 
-def test_a_partition_out_of_range_is_refused(kernels: HashOps) -> None:
+def test_a_partition_out_of_range_is_refused(kernels: Kernels) -> None:
     for wrong in (-1, 9, 2**40):
         partition_K = torch.arange(9).repeat(300)
         partition_K[100] = wrong
@@ -107,7 +137,7 @@ MEMORIES = [
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
-def test_algorithm_1_loses_nothing(kernels: HashOps, memory: tuple[int, ...]) -> None:
+def test_algorithm_1_loses_nothing(kernels: Kernels, memory: tuple[int, ...]) -> None:
     count, numel, partitions, parallel, serial, rehashes = memory
     index_K = torch.randperm(numel, generator=generator(count))[:count]
     for seed, crowded in ((5, False), (2**63 - 1, True)):
@@ -133,7 +163,7 @@ def test_algorithm_1_loses_nothing(kernels: HashOps, memory: tuple[int, ...]) ->
             assert (through_serial, grown) == (count - taken, count - taken)
 
 
-def test_algorithm_1_refuses_what_is_out_of_range(kernels: HashOps) -> None:
+def test_algorithm_1_refuses_what_is_out_of_range(kernels: Kernels) -> None:
     index_K, partition_K = torch.arange(600), torch.arange(600) % 4
     memory = (600, 4, 300, 30, 3, 1)
     for entries_K, name in ((index_K, "indices"), (partition_K, "partition_of")):
@@ -150,7 +180,7 @@ POSITIONS = [0, 1, 63, 64, 65, 4095, 4096, 4097, 13_000]
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 @pytest.mark.parametrize("positions", POSITIONS)
-def test_pack(kernels: HashOps, positions: int, dtype: torch.dtype) -> None:
+def test_pack(kernels: Kernels, positions: int, dtype: torch.dtype) -> None:
     for density in (0.0, 0.05, 1.0):
         values_P = gradient(positions, density, dtype, seed=positions)
         outputs = []
@@ -165,7 +195,7 @@ def test_pack(kernels: HashOps, positions: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", [PermutationHash, IndexSetHash])
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
-def test_elements_and_sums(kernels: HashOps, dtype: torch.dtype, kind: type) -> None:
+def test_elements_and_sums(kernels: Kernels, dtype: torch.dtype, kind: type) -> None:
     for numel, partitions, partition in ((1, 1, 0), (9000, 2, 1), (5000, 3, 0), (2, 5, 4)):
         h = kind(numel, partitions, 11)
         positions = h.partition_numel(partition)
@@ -191,7 +221,7 @@ def test_elements_and_sums(kernels: HashOps, dtype: torch.dtype, kind: type) -> 
         torch.testing.assert_close(sums_M[1], sums_M[0], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_bitmap_that_does_not_fit_adds_nothing(kernels: HashOps) -> None:
+def test_a_bitmap_that_does_not_fit_adds_nothing(kernels: Kernels) -> None:
     numel, good = 9000, torch.zeros(8 * 141, dtype=torch.uint8)
     good[[3, 700]] = 0x11
     place = (0, 1, 7)
@@ -223,7 +253,7 @@ def row_sets(ranks: int, num_rows: int, most: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "num_rows", "most"), [(1, 9, 5), (3, 40, 30), (9, 9000, 900)])
-def test_union_and_match(kernels: HashOps, ranks: int, num_rows: int, most: int) -> None:
+def test_union_and_match(kernels: Kernels, ranks: int, num_rows: int, most: int) -> None:
     sets = [*row_sets(ranks, num_rows, most), torch.empty(0, dtype=torch.int64)]
     entries = torch.cat(sets)
     offsets = torch.tensor([0, *(each.numel() for each in sets)]).cumsum(0)
@@ -238,7 +268,7 @@ def test_union_and_match(kernels: HashOps, ranks: int, num_rows: int, most: int)
         )
 
 
-def test_union_of_nothing(kernels: HashOps) -> None:
+def test_union_of_nothing(kernels: Kernels) -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     for offsets in (torch.tensor([0]), torch.tensor([0, 0, 0])):
         union_U, status = kernels.row_sparse_union(nothing, offsets, 5)
@@ -248,7 +278,7 @@ def test_union_of_nothing(kernels: HashOps) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 250, 251, 499])
 @pytest.mark.parametrize("wrong", [-1, 1000, 2**62, "same"])
-def test_a_wrong_set_is_named(kernels: HashOps, place: int, wrong: int | str) -> None:
+def test_a_wrong_set_is_named(kernels: Kernels, place: int, wrong: int | str) -> None:
     entries = torch.cat([torch.arange(250), torch.arange(250) * 4])
     offsets = torch.tensor([0, 250, 250, 500])
     entries[place] = entries[place - 1] if wrong == "same" else wrong
@@ -259,7 +289,7 @@ def test_a_wrong_set_is_named(kernels: HashOps, place: int, wrong: int | str) ->
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
 @pytest.mark.parametrize("columns", [1, 3, 8, 70])
-def test_expand(kernels: HashOps, columns: int, dtype: torch.dtype) -> None:
+def test_expand(kernels: Kernels, columns: int, dtype: torch.dtype) -> None:
     union_U = torch.arange(0, 130, 3)
     for local_K in (union_U[::4].clone(), union_U, union_U[:0]):
         rows_KD = gradient(local_K.numel() * columns, 1.0, dtype).view(-1, columns)
@@ -267,7 +297,7 @@ def test_expand(kernels: HashOps, columns: int, dtype: torch.dtype) -> None:
         assert_same(kernels.row_sparse_expand(local_K, rows_KD, union_U), wanted)
 
 
-def test_wrong_rows_have_the_same_errors(kernels: HashOps) -> None:
+def test_wrong_rows_have_the_same_errors(kernels: Kernels) -> None:
     union_U = torch.arange(0, 2000, 2)
     missing, repeated, falling = union_U[::3].clone(), union_U[::3].clone(), union_U.clone()
     missing[100], repeated[100], falling[0] = 601, repeated[99], -1
@@ -282,7 +312,7 @@ def test_wrong_rows_have_the_same_errors(kernels: HashOps) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES, ids=str)
-def test_sums_of_rows(kernels: HashOps, dtype: torch.dtype) -> None:
+def test_sums_of_rows(kernels: Kernels, dtype: torch.dtype) -> None:
     for count, columns in ((1, 1), (40, 7), (300, 16)):
         rows_KD = torch.randn(count, columns, generator=generator(count)).to(dtype)
         rows_KD[0] = -0.0
@@ -294,7 +324,7 @@ def test_sums_of_rows(kernels: HashOps, dtype: torch.dtype) -> None:
         assert_same(kernels.row_sparse_sum(rows_KD, order_K, offsets), wanted)
 
 
-def test_sums_round_and_overflow_as_on_the_cpu(kernels: HashOps) -> None:
+def test_sums_round_and_overflow_as_on_the_cpu(kernels: Kernels) -> None:
     """Inf and NaN too; a NaN's payload is the machine's."""
     for dtype in DTYPE_CODES:
         rows_KD = gradient(900, 1.0, dtype).view(30, 30) * 100
@@ -305,7 +335,7 @@ def test_sums_round_and_overflow_as_on_the_cpu(kernels: HashOps) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_wrong_groups_are_refused(kernels: HashOps) -> None:
+def test_wrong_groups_are_refused(kernels: Kernels) -> None:
     rows_KD, order_K = torch.ones(10, 2), torch.arange(10)
     wrong_K = order_K.clone()
     wrong_K[6] = 10

@@ -15,8 +15,10 @@ from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from tests.cuda_emulator.codec_cases import STEP, Place, gradient
+from tests.cuda_emulator.device import Place
+from tests.cuda_emulator.test_hash_emulated import gradient
 
+STEP = 7
 HASHES = (PermutationHash, IndexSetHash)
 DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.reduction.memory import Share, account, held
-from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.device import Place
 from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, RANKS, STEPS, Ranks, fill
 
 CASES: list[tuple[CollectiveOp, dict[str, Any]]] = [

@@ -14,8 +14,8 @@ import torch
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.wire import MOVES_CODERS
-from tests.cuda_emulator.codec_cases import Place
-from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs
+from tests.cuda_emulator.device import Place
+from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
 from tests.cuda_emulator.ledger import Ledger, counting
 from tests.formats.moves_cases import (
     DTYPES,
@@ -99,9 +99,9 @@ def test_of_many_numbers_a_part_is_counted(place: Place) -> None:
 
 
 @pytest.mark.parametrize("order", [IN_ORDER, REVERSED, RANDOM])
-def test_schedules_do_not_change_the_bytes(emulated_gpu, codecs: Codecs, order: int) -> None:
+def test_schedules_do_not_change_the_bytes(emulated_gpu, emulator: Emulator, order: int) -> None:
     """More chunks than resident blocks, so that blocks wait for each other's sizes."""
-    codecs.schedule(order, 11, resident_blocks=3, multiprocessors=1)
+    emulator.schedule(order, 11, resident_blocks=3, multiprocessors=1)
     old, new = mixed(6 * PACKED_CHUNK + 100, torch.bfloat16)
     check(emulated_gpu.place, old, new, "packed")
     check(emulated_gpu.place, *mixed(RANS_CHUNK + 100, torch.float16), "rans")

@@ -31,8 +31,7 @@ from megatron_sparse.transport.nccl_library import NcclLibrary
 from megatron_sparse.transport.operation import Operation
 from tests import fake_nccl
 from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error
-from tests.cuda_emulator.emulated import IN_ORDER, Codecs
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.emulator import IN_ORDER, EmulatedDevice, Emulator
 
 NUMEL, STEPS = 3000, 2
 SETTINGS: dict[str, Any] = {
@@ -52,8 +51,8 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture
-def gpu(emulated_gpu: EmulatedDevice, codecs: Codecs) -> EmulatedDevice:
-    codecs.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
+def gpu(emulated_gpu: EmulatedDevice, emulator: Emulator) -> EmulatedDevice:
+    emulator.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
     return emulated_gpu
 
 

@@ -21,9 +21,8 @@ from megatron_sparse.reduction.job import GATE
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
 from megatron_sparse.transport import VirtualCluster
-from tests.cuda_emulator.codec_cases import Place
-from tests.cuda_emulator.device import GPU, OnDevice, sync_debug_error, to_gpu
-from tests.cuda_emulator.op_calls import EmulatedDevice
+from tests.cuda_emulator.device import GPU, OnDevice, Place, sync_debug_error, to_gpu
+from tests.cuda_emulator.emulator import EmulatedDevice
 
 RANKS, NUMEL, STEPS = 3, 3000, 3
 IN_CAPACITY = [

@@ -9,8 +9,7 @@ from megatron_sparse.errors import ReplicaError, WireFormatError
 from megatron_sparse.parameters import gather, price
 from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.transport import VirtualCluster
-from tests.cuda_emulator.codec_cases import Place
-from tests.cuda_emulator.device import GPU
+from tests.cuda_emulator.device import GPU, Place
 from tests.parameters.gather_cases import DTYPES, Group, bits
 
 

@@ -9,8 +9,8 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.reference import threshold as oracle
-from tests.cuda_emulator.codec_cases import Place
-from tests.cuda_emulator.emulated import IN_ORDER, RANDOM, REVERSED, Codecs
+from tests.cuda_emulator.device import Place, to_gpu
+from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
 from tests.cuda_ext import cases
 
 
@@ -55,14 +55,16 @@ def test_equals_the_oracle(place: Place, dtype, residual_dtype) -> None:
 
 @pytest.mark.parametrize("schedule", [IN_ORDER, REVERSED, RANDOM])
 @pytest.mark.parametrize("multiprocessors", [1, 2])
-def test_every_schedule_gives_the_same(codecs: Codecs, schedule: int, multiprocessors: int) -> None:
+def test_every_schedule_gives_the_same(
+    emulated_gpu, emulator: Emulator, schedule: int, multiprocessors: int
+) -> None:
     """More ranges than blocks, so that a block takes several."""
     numel, ranges = 6000, 11
-    codecs.schedule(schedule, 5, resident_blocks=3, multiprocessors=multiprocessors)
+    emulator.schedule(schedule, 5, resident_blocks=3, multiprocessors=multiprocessors)
     grad, offsets = cases.make("spread", numel, torch.float32), cases.cut(numel, ranges)
     densities, keys = torch.full((ranges,), 0.07), torch.arange(ranges)
     expected = oracle.sample_threshold(grad, None, offsets, densities, 600, keys)
-    found = codecs.sample_threshold(grad, None, offsets, densities, 600, keys)
+    found = ops.sample_threshold(to_gpu(grad), None, offsets, densities, 600, keys)
     same_limits(found, expected, "schedule")
 
 

@@ -22,7 +22,7 @@ from tests.collectives.cases import (
     make_message,
     parameters,
 )
-from tests.cuda_emulator.codec_cases import Place
+from tests.cuda_emulator.device import Place
 
 VARIANTS = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)

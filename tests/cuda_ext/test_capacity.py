@@ -1,16 +1,15 @@
-"""Capacity mode of the codec: a limit of elements a segment, and records in fixed places."""
+"""Capacity mode of the codec: a limit of elements a segment, and records in fixed places.
+
+`tests/formats/test_codec.py` compares its messages with the oracle's.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
@@ -18,155 +17,15 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message as message_oracle
-from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
-    FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
     HEADER_BYTES,
 )
+from tests.codec import FORMS, KEY, STEP
 from tests.cuda_ext import cases
-from tests.formats.test_formats import FORMS
-
-KEY = 0x1234_5678_9ABC_DEF0
-STEP = 7
-CHUNK = 8 * 4096
-TYPES = [
-    (torch.float32, torch.float32, 0),
-    (torch.float32, torch.bfloat16, 0),
-    (torch.float32, torch.float32, 1),
-    (torch.float32, torch.bfloat16, 2),
-    (torch.bfloat16, torch.bfloat16, 1),
-    (torch.float16, torch.float32, 1),
-]
-
-
-def slots_of(segments, dense, capacity, wire, form):
-    """Slots for the records, if this format has them."""
-    if FORMS[form]["record_format"] == FORMAT_BLOCKS:
-        return None
-    return Slots.of(segments, dense, capacity, wire, FORMS[form]["record_format"]).offsets
-
-
-def padded_message(records, slots):
-    """The oracle's records, each in its place, with zeros behind it."""
-    if slots is None:
-        return b"".join(records)
-    return b"".join(
-        r.ljust(b - a, b"\0") for r, (a, b) in zip(records, pairwise(slots.tolist()), strict=True)
-    )
-
-
-def check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, capacity):
-    """Against the oracle: message, residual and counts, on every instruction set."""
-    sent, rest = prune_limited(
-        grad, Pruning(residual, ranges, thresholds, leak, key, capacity), wire, segments
-    )
-    nnz = cases.count_nonzero(sent, segments)
-    assert bool((nnz <= capacity).all())
-    records = message_oracle.encode(
-        sent, Segments(segments, dense), nnz, RecordSpec(wire, STEP, **FORMS[form])
-    )
-    slots = slots_of(segments, dense, capacity, wire, form)
-    expected = padded_message(records, slots)
-    for isa in cases.ISAS:
-        with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
-            got_rest = cases.unaligned(residual)
-            room = ops.message_capacity(segments, wire) if slots is None else int(slots[-1])
-            out = torch.full((room + 64,), 0xFF, dtype=torch.uint8)
-            sizes, got_nnz = ops.prune_encode(
-                grad,
-                Pruning(got_rest, ranges, thresholds, leak, key, capacity),
-                Segments(segments, dense, slots),
-                RecordSpec(wire, STEP, **FORMS[form]),
-                out[:room],
-            )
-        where = f"{isa} {form} {capacity.tolist()}"
-        assert got_nnz.tolist() == nnz.tolist(), where
-        assert sizes.tolist() == [len(record) for record in records], where
-        assert out[: len(expected)].numpy().tobytes() == expected, where
-        assert bool((out[len(expected) :] == 0xFF).all()), where
-        cases.assert_same_bits(got_rest, rest, f"{where}: residual")
-    return sent, rest, out[: len(expected)], slots
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("dtype", "residual_dtype", "wire"), TYPES)
-def test_equals_the_oracle(dtype, residual_dtype, wire, form):
-    for numel, kind, fifth in (
-        (0, "zero", False),
-        (1, "special", False),
-        (100, "special", False),
-        (100, "spread", True),
-        (4097, "special", True),
-        (4097, "spread", False),
-    ):
-        ranges, segments = cases.cut(numel, 4, seed=numel), cases.cut(numel, 3, seed=numel + 1)
-        thresholds = torch.tensor([-1.0, 1e-3, 1.0, math.nan])
-        dense = torch.tensor([0, 0, 1], dtype=torch.uint8)
-        grad = cases.make(kind, numel, dtype, seed=1)
-        residual = cases.make(kind, numel, residual_dtype, seed=2)
-        capacity = segments.diff() // 5 if fifth else torch.tensor([0, 7, 9])
-        leak, key = (1.0, KEY) if fifth else (0.9, -1)
-        check(grad, residual, ranges, thresholds, segments, dense, leak, wire, key, form, capacity)
-
-
-@pytest.mark.parametrize("form", ["coo", "linear"])
-def test_overflow_in_any_chunk_with_any_number_of_threads(form):
-    numel = 3 * CHUNK + 100
-    grad = cases.make("spread", numel, torch.float32, seed=3)
-    residual = cases.make("spread", numel, torch.float32, seed=4)
-    ranges = torch.tensor([0, numel])
-    segments = torch.tensor([0, 3 * CHUNK, numel])
-    dense = torch.zeros(2, dtype=torch.uint8)
-    held = torch.tensor([1.0])
-    before = torch.get_num_threads()
-    # The first and the last value of the first chunk, a border of chunks, the last chunk.
-    for number, most in enumerate((0, 1, CHUNK // 4, 3 * CHUNK // 2, 3 * CHUNK)):
-        capacity = torch.tensor([most, 3])
-        torch.set_num_threads(1 + number % 2)
-        try:
-            sent, rest, out, slots = check(
-                grad, residual, ranges, held, segments, dense, 1.0, 0, KEY, form, capacity
-            )
-        finally:
-            torch.set_num_threads(before)
-        acc = torch.full((numel,), math.nan)
-        ops.decode_add_(acc, out, Expected(segments, 0, STEP, rank=0, slots=slots), 0, fresh=True)
-        assert torch.equal(acc, sent)
-        # Leak 1, fp32: nothing is lost, to the bit.
-        assert torch.equal(sent + rest, grad + residual)
-
-
-@given(
-    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=150),
-    st.floats(-1, 2.0**126, width=32),
-    st.integers(1, 4),
-    st.integers(0, 60),
-    st.sampled_from(["coo", "linear", "paper", "adaptive", "dense"]),
-)
-@settings(deadline=None, max_examples=100)
-def test_nothing_is_lost(values, threshold, pieces, most, form):
-    grad = torch.tensor(values) / 4
-    residual = torch.tensor(values[::-1]) / 4
-    segments = cases.cut(len(values), pieces, seed=len(values))
-    capacity = torch.full((pieces,), most)
-    sent, rest, _, _ = check(
-        grad,
-        residual,
-        torch.tensor([0, len(values)]),
-        torch.tensor([threshold]),
-        segments,
-        torch.zeros(pieces, dtype=torch.uint8),
-        1.0,
-        0,
-        -1,
-        form,
-        capacity,
-    )
-    assert torch.equal(sent + rest, grad + residual)
 
 
 @pytest.mark.parametrize("form", FORMS)

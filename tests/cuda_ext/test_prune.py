@@ -1,4 +1,4 @@
-"""`prune_` on the CPU equals its oracle bit for bit, on every instruction set of this machine."""
+"""`prune_` equals its oracle bit for bit: on every instruction set of this CPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -16,26 +16,46 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import prune as oracle
+from tests.codec import KEY, on_threads
 from tests.cuda_ext import cases
 
-KEY = 0x1234_5678_9ABC_DEF0
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ],
+)
 
 
-def check(grad, pruning, wire, what):
+def check(grad, pruning, wire, what, device="cpu"):
     """One call on every instruction set, on unaligned views between poisoned neighbours."""
     expected = oracle.prune(grad, pruning, wire)
-    for isa in cases.ISAS:
+    for isa in cases.ISAS if device == "cpu" else [cases.ISAS[0]]:
         with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
-            check_once(expected, grad, pruning, wire, f"{isa} {what}")
+            check_once(expected, grad, pruning, wire, f"{isa} {what}", device)
     return expected
 
 
-def check_once(expected, grad, pruning, wire, what):
-    got_grad, got_residual = cases.unaligned(grad), cases.unaligned(pruning.residual_N)
-    nnz = ops.prune_(got_grad, replace(pruning, residual_N=got_residual), wire)
-    cases.assert_same_bits(got_grad, expected[0], f"{what}: grad")
-    cases.assert_same_bits(got_residual, expected[1], f"{what}: residual")
-    assert torch.equal(nnz, expected[2]), what
+def check_once(expected, grad, pruning, wire, what, device):
+    got_grad, got_residual = (cases.unaligned(t.to(device)) for t in (grad, pruning.residual_N))
+    chances_R = pruning.tie_chances_R
+    moved = replace(
+        pruning,
+        residual_N=got_residual,
+        thresholds_R=pruning.thresholds_R.to(device),
+        tie_chances_R=None if chances_R is None else chances_R.to(device),
+    )
+    nnz = ops.prune_(got_grad, moved, wire)
+    cases.assert_same_bits(got_grad.cpu(), expected[0], f"{what}: grad")
+    cases.assert_same_bits(got_residual.cpu(), expected[1], f"{what}: residual")
+    assert torch.equal(nnz.cpu(), expected[2]), what
     for buffer in (got_grad, got_residual):
         room = buffer._base
         assert room is not None
@@ -43,11 +63,12 @@ def check_once(expected, grad, pruning, wire, what):
         assert room[-1].isnan(), f"{what}: written behind it"
 
 
+@devices
 @pytest.mark.parametrize("wire", range(3))
 @pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_equals_the_oracle(dtype, residual_dtype, wire):
-    for numel in cases.SIZES[:-1]:
+def test_equals_the_oracle(dtype, residual_dtype, wire, device):
+    for numel in cases.SIZES if device == "cuda" else cases.SIZES[:-1]:
         offsets = cases.cut(numel, 5, seed=numel)
         # Keeps all, drops all but infinity, in between twice, and nothing but NaN and infinity.
         thresholds = torch.tensor([-1.0, math.inf, 1e-3, 1.0, cases.FLT_MAX])
@@ -55,16 +76,22 @@ def test_equals_the_oracle(dtype, residual_dtype, wire):
         for kind in cases.kinds(numel):
             grad = cases.make(kind, numel, dtype, seed=1)
             residual = cases.make(kind, numel, residual_dtype, seed=2)
-            for leak, key, ties in ((1.0, KEY, chances), (0.9, -1, chances), (0.9, KEY, None)):
+            for leak, key, ties in (
+                (1.0, KEY, chances),
+                (0.9, -1, chances),
+                (0.9, 2**63 - 1, chances),
+                (0.9, KEY, None),
+            ):
                 what = f"{kind} {numel} leak {leak} key {key} {ties}"
                 pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=ties)
-                check(grad, pruning, wire, what)
+                check(grad, pruning, wire, what, device)
 
 
+@devices
 @pytest.mark.parametrize("wire", range(3))
 @pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire):
+def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire, device):
     """Whole numbers: a quarter of each range ties; with the threshold 0 only zeros would."""
     numel = 4097
     generator = torch.Generator().manual_seed(wire)
@@ -75,7 +102,7 @@ def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire):
     chances = torch.tensor([1.0, 0.25, 1.0, 0.0, 0.75, 1.0])
     for leak, key in ((1.0, KEY), (0.9, -1)):
         pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
-        check(grad, pruning, wire, f"key {key}")
+        check(grad, pruning, wire, f"key {key}", device)
 
 
 def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
@@ -115,10 +142,8 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
     numel = cases.SIZES[-1]
     offsets = cases.cut(numel, 40)
     thresholds = torch.rand(40, generator=torch.Generator().manual_seed(0))
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    for threads in (1, 2):
+        with on_threads(threads):
             grad, residual = (cases.make("spread", numel, d, seed=3) for d in (dtype, dtype))
             if dtype == torch.bfloat16:
                 residual = residual.float()
@@ -126,8 +151,6 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
                 residual, offsets, thresholds, 1.0, KEY, tie_chances_R=thresholds.flip(0)
             )
             check(grad, pruning, wire, f"{threads} threads")
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_a_nan_threshold_keeps_everything():

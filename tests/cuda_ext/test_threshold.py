@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import threshold as oracle
+from tests.codec import on_threads
 from tests.cuda_ext import cases
 
 
@@ -59,13 +60,10 @@ def test_independent_of_the_thread_count():
         2000,
         torch.arange(9),
     )
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
+    results = []
+    for threads in (1, 2):
+        with on_threads(threads):
             results.append(ops.sample_threshold(*arguments))
-    finally:
-        torch.set_num_threads(before)
     for one, two in zip(*results, strict=True):
         cases.assert_same_bits(two, one, "threads")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import accumulate
 from unittest import mock
@@ -25,6 +23,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.formats.message_sizes import capacity
+from tests.codec import on_threads
 from tests.cuda_ext import cases
 
 STEP, BASE = 7, 1000
@@ -87,16 +86,6 @@ def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
         message_of(forms[rank % len(forms)], DENSITIES[rank % len(DENSITIES)], rank)
         for rank in range(ranks)
     ]
-
-
-@contextmanager
-def on_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def added_one_by_one(

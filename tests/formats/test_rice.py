@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext.record_spec import Segments
+from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.reference import rice_values
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
@@ -28,26 +28,42 @@ from megatron_sparse.wire import (
 from megatron_sparse.wire import (
     rice_parameter as wire_rice_parameter,
 )
-from tests.cuda_ext import cases
-from tests.formats.rice_cases import (
-    ALL,
-    CODECS,
-    NAMES,
+from tests.codec import (
     ORACLE,
     QUANTISED,
-    RAW,
-    decoded,
-    select,
-    spec_of,
+    RANK,
+    RICE,
+    RICE_NAMES,
+    STEP,
+    Case,
+    codecs,
+    pruning_of,
+    rice_dtypes,
+    rice_spec,
+    segments_of,
 )
+from tests.cuda_ext import cases
 from tests.headers import read_headers
 
 NUMELS = (0, 1, 63, 64, 127, 4095, 4096, 4097, 9000)
 TOO_LARGE = 2.0**120
 
-codecs = pytest.mark.parametrize("codec", CODECS)
-value_dtypes = pytest.mark.parametrize("value_dtype", ALL, ids=NAMES.get)
-quantised = pytest.mark.parametrize("value_dtype", QUANTISED, ids=NAMES.get)
+quantised = pytest.mark.parametrize("value_dtype", QUANTISED, ids=RICE_NAMES.get)
+
+
+def select(codec, grad, residual, threshold, spec, *, offsets=None, dense=None):
+    """One threshold for everything; one pruned segment by default."""
+    offsets = [0, grad.numel()] if offsets is None else offsets
+    segments = segments_of(offsets, () if dense is None else dense.tolist())
+    return codec.encode(Case(grad, segments, spec, pruning_of(residual, threshold)))
+
+
+def decoded(codec, message, numel, value_dtype, *, offsets=None):
+    """What a message adds to zeros."""
+    offsets = torch.tensor([0, numel]) if offsets is None else offsets
+    acc = torch.full((numel,), torch.nan)
+    codec.decode_(acc, message, Expected(offsets, value_dtype, STEP, RANK), fresh=True)
+    return acc
 
 
 def gradient(numel, seed=0):
@@ -67,39 +83,39 @@ def sent_mask(x, threshold):
 
 
 @codecs
-@value_dtypes
+@rice_dtypes
 def test_a_message_and_its_residual_are_the_gradient(codec, value_dtype):
     for numel in NUMELS:
         grad, residual = gradient(numel, 1), gradient(numel, 2)
         x = grad + residual
         for density in (0, 0.001, 0.05, 0.3, 1):
             threshold = threshold_for(x, density)
-            made = select(codec, grad, residual, threshold, spec_of(value_dtype))
+            made = select(codec, grad, residual, threshold, rice_spec(value_dtype))
             sent = decoded(codec, made.bytes, numel, value_dtype)
             assert bool((sent[~sent_mask(x, threshold)] == 0).all())
             if value_dtype != 2:  # fp16 holds few of these exponents; it saturates and underflows
-                assert torch.equal(sent + made.residual, x), f"{numel} {density}"
+                assert torch.equal(sent + made.residual_N, x), f"{numel} {density}"
             else:
-                assert torch.equal(x - sent, made.residual), f"{numel} {density}"
+                assert torch.equal(x - sent, made.residual_N), f"{numel} {density}"
 
 
 @codecs
-@pytest.mark.parametrize("value_dtype", [3, 4], ids=NAMES.get)
+@pytest.mark.parametrize("value_dtype", [3, 4], ids=RICE_NAMES.get)
 def test_every_element_without_indices(codec, value_dtype):
     for numel in NUMELS:
         grad, residual = gradient(numel, 1), gradient(numel, 2)
         grad[::5], residual[::5] = 0, 0
-        spec = spec_of(value_dtype, without_indices=True)
+        spec = rice_spec(value_dtype, without_indices=True)
         made = select(codec, grad, residual, -1, spec)
         sent = decoded(codec, made.bytes, numel, value_dtype)
-        assert torch.equal(sent + made.residual, grad + residual)
+        assert torch.equal(sent + made.residual_N, grad + residual)
         (header,) = read_headers(made.bytes, 0)
         assert header.payload_bytes == rice_whole_payload_bytes(numel, value_dtype, 12)
         assert header.nnz == int((grad + residual).count_nonzero())
 
 
 @codecs
-@value_dtypes
+@rice_dtypes
 def test_kept_segments(codec, value_dtype):
     """They are dense; in bf16 beside records of few bits."""
     numel, offsets = 9000, torch.tensor([0, 4000, 4500, 4500, 9000])
@@ -107,13 +123,15 @@ def test_kept_segments(codec, value_dtype):
     grad, residual = torch.randn(numel), torch.zeros(numel)
     grad[:4000] *= grad[:4000].abs() > 1.5
     grad[4500:] *= grad[4500:].abs() > 1.5
-    made = select(codec, grad, residual, 0, spec_of(value_dtype, 13), offsets=offsets, dense=dense)
+    made = select(
+        codec, grad, residual, 0, rice_spec(value_dtype, 13), offsets=offsets, dense=dense
+    )
     headers = read_headers(made.bytes, 0)
     kept_dtype = 1 if value_dtype in RICE_BITS else value_dtype
     assert (headers[1].format, headers[1].dtype) == (FORMAT_DENSE, kept_dtype)
     assert {h.format for h in (headers[0], headers[3])} == {FORMAT_RICE}
     sent = decoded(codec, made.bytes, numel, value_dtype, offsets=offsets)
-    assert torch.equal(sent + made.residual, grad)
+    assert torch.equal(sent + made.residual_N, grad)
 
 
 @codecs
@@ -123,21 +141,21 @@ def test_kept_values_of_a_quantised_message_are_rounded_one_by_one(codec):
         [1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -3.4e38, math.inf, math.nan, 1e-45]
     )
     dense = torch.ones(1, dtype=torch.uint8)
-    made = select(codec, values, torch.zeros(7), -1, spec_of(4), dense=dense)
+    made = select(codec, values, torch.zeros(7), -1, rice_spec(4), dense=dense)
     sent = decoded(codec, made.bytes, 7, 4)
     largest = float(torch.finfo(torch.bfloat16).max)
     wanted = torch.tensor([1, 1 + 2.0**-6, largest, -largest, math.inf, math.nan, 0])
     cases.assert_same_bits(sent, wanted, "sent")
-    assert torch.equal(made.residual, torch.where(wanted.isfinite(), values - wanted, 0))
+    assert torch.equal(made.residual_N, torch.where(wanted.isfinite(), values - wanted, 0))
 
 
 @codecs
-@pytest.mark.parametrize("value_dtype", RAW, ids=NAMES.get)
+@pytest.mark.parametrize("value_dtype", [0, 1, 2], ids=RICE_NAMES.get)
 def test_a_raw_record_that_is_not_smaller_is_dense(codec, value_dtype):
     grad = torch.randn(5000)
     for density, wanted in ((1, FORMAT_DENSE), (0.5, FORMAT_RICE)):
         threshold = threshold_for(grad, density)
-        made = select(codec, grad, torch.zeros(5000), threshold, spec_of(value_dtype))
+        made = select(codec, grad, torch.zeros(5000), threshold, rice_spec(value_dtype))
         assert read_headers(made.bytes, 0)[0].format == wanted
 
 
@@ -157,21 +175,21 @@ def test_conservation_of_any_floats(codec, values, value_dtype, whole):
     """Bit for bit but for the sign of a zero; a group that holds what is too large becomes NaN."""
     whole = whole and value_dtype in (3, 4)
     grad = torch.tensor(values, dtype=torch.float32)
-    spec = spec_of(value_dtype, without_indices=whole)
+    spec = rice_spec(value_dtype, without_indices=whole)
     made = select(codec, grad, torch.zeros_like(grad), -1, spec)
     sent = decoded(codec, made.bytes, grad.numel(), value_dtype)
     entries = torch.arange(grad.numel()) if whole else grad.nonzero().squeeze(1)
     for begin in range(0, entries.numel(), 128):
         group = entries[begin : begin + 128]
         if bool((grad[group].abs() < TOO_LARGE).all()):
-            assert torch.equal(sent[group] + made.residual[group], grad[group])
-            assert bool((made.residual[group].abs() <= grad[group].abs()).all())
+            assert torch.equal(sent[group] + made.residual_N[group], grad[group])
+            assert bool((made.residual_N[group].abs() <= grad[group].abs()).all())
             # In fp64 too: the subtraction was exact, it was not the addition that rounded.
-            wide = sent[group].double() + made.residual[group].double()
+            wide = sent[group].double() + made.residual_N[group].double()
             assert torch.equal(wide, grad[group].double())
         else:
             assert bool(sent[group].isnan().all())
-            assert bool((made.residual[group] == 0).all())
+            assert bool((made.residual_N[group] == 0).all())
 
 
 @codecs
@@ -180,12 +198,12 @@ def test_conservation_of_any_floats(codec, values, value_dtype, whole):
 def test_what_is_too_large_reaches_its_group_and_no_other(codec, value_dtype, bad):
     grad = torch.randn(400)
     grad[200] = bad
-    made = select(codec, grad, torch.zeros(400), -1, spec_of(value_dtype))
+    made = select(codec, grad, torch.zeros(400), -1, rice_spec(value_dtype))
     sent = decoded(codec, made.bytes, 400, value_dtype)
     assert bool(sent[128:256].isnan().all())
-    assert bool((made.residual[128:256] == 0).all())
+    assert bool((made.residual_N[128:256] == 0).all())
     rest = torch.cat([torch.arange(128), torch.arange(256, 400)])
-    assert torch.equal(sent[rest] + made.residual[rest], grad[rest])
+    assert torch.equal(sent[rest] + made.residual_N[rest], grad[rest])
 
 
 @codecs
@@ -193,9 +211,9 @@ def test_what_is_too_large_reaches_its_group_and_no_other(codec, value_dtype, ba
 def test_just_below_what_is_too_large(codec, value_dtype):
     grad = torch.tensor([math.nextafter(TOO_LARGE, 0), 1.0]).float()
     grad = torch.where(grad >= TOO_LARGE, torch.tensor(TOO_LARGE * (1 - 2.0**-24)), grad)
-    made = select(codec, grad, torch.zeros(2), -1, spec_of(value_dtype))
+    made = select(codec, grad, torch.zeros(2), -1, rice_spec(value_dtype))
     sent = decoded(codec, made.bytes, 2, value_dtype)
-    assert torch.equal(sent + made.residual, grad)
+    assert torch.equal(sent + made.residual_N, grad)
     assert bool(sent.isfinite().all())
 
 
@@ -291,7 +309,7 @@ def test_bits_of_a_message_are_the_oracle_s_table(codec):
     grad = torch.zeros(3 * 4096)
     grad[4096:8192:512] = torch.arange(1, 9) / 8
     grad[8191] = 2.0
-    made = select(codec, grad, torch.zeros_like(grad), 0, spec_of(4))
+    made = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(4))
     words = np.frombuffer(made.bytes[HEADER_BYTES:], "<u4")
     gaps = np.array([0, *[511] * 7, 510])
     r = rice_parameter(4096, 9)
@@ -319,7 +337,7 @@ def test_the_parameter_is_the_best_and_wire_has_the_same():
     st.integers(1, 3),
     st.integers(0, 4095),
     st.lists(st.integers(0, 9), min_size=1, max_size=60),
-    st.sampled_from(ALL),
+    st.sampled_from(list(RICE.values())),
     st.sampled_from(["first", "last", "even", "one of each", "random"]),
 )
 @settings(deadline=None, max_examples=150)
@@ -351,7 +369,7 @@ def test_the_span_follows_the_density():
 def test_any_span_holds_the_same_entries(codec, log2_span):
     grad = gradient(300_000)
     grad[::2] = 0
-    made = select(codec, grad, torch.zeros_like(grad), 0, spec_of(0, log2_span))
+    made = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(0, log2_span))
     sent = decoded(codec, made.bytes, grad.numel(), 0)
     cases.assert_same_bits(sent, grad + 0.0, "sent")
     # Another decoder's messages have other spans; a receiver takes them all.
@@ -362,7 +380,6 @@ def test_the_oracle_s_segments_are_those_of_one_bucket():
     """A record depends on nothing outside its segment but for its offset."""
     grad = gradient(5000)
     offsets = torch.tensor([0, 2000, 5000])
-    both = select(ORACLE, grad, torch.zeros(5000), 0, spec_of(5), offsets=offsets)
-    second = select(ORACLE, grad[2000:], torch.zeros(3000), 0, spec_of(5))
+    both = select(ORACLE, grad, torch.zeros(5000), 0, rice_spec(5), offsets=offsets)
+    second = select(ORACLE, grad[2000:], torch.zeros(3000), 0, rice_spec(5))
     assert both.records[1][HEADER_BYTES:] == second.bytes[HEADER_BYTES:]
-    assert Segments(offsets, torch.zeros(2, dtype=torch.uint8)).slots is None

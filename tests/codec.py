@@ -1,0 +1,426 @@
+"""Codecs under test: one input, encoded and decoded by each, compared bit for bit.
+
+A `Case` is a bucket and how it is encoded. A codec is the oracle, or the package's ops on one
+instruction set of this CPU or on a GPU (or the emulated one). `check` names cases and codecs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Protocol
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.slots import Slots
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.reference import message as message_oracle
+from megatron_sparse.reference import rice_message
+from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.reference.prune import prune
+from megatron_sparse.wire import (
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    FORMAT_RICE,
+    RICE_BITS,
+)
+from tests.cuda_ext import cases
+
+STEP, RANK = 2**32 + 5, 3  # the step's lower half travels
+KEY = 0x1234_5678_9ABC_DEF0
+FORMS = {
+    "coo": {"record_format": FORMAT_COO},
+    "linear": {"record_format": FORMAT_PICI},
+    "paper": {"record_format": FORMAT_PICI, "paper_order": True},
+    "blocks64": {"record_format": FORMAT_BLOCKS, "block_size": 64},
+    "blocks4096": {"record_format": FORMAT_BLOCKS, "block_size": 4096},
+    "adaptive": {"record_format": FORMAT_ADAPTIVE},
+    "dense": {"record_format": FORMAT_DENSE},
+}
+"""Requested formats of fp32, bf16 and fp16 values: arguments of `RecordSpec`."""
+SLOTTED = [name for name in FORMS if not name.startswith("blocks")]
+RICE = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4, "q3": 5, "q2": 6}
+"""Value dtypes of records of format Rice."""
+QUANTISED = tuple(RICE_BITS)
+RICE_NAMES = {code: name for name, code in RICE.items()}
+rice_dtypes = pytest.mark.parametrize("value_dtype", RICE.values(), ids=RICE)
+POISON = 0xEE
+MARGIN = 64
+"""Bytes behind every buffer that nothing may touch."""
+
+
+def spec_of(value_dtype: int, form: str = "coo") -> RecordSpec:
+    """The spec of a message in one of `FORMS`."""
+    return RecordSpec(value_dtype, STEP, **FORMS[form])
+
+
+def rice_spec(
+    value_dtype: int, log2_span: int = 12, *, without_indices: bool = False
+) -> RecordSpec:
+    """The spec of a message of Rice records."""
+    return RecordSpec(
+        value_dtype, STEP, FORMAT_RICE, log2_span=log2_span, without_indices=without_indices
+    )
+
+
+def segments_of(offsets: Sequence[int] | torch.Tensor, dense: Sequence[int] = ()) -> Segments:
+    """Segments at these offsets; none is kept whole unless `dense` says so."""
+    offsets = torch.as_tensor(offsets)
+    flags = torch.tensor(dense or [0] * (offsets.numel() - 1), dtype=torch.uint8)
+    return Segments(offsets, flags)
+
+
+def pruning_of(
+    residual_N: torch.Tensor, threshold: float, leak: float = 1.0, key: int = -1
+) -> Pruning:
+    """One threshold for everything."""
+    whole = torch.tensor([0, residual_N.numel()])
+    return Pruning(residual_N, whole, torch.tensor([float(threshold)]), leak, key)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bucket and how it is encoded.
+
+    Attributes:
+        grad_N: the gradient, or values that are pruned already.
+        segments: its pieces; with slots, each record has its place.
+        spec: of the records.
+        pruning: how it is pruned first; None for values that are pruned already.
+        residual_N: of quantised values that are pruned already: takes what they lose.
+        what: names the case in an error.
+    """
+
+    grad_N: torch.Tensor
+    segments: Segments
+    spec: RecordSpec
+    pruning: Pruning | None = None
+    residual_N: torch.Tensor | None = None
+    what: object = ""
+
+    @property
+    def is_rice(self) -> bool:
+        """Whether the ops of Rice records make it."""
+        return self.spec.record_format == FORMAT_RICE
+
+    @property
+    def room(self) -> int:
+        """The most bytes of its message."""
+        if self.segments.slots is not None:
+            return int(self.segments.slots[-1])
+        sizes = ops.rice_capacity if self.is_rice else ops.message_capacity
+        return sizes(self.segments.offsets, self.spec.value_dtype)
+
+    @property
+    def scratch_room(self) -> int:
+        """Bytes of the CPU's scratch memory."""
+        sizes = ops.rice_scratch_capacity if self.is_rice else ops.scratch_capacity
+        return sizes(self.segments.offsets, self.spec.value_dtype)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return self.grad_N.numel()
+
+    def with_slots(self, capacity_S: torch.Tensor | None = None) -> Case:
+        """The same in slots for these numbers of elements, by default for the pruning's limits."""
+        if capacity_S is None:
+            limits = None if self.pruning is None else self.pruning.capacity_S
+            capacity_S = self.segments.offsets.diff() if limits is None else limits
+        slots = Slots.of(
+            self.segments.offsets,
+            self.segments.dense,
+            capacity_S,
+            self.spec.value_dtype,
+            self.spec.record_format,
+            self.spec.log2_span,
+            without_indices=self.spec.without_indices,
+        ).offsets
+        return replace(self, segments=replace(self.segments, slots=slots))
+
+    def expected(self, rank: int = RANK) -> Expected:
+        """What a decoder is told of its message."""
+        return Expected(
+            self.segments.offsets, self.spec.value_dtype, STEP, rank, self.segments.slots
+        )
+
+
+@dataclass(frozen=True)
+class Made:
+    """What an encoder makes: records, their non-zero elements, and the residual afterwards."""
+
+    records: list[bytes]
+    nnz: list[int]
+    residual_N: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> bytes:
+        """The message, records back to back."""
+        return b"".join(self.records)
+
+    def message(self, case: Case) -> bytes:
+        """The message; in slots, with bytes behind the records that nobody may read."""
+        if case.segments.slots is None:
+            return self.bytes
+        rooms = case.segments.slots.diff().tolist()
+        return b"".join(r.ljust(n, b"\xa5") for r, n in zip(self.records, rooms, strict=True))
+
+
+class Codec(Protocol):
+    """Encodes cases and decodes messages."""
+
+    name: str
+
+    def encode(self, case: Case) -> Made:
+        """The case's message; the case is left as it was."""
+        ...
+
+    def decode_(
+        self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
+    ) -> None:
+        """Adds a message to a tensor on the CPU; with `fresh`, replaces what is there."""
+        ...
+
+
+class Oracle:
+    """The reference that is written for reading."""
+
+    name = "oracle"
+
+    def encode(self, case: Case) -> Made:
+        """As `Codec`'s."""
+        if case.is_rice:
+            return self._rice(case)
+        values_N, rest_N = case.grad_N, None
+        if case.pruning is not None and case.pruning.capacity_S is not None:
+            values_N, rest_N = prune_limited(
+                values_N, case.pruning, case.spec.value_dtype, case.segments.offsets
+            )
+        elif case.pruning is not None:
+            values_N, rest_N, _ = prune(values_N, case.pruning, case.spec.value_dtype)
+        nnz_S = cases.count_nonzero(values_N, case.segments.offsets)
+        records = message_oracle.encode(values_N, case.segments, nnz_S, case.spec)
+        return Made(records, nnz_S.tolist(), rest_N)
+
+    def _rice(self, case: Case) -> Made:
+        values_N, spec = case.grad_N, case.spec
+        if case.pruning is not None:
+            made = rice_message.prune_encode(values_N, case.pruning, case.segments, spec)
+        else:
+            residual_N = torch.zeros(case.numel) if case.residual_N is None else case.residual_N
+            made = rice_message.encode_segments(values_N, residual_N, case.segments, spec)
+        nnz = [int.from_bytes(record[16:24], "little") for record in made[0]]
+        return Made(made[0], nnz, made[1])
+
+    def decode_(
+        self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
+    ) -> None:
+        """As `Codec`'s; in slots, the records must fill theirs. A bad message may be half added."""
+        if fresh:
+            first, *_, last = expected.segment_offsets.tolist()
+            acc[first - base : last - base] = 0
+        message_oracle.decode_add_(acc, message, expected, base)
+
+
+class Ops:
+    """The package's ops; buffers are unaligned, poisoned, and looked at afterwards.
+
+    Args:
+        name: names it in an error.
+        place: puts a tensor on the device, some elements behind an aligned address.
+        isa: an instruction set of the CPU.
+    """
+
+    def __init__(
+        self, name: str, place: Callable[..., torch.Tensor] | None = None, isa: str | None = None
+    ) -> None:
+        self.name, self._place, self._isa = name, place, isa
+
+    def encode(self, case: Case) -> Made:
+        """As `Codec`'s."""
+        grad, pruning, segments = self._put(case.grad_N), case.pruning, case.segments
+        given_N = case.residual_N if pruning is None else pruning.residual_N
+        rest = None if given_N is None else self._put(given_N, 3)
+        out, scratch = self._bytes(case.room), None
+        options: dict[str, torch.Tensor | None] = {}
+        if self._place is None:
+            scratch = self._bytes(case.scratch_room)
+            options["scratch"] = scratch[:-MARGIN]
+        if pruning is not None:
+            assert rest is not None
+            chances_R = pruning.tie_chances_R
+            pruning = replace(
+                pruning,
+                residual_N=rest,
+                thresholds_R=self._on(pruning.thresholds_R),
+                tie_chances_R=None if chances_R is None else self._on(chances_R),
+            )
+        with self._isa_is_set():
+            sizes, nnz = self._call(case, grad, pruning, rest, out[: len(out) - MARGIN], options)
+        where = f"{self.name} {case.what}"
+        assert scratch is None or bool((scratch[-MARGIN:] == POISON).all()), where
+        cases.assert_same_bits(grad.cpu(), case.grad_N, f"{where}: the gradient")
+        self._look_around(where, grad, rest)
+        return Made(
+            self._records(where, out.cpu(), sizes.tolist(), segments.slots),
+            nnz.tolist(),
+            None if rest is None else rest.cpu().clone(),
+        )
+
+    def decode_(
+        self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
+    ) -> None:
+        """As `Codec`'s."""
+        data = torch.tensor(list(message), dtype=torch.uint8)
+        there = self._put(acc, 1)
+        if self._place is None:  # a GPU wants messages aligned to 16 bytes
+            room = torch.empty(len(message) + 1, dtype=torch.uint8)
+            room[1:] = data
+            data = room[1:]
+        else:
+            data = self._place(data)
+        try:
+            with self._isa_is_set():
+                ops.decode_add_(there, data, expected, base, fresh=fresh)
+        except WireFormatError:
+            cases.assert_same_bits(there.cpu(), acc, f"{self.name}: a bad message was added")
+            raise
+        finally:
+            self._look_around(self.name, there)
+        acc.copy_(there.cpu())
+
+    def _call(
+        self,
+        case: Case,
+        grad: torch.Tensor,
+        pruning: Pruning | None,
+        rest: torch.Tensor | None,
+        out: torch.Tensor,
+        options: dict[str, torch.Tensor | None],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if pruning is not None:
+            op = ops.rice_prune_encode if case.is_rice else ops.prune_encode
+            return op(grad, pruning, case.segments, case.spec, out, **options)
+        if case.is_rice:
+            return ops.rice_encode(grad, case.segments, case.spec, out, residual_N=rest, **options)
+        nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
+        return ops.encode(grad, case.segments, nnz_S, case.spec, out, **options), nnz_S
+
+    def _records(
+        self, where: str, out: torch.Tensor, sizes: list[int], slots: torch.Tensor | None
+    ) -> list[bytes]:
+        """The records; what is not theirs must be untouched, or cleared in a slot."""
+        begins = torch.tensor([0, *sizes]).cumsum(0)[:-1] if slots is None else slots[:-1]
+        free = torch.ones(len(out), dtype=torch.bool)
+        records = []
+        for begin, size in zip(begins.tolist(), sizes, strict=True):
+            free[begin : begin + size] = False
+            records.append(out[begin : begin + size].numpy().tobytes())
+        if slots is not None:
+            assert not out[:-MARGIN][free[:-MARGIN]].any(), f"{where}: a slot is not cleared"
+            free[:-MARGIN] = False
+        assert bool((out[free] == POISON).all()), f"{where}: bytes behind the message were written"
+        return records
+
+    def _put(self, tensor: torch.Tensor, shift: int = 1) -> torch.Tensor:
+        return cases.unaligned(tensor) if self._place is None else self._place(tensor, shift)
+
+    def _on(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._place is None else self._place(tensor)
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return self._on(torch.full((count + MARGIN,), POISON, dtype=torch.uint8))
+
+    def _look_around(self, where: str, *tensors: torch.Tensor | None) -> None:
+        for tensor in tensors if self._place is None else ():
+            if tensor is not None:
+                assert tensor._base is not None
+                assert bool(tensor._base[[0, -1]].isnan().all()), f"{where}: wrote outside"
+
+    def _isa_is_set(self):
+        if self._isa is None:
+            return nullcontext()
+        return mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=self._isa)
+
+
+ORACLE = Oracle()
+CPU = tuple(Ops(isa, isa=isa) for isa in cases.ISAS)
+CODECS: tuple[Codec, ...] = (ORACLE, *CPU)
+codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+
+
+def check(case: Case, *tested: Codec) -> Made:
+    """Every codec makes the oracle's message, residual and counts, and decodes to its sums.
+
+    Args:
+        case: the input.
+        tested: the codecs; by default all of this CPU.
+
+    Returns:
+        What the oracle makes.
+    """
+    wanted = ORACLE.encode(case)
+    for codec in tested or CPU:
+        made, where = codec.encode(case), f"{codec.name} {case.spec} {case.what}"
+        assert made.nnz == wanted.nnz, where
+        assert [*map(len, made.records)] == [*map(len, wanted.records)], where
+        assert made.records == wanted.records, where
+        if made.residual_N is not None:
+            assert wanted.residual_N is not None
+            cases.assert_same_bits(made.residual_N, wanted.residual_N, f"{where}: residual")
+    check_sums(case, wanted, *tested)
+    return wanted
+
+
+def check_sums(case: Case, made: Made, *tested: Codec) -> None:
+    """Every codec decodes a message to the oracle's sums, from zero and beside what is there."""
+    start = torch.randn(case.numel, generator=torch.Generator().manual_seed(1))
+    start[::7] = -0.0  # stays where nothing is added
+    packed = replace(case.expected(), slots=None)
+    for fresh in (False, True):
+        begin = torch.full_like(start, torch.nan) if fresh else start
+        sum_N = begin.clone()
+        ORACLE.decode_(sum_N, made.bytes, packed, fresh=fresh)
+        for codec in tested or CPU:
+            got_N = begin.clone()
+            codec.decode_(got_N, made.message(case), case.expected(), fresh=fresh)
+            where = f"{codec.name} {case.spec} {case.what}: the sum, fresh {fresh}"
+            cases.assert_same_bits(one_nan(got_N), one_nan(sum_N), where)
+
+
+def one_nan(values: torch.Tensor) -> torch.Tensor:
+    """The same with one NaN: which payload survives an addition, machines decide."""
+    return torch.where(values.isnan(), torch.nan, values)
+
+
+def decoded(codec: Codec, message: bytes, case: Case) -> torch.Tensor:
+    """What a message adds to zeros."""
+    acc = torch.full((case.numel,), torch.nan)
+    codec.decode_(acc, message, case.expected(), fresh=True)
+    return acc
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Torch's number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def lengths(offsets: torch.Tensor) -> list[int]:
+    """The elements of each segment."""
+    return [end - begin for begin, end in pairwise(offsets.tolist())]

@@ -1,0 +1,673 @@
+"""Messages made on CUDA tensors: the oracle's bytes, residuals and counts, on a GPU and emulated.
+
+The same tests run on a GPU, if there is one, and in the emulator. `place` puts a tensor there.
+`tests/formats/test_codec.py` compares the CPU's codec with the same oracle.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.cuda_ext.slots import Slots
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.reference import prune as prune_oracle
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, FORMAT_RICE, HEADER_BYTES
+from tests.codec import (
+    FORMS,
+    KEY,
+    ORACLE,
+    POISON,
+    RICE,
+    RICE_NAMES,
+    SLOTTED,
+    STEP,
+    Case,
+    Ops,
+    check,
+    lengths,
+    pruning_of,
+    rice_dtypes,
+    rice_spec,
+    segments_of,
+    spec_of,
+)
+from tests.cuda_emulator.device import Place, sync_debug_error, to_gpu
+from tests.cuda_emulator.emulator import (
+    ADAPTIVE,
+    BLOCKS,
+    COO,
+    DENSE,
+    PICI,
+    PICI_PAPER,
+    RANDOM,
+    SCHEDULES,
+    EmulatedDevice,
+    Emulator,
+)
+from tests.cuda_emulator.test_no_waiting import torch_sync_debug_error
+from tests.cuda_ext import cases
+
+# Empty, one element, a tile and one more, a tile and three less, a kept one, another end.
+SEGMENTS = segments_of([0, 0, 1, 4098, 8191, 8300, 9001], [0, 0, 0, 0, 1, 0])
+NUMEL = 9001
+# The same with some more tiles, in which a chunk of Rice ends anywhere.
+LONG = segments_of([0, 0, 1, 4098, 9001, 23_001, 23_200], [0, 0, 0, 1, 0, 0])
+TYPES = [
+    (grad, residual, code, key)
+    for grad in cases.DTYPES
+    for residual in cases.RESIDUAL_DTYPES
+    for code in range(3)
+    for key in (-1, KEY)
+]
+schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+
+
+@pytest.fixture
+def device(place: Place) -> Ops:
+    """The codec of the device."""
+    return Ops("CUDA", place)
+
+
+def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Mostly zeros, with the values that are difficult for codecs."""
+    return cases.pruned_grad(numel, density, dtype, seed, scattered=True)
+
+
+def hard_case(
+    dtype: torch.dtype, residual_dtype: torch.dtype, key: int, spec: RecordSpec, *, seed: int = 0
+) -> Case:
+    """Ranges end inside tiles and segments; one keeps all, -0.0 and NaN too, one nothing finite.
+
+    A fifth of the first and the third range ties.
+    """
+    segments = LONG if spec.record_format == FORMAT_RICE else SEGMENTS
+    numel = int(segments.offsets[-1])
+    grad_N = gradient(numel, 1.0, dtype, seed)
+    residual_N = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * 0.5
+    grad_N[::97], residual_N[::97] = -0.0, -0.0
+    grad_N[1::5], residual_N[1::5] = 1.5, 0
+    ranges = torch.tensor([0, 3000, 3000, 8191, 8300, 8700, numel])
+    thresholds_R = torch.tensor([1.5, 0.0, 1.5, -1.0, math.inf, 2.0])
+    chances_R = torch.tensor([0.4, 1.0, 0.5, 0.5, 0.5, 0.1]) if seed % 3 else None
+    pruning = Pruning(
+        residual_N.to(residual_dtype), ranges, thresholds_R, 0.9, key, tie_chances_R=chances_R
+    )
+    return Case(grad_N, segments, spec, pruning, what=seed)
+
+
+@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_encode(device: Ops, form: str, density: float) -> None:
+    """Every pair of gradient and wire dtype, over the formats and densities."""
+    turn = list(FORMS).index(form) + int(10 * density)
+    dtype, code = cases.DTYPES[turn % 3], (turn // 3 + turn) % 3
+    check(Case(gradient(NUMEL, density, dtype, turn), SEGMENTS, spec_of(code, form)), device)
+
+
+@pytest.mark.parametrize("code", range(3))
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+def test_encode_every_pair_of_dtypes(device: Ops, dtype: torch.dtype, code: int) -> None:
+    for form in FORMS:
+        segments = segments_of([0, 2501, 2600])
+        check(Case(gradient(2600, 0.1, dtype, code), segments, spec_of(code, form)), device)
+
+
+@pytest.mark.parametrize("block_size", [64, 256, 1024, 4096])
+def test_block_sizes(device: Ops, block_size: int) -> None:
+    values_N = torch.zeros(9000)
+    values_N[[0, 63, 64, 1025, 4095, 8999]] = 1.5
+    spec = replace(spec_of(0, "blocks64"), block_size=block_size)
+    check(Case(values_N, segments_of([0, 9000]), spec), device)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_all_zero_and_all_kept(device: Ops, form: str, value: float) -> None:
+    """A message is never longer than the dense one."""
+    made = check(Case(torch.full((5000,), value), segments_of([0, 5000]), spec_of(0, form)), device)
+    empty = {
+        "linear": PICI,
+        "paper": PICI,
+        "blocks64": BLOCKS,
+        "blocks4096": BLOCKS,
+        "dense": DENSE,
+    }
+    assert made.bytes[5] == (DENSE if value else empty.get(form, COO))
+
+
+def test_adaptive_takes_the_smallest(device: Ops) -> None:
+    values_N = torch.cat([gradient(9000, density, torch.float32) for density in (0.01, 0.2, 1)])
+    segments = segments_of([0, 9000, 18_000, 27_000])
+    made = check(Case(values_N, segments, spec_of(0, "adaptive")), device)
+    assert [record[5] for record in made.records] == [FORMAT_COO, FORMAT_PICI, FORMAT_DENSE]
+
+
+@pytest.mark.parametrize(("dtype", "residual_dtype", "code", "key"), TYPES, ids=str)
+def test_prune_encode(
+    device: Ops, dtype: torch.dtype, residual_dtype: torch.dtype, code: int, key: int
+) -> None:
+    number = TYPES.index((dtype, residual_dtype, code, key))
+    form = list(FORMS)[number % len(FORMS)]
+    check(hard_case(dtype, residual_dtype, key, spec_of(code, form), seed=number), device)
+
+
+@rice_dtypes
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "key"),
+    [
+        (torch.float32, torch.float32, KEY),
+        (torch.float32, torch.bfloat16, -1),
+        (torch.bfloat16, torch.float32, -1),
+        (torch.bfloat16, torch.bfloat16, KEY),
+        (torch.float16, torch.bfloat16, KEY),
+    ],
+    ids=str,
+)
+def test_prune_encode_to_rice(
+    device: Ops, value_dtype: int, dtype: torch.dtype, residual_dtype: torch.dtype, key: int
+) -> None:
+    spec = rice_spec(value_dtype, 12 + value_dtype % 3)
+    check(hard_case(dtype, residual_dtype, key, spec, seed=value_dtype + 1), device)
+
+
+@rice_dtypes
+def test_densities_and_spans(device: Ops, value_dtype: int) -> None:
+    """From no entry to all of them, in chunks of one tile, of some, and of all."""
+    numel = 23_200
+    grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(value_dtype))
+    ordered, segments = grad_N.abs().sort().values, segments_of([0, 200, numel])
+    for i, kept in enumerate((0, 1, 129, 230, 1160, 11_000, numel)):
+        threshold = -1.0 if kept == numel else float(ordered[numel - kept - 1])
+        spec = rice_spec(value_dtype, (12, 14, 24)[(i + value_dtype) % 3])
+        pruning = pruning_of(torch.zeros(numel), threshold)
+        check(Case(grad_N, segments, spec, pruning, what=kept), device)
+
+
+@pytest.mark.parametrize("value_dtype", [0, 4, 5], ids=RICE_NAMES.get)
+def test_entries_that_lie_together(device: Ops, value_dtype: int) -> None:
+    """A gap whose unary code has more words than a warp has lanes, and one entry at the end."""
+    grad_N = torch.zeros(50_000)
+    grad_N[:5000] = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    grad_N[-1] = 3.0
+    pruning = pruning_of(torch.zeros(50_000), 0.0)
+    check(Case(grad_N, segments_of([0, 50_000]), rice_spec(value_dtype, 17), pruning), device)
+
+
+def base_of(group: torch.Tensor, spec: RecordSpec) -> int:
+    """The bits of the base of a group's levels."""
+    record = ORACLE.encode(Case(group, segments_of([0, group.numel()]), spec)).bytes
+    at = HEADER_BYTES + 16 + 16  # behind sub-header and table
+    return int.from_bytes(record[at + 2 : at + 4], "little", signed=True)
+
+
+@pytest.mark.parametrize("value_dtype", [5, 6], ids=RICE_NAMES.get)
+def test_the_mean_is_added_up_in_the_order_of_the_format(device: Ops, value_dtype: int) -> None:
+    """Groups whose base changes with the last bit of the sum."""
+    spec = rice_spec(value_dtype)
+    group = torch.rand(128, generator=torch.Generator().manual_seed(value_dtype)) * 0.25 + 1
+    bits = group.view(torch.int32)
+    low, high = (int(torch.tensor(x).view(torch.int32)) for x in (32.0, 64.0))
+    bits[77] = low
+    first = base_of(group, spec)
+    while high - low > 1:
+        bits[77] = middle = (low + high) // 2
+        low, high = (middle, high) if base_of(group, spec) == first else (low, middle)
+    bits_GK = bits.repeat(33, 1)
+    bits_GK[:, 77] = torch.arange(low - 16, low + 17)
+    grad_N = bits_GK.view(torch.float32).flatten()
+    pruning = pruning_of(torch.zeros(33 * 128), 0.0)
+    check(Case(grad_N, segments_of(torch.arange(34) * 128), spec, pruning), device)
+
+
+@pytest.mark.parametrize("value_dtype", [3, 4], ids=RICE_NAMES.get)
+def test_without_indices(device: Ops, value_dtype: int) -> None:
+    """Also of elements that are not selected, with what is left of their residual."""
+    for residual_dtype, key, span in ((torch.float32, -1, 12), (torch.bfloat16, KEY, 13)):
+        spec = rice_spec(value_dtype, span, without_indices=True)
+        case = hard_case(torch.float32, residual_dtype, key, spec, seed=4)
+        check(case, device)
+        assert case.pruning is not None
+        whole = pruning_of(case.pruning.residual_N, -1.0, key=key)
+        check(replace(case, grad_N=torch.randn(case.numel), pruning=whole), device)
+
+
+def test_a_raw_rice_record_that_is_not_smaller_is_dense(device: Ops) -> None:
+    grad_N = torch.randn(9000, generator=torch.Generator().manual_seed(1))
+    for threshold, wanted in ((-1.0, FORMAT_DENSE), (1.0, FORMAT_RICE)):
+        pruning = pruning_of(torch.zeros(9000), threshold)
+        made = check(Case(grad_N, segments_of([0, 9000]), rice_spec(0), pruning), device)
+        assert made.bytes[5] == wanted
+
+
+@pytest.mark.parametrize(
+    ("value_dtype", "with_residual"),
+    [*((code, False) for code in RICE.values()), *((code, True) for code in (3, 4, 5, 6))],
+)
+def test_encoding_what_is_pruned_already(
+    device: Ops, value_dtype: int, with_residual: bool
+) -> None:
+    """`rice_encode`: sums, whose quantisation error stays with their owner; packed and in slots."""
+    for dtype in cases.DTYPES:
+        values_N = gradient(23_200, 0.2, dtype, value_dtype) + 0.0  # a dense record has no -0.0
+        residual_N = torch.randn(23_200) if with_residual else None
+        spec = rice_spec(value_dtype, 12 + value_dtype % 3)
+        case = Case(values_N, LONG, spec, residual_N=residual_N, what=dtype)
+        check(case, device)
+        check(case.with_slots(), device)
+
+
+LIMITS = {
+    "none stay": [0, 0, 0, 0, 0, 0],
+    "some": [0, 1, 700, 4093, 50, 3],
+    "a tile": [0, 1, 4096, 1, 109, 400],
+    "all": lengths(SEGMENTS.offsets),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("key", [-1, KEY])
+@pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
+@pytest.mark.parametrize("code", range(3))
+def test_capacity(
+    device: Ops, code: int, residual_dtype: torch.dtype, key: int, limit: str
+) -> None:
+    number = 4 * code + 2 * (key < 0) + list(LIMITS).index(limit)
+    spec = spec_of(code, SLOTTED[number % len(SLOTTED)])
+    case = hard_case(cases.DTYPES[number % 3], residual_dtype, key, spec, seed=number)
+    assert case.pruning is not None
+    pruning = replace(case.pruning, capacity_S=torch.tensor(LIMITS[limit]))
+    check(replace(case, pruning=pruning).with_slots(), device)
+
+
+@rice_dtypes
+@pytest.mark.parametrize("special", [False, True])
+def test_capacity_of_rice(device: Ops, value_dtype: int, special: bool) -> None:
+    """Segments that send less than they have, one of them nothing; with NaN among the rest."""
+    case = hard_case(torch.float32, torch.bfloat16, KEY, rice_spec(value_dtype, 13), seed=8)
+    pruning = case.pruning if special else pruning_of(torch.randn(case.numel), 1.0, leak=0.9)
+    assert pruning is not None
+    pruning = replace(pruning, capacity_S=torch.tensor([0, 1, 300, 4903, 2500, 0]))
+    grad_N = case.grad_N if special else torch.randn(case.numel)
+    case = replace(case, grad_N=grad_N, pruning=pruning)
+    check(case, device)
+    check(case.with_slots(), device)
+
+
+def test_encode_and_decode_in_slots(device: Ops) -> None:
+    for code, form in enumerate(("coo", "linear")):
+        values_N = gradient(NUMEL, 0.05, cases.DTYPES[code], code)
+        case = Case(values_N, SEGMENTS, spec_of(code, form)).with_slots(torch.full((6,), 400))
+        check(case, device)
+
+
+def encode_raw(
+    values_N: torch.Tensor, segments: list[int], kinds: list[int], emulator: Emulator, **options
+) -> tuple[list[int], list[int], bytes]:
+    """The op itself, whose segments may differ in kind: status, sizes, and the buffer."""
+    capacity, block_size = options.get("capacity", 40_000), options.get("block_size", 0)
+    out = to_gpu(torch.full((capacity,), POISON, dtype=torch.uint8))
+    report = emulator.call(
+        "encode_records",
+        to_gpu(values_N, options.get("shift", 0)),
+        to_gpu(torch.tensor(segments)),
+        to_gpu(torch.tensor(kinds, dtype=torch.uint8)),
+        options.get("code", 0),
+        STEP,
+        block_size,
+        out,
+    ).tolist()
+    return report[:4], report[4 : 4 + len(kinds)], out.cpu().numpy().tobytes()
+
+
+def oracle_records(
+    values_N: torch.Tensor, segments: list[int], kinds: list[int], code: int = 0
+) -> list[bytes]:
+    """The oracle's records of segments that differ in kind."""
+    forms = {DENSE: "dense", COO: "coo", PICI: "linear", PICI_PAPER: "paper", BLOCKS: "blocks64"}
+    forms[ADAPTIVE] = "adaptive"
+    made = {
+        kind: ORACLE.encode(Case(values_N, segments_of(segments), spec_of(code, forms[kind])))
+        for kind in set(kinds)
+    }
+    return [made[kind].records[number] for number, kind in enumerate(kinds)]
+
+
+@schedules
+@pytest.mark.parametrize("density", [0.01, 0.3])
+def test_all_formats_in_one_message(
+    emulator: Emulator, schedule: tuple[int, int, int], density: float
+) -> None:
+    """Empty, one element, exact and partial tiles, starts that no vector is aligned to."""
+    emulator.schedule(*schedule)
+    segments = [0, 0, 1, 4097, 4097 + 4099, 12293, 20000, 20063]
+    values_N = gradient(segments[-1], density, torch.float32)
+    kinds = [COO, PICI, PICI, PICI_PAPER, BLOCKS, COO, DENSE]
+    for code in (0, 1):
+        status, sizes, out = encode_raw(
+            values_N,
+            segments,
+            kinds,
+            emulator,
+            code=code,
+            block_size=64,
+            shift=schedule[1],
+            capacity=ops.message_capacity(torch.tensor(segments), code),
+        )
+        records = oracle_records(values_N, segments, kinds, code)
+        assert (status, sizes) == ([0, 0, 0, 0], [*map(len, records)])
+        assert out[: sum(sizes)] == b"".join(records)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=str)
+def test_more_segments_than_threads(emulator: Emulator, schedule: tuple[int, int, int]) -> None:
+    """Tables are built 256 segments at a time."""
+    emulator.schedule(*schedule)
+    chance, segments = random.Random(5), [0]
+    for _ in range(600):
+        segments.append(segments[-1] + chance.choice([0, 1, 16, 33]))
+    kinds = [chance.choice([DENSE, COO, ADAPTIVE]) for _ in range(600)]
+    values_N = gradient(segments[-1], 0.1, torch.float32)
+    status, sizes, out = encode_raw(values_N, segments, kinds, emulator, capacity=100_000)
+    records = oracle_records(values_N, segments, kinds)
+    assert (status, sizes) == ([0, 0, 0, 0], [*map(len, records)])
+    assert out[: sum(sizes)] == b"".join(records)
+    assert set(out[sum(sizes) :]) == {POISON}
+
+
+def test_capacity_too_small_is_reported(emulator: Emulator) -> None:
+    emulator.schedule(RANDOM, 8)
+    values_N, segments, kinds = gradient(9000, 0.1, torch.float32), [0, 5000, 9000], [COO, PICI]
+    _, sizes, _ = encode_raw(values_N, segments, kinds, emulator)
+    # One byte short; and so short that not even the values fit the scratch memory.
+    for capacity in (sum(sizes) - 1, 400):
+        status, found, out = encode_raw(values_N, segments, kinds, emulator, capacity=capacity)
+        assert (status, found) == ([1, 0, sum(sizes), capacity], sizes)
+        assert set(out) == {POISON}
+
+
+@pytest.mark.parametrize(
+    ("segments", "kinds", "status"),
+    [
+        ([0, 50, 99], [COO, COO], [2, 1, 99, 100]),
+        ([1, 50, 100], [COO, COO], [2, 0, 50, 100]),
+        ([0, 60, 50, 100], [COO] * 3, [2, 1, 50, 100]),
+        ([0, 200, 100], [COO] * 2, [2, 0, 200, 100]),
+        ([0, 50, 100], [COO, 9], [3, 1, 9, 0]),
+        ([0, 50, 100], [COO, BLOCKS], [3, 1, BLOCKS, 0]),  # no block size was given
+    ],
+)
+def test_wrong_segments_are_reported(
+    emulator: Emulator, segments: list[int], kinds: list[int], status: list[int]
+) -> None:
+    """What the typed op rules out, the kernels find too."""
+    emulator.schedule(0)
+    values_N = gradient(100, 0.5, torch.float32)
+    found, sizes, _ = encode_raw(values_N, segments, kinds, emulator)
+    assert (found, sizes) == (status, [0] * len(kinds))
+
+
+@schedules
+@pytest.mark.parametrize(
+    "spec", [spec_of(1, "linear"), spec_of(1, "blocks64")], ids=["pici", "blocks"]
+)
+def test_the_bytes_do_not_depend_on_the_schedule(
+    emulated_gpu: EmulatedDevice,
+    emulator: Emulator,
+    spec: RecordSpec,
+    schedule: tuple[int, int, int],
+) -> None:
+    """14 tiles, many more than resident blocks, so that look-back meets every state."""
+    emulator.schedule(*schedule, multiprocessors=2)
+    case = Case(gradient(55_000, 0.02, torch.bfloat16), segments_of([0, 30_001, 55_000]), spec)
+    check(case, Ops("CUDA", emulated_gpu.place))
+
+
+@schedules
+@pytest.mark.parametrize("value_dtype", [1, 4, 6], ids=RICE_NAMES.get)
+def test_the_bytes_of_rice_do_not_depend_on_the_schedule(
+    emulated_gpu: EmulatedDevice,
+    emulator: Emulator,
+    value_dtype: int,
+    schedule: tuple[int, int, int],
+) -> None:
+    emulator.schedule(*schedule, multiprocessors=2)
+    numel = 62_000
+    pruning = pruning_of(torch.zeros(numel), 2.0, key=KEY)
+    grad_N = gradient(numel, 1.0, torch.float32, seed=3)
+    case = Case(grad_N, segments_of([0, 30_001, numel]), rice_spec(value_dtype), pruning)
+    check(case, Ops("CUDA", emulated_gpu.place))
+
+
+@pytest.mark.parametrize("begin", [2**32 - 1000, 2**40 - 4096, 2**33 + 5, 3 * 2**32 - 4090])
+def test_pruning_far_into_a_bucket(emulator: Emulator, begin: int) -> None:
+    """The random bits depend on the upper half of the index, which may change inside a tile."""
+    emulator.schedule(RANDOM, 2)
+    length, key, threshold, chance = 4096, 99, 0.75, 0.6
+    grad_N = gradient(length, 1.0, torch.float32, seed=begin % 1000)
+    residual_N = torch.randn(length, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grad_N[::3], residual_N[::3] = 0.5, 0.25
+    rest = to_gpu(residual_N)
+    found_N = emulator.call("prune_tile", to_gpu(grad_N), rest, begin, threshold, chance, 0.9, key)
+    pruning = replace(
+        pruning_of(residual_N, threshold, 0.9, key), tie_chances_R=torch.tensor([chance])
+    )
+    out_N, wanted_N, _ = prune_oracle.prune(grad_N, pruning, 1, begin)
+    cases.assert_same_bits(found_N.cpu(), out_N, "sent")
+    cases.assert_same_bits(rest.cpu(), wanted_N, "residual")
+
+
+@pytest.mark.parametrize("spec", [spec_of(0), rice_spec(4)], ids=["coo", "rice"])
+def test_an_empty_bucket(device: Ops, spec: RecordSpec) -> None:
+    nothing = Case(torch.zeros(0), segments_of([0]), spec)
+    none = Pruning(torch.zeros(0), torch.tensor([0]), torch.zeros(0), 1.0, 1)
+    for case in (nothing, replace(nothing, pruning=none)):
+        made = device.encode(case)
+        assert (made.records, made.nnz) == ([], [])
+    device.decode_(torch.zeros(0), b"", nothing.expected())
+
+
+def test_what_does_not_fit_is_refused(place: Place) -> None:
+    grad_N, spec = gradient(NUMEL, 0.5, torch.float32), spec_of(0)
+    room = ops.message_capacity(SEGMENTS.offsets, 0)
+    grad, residual = place(grad_N), place(torch.zeros(NUMEL))
+    out, small = (place(torch.zeros(n, dtype=torch.uint8)) for n in (room, 1000))
+    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
+    nnz = cases.count_nonzero(grad_N, SEGMENTS.offsets)
+    wrong = nnz + torch.tensor([0, 0, 0, 0, 1, 0])
+    tight = replace(
+        SEGMENTS, slots=Slots.of(*_tables(), torch.full((6,), 5), 0, FORMAT_COO).offsets
+    )
+    few = [replace(pruning, capacity_S=c) for c in (torch.tensor([1]), torch.full((6,), -1))]
+    for problem, call in {
+        "the output buffer is too small": lambda: ops.encode(grad, SEGMENTS, None, spec, small),
+        "the output buffer is too small ": lambda: ops.prune_encode(
+            grad, pruning, SEGMENTS, spec, small
+        ),
+        "nnz of segment 4 is not what": lambda: ops.encode(grad, SEGMENTS, wrong, spec, out),
+        "scratch is not used on CUDA": lambda: ops.encode(
+            grad, SEGMENTS, None, spec, out, torch.zeros(8)
+        ),
+        "step is out of range": lambda: ops.encode(grad, SEGMENTS, None, RecordSpec(0, -1), out),
+        "the slot of segment 2 is too small": lambda: ops.encode(grad, tight, None, spec, out),
+        "capacity has the wrong length": lambda: ops.prune_encode(
+            grad, few[0], SEGMENTS, spec, out
+        ),
+        "capacity is out of range": lambda: ops.prune_encode(grad, few[1], SEGMENTS, spec, out),
+        "blocks have no capacity": lambda: ops.prune_encode(
+            grad, replace(pruning, capacity_S=nnz), SEGMENTS, spec_of(0, "blocks64"), out
+        ),
+    }.items():
+        with pytest.raises(ExtensionError, match=problem.strip()):
+            call()
+    assert not residual.any(), "a refused call changed the residual"
+
+
+def _tables() -> tuple[torch.Tensor, torch.Tensor]:
+    return SEGMENTS.offsets, SEGMENTS.dense
+
+
+BAD_SLOTS = {
+    "slots has the wrong length": torch.tensor([0, 16]),
+    "slots are no places of records": torch.arange(1, 8) * 16,
+    "slots is not ascending": torch.tensor([0, 48, 32, 64, 80, 96, 112]),
+    "the slot of segment 1 is too small": torch.arange(7) * 48,
+    "the output buffer is too small": torch.arange(7) * 2**20,
+}
+
+
+@pytest.mark.parametrize("problem", BAD_SLOTS)
+def test_bad_slots_are_refused(place: Place, problem: str) -> None:
+    rest = place(torch.zeros(NUMEL))
+    pruning = replace(pruning_of(rest, 0.0), thresholds_R=place(torch.zeros(1)))
+    out = place(torch.zeros(ops.message_capacity(SEGMENTS.offsets, 0), dtype=torch.uint8))
+    with pytest.raises(ExtensionError, match=problem):
+        ops.prune_encode(
+            place(torch.ones(NUMEL)),
+            pruning,
+            replace(SEGMENTS, slots=BAD_SLOTS[problem]),
+            spec_of(0),
+            out,
+        )
+    assert not rest.any(), "a refused call changed the residual"
+
+
+BAD_RICE_SPECS = {
+    "value_dtype is unknown": {"value_dtype": 7},
+    "log2_span is out of range": {"log2_span": 11},
+    "a value of every element needs other values": {"value_dtype": 5, "without_indices": True},
+    "step is out of range": {"step": -1},
+}
+
+
+@pytest.mark.parametrize("problem", BAD_RICE_SPECS)
+def test_a_refused_rice_spec_changes_nothing(place: Place, problem: str) -> None:
+    spec, residual = replace(rice_spec(4), **BAD_RICE_SPECS[problem]), place(torch.full((8,), 0.5))
+    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
+    out = place(torch.zeros(1000, dtype=torch.uint8))
+    with pytest.raises(ExtensionError, match=problem):
+        ops.rice_prune_encode(place(torch.ones(8)), pruning, segments_of([0, 8]), spec, out)
+    assert bool((residual.cpu() == 0.5).all())
+
+
+def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: Place) -> None:
+    numel, spec = 23_200, rice_spec(4)
+    residual, grad = place(torch.full((numel,), 0.5)), place(torch.ones(numel))
+    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
+
+    def buffer(nbytes: int) -> torch.Tensor:
+        return place(torch.zeros(nbytes, dtype=torch.uint8))
+
+    whole = Case(grad, LONG, spec).with_slots().segments
+    assert whole.slots is not None
+    slots = whole.slots.clone()
+    slots[5:] -= 16
+    tight = replace(LONG, slots=slots)
+    tiny = Case(grad, LONG, spec).with_slots(torch.ones(6, dtype=torch.int64)).segments
+    assert tiny.slots is not None
+    room = buffer(ops.rice_capacity(LONG.offsets, 4))
+    less = replace(pruning, capacity_S=torch.full((6,), -1))
+    small, tiny_room = buffer(4096), buffer(int(tiny.slots[-1]))
+    for problem, op, *given in (
+        ("the output buffer is too small", ops.rice_prune_encode, pruning, LONG, spec, small),
+        ("the output buffer is too small", ops.rice_encode, LONG, spec, small, None, residual),
+        ("the slot of segment 4 is too", ops.rice_prune_encode, pruning, tight, spec, room),
+        ("capacity is out of range", ops.rice_prune_encode, less, LONG, spec, room),
+        ("scratch is not used on CUDA", ops.rice_encode, LONG, spec, room, torch.zeros(8)),
+        ("the slot of segment 2 is too small", ops.rice_encode, tiny, spec, tiny_room),
+    ):
+        with pytest.raises(ExtensionError, match=problem):
+            op(grad, *given)
+        assert bool((residual.cpu() == 0.5).all())
+
+
+def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
+    out = torch.zeros(1000, dtype=torch.uint8)
+    with pytest.raises(ExtensionError, match="nnz is missing"):
+        ops.encode(torch.zeros(8), segments_of([0, 8]), None, spec_of(0), out)
+    with pytest.raises(ExtensionError, match="grad is on the wrong device"):
+        ops.encode(
+            torch.zeros(8, device="meta"), segments_of([0, 8]), None, spec_of(0), out.to("meta")
+        )
+
+
+def test_the_report_of_rice_comes_later(place: Place) -> None:
+    """With `reports` sizes and counts stay on the device, and errors wait for `read`."""
+    values_N, reports = gradient(23_200, 0.1, torch.float32), Reports()
+    out = place(torch.zeros(ops.rice_capacity(LONG.offsets, 4), dtype=torch.uint8))
+    sizes, nnz = ops.rice_encode(place(values_N), LONG, rice_spec(4), out, reports=reports)
+    reports.read()
+    assert sizes.device.type == nnz.device.type == "cuda"
+    assert nnz.tolist() == cases.count_nonzero(values_N, LONG.offsets).tolist()
+    ops.rice_encode(place(values_N), LONG, rice_spec(4), out[:1024], reports=reports)
+    with pytest.raises(ExtensionError, match="the output buffer is too small"):
+        reports.read()
+
+
+def test_in_capacity_mode_the_host_does_not_wait(place: Place) -> None:
+    not_waiting = sync_debug_error if place is to_gpu else torch_sync_debug_error
+    capacity_S, spec = torch.full((6,), 5000), rice_spec(4, 13)
+    grad = place(gradient(23_200, 0.1, torch.float32))
+    segments = Case(grad, LONG, spec).with_slots(capacity_S).segments
+    assert segments.slots is not None
+    out = place(torch.zeros(int(segments.slots[-1]), dtype=torch.uint8))
+    pruning = replace(
+        pruning_of(place(torch.zeros(23_200)), 1.0),
+        thresholds_R=place(torch.ones(1)),
+        capacity_S=capacity_S,
+    )
+    for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
+        reports = Reports()
+        with waits():
+            ops.rice_prune_encode(grad, pruning, segments, spec, out, reports=reports)
+            ops.rice_encode(grad, segments, spec, out, reports=reports)
+        reports.read()
+
+
+def encode_too_much(place: Place, segments: Segments, reports: Reports) -> None:
+    """A dense sum for slots that have no room for it."""
+    out = place(torch.zeros(ops.message_capacity(segments.offsets, 0), dtype=torch.uint8))
+    ops.encode(place(torch.ones(NUMEL)), segments, None, spec_of(0), out, reports=reports)
+
+
+def test_reports_of_all_calls_are_read_together(place: Place) -> None:
+    """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
+    reports, found, some = Reports(), [], torch.tensor(LIMITS["some"])
+    case = Case(gradient(NUMEL, 1.0, torch.float32), SEGMENTS, spec_of(0)).with_slots(some)
+    pruning = replace(
+        pruning_of(place(torch.zeros(NUMEL)), 0.0),
+        thresholds_R=place(torch.zeros(1)),
+        capacity_S=some,
+    )
+    message = place(torch.zeros(case.room, dtype=torch.uint8))
+    _, nnz_S = ops.prune_encode(
+        place(case.grad_N), pruning, case.segments, case.spec, message, reports=reports
+    )
+    reports.add(nnz_S, found.append, is_status=False)
+    acc = place(torch.zeros(NUMEL))
+    ops.decode_add_(acc, message, case.expected(3), 0, reports=reports)
+    sent = place(message.cpu())
+    reports.spoil_(sent)
+    assert torch.equal(sent, message), "so far all is well"
+    later = Expected(SEGMENTS.offsets, 0, STEP + 1, 4, case.segments.slots)
+    ops.decode_add_(acc, place(message.cpu()), later, 0, reports=reports)
+    encode_too_much(place, case.segments, reports)
+    reports.spoil_(sent)
+    with pytest.raises(WireFormatError, match="rank 4: field step"):
+        reports.read()
+    assert found[0].tolist() == nnz_S.cpu().tolist()
+    assert bool((found[0] > 0).any())
+    with pytest.raises(WireFormatError, match="rank 5: field magic"):
+        ops.decode_add_(acc, sent, case.expected(5), 0)
+    reports.read()  # everything has been read
+    encode_too_much(place, case.segments, reports)
+    with pytest.raises(ExtensionError, match="the slot of segment"):
+        reports.read()

@@ -1,0 +1,436 @@
+"""Messages decoded on CUDA: the CPU's sums, statuses and errors, on a GPU and emulated.
+
+A decoder on CUDA checks everything, names the damage and adds nothing of a bad message. Guards
+surround what it writes. `tests/damage.py` has the damages, `tests/formats/test_corrupt.py` the
+fields that they are.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.arguments import call
+from megatron_sparse.cuda_ext.record_spec import Expected
+from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from tests import damage
+from tests.codec import (
+    CPU,
+    FORMS,
+    ORACLE,
+    STEP,
+    Case,
+    Ops,
+    check_sums,
+    one_nan,
+    rice_spec,
+    segments_of,
+    spec_of,
+)
+from tests.cuda_emulator.device import OnDevice, Place, to_gpu
+from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
+from tests.cuda_emulator.ledger import Ledger, counting
+from tests.cuda_ext import cases
+from tests.damage import RICE_FORMS, RICE_IDS, put
+
+FINE = [0, 0, 0, 0]
+OUTSIDE = 2
+ELSEWISE = (14, 15, 17)
+"""Fields of which a kernel reports another number than the CPU: words, block_size, padding."""
+SEGMENTS = segments_of([0, 40, 9000, 13_096, 13_097, 15_000], [0, 0, 0, 1, 0])
+"""Less than a tile, several, exactly one, one element, and an end that is no multiple of 64."""
+NUMEL = 15_000
+SPECS = {
+    **{form: spec_of(number % 3, form) for number, form in enumerate(FORMS)},
+    **{
+        name: rice_spec(code, (12, 13, 15)[number % 3], without_indices=whole)
+        for number, ((code, whole), name) in enumerate(zip(RICE_FORMS, RICE_IDS, strict=True))
+    },
+}
+rice_forms = pytest.mark.parametrize("form", RICE_FORMS, ids=RICE_IDS)
+
+
+def bytes_of(message: bytes) -> torch.Tensor:
+    return torch.tensor(list(message), dtype=torch.uint8)
+
+
+def case_of(name: str, density: float, seed: int, segments=SEGMENTS) -> Case:
+    values_N = cases.pruned_grad(NUMEL, density, torch.float32, seed, scattered=True)
+    if name in RICE_IDS:  # NaN somewhere, not in every group
+        values_N[4098:] = values_N[4098:].nan_to_num(1, 2, -2)
+    return Case(values_N, segments, SPECS[name], what=seed)
+
+
+def status_on_cpu(
+    acc: torch.Tensor, message: bytes, case: Case, *, fresh: bool = False
+) -> list[int]:
+    """Adds to `acc`; what the op itself returns."""
+    code, offsets = case.spec.value_dtype, case.segments.offsets
+    return call("decode_add_", acc, bytes_of(message), offsets, code, STEP, 0, fresh, None).tolist()
+
+
+def status_of(
+    emulator: Emulator,
+    acc: OnDevice,
+    message: bytes,
+    case: Case,
+    *,
+    base: int = 0,
+    fresh: bool = False,
+) -> list[int]:
+    """The same on the emulated GPU."""
+    offsets, code = to_gpu(case.segments.offsets), case.spec.value_dtype
+    data = to_gpu(bytes_of(message))
+    return emulator.call("decode_add_", acc, data, offsets, code, STEP, base, fresh, None).tolist()
+
+
+def sum_statuses(
+    emulator: Emulator, acc: OnDevice, messages: Sequence[bytes], case: Case
+) -> list[list[int]]:
+    """Those of all messages, added up in one pass."""
+    data = [to_gpu(bytes_of(message)) for message in messages]
+    offsets, code = to_gpu(case.segments.offsets), case.spec.value_dtype
+    states = emulator.call("decode_sum_", acc, data, offsets, code, STEP, 0, True, None)
+    return states.view(-1, 4).tolist()
+
+
+def compare_statuses(
+    emulator: Emulator, message: bytes, case: Case, number: int, good: bytes
+) -> bool:
+    """A message alone, and between good ones in a sum, in one of three schedules.
+
+    Returns whether it is refused; then nothing of it may have been added.
+    """
+    acc = torch.ones(case.numel)
+    wanted = status_on_cpu(acc, message, case)
+    emulator.schedule(number % 3, number, multiprocessors=1 + number % 2)
+    got = to_gpu(torch.ones(case.numel))
+    alone = status_of(emulator, got, message, case)
+    assert alone[:3] == wanted[:3], number
+    assert alone[2] in ELSEWISE or alone == wanted, number
+    cases.assert_same_bits(one_nan(got.cpu()), one_nan(acc), f"{number}: the sum")
+    states = sum_statuses(emulator, got, [good, message, good], case)
+    assert states == [FINE, alone, FINE], number
+    return wanted[0] != 0
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 18])
+@pytest.mark.parametrize("name", SPECS)
+def test_decode_sum(place: Place, name: str, ranks: int) -> None:
+    """The same bits as one message after the other on the CPU; 18 take two passes."""
+    four = [case_of(name, density, seed) for seed, density in enumerate((0.05, 0.01, 0.6, 0.0))]
+    made = [ORACLE.encode(case).bytes for case in four]
+    messages = [bytes_of(made[rank % 4]) for rank in range(ranks)]
+    acc_M, base = torch.randn(NUMEL + 20), 5
+    got = place(acc_M, 3)
+    for number, message in enumerate(messages):
+        ops.decode_add_(acc_M[base:], message, four[0].expected(), 0, fresh=number == 0)
+    ops.decode_sum_(
+        got[base:], [place(each) for each in messages], four[0].expected(), 0, range(ranks)
+    )
+    cases.assert_same_bits(one_nan(got.cpu()), one_nan(acc_M), name)
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(3, REVERSED), (9, RANDOM), (17, RANDOM)])
+def test_formats_of_ranks_differ(
+    emulated_gpu, emulator: Emulator, ranks: int, schedule: int
+) -> None:
+    """More ranks than warps, and more than one launch takes; each has a format of its own."""
+    chance, messages, acc_M = random.Random(ranks), [], torch.zeros(NUMEL)
+    emulator.schedule(schedule, ranks)
+    for rank in range(ranks):
+        name, density = chance.choice([("coo", 0.02), ("dense", 0.9), ("blocks64", 0.01)])
+        case = Case(case_of("coo", density, rank).grad_N, SEGMENTS, spec_of(0, name))
+        messages.append(bytes_of(ORACLE.encode(case).bytes))
+        CPU[-1].decode_(acc_M, messages[-1].numpy().tobytes(), case.expected(), fresh=rank == 0)
+    got = to_gpu(torch.full((NUMEL,), math.nan), ranks % 4)
+    expected = Expected(SEGMENTS.offsets, 0, STEP, 0)
+    ops.decode_sum_(got, [to_gpu(each) for each in messages], expected, 0, range(ranks))
+    cases.assert_same_bits(one_nan(got.cpu()), one_nan(acc_M), "the sum")
+
+
+@pytest.mark.parametrize("density", [0.001, 0.3, 1.0])
+@pytest.mark.parametrize("name", ["coo", "linear", "paper"])
+def test_tiles_from_empty_to_full(place: Place, name: str, density: float) -> None:
+    """Entries of a tile from fewer than lanes to more than threads; words that are crowded."""
+    values_N = cases.pruned_grad(9000, density, torch.float32, scattered=True)
+    case = Case(values_N, segments_of([0, 9000]), spec_of(0, name))
+    check_sums(case, ORACLE.encode(case), Ops("CUDA", place))
+
+
+@pytest.mark.parametrize("block_size", [1, 37, 64, 4096, 5000])
+def test_blocks_of_any_size(place: Place, block_size: int) -> None:
+    """Blocks that lie across tiles, fill one, or are longer than a tile: of another encoder."""
+    values_N = torch.zeros(14_001)
+    values_N[[0, 3, 4095, 12_300, 14_000]] = torch.arange(1.0, 6.0)
+    if block_size < 4096:
+        values_N[[4096, 4999, 8191]] = 7
+    spec = spec_of(0, "blocks64")
+    spec = type(spec)(0, STEP, spec.record_format, block_size=block_size)
+    case = Case(values_N, segments_of([0, 14_001]), spec)
+    made = ORACLE.encode(case)
+    assert made.bytes[5] == spec.record_format
+    check_sums(case, made, Ops("CUDA", place))
+    acc = place(torch.zeros(14_001))
+    ops.decode_sum_(acc, [place(bytes_of(made.bytes))] * 2, case.expected(), 0, range(2))
+    assert torch.equal(acc.cpu(), 2 * values_N)
+
+
+def clustered(numel: int) -> torch.Tensor:
+    """A chunk's entries far from even: runs that fill tiles, gaps of tiles, a single last one."""
+    values_N = torch.zeros(numel)
+    values_N[5000:9500] = torch.randn(4500, generator=torch.Generator().manual_seed(1))
+    values_N[21_000:21_040] = 1.5
+    values_N[40_000::997] = -2.5
+    values_N[-1] = 3.0
+    return values_N
+
+
+@pytest.mark.parametrize("schedule", [IN_ORDER, REVERSED, RANDOM])
+@pytest.mark.parametrize("log2_span", [12, 14, 16, 24])
+@pytest.mark.parametrize("value_dtype", [0, 2, 4, 6])
+def test_long_chunks_and_clusters(
+    emulated_gpu, emulator: Emulator, value_dtype: int, log2_span: int, schedule: int
+) -> None:
+    """Tiles without entries, before all entries and behind them."""
+    emulator.schedule(schedule, log2_span, multiprocessors=2)
+    spec = rice_spec(value_dtype, log2_span)
+    case = Case(clustered(70_001), segments_of([0, 70_001]), spec)
+    check_sums(case, CPU[-1].encode(case), Ops("CUDA", to_gpu))
+
+
+@pytest.mark.parametrize("entries", [1, 31, 32, 33, 127, 128, 129, 1365, 1366, 4096])
+@pytest.mark.parametrize("value_dtype", [1, 3, 5])
+def test_numbers_of_entries(place: Place, value_dtype: int, entries: int) -> None:
+    """Around whole planes and groups, and where the unary part becomes a bitmap."""
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(entries))
+    values_N = torch.zeros(8192)
+    values_N[order[:entries]] = torch.arange(1.0, 1 + entries)
+    values_N[4096 + order[:entries]] = -torch.arange(1.0, 1 + entries)
+    for log2_span in (12, 13):
+        case = Case(values_N, segments_of([0, 8192]), rice_spec(value_dtype, log2_span))
+        check_sums(case, ORACLE.encode(case), Ops("CUDA", place))
+
+
+FIVE = segments_of([0, 40, 340, 5000, 9999, 12_000])
+
+
+def five_records() -> tuple[Case, bytes, list[int]]:
+    """Dense, COO, Pici in both orders, blocks: the case, the message, where records begin."""
+    values_N = cases.pruned_grad(12_000, 0.05, torch.float32, 4, scattered=True)
+    values_N[9999:] = 0
+    values_N[[11_005, 11_999]] = 1
+    forms = ("dense", "coo", "linear", "paper", "blocks64")
+    made = [ORACLE.encode(Case(values_N, FIVE, spec_of(0, form))) for form in forms]
+    records = [each.records[number] for number, each in enumerate(made)]
+    assert [record[5] for record in records] == [0, 1, 2, 2, 3]
+    starts = torch.tensor([0, *map(len, records[:-1])]).cumsum(0).tolist()
+    return Case(values_N, FIVE, spec_of(0)), b"".join(records), starts
+
+
+@pytest.mark.parametrize("segment", range(5))
+def test_statuses_of_damaged_headers(emulator: Emulator, segment: int) -> None:
+    """In any record of a message."""
+    case, good, starts = five_records()
+    assert not compare_statuses(emulator, good, case, segment, good)
+    refused = 0
+    for number, found in enumerate(damage.headers(good, 12_000, starts[segment])):
+        refused += compare_statuses(emulator, found.message, case, number, good)
+    assert refused >= 29  # a dense record's count is not looked at
+
+
+@pytest.mark.parametrize("form", ["coo", "linear", "paper", "blocks64"])
+def test_statuses_of_damaged_sections(emulator: Emulator, form: str) -> None:
+    case, good = damage.plain(form)
+    for number, found in enumerate(damage.sections(form, good)):
+        refused = compare_statuses(emulator, found.message, case, number, good)
+        assert refused or found.fields is None, found.what
+
+
+@rice_forms
+def test_statuses_of_damaged_rice(emulator: Emulator, form: tuple[int, bool]) -> None:
+    case, good = damage.rice(*form)
+    found = damage.rice_damages(good, *form)
+    refused = sum(
+        compare_statuses(emulator, each.message, case, n, good) for n, each in enumerate(found)
+    )
+    assert refused > (40 if form[1] else 130)
+
+
+def test_random_damage_never_writes_outside(emulator: Emulator) -> None:
+    """Headers get a new checksum, so that damage reaches the sections."""
+    case, good, starts = five_records()
+
+    def place(chance: random.Random) -> int:
+        return chance.choice(starts) + chance.randrange(0, chance.choice((48, 300, 1200)))
+
+    trials = damage.at_random(good, 60, 11, *starts, place=place)
+    refused = sum(compare_statuses(emulator, data, case, n, good) for n, data in enumerate(trials))
+    assert refused > 20  # most of the damage is to something that is checked
+
+
+@pytest.mark.parametrize("form", [(0, False), (4, False), (4, True)], ids=str)
+def test_random_damage_of_rice_never_writes_outside(
+    emulator: Emulator, form: tuple[int, bool]
+) -> None:
+    spec = rice_spec(form[0], 14, without_indices=form[1])
+    case = Case(clustered(30_000), segments_of([0, 30_000]), spec)
+    good = CPU[-1].encode(case).bytes
+
+    def place(chance: random.Random) -> int:
+        return chance.randrange(48, chance.choice((120, len(good))))
+
+    trials = damage.at_random(good, 30, 7, place=place)
+    refused = sum(compare_statuses(emulator, data, case, n, good) for n, data in enumerate(trials))
+    assert refused > 5
+
+
+@pytest.mark.parametrize("name", ["coo", "linear", "q4", "q8-whole"])
+def test_a_bad_message_has_the_same_error(place: Place, name: str) -> None:
+    """Also in slots, and with slots that do not fit it."""
+    case = case_of(name, 0.05, 1)
+    slotted = case.with_slots()
+    assert slotted.segments.slots is not None
+    narrow, wide = slotted.segments.slots.clone(), slotted.segments.slots.clone()
+    narrow[1:] -= 16
+    wide[3:] += 16
+    good, spread = ORACLE.encode(case).bytes, ORACLE.encode(slotted).message(slotted)
+    code = case.spec.value_dtype
+    tried = [(found.message, case.expected(6)) for found in damage.headers(good, NUMEL)]
+    tried += [(found.message, slotted.expected(6)) for found in damage.headers(spread, NUMEL)]
+    tried += [
+        (spread[: int(slots[-1])], Expected(SEGMENTS.offsets, code, STEP, 6, slots))
+        for slots in (narrow, wide)
+    ]
+    for message, expected in tried:
+        outcomes = []
+        for codec in (CPU[-1], Ops("CUDA", place)):
+            try:
+                codec.decode_(torch.ones(NUMEL), message, expected)
+                outcomes.append("no error")
+            except WireFormatError as error:
+                outcomes.append(str(error))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_decode_sum_names_the_first_bad_rank(place: Place) -> None:
+    case, good = damage.rice(4)
+    bad = put(good, damage.TABLE + 8, 4)  # the first chunk's entries
+    unsealed = bytes([*good[:40], good[40] ^ 1, *good[41:]])
+    acc, reports = place(torch.zeros(case.numel)), Reports()
+    for broken, field in ((bad, "rice"), (unsealed, "checksum")):
+        messages = [place(bytes_of(each)) for each in (good, broken, broken)]
+        with pytest.raises(WireFormatError, match=f"rank 8: field {field}"):
+            ops.decode_sum_(acc, messages, case.expected(), 0, [6, 8, 9])
+        ops.decode_sum_(acc, messages, case.expected(), 0, [6, 8, 9], reports=reports)
+        with pytest.raises(WireFormatError, match=f"rank 8: field {field}"):
+            reports.read()
+    with pytest.raises(ExtensionError, match="a message is missing"):
+        ops.decode_sum_(acc, messages, case.expected(), 0, [6, 8])
+    with pytest.raises(ExtensionError, match="segments do not lie in acc"):
+        ops.decode_sum_(acc[:8000], messages[:1], case.expected(), 0, [6])
+
+
+def test_arguments_that_do_not_fit_are_refused(place: Place) -> None:
+    case, good = damage.rice(4)
+    message, acc = place(bytes_of(good)), place(torch.zeros(case.numel + 5))
+    with pytest.raises(ExtensionError, match="the segments do not lie in acc"):
+        ops.decode_add_(acc[: case.numel - 1], message, case.expected(), 0)
+    moved = Expected(case.segments.offsets + 5, 4, STEP, rank=3)
+    with pytest.raises(WireFormatError, match="rank 3: field offset"):
+        ops.decode_add_(acc, message, moved, 0)
+    unknown = Expected(case.segments.offsets, 7, STEP, rank=0)
+    with pytest.raises(ExtensionError, match="value_dtype is unknown"):
+        ops.decode_add_(acc, message, unknown, 0)
+    with pytest.raises(ExtensionError, match="value_dtype is unknown"):
+        ops.decode_sum_(acc, [message], unknown, 0, [0])
+
+
+def test_segments_outside_acc_leave_it_alone(emulator: Emulator) -> None:
+    """What the typed ops rule out, the kernels find too."""
+    emulator.schedule(IN_ORDER)
+    case, good, _ = five_records()
+    acc = to_gpu(torch.full((11_999,), 3.0))
+    assert status_of(emulator, acc, good, case) == [OUTSIDE, 4, 0, 12_000]
+    assert sum_statuses(emulator, acc, [good] * 3, case) == [[OUTSIDE, 4, 0, 12_000]] * 3
+    assert bool((acc.cpu() == 3).all())
+    whole = to_gpu(torch.zeros(12_000))
+    assert status_of(emulator, whole, good, case, base=1) == [OUTSIDE, 0, 0, 40]
+
+
+def test_fresh_takes_acc_for_zero(emulator: Emulator) -> None:
+    """Elements outside the segments keep their values; a bad message changes nothing."""
+    case, good, starts = five_records()
+    part = good[starts[1] :]
+    case = Case(case.grad_N, segments_of(FIVE.offsets[1:]), case.spec)
+    emulator.schedule(RANDOM, 4)
+    acc, wanted = to_gpu(torch.full((12_100,), math.nan)), torch.zeros(12_100)
+    assert status_of(emulator, acc, part, case, fresh=True) == FINE
+    assert status_on_cpu(wanted, part, case) == FINE
+    found = acc.cpu()
+    cases.assert_same_bits(one_nan(found[40:12_000]), one_nan(wanted[40:12_000]), "the sum")
+    assert bool(found[:40].isnan().all() & found[12_000:].isnan().all())
+    acc = to_gpu(torch.full((12_100,), math.nan))
+    status = status_of(emulator, acc, put(part, 48, 2**31), case, fresh=True)
+    assert status[:2] == [1, 0]
+    assert bool(acc.cpu().isnan().all())
+
+
+def test_base_and_part_of_a_message(place: Place) -> None:
+    """A shard's records decode into the shard's accumulator."""
+    values_N = cases.pruned_grad(9000, 0.05, torch.float16, 9, scattered=True)
+    case = Case(values_N, segments_of([0, 4000, 7000, 9000]), spec_of(2, "adaptive"))
+    part = place(bytes_of(b"".join(ORACLE.encode(case).records[1:])))
+    acc = place(torch.ones(5000), 3)
+    ops.decode_add_(acc, part, Expected(case.segments.offsets[1:], 2, STEP, 0), 4000)
+    wanted = torch.ones(5000) + values_N[4000:].float()
+    cases.assert_same_bits(one_nan(acc.cpu()), one_nan(wanted), "the shard")
+
+
+@pytest.mark.parametrize(("value_dtype", "name"), [(1, "coo"), (1, "linear"), (4, "q4")])
+def test_messages_apart_are_placed_in_one_pass(
+    emulator: Emulator, value_dtype: int, name: str
+) -> None:
+    """The owners' sums: each message has its own part of acc. A bad one harms no other."""
+    shards, code = [0, 9000, 9000, 13_096, 30_000], value_dtype
+    values_N = clustered(30_000)
+    spec = rice_spec(code) if name == "q4" else spec_of(code, name)
+    messages, offsets, wanted = [], [], torch.zeros(30_000)
+    for begin, end in pairwise(shards):
+        # Offsets in the headers count from the bucket's begin.
+        own = torch.tensor([begin, (2 * begin + end) // 3, end])
+        case = Case(values_N[:end], segments_of([0, *own.tolist()]), spec)
+        messages.append(b"".join(CPU[-1].encode(case).records[1:]))
+        offsets.append(to_gpu(own))
+        ops.decode_add_(wanted, bytes_of(messages[-1]), Expected(own, code, STEP, 0), 0)
+    emulator.schedule(RANDOM, 5)
+    for broken in (False, True):
+        if broken:
+            messages[3] = b"\0" + messages[3][1:]
+        acc = to_gpu(torch.full((30_000,), math.nan))
+        data = [to_gpu(bytes_of(message)) for message in messages]
+        states = emulator.call("decode_place", acc, data, offsets, code, STEP).view(-1, 4)
+        assert states[:, 0].tolist() == [0, 0, 0, int(broken)]
+        right = 13_096 if broken else 30_000
+        cases.assert_same_bits(acc.cpu()[:right], wanted[:right], "the sum")
+
+
+@pytest.mark.parametrize("name", ["coo", "q4"])
+def test_launches(emulator: Emulator, name: str) -> None:
+    """Walk, check, sum; and all messages of a sum together need no check."""
+    emulator.schedule(IN_ORDER)
+    case = case_of(name, 0.05, 1)
+    message, acc = ORACLE.encode(case).bytes, to_gpu(torch.zeros(NUMEL))
+    with counting(ledger := Ledger()):
+        status_of(emulator, acc, message, case)
+    assert (ledger.kernels, ledger.memsets) == (3, 0)
+    with counting(ledger := Ledger()):
+        sum_statuses(emulator, acc, [message] * 5, case)
+    assert (ledger.kernels, ledger.memsets) == (2, 0)
