@@ -89,7 +89,7 @@ def preflight(config: RunConfig) -> int:
         refusals.check_checkpoints(
             config.megatron,
             config.compression.residual_checkpoint,
-            saves=bool(config.training.save_interval or config.training.exit_signal),
+            saves=bool(config.training.save_interval or config.training.save_signal),
         )
     refusals.check_optimizer(config)
     vocab_size, _ = training.find_data(config)

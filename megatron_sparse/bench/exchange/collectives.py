@@ -225,7 +225,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         return self._level_groups
 
     def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
-        transport = ProcessGroupTransport(ranks, self._sweep.timeout_s, self._device)
+        transport = ProcessGroupTransport(ranks, self._cases.timeout_s, self._device)
         self._level_transports.append(transport)
         return transport
 
