@@ -87,4 +87,5 @@ def test_the_navigation_has_the_sections_of_the_readme() -> None:
             sections[title] = pages
     assert len(sections) >= 6
     for title, pages in sections.items():
-        assert nav[title] == pages, title
+        # The README names the first pages to read, in the navigation's order.
+        assert [page for page in nav[title] if page in pages] == pages, title
