@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
-from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.recording import NullSink
-from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
-from tests.ranks import run_ranks
+from tests.megatron import train_ranks as harness
+from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, parallel_state_of
+from tests.megatron.train_ranks import in_each_layout, running, train, train_ranks
 
 STEPS = 3
 WORLD_SIZE = 4
-AT_TARGET = {
-    "value_bits": None,
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "keep_below_numel": PRUNED_FROM,
-}
+AT_TARGET = harness.AT_TARGET | {"keep_below_numel": PRUNED_FROM}
 OVERLAP = {"overlap_grad_reduce": True}
 SHARDED = {"use_distributed_optimizer": True}
 
@@ -88,35 +82,14 @@ ONE_RANK = Layout(tensor=2, pipeline=2)
 FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]
 
 
-class Records(NullSink):
-    """Adds up the buckets' sent and dense bytes, and stores the thresholds."""
-
-    def __init__(self) -> None:
-        self.wire = self.dense = 0
-        self.thresholds = []
-
-    def record_bucket(self, record) -> None:
-        self.wire += record.wire_bytes
-        self.dense += record.dense_bytes
-        if record.thresholds_R is not None:
-            pruned = record.thresholds_R[record.thresholds_R > KEEP_ALL]
-            self.thresholds.append(pruned.unique().tolist())
-
-
 def _train(layout, **plugin):
-    from megatron_sparse.megatron import attach, detach
+    run = train(layout, STEPS, **(AT_TARGET | plugin if plugin else {}))
+    run["pruned"] = {name for name, residual in run["residuals"].items() if residual.any()}
+    return run
 
-    model, sent = ParallelGPT(layout), Records()
-    attachment = None
-    if plugin:
-        attachment = attach(model.chunks, model.optimizer, sink=sent, **(AT_TARGET | plugin))
-    losses = [model.step() for _ in range(STEPS)]
-    result = {"losses": losses, "weights": model.weights(), "sent": sent, "model": model}
-    if attachment is not None:
-        held = attachment.residuals.by_parameter()
-        result["pruned"] = {name for name, residual in held if residual.any()}
-        detach(attachment)
-    return result
+
+def _bytes(run):
+    return run["records"].wire_bytes, run["records"].dense_bytes
 
 
 def _copies(model):
@@ -158,8 +131,8 @@ def _report(layout):
         "whole": {name: run["losses"] for name, run in whole.items()},
         "sparse": sparse["losses"],
         "pruned": sparse["pruned"],
-        "bytes": (sparse["sent"].wire, sparse["sent"].dense),
-        "dense bytes": (dense["sent"].wire, dense["sent"].dense),
+        "bytes": _bytes(sparse),
+        "dense bytes": _bytes(dense),
         "copies": _with_keys(sparse),
         "copies of few bits": _with_keys(bits),
     }
@@ -171,43 +144,37 @@ def _thresholds(scope):
 
     run = _train(TENSOR, scheme="direct", density=0.1, threshold_scope=scope)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    return rank, run["sent"].thresholds, _with_keys(run)
+    records = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
+    pruned = [thresholds_R[thresholds_R > KEEP_ALL].unique().tolist() for thresholds_R in records]
+    return rank, pruned, _with_keys(run)
 
 
 def _one_rank(layout):
     """A data-parallel group of one rank, where `auto` has nothing to send."""
     plain, attached = _train(layout), _train(layout, scheme="auto", density=0.1)
-    return plain["losses"], attached["losses"], attached["pruned"], attached["sent"].wire
+    return plain["losses"], attached["losses"], attached["pruned"], _bytes(attached)[0]
 
 
 def _forced(layout):
     """A pruned step, a step as with --save-wgrads-interval, and a pruned one again."""
-    from megatron_sparse.megatron import attach, detach
-
-    model = ParallelGPT(layout)
-    attachment = attach(model.chunks, model.optimizer, scheme="direct", density=0.1, **AT_TARGET)
 
     def held():
-        return torch.cat([r.clone() for _, r in sorted(attachment.residuals.by_parameter())])
+        return torch.cat([residual for _, residual in sorted(run.residuals().items())])
 
-    model.step()
-    residuals = [held()]
-    model.gradients(force_all_reduce=True)
-    gradients = torch.cat([bucket.grad_N.clone() for bucket in attachment.buckets])
-    residuals.append(held())
-    model.optimizer.step()
-    model.step()
-    residuals.append(held())
-    detach(attachment)
+    with running(layout, scheme="direct", density=0.1, **AT_TARGET) as run:
+        run.step()
+        residuals = [held()]
+        run.model.gradients(force_all_reduce=True)
+        gradients = torch.cat([bucket.grad_N.clone() for bucket in run.attachment.buckets])
+        residuals.append(held())
+        run.model.optimizer.step()
+        run.step()
+        residuals.append(held())
     return residuals, gradients
 
 
-def _matrix(rank, world_size):
-    cpu_mode.enable()
-    reports = {}
-    for name, layout in LAYOUTS.items():
-        with parallel_state_of(layout):
-            reports[name] = _report(layout)
+def _matrix(rank):
+    reports = in_each_layout(LAYOUTS, _report)
     with parallel_state_of(TENSOR):
         reports["thresholds"] = {s: _thresholds(s) for s in ("tp_group", "bucket")}
     with parallel_state_of(ONE_RANK):
@@ -220,7 +187,7 @@ def _matrix(rank, world_size):
 
 @pytest.fixture(scope="module")
 def matrix():
-    return run_ranks(_matrix, WORLD_SIZE, timeout_s=800)
+    return train_ranks(_matrix, WORLD_SIZE, timeout_s=800)
 
 
 # The fixture starts four ranks; a busy machine takes minutes to import Megatron in all of them.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.recording import NullSink
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import in_each_layout, running, train_ranks
 
 WORLD_SIZE = 4
 STEPS, LOADED = 6, 3
@@ -43,49 +39,28 @@ SLOW = {
 EXACT = ParametersConfig("exact", "rans", verify_every=1)
 
 
-class Gathers(NullSink):
-    """Stores the records, and adds up the waits."""
-
-    def __init__(self):
-        self.records = []
-        self.seconds = {}
-
-    def record_gather(self, record):
-        self.records.append(record)
-
-    def record_stage(self, stage, seconds):
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-
-
 def _train(layout, parameters=None, steps=STEPS):
     """Losses, and the parameters after the forward pass of each step, and at the end."""
-    from megatron_sparse.megatron import attach, detach
-
-    model, sink, seen, losses = ParallelGPT(layout), Gathers(), [], []
-    attachment = None
-    if parameters is not None:
-        attachment = attach(
-            model.chunks, model.optimizer, sink=sink, scheme="dense", parameters=parameters
-        )
-    saved = None
-    for step in range(steps):
-        losses.append(model.gradients())
-        # Without a gather of its own: what the forward pass has gathered.
-        seen.append(_held(model))
-        model.optimizer.step()
-        if step == 1:
-            saved = [_state(chunk) for chunk in model.chunks]
-        if step == LOADED:
-            # As an evaluation does, before other parameters are loaded: a second gather.
-            model.weights()
-            model.weights()
-            for chunk, state in zip(model.chunks, saved, strict=True):
-                chunk.load_state_dict(state)
-    seen.append(model.weights())
-    memory = {} if attachment is None else attachment.memory_report()
-    if attachment is not None:
-        detach(attachment)
-    return {"losses": losses, "seen": seen, "sink": sink, "memory": memory}
+    seen, losses, saved = [], [], None
+    options = {} if parameters is None else {"scheme": "dense", "parameters": parameters}
+    with running(layout, **options) as run:
+        model = run.model
+        for step in range(steps):
+            losses.append(model.gradients())
+            # Without a gather of its own: what the forward pass has gathered.
+            seen.append(_held(model))
+            model.optimizer.step()
+            if step == 1:
+                saved = [_state(chunk) for chunk in model.chunks]
+            if step == LOADED:
+                # As an evaluation does, before other parameters are loaded: a second gather.
+                model.weights()
+                model.weights()
+                for chunk, state in zip(model.chunks, saved, strict=True):
+                    chunk.load_state_dict(state)
+        seen.append(model.weights())
+        memory = {} if run.attachment is None else run.attachment.memory_report()
+    return {"losses": losses, "seen": seen, "records": run.records, "memory": memory}
 
 
 def _held(model):
@@ -114,7 +89,7 @@ def _differing(one, other):
 
 def _report(layout, steps=STEPS):
     plain, exact = _train(layout, steps=steps), _train(layout, EXACT, steps=steps)
-    records = exact["sink"].records
+    records = exact["records"].gathers
     own = plain["seen"]
     return {
         "losses": (plain["losses"], exact["losses"]),
@@ -126,7 +101,7 @@ def _report(layout, steps=STEPS):
             for name in {record.bucket for record in records}
         },
         "bytes": [(r.method, r.wire_bytes, r.dense_bytes) for r in records],
-        "seconds": exact["sink"].seconds,
+        "seconds": exact["records"].seconds,
         "memory": exact["memory"],
     }
 
@@ -134,7 +109,8 @@ def _report(layout, steps=STEPS):
 def _raw(layout):
     """Megatron's own gather under the plugin is timed and counted too."""
     run = _train(layout, ParametersConfig("raw"))
-    return [(r.method, r.wire_bytes, r.dense_bytes) for r in run["sink"].records], run["sink"]
+    records = run["records"]
+    return [(r.method, r.wire_bytes, r.dense_bytes) for r in records.gathers], records.seconds
 
 
 def _refusals(rank):
@@ -163,23 +139,15 @@ def _disagreeing(rank):
 
 def _switched(layout):
     """`enabled` off for two steps: Megatron's own gather, then raw, then exact again."""
-    from megatron_sparse.megatron import attach, detach
-
-    model, sink = ParallelGPT(layout), Gathers()
-    attachment = attach(model.chunks, model.optimizer, sink=sink, scheme="dense", parameters=EXACT)
-    for enabled in (True, True, False, False, True, True):
-        attachment.enabled = enabled
-        model.step()
-    detach(attachment)
-    return [record.method for record in sink.records]
+    with running(layout, scheme="dense", parameters=EXACT) as run:
+        for enabled in (True, True, False, False, True, True):
+            run.attachment.enabled = enabled
+            run.step()
+    return [record.method for record in run.records.gathers]
 
 
-def _matrix(rank, world_size):
-    cpu_mode.enable()
-    reports = {}
-    for name, layout in LAYOUTS.items():
-        with parallel_state_of(layout):
-            reports[name] = _report(layout)
+def _matrix(rank):
+    reports = in_each_layout(LAYOUTS, _report)
     with parallel_state_of(LAYOUTS["bf16"]):
         reports["raw"] = [_raw(LAYOUTS[name]) for name in ("bf16", "bf16_overlapped")]
         reports["refusals"] = _refusals(rank)
@@ -190,7 +158,7 @@ def _matrix(rank, world_size):
 
 @pytest.fixture(scope="module")
 def matrix():
-    return run_ranks(_matrix, WORLD_SIZE, timeout_s=400)
+    return train_ranks(_matrix, WORLD_SIZE, timeout_s=400)
 
 
 # The fixture starts four ranks; a busy machine takes minutes to import Megatron in all of them.
@@ -234,10 +202,10 @@ def test_gathers_are_measured(matrix):
 
 def test_megatrons_own_gather_is_measured_too(matrix):
     for rank in matrix:
-        for rows, sink in rank["raw"]:
+        for rows, seconds in rank["raw"]:
             assert rows
             assert all(method == "raw" and wire == dense > 0 for method, wire, dense in rows)
-            assert sink.seconds["param_wait"] > 0
+            assert seconds["param_wait"] > 0
 
 
 def test_exact_is_refused_where_it_cannot_work(matrix):
@@ -260,7 +228,7 @@ def test_switched_off_the_gather_is_megatrons_own(matrix):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LAYOUTS, *SLOW])
 def test_two_hundred_steps(name):
-    for differing, all_methods in run_ranks(partial(_many, name), WORLD_SIZE, timeout_s=580):
+    for differing, all_methods in train_ranks(_many, WORLD_SIZE, name, timeout_s=580):
         assert differing == []
         for methods in all_methods:
             assert methods.count("raw") == 2, "the first one, and the one after the load"
@@ -268,8 +236,7 @@ def test_two_hundred_steps(name):
             assert len(methods) > 0.9 * MANY_STEPS
 
 
-def _many(name, rank, world_size):
-    cpu_mode.enable()
+def _many(rank, name):
     layout = (LAYOUTS | SLOW)[name]
     with parallel_state_of(layout):
         report = _report(layout, MANY_STEPS)

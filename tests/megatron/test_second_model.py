@@ -45,7 +45,7 @@ def _build_twice(rank, world_size, run_dir):
         model.optimizer = host.get_megatron_optimizer(settings, chunks)
         return model
 
-    arguments = SimpleNamespace(train_iters=2, ckpt_assume_constant_structure=False)
+    arguments = SimpleNamespace(train_iters=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plugin, "get_args", lambda: arguments)
         patch.setattr(plugin, "get_tensorboard_writer", lambda: None)
