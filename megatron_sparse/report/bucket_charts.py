@@ -9,9 +9,18 @@ import numpy as np
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.report import exposed, theme
-from megatron_sparse.report.charts import Chart, short, thinned, thinned_note
-from megatron_sparse.report.run_charts import AXIS_IN, BAR_IN, label_of, stacked_axes
+from megatron_sparse.report.charts import (
+    Chart,
+    legend_below,
+    short,
+    stacked_areas,
+    stacked_bars,
+    thinned,
+    thinned_note,
+)
+from megatron_sparse.report.run_charts import AXIS_IN, BAR_IN, label_of
 from megatron_sparse.report.run_data import BucketMedians, RunData
+from megatron_sparse.telemetry.quantities import REST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,23 +57,17 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
     def draw(axes: Axes) -> None:
         claimed = sum(columns.stage_ms[stage] for stage in STEP_STAGES)
         other = np.maximum(columns.iteration_ms - claimed, 0.0)
-        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {"other": other}
+        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {REST: other}
         thin = {stage: thinned(columns.number, value) for stage, value in stages.items()}
-        x = thin["other"][0]
-        if len(x) == 1:
-            axes.set_xlim(x[0] - 1, x[0] + 1)
-            x = np.array([x[0] - 0.4, x[0] + 0.4])
-        axes.stackplot(
-            x,
-            *(np.broadcast_to(y, x.shape) for _, y in thin.values()),
-            labels=list(thin),
-            colors=[theme.STAGES[stage].light for stage in thin],
-            linewidth=0,
+        stacked_areas(
+            axes,
+            thin[REST][0],
+            {stage: y for stage, (_, y) in thin.items()},
+            [theme.STAGES[stage].light for stage in thin],
+            float(np.percentile(columns.iteration_ms, 98)) * 1.15,
         )
-        axes.set_ylim(0, float(np.percentile(columns.iteration_ms, 98)) * 1.15)
-        axes.margins(x=0)
-        axes.set(xlabel="iteration", ylabel="ms")
-        axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
+        axes.set_ylabel("ms")
+        legend_below(axes, 4)
 
     note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
     return Chart(
@@ -87,14 +90,8 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
     predicted = any(bucket.predicted_us is not None for bucket in shown)
 
     def draw(axes: Axes) -> None:
-        places, left = np.arange(len(shown)), np.zeros(len(shown))
-        for stage in BUCKET_STAGES:
-            widths = np.array([bucket.stage_us.get(stage, 0.0) / 1e3 for bucket in shown])
-            if not widths.any():
-                continue
-            colour = theme.STAGES[stage].light
-            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
-            left += widths
+        parts = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
+        stacked_bars(axes, [short(bucket.name) for bucket in shown], parts, BUCKET_STAGES)
         if predicted:
             known = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
             axes.plot(
@@ -106,7 +103,7 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
                 color=theme.INK.light,
                 label="predicted",
             )
-        stacked_axes(axes, [short(bucket.name) for bucket in shown])
+        legend_below(axes, 4)
 
     count = max(bucket.count for bucket in shown)
     few = (
@@ -141,8 +138,7 @@ def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]])
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if len(values) <= len(theme.SERIES):
-        axes.figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0)
+    legend_below(axes)
 
 
 def _densification(run: RunData, suffix: str, end: str) -> Chart:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,3 +180,55 @@ def short(name: str) -> str:
         'a_run_whose_name_goes…'
     """
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
+
+
+def stacked_areas(
+    axes: Axes, x: np.ndarray, areas: Mapping[str, np.ndarray], colours: Sequence[str], top: float
+) -> None:
+    """Areas over the iterations, one on the other; a single iteration is as wide as a bar.
+
+    Args:
+        axes: empty.
+        x: the iterations' numbers.
+        areas: by name, a value for each of `x`.
+        colours: one for each area.
+        top: end of the scale.
+    """
+    if len(x) == 1:
+        axes.set_xlim(x[0] - 1, x[0] + 1)
+        x = np.array([x[0] - 0.4, x[0] + 0.4])
+    values = [np.broadcast_to(value, x.shape) for value in areas.values()]
+    axes.stackplot(x, *values, labels=list(areas), colors=colours, linewidth=0)
+    axes.set_ylim(0, top)
+    axes.margins(x=0)
+    axes.set_xlabel("iteration")
+
+
+def stacked_bars(
+    axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, float]], stages: Sequence[str]
+) -> None:
+    """A bar of milliseconds for each name, first on top, of stages side by side; legend below.
+
+    Args:
+        axes: empty.
+        names: of the bars.
+        parts: for each bar, milliseconds by stage.
+        stages: in order; one that took no time in any bar is left out.
+    """
+    places, left = np.arange(len(names)), np.zeros(len(names))
+    for stage in stages:
+        widths = np.array([of_bar.get(stage, 0.0) for of_bar in parts])
+        if widths.any():
+            colour = theme.STAGES[stage].light
+            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
+            left += widths
+    axes.set_yticks(places, names)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("ms")
+
+
+def legend_below(axes: Axes, columns: int = 3) -> None:
+    """A legend of everything that has a label; none without."""
+    if axes.get_legend_handles_labels()[0]:
+        axes.figure.legend(loc="outside lower center", ncols=columns, columnspacing=1.0)

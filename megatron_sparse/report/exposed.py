@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_sparse.report import theme
-from megatron_sparse.report.charts import MOST_POINTS, Chart, short, thinned_note
+from megatron_sparse.report.charts import (
+    MOST_POINTS,
+    Chart,
+    legend_below,
+    short,
+    stacked_areas,
+    thinned_note,
+)
 from megatron_sparse.telemetry.quantities import against_dense, ms, percent, rate
 
 if TYPE_CHECKING:
@@ -48,9 +55,9 @@ class ExposedTimes:
         self._waits_ms: dict[str, np.ndarray] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Adds a line of `buckets.jsonl`; lines of versions without `exposed_us` add nothing."""
+        """Adds a line of `buckets.jsonl`; one of an iteration that is unknown adds nothing."""
         index = self._interval_of.get(line["iteration"])
-        if index is not None and "exposed_us" in line:
+        if index is not None:
             waits_ms = self._waits_ms.setdefault(line["bucket"], np.zeros(len(self.number)))
             waits_ms[index] += line["exposed_us"] / 1e3
 
@@ -176,18 +183,15 @@ def chart(times: ExposedTimes, length: int, suffix: str, end: str) -> Chart | No
         areas[REST] = np.sum([shares[name] for name in rest], axis=0)
 
     def draw(axes: Axes) -> None:
-        x, values = times.number, [value * 100 for value in areas.values()]
-        if len(x) == 1:
-            x, values = np.array([x[0] - 0.4, x[0] + 0.4]), [np.repeat(v, 2) for v in values]
-        colours = [theme.SERIES[index % len(theme.SERIES)].light for index in range(len(areas))]
+        percents = {name: value * 100 for name, value in areas.items()}
+        colours = [theme.of_run(index).light for index in range(len(areas))]
         if rest:
             colours[-1] = theme.MUTED.light
-        axes.stackplot(x, *values, labels=list(areas), colors=colours, linewidth=0)
-        total = np.sum(values, axis=0)
-        axes.set_ylim(0, max(float(np.percentile(total, 98)) * 1.15, 1.0))
-        axes.margins(x=0)
-        axes.set(xlabel="iteration", ylabel="% of the iteration")
-        axes.figure.legend(loc="outside lower center", ncols=3, columnspacing=1.0)
+        total = np.sum(list(percents.values()), axis=0)
+        top = max(float(np.percentile(total, 98)) * 1.15, 1.0)
+        stacked_areas(axes, times.number, percents, colours, top)
+        axes.set_ylabel("% of the iteration")
+        legend_below(axes)
 
     note = (
         "The training thread waits for the buckets in the order of their launch; areas add up to "

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.report import theme
-from megatron_sparse.report.charts import Chart, short, thinned, thinned_note
+from megatron_sparse.report.charts import (
+    Chart,
+    legend_below,
+    short,
+    stacked_bars,
+    thinned,
+    thinned_note,
+)
 from megatron_sparse.report.run_data import RunData
 from megatron_sparse.straggler.detector import delay_cdf, delay_s, last_rank
+from megatron_sparse.telemetry.quantities import thread_parts
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -171,7 +179,7 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
             "Stages of the training thread follow one another; host_wait and param_wait are the "
             "exposed waits for gradients and parameters, other is the rest of the iteration.",
             runs,
-            [thread_medians(run) for run in runs],
+            [thread_parts(run.summary["stage_ms"], run.summary["iteration_ms"]) for run in runs],
         ),
         _stacked(
             "bucket-stages",
@@ -179,43 +187,19 @@ def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
             "Stages of all buckets, which may run in parallel with the training thread and with "
             "each other: do not add them to the training thread's.",
             runs,
-            [{s: run.summary["stage_ms"][s] or 0.0 for s in BUCKET_STAGES} for run in runs],
+            [{s: run.summary["stage_ms"][s] for s in BUCKET_STAGES} for run in runs],
         ),
     ]
-
-
-def thread_medians(run: RunData) -> dict[str, float]:
-    """Milliseconds of the training thread's stages, and the rest as `other`."""
-    parts = {stage: run.summary["stage_ms"].get(stage) or 0.0 for stage in STEP_STAGES}
-    rest = (run.summary["iteration_ms"] or 0.0) - sum(parts.values())
-    return parts | {"other": max(rest, 0.0)}
 
 
 def _stacked(
     name: str, title: str, note: str, runs: Sequence[RunData], parts: Sequence[dict[str, float]]
 ) -> Chart:
     def draw(axes: Axes) -> None:
-        places, left = np.arange(len(runs)), np.zeros(len(runs))
-        for stage in parts[0]:
-            widths = np.array([of_run[stage] for of_run in parts])
-            if not widths.any():
-                continue
-            colour = theme.STAGES[stage].light
-            axes.barh(places, widths, left=left, color=colour, height=0.62, label=stage)
-            left += widths
-        stacked_axes(axes, [label_of(run, runs) for run in runs])
+        stacked_bars(axes, [label_of(run, runs) for run in runs], parts, list(parts[0]))
+        legend_below(axes, 4)
 
     return Chart(name, title, note, draw, AXIS_IN + BAR_IN * max(len(runs), 2))
-
-
-def stacked_axes(axes: Axes, names: Sequence[str]) -> None:
-    """The look of all stacked bar charts: names at the left, first on top, legend below."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("ms")
-    if axes.patches:
-        axes.figure.legend(loc="outside lower center", ncols=4, columnspacing=1.0)
 
 
 def _delays(runs: Sequence[RunData]) -> Chart:

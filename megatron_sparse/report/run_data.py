@@ -9,7 +9,8 @@ shows; a folder without any iteration is an error.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -24,13 +25,12 @@ from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.report.exposed import ExposedTimes
-from megatron_sparse.report.iterations import Iterations
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.gradient_dump import FOLDER as GRADIENTS
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.history import RunHistory
+from megatron_sparse.telemetry.history import Iterations, RunHistory
 from megatron_sparse.telemetry.lines import read_lines
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EVERY, SUMMARY_FILE
@@ -51,7 +51,6 @@ class BucketMedians:
         count: number of iterations behind the medians.
         numel: number of elements.
         density: density sent.
-        dense_bytes: bytes that a dense ring would send.
         wire_bytes: bytes sent.
         stage_us: microseconds by stage.
         measured_us: microseconds of all stages together.
@@ -63,7 +62,6 @@ class BucketMedians:
     count: int
     numel: int
     density: float
-    dense_bytes: int
     wire_bytes: int
     stage_us: Mapping[str, float]
     measured_us: float
@@ -126,7 +124,7 @@ def load_run(folder: Path, index: int) -> RunData:
     """
     gaps: list[str] = []
     lines, history = load_breakdown(folder, gaps)
-    iterations = Iterations.of(lines)
+    iterations = history.iterations()
     command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
     plan, profiles = _load_plan(folder, gaps)
@@ -214,15 +212,11 @@ def _load_summary(
     folder: Path, history: RunHistory, config: Mapping[str, Any], gaps: list[str]
 ) -> Mapping[str, Any]:
     """The summary file's fields, with totals taken from the iterations."""
-    path = folder / SUMMARY_FILE
-    found: Any = {}
-    if path.exists():
+    found: dict[str, Any] = {}
+    if (folder / SUMMARY_FILE).exists():
         try:
             found = load_summary(folder)
-            if not isinstance(found, dict):
-                raise ConfigError("", got="no JSON object")
         except ConfigError as error:
-            found = {}
             gaps.append(f"{SUMMARY_FILE} is damaged: {_one_line(error.got)}")
     else:
         gaps.append(
@@ -267,23 +261,20 @@ def _load_plan(
     if not (folder / PLAN_FILE).exists():
         gaps.append(f"{PLAN_FILE} is missing; a run writes it when it ends")
         return {}, {}
-    try:
+    with _noted(gaps):
         rows = read_plan(folder)
-        profiles = {
+        return rows, {
             name: SparsityProfile.from_dict(row["profile"])
             for name, row in rows.items()
             if row.get("profile")
         }
-    except (ConfigError, ProfileError) as error:
-        gaps.append(f"{error.what}: {_one_line(error.got)}")
-        return {}, {}
-    return rows, profiles
+    return {}, {}
 
 
 def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, SparsityProfile], str]:
     """Exact profiles of the last recorded iteration; reads all gradients recorded in it."""
     profiles: dict[str, SparsityProfile] = {}
-    try:
+    with _noted(gaps):
         dump = GradientDump.open(folder)
         iteration = dump.iterations[-1]
         for name in dump.buckets:
@@ -291,10 +282,8 @@ def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, Sparsit
             if kinds:
                 kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
                 profiles[name] = profile_of(dump.read(iteration, name, kind))
-    except ProfileError as error:
-        gaps.append(f"{error.what}: {_one_line(error.got)}")
-        return {}, ""
-    return profiles, f"recorded in iteration {iteration}"
+        return profiles, f"recorded in iteration {iteration}"
+    return {}, ""
 
 
 def _load_buckets(
@@ -326,14 +315,13 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
         return float(median(of(line) for line in alike))
 
     numel = lines[-1]["numel"]
-    predicted = alike[-1].get("predicted_us")
+    predicted = alike[-1]["predicted_us"]
     return BucketMedians(
         name=str(name),
         scheme=str(scheme),
         count=len(alike),
         numel=numel,
         density=middle(lambda line: line["nnz"]) / numel if numel else 0.0,
-        dense_bytes=alike[-1]["dense_bytes"],
         wire_bytes=int(middle(lambda line: line["wire_bytes"])),
         stage_us={
             stage: middle(lambda line, stage=stage: line["stage_us"][stage])
@@ -345,13 +333,19 @@ def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
 
 
 def _load_readiness(folder: Path, gaps: list[str]) -> dict[str, list[ReadinessRecord]]:
-    if not (folder / READINESS_FILE).exists():
-        return {}
+    if (folder / READINESS_FILE).exists():
+        with _noted(gaps):
+            return load_readiness(folder)
+    return {}
+
+
+@contextmanager
+def _noted(gaps: list[str]) -> Iterator[None]:
+    """Turns an error of a file that a report can do without into a sentence."""
     try:
-        return load_readiness(folder)
-    except ConfigError as error:
+        yield
+    except (ConfigError, ProfileError) as error:
         gaps.append(f"{error.what}: {_one_line(error.got)}")
-        return {}
 
 
 def _one_line(value: object) -> str:

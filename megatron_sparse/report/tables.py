@@ -11,7 +11,15 @@ from megatron_sparse.config.dotted import canonical
 from megatron_sparse.report.bucket_charts import slowest
 from megatron_sparse.report.run_charts import label_of
 from megatron_sparse.report.run_data import BucketMedians, RunData
-from megatron_sparse.telemetry.quantities import hours, ms, percent, rate, size
+from megatron_sparse.telemetry.quantities import (
+    delay_cells,
+    hours,
+    ms,
+    percent,
+    rate,
+    size,
+    traffic_rows,
+)
 from megatron_sparse.telemetry.readiness import statistics_of
 
 MOST_BUCKETS = 48
@@ -59,11 +67,11 @@ def summary_table(runs: Sequence[RunData]) -> Table:
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
-    if any(run.summary.get("param_dense_bytes") for run in runs):
+    if any(run.summary["param_dense_bytes"] for run in runs):
         rows[12:12] = [
             ("parameters sent, whole run", _gathered),
-            ("all bytes sent / dense", lambda run: percent(run.summary.get("total_wire_ratio"))),
-            ("waits for parameters, ms", lambda run: ms(_stage(run, "param_wait"))),
+            ("all bytes sent / dense", lambda run: percent(run.summary["total_wire_ratio"])),
+            ("waits for parameters, ms", lambda run: ms(run.summary["stage_ms"]["param_wait"])),
         ]
     note = (
         "Density, bytes / dense and iteration time are those at the target density, after warm-up "
@@ -113,16 +121,12 @@ def _target_density(run: RunData) -> str:
 
 
 def _gathered(run: RunData) -> str:
-    """Bytes of gathered parameters, sent and raw on a ring; runs of older versions have none."""
-    dense = run.summary.get("param_dense_bytes")
+    """Bytes of gathered parameters, sent and raw on a ring."""
+    dense = run.summary["param_dense_bytes"]
     if not dense:
         return UNKNOWN
     sent = run.summary["param_wire_bytes"]
     return f"{size(sent)} of {size(dense)} ({percent(sent / dense)})"
-
-
-def _stage(run: RunData, stage: str) -> float | None:
-    return run.summary["stage_ms"].get(stage)
 
 
 def _traffic(traffic: Any) -> str:
@@ -163,26 +167,10 @@ def _against(run: RunData, first: RunData) -> str:
 
 def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
     """Traffic and time by phase."""
-    rows = [
-        [
-            phase,
-            str(row["iterations"]),
-            size(row["dense_bytes"]),
-            size(row["wire_bytes"]),
-            percent(row["wire_ratio"]),
-            percent(row["density"]),
-            ms(row["iteration_ms"]),
-        ]
-        for phase, row in [*run.summary["phases"].items(), ("all", run.summary)]
-    ]
-    # Summaries of older versions lack the key.
-    if inside_bytes := run.summary.get("inside_bytes"):
-        ratio = percent(inside_bytes / run.summary["dense_bytes"])
-        rows.append(["of it inside nodes", "", "", size(inside_bytes), ratio, "", ""])
     return Table(
         f"Bytes by phase, {label_of(run, runs)}",
         ["phase", "iterations", "dense", "sent", "sent / dense", "density", "ms / iteration"],
-        rows,
+        traffic_rows(run.summary),
     )
 
 
@@ -258,24 +246,8 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
     """A row for each run that measured delays."""
-    rows = []
-    for run in runs:
-        found = statistics_of(list(run.readiness.values()))
-        if found is None:
-            continue
-        again = found.persistence
-        rows.append(
-            [
-                label_of(run, runs),
-                str(found.count),
-                ms(found.median_s * 1e3),
-                ms(found.mean_s * 1e3),
-                ms(found.max_s * 1e3),
-                str(found.rank),
-                f"{found.share:.0%}",
-                UNKNOWN if again is None else f"{again:.0%}",
-            ]
-        )
+    found = [(run, statistics_of(list(run.readiness.values()))) for run in runs]
+    rows = [[label_of(run, runs), *delay_cells(one)] for run, one in found if one is not None]
     return Table(
         "Delay of the last rank",
         ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "share", "again"],

@@ -11,12 +11,21 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES, WAITS, BucketRecord, GatherRecord
+from megatron_sparse.recording import (
+    BUCKET_STAGES,
+    STAGES,
+    STEP_STAGES,
+    WAITS,
+    BucketRecord,
+    GatherRecord,
+)
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
+from megatron_sparse.telemetry.metrics import METRICS
+from megatron_sparse.telemetry.quantities import REST, thread_parts
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -38,8 +47,7 @@ class IterationBreakdown:
         inside_bytes: those of `wire_bytes` that stayed inside the node or instance, at
             `compression.level=node` or `instance`; the rest crossed between them.
         inside_ms: milliseconds of the stage `network` that they took, summed over buckets.
-        message_bytes: bytes of this rank's own messages, summed over buckets; 0 in runs of versions
-            that did not count them.
+        message_bytes: bytes of this rank's own messages, summed over buckets.
         nnz: elements sent, summed over buckets.
         numel: elements in the buckets.
         density: nnz / numel; None when there was no bucket.
@@ -52,8 +60,7 @@ class IterationBreakdown:
         skipped: the optimizer refused the step.
         extra: further numbers of the caller; a value that is not finite is None.
         planned_density: the target density, weighted by elements; None like `density`.
-        host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed; None
-            in runs of versions that did not measure it.
+        host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed.
         dense_iteration_ms: estimated milliseconds with dense synchronisation
             (`dense_estimate`); None without a cluster to predict by.
         tokens_per_s: tokens that all ranks trained on, by the wall clock; None if unknown.
@@ -75,34 +82,32 @@ class IterationBreakdown:
     numel: int
     density: float | None
     schemes: dict[str, int]
-    predicted_ms: float | None = None
-    loss: float | None = None
-    grad_norm: float | None = None
-    learning_rate: float | None = None
-    skipped: bool = False
-    extra: dict[str, float | None] = field(default_factory=dict)
-    planned_density: float | None = None
-    message_bytes: int = 0
-    host_cpu_ms: float | None = None
-    dense_iteration_ms: float | None = None
-    tokens_per_s: float | None = None
-    model_tflop_per_s: float | None = None
-    param_dense_bytes: int = 0
-    param_wire_bytes: int = 0
-    param_gathers: dict[str, int] = field(default_factory=dict)
-    inside_bytes: int = 0
-    inside_ms: float = 0.0
+    predicted_ms: float | None
+    loss: float | None
+    grad_norm: float | None
+    learning_rate: float | None
+    skipped: bool
+    extra: dict[str, float | None]
+    planned_density: float | None
+    message_bytes: int
+    host_cpu_ms: float
+    dense_iteration_ms: float | None
+    tokens_per_s: float | None
+    model_tflop_per_s: float | None
+    param_dense_bytes: int
+    param_wire_bytes: int
+    param_gathers: dict[str, int]
+    inside_bytes: int
+    inside_ms: float
 
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> IterationBreakdown:
         """The inverse of `line`, given its parsed JSON.
 
-        Lines of 0.1.0 also have `exposed_ms`, which is `stage_ms["host_wait"]`.
-
         Raises:
             TypeError: a field is missing or unknown.
         """
-        return cls(**{name: value for name, value in line.items() if name != "exposed_ms"})
+        return cls(**line)
 
     @property
     def exposed_ms(self) -> float:
@@ -112,7 +117,7 @@ class IterationBreakdown:
     @property
     def param_exposed_ms(self) -> float:
         """Milliseconds for which the training thread waited for gathered parameters."""
-        return self.stage_ms.get("param_wait", 0.0)
+        return self.stage_ms["param_wait"]
 
     @property
     def exposed_share(self) -> float | None:
@@ -122,8 +127,12 @@ class IterationBreakdown:
     @property
     def other_ms(self) -> float:
         """Milliseconds of the iteration that belong to no stage of the training thread."""
-        known_ms = sum(self.stage_ms.get(stage, 0.0) for stage in STEP_STAGES)
-        return max(0.0, self.iteration_ms - known_ms)
+        return thread_parts(self.stage_ms, self.iteration_ms)[REST]
+
+    @property
+    def param_wire_ratio(self) -> float | None:
+        """`wire_ratio` of the parameters."""
+        return self.param_wire_bytes / self.param_dense_bytes if self.param_dense_bytes else None
 
     @property
     def wire_ratio(self) -> float | None:
@@ -141,63 +150,30 @@ class IterationBreakdown:
         """Bits of this rank's own messages for each element; None without a bucket."""
         return 8 * self.message_bytes / self.numel if self.numel else None
 
-    def scalars(self) -> dict[str, float]:
-        """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out."""
-        named: dict[str, float | None] = {
-            "comm/exposed_ms": self.exposed_ms,
-            "comm/exposed_share": self.exposed_share,
-            "comm/overlapped_ms": self.overlapped_ms,
-            "comm/host_cpu_ms": self.host_cpu_ms,
-            "comm/dense_bytes": self.dense_bytes,
-            "comm/wire_bytes": self.wire_bytes,
-            "comm/inside_bytes": self.inside_bytes,
-            "comm/inside_ms": self.inside_ms,
-            "comm/wire_ratio": self.wire_ratio,
-            "comm/bits_per_element": self.bits_per_element,
-            **self._param_scalars(),
-            "compression/density": self.density,
-            "compression/target_density": self.planned_density,
-            "planner/predicted_ms": self.predicted_ms,
-            "planner/measured_ms": self._measured_ms(),
-            **{f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()},
-            "breakdown/iteration_ms": self.iteration_ms,
-            "breakdown/dense_iteration_ms": self.dense_iteration_ms,
-            # Without the waits: they are `comm/exposed_ms` and `params/exposed_ms`.
-            **{
-                f"breakdown/{stage}_ms": time_ms
-                for stage, time_ms in self.stage_ms.items()
-                if stage not in WAITS
-            },
-            "breakdown/other_ms": self.other_ms,
-            "train/tokens_per_s": self.tokens_per_s,
-            "train/model_tflop_per_s": self.model_tflop_per_s,
-            "train/loss": self.loss,
-            "train/grad_norm": self.grad_norm,
-            "train/learning_rate": self.learning_rate,
-            "train/skipped": self.skipped,
-        }
-        for name, value in self.extra.items():
-            named[name if "/" in name else f"extra/{name}"] = value
-        return {name: float(value) for name, value in named.items() if value is not None}
-
-    def _param_scalars(self) -> dict[str, float | None]:
-        """The metrics of the parameters' gathers; empty for an iteration without one."""
-        if not self.param_gathers:
-            return {}
-        dense_bytes = self.param_dense_bytes
-        return {
-            "comm/total_wire_ratio": self.total_wire_ratio,
-            "params/exposed_ms": self.param_exposed_ms,
-            "params/dense_bytes": dense_bytes,
-            "params/wire_bytes": self.param_wire_bytes,
-            "params/wire_ratio": self.param_wire_bytes / dense_bytes if dense_bytes else None,
-        }
-
-    def _measured_ms(self) -> float | None:
+    @property
+    def measured_ms(self) -> float | None:
         """The measured counterpart of `predicted_ms`."""
         if self.predicted_ms is None:
             return None
         return sum(self.stage_ms[stage] for stage in BUCKET_STAGES)
+
+    def scalars(self) -> dict[str, float]:
+        """The breakdown as dashboard metrics, see `metrics.METRICS`; None values are left out.
+
+        Metrics of gathers are left out of an iteration without one.
+        """
+        named: dict[str, float | None] = {
+            metric.name: getattr(self, metric.attribute)
+            for metric in METRICS
+            if metric.attribute and (self.param_gathers or not metric.of_gathers)
+        }
+        named |= {f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()}
+        # Without the waits: they are `comm/exposed_ms` and `params/exposed_ms`.
+        busy = [stage for stage in STAGES if stage not in WAITS]
+        named |= {f"breakdown/{stage}_ms": self.stage_ms[stage] for stage in busy}
+        for name, value in self.extra.items():
+            named[name if "/" in name else f"extra/{name}"] = value
+        return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
         """The line of `breakdown.jsonl`; `of_line(json.loads(line))` is its inverse.
@@ -206,24 +182,6 @@ class IterationBreakdown:
             ValueError: a time is not finite, which JSON cannot express.
         """
         return _encode(self.__dict__)
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What the training loop reports about an iteration.
-
-    Attributes:
-        loss: a number on the host; None if unknown.
-        grad_norm: a number on the host; None if unknown.
-        skipped: the optimizer refused the step.
-        extra: further numbers by name; `learning_rate`, `tokens_per_s` and `model_tflop_per_s`
-            become the breakdown's fields of these names.
-    """
-
-    loss: float | None = None
-    grad_norm: float | None = None
-    skipped: bool = False
-    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def in_flight_s(records: Sequence[BucketRecord]) -> float:
@@ -256,7 +214,10 @@ def iteration_breakdown(
     step_s: Mapping[str, float],
     *,
     iteration_s: float,
-    outcome: StepOutcome | None = None,
+    loss: float | None = None,
+    grad_norm: float | None = None,
+    skipped: bool = False,
+    extra: Mapping[str, float] | None = None,
     gathers: Sequence[GatherRecord] = (),
     gathers_before: int = 0,
 ) -> IterationBreakdown:
@@ -267,7 +228,11 @@ def iteration_breakdown(
         records: one record for each bucket of the iteration, in any order.
         step_s: host seconds of each of `STEP_STAGES`; a missing one counts as 0.
         iteration_s: wall-clock seconds of the whole iteration.
-        outcome: loss, gradient norm and the like; None if nothing is known of them.
+        loss: a number on the host; None if unknown.
+        grad_norm: a number on the host; None if unknown.
+        skipped: the optimizer refused the step.
+        extra: further numbers by name; `learning_rate`, `tokens_per_s` and `model_tflop_per_s`
+            become the breakdown's fields of these names.
         gathers: one record for each gather of a bucket's parameters.
         gathers_before: the first so many were over before the iteration began.
 
@@ -275,7 +240,6 @@ def iteration_breakdown(
         The breakdown. Its phase is the one that most elements were in. On CUDA this waits for the
         stages' events: call it at the end of an iteration, never inside it.
     """
-    outcome = outcome or StepOutcome()
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
@@ -296,7 +260,7 @@ def iteration_breakdown(
         planned += record.density * record.numel
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
     dense_s = dense_iteration_s(records, iteration_s, gathers[gathers_before:])
-    numbers = {name: finite(value) for name, value in outcome.extra.items()}
+    numbers = {name: finite(value) for name, value in (extra or {}).items()}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
@@ -311,10 +275,10 @@ def iteration_breakdown(
         density=nnz / numel if numel else None,
         schemes=schemes,
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
-        loss=finite(outcome.loss),
-        grad_norm=finite(outcome.grad_norm),
+        loss=finite(loss),
+        grad_norm=finite(grad_norm),
         learning_rate=numbers.pop("learning_rate", None),
-        skipped=bool(outcome.skipped),
+        skipped=bool(skipped),
         extra=numbers,
         planned_density=planned / numel if numel else None,
         message_bytes=message_bytes,

@@ -10,8 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
-from megatron_sparse.telemetry.quantities import against_dense, ms, percent, rate, size
+from megatron_sparse.recording import BUCKET_STAGES
+from megatron_sparse.telemetry.quantities import (
+    REST,
+    against_dense,
+    ms,
+    percent,
+    rate,
+    size,
+    thread_parts,
+    traffic_rows,
+)
 
 _SUMMARY_FILE = "summary.json"
 
@@ -21,7 +30,7 @@ _MEANING = {
     "optimizer": "clipping and step",
     "host_wait": "exposed: waits for gradients",
     "param_wait": "exposed: waits for parameters",
-    "other": "data, logging, checkpoints",
+    REST: "data, logging, checkpoints",
     "threshold": "sample and threshold",
     "prune": "error feedback, selection, message",
     "encode": "sums anew; dense values narrowed",
@@ -35,11 +44,14 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     """Reads `summary.json` of a finished run.
 
     Raises:
-        ConfigError: the file is missing or is not JSON.
+        ConfigError: the file is missing, or holds no JSON object.
     """
     path = Path(run_dir) / _SUMMARY_FILE
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("no JSON object")
+        return found
     except OSError as error:
         raise ConfigError(
             f"{run_dir} holds no summary of a run",
@@ -80,9 +92,10 @@ def print_summary(
     console.print()
     console.print(_traffic_table(summary))
     console.print()
-    iteration_ms = summary["iteration_ms"]
+    iteration_ms, gathers = summary["iteration_ms"], bool(summary["param_dense_bytes"])
     title = f"an iteration of the training thread: {ms(iteration_ms)} ms (median)"
-    console.print(_stage_table(title, _step_stages(summary), iteration_ms))
+    parts = thread_parts(summary["stage_ms"], iteration_ms, gathers=gathers)
+    console.print(_stage_table(title, parts, iteration_ms))
     console.print()
     title = "its buckets, summed; beside the thread's stages or inside them"
     parts = {stage: summary["stage_ms"][stage] for stage in BUCKET_STAGES}
@@ -93,7 +106,7 @@ def print_summary(
         f"({percent(summary['exposed_share'])}), "
         f"{ms(summary['overlapped_ms'])} ms overlapped with compute"
     )
-    if summary.get("param_dense_bytes"):
+    if gathers:
         console.print(
             f"parameters: {ms(summary['stage_ms']['param_wait'])} ms exposed; all bytes, "
             f"gradients' and parameters', wire/dense {percent(summary['total_wire_ratio'])}"
@@ -125,24 +138,11 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
     table.add_column("phase")
     for header in ("iterations", "dense", "wire", "wire/dense", "density", "ms/iter"):
         table.add_column(header, justify="right")
-    rows = dict(summary["phases"])
-    if len(rows) != 1:
-        rows["all"] = summary
-    for phase, row in rows.items():
-        table.add_row(
-            phase,
-            str(row["iterations"]),
-            size(row["dense_bytes"]),
-            size(row["wire_bytes"]),
-            percent(row["wire_ratio"]),
-            percent(row["density"]),
-            ms(row["iteration_ms"]),
-            style="bold" if phase == "all" else None,
-        )
-    if inside_bytes := summary.get("inside_bytes"):
-        ratio = percent(inside_bytes / summary["dense_bytes"])
-        table.add_row("of it inside nodes", "", "", size(inside_bytes), ratio, "", "")
-    if summary.get("param_dense_bytes"):
+    for row in traffic_rows(summary):
+        # One phase needs no total.
+        if row[0] != "all" or len(summary["phases"]) != 1:
+            table.add_row(*row, style="bold" if row[0] == "all" else None)
+    if summary["param_dense_bytes"]:
         table.title = "bytes sent by this rank: gradients by phase, and parameters"
         dense_bytes, wire_bytes = summary["param_dense_bytes"], summary["param_wire_bytes"]
         ratio = percent(wire_bytes / dense_bytes)
@@ -163,17 +163,6 @@ def _stage_table(
         share = time_ms / iteration_ms if iteration_ms and time_ms is not None else None
         table.add_row(stage, ms(time_ms), percent(share), _MEANING[stage])
     return table
-
-
-def _step_stages(summary: dict[str, Any]) -> dict[str, float | None]:
-    """The training thread's stages and, as `other`, what no stage accounts for."""
-    gathers = bool(summary.get("param_dense_bytes"))
-    stages = [stage for stage in STEP_STAGES if gathers or stage != "param_wait"]
-    parts = {stage: summary["stage_ms"].get(stage, 0.0) for stage in stages}
-    if summary["iteration_ms"] is None:
-        return parts
-    # Medians of parts need not add up to the median of the whole; never go below 0.
-    return parts | {"other": max(0.0, summary["iteration_ms"] - sum(parts.values()))}
 
 
 def _table(title: str) -> Table:

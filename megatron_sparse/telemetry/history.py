@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,6 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown
 PHASES = ("warmup", "ramp", "target", "off")
 
 _COUNTS = (
-    "iteration",
     "dense_bytes",
     "message_bytes",
     "wire_bytes",
@@ -30,10 +31,10 @@ _COUNTS = (
     "param_dense_bytes",
     "param_wire_bytes",
 )
-_INTEGERS = (*_COUNTS, "phase")
 _FLOATS = ("iteration_ms", "overlapped_ms")
 _UNSURE = ("loss", "dense_iteration_ms", "tokens_per_s", "model_tflop_per_s")
 """Numbers that an iteration may lack; NaN in the column."""
+_SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "param_dense_bytes", "param_wire_bytes")
 MS_PER_HOUR = 3.6e6
 
 
@@ -43,10 +44,6 @@ def _median(values: np.ndarray) -> float | None:
 
 def _median_known(values: np.ndarray) -> float | None:
     return _median(values[np.isfinite(values)])
-
-
-def _shares(parts: np.ndarray, wholes: np.ndarray) -> np.ndarray:
-    return parts[wholes > 0] / wholes[wholes > 0]
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -71,11 +68,50 @@ def _against_dense(dense_ms: np.ndarray, own_ms: np.ndarray) -> dict[str, Any] |
     }
 
 
+@dataclass(frozen=True)
+class Iterations:
+    """The iterations of a run, in ascending order, as columns; NaN where a value is missing.
+
+    Each is named after the attribute of `IterationBreakdown` that it holds; `number` is the
+    iteration's, `phase` an index into `PHASES`, and `stage_ms` has a column for each stage.
+    """
+
+    number: np.ndarray
+    phase: np.ndarray
+    dense_bytes: np.ndarray
+    message_bytes: np.ndarray
+    wire_bytes: np.ndarray
+    inside_bytes: np.ndarray
+    nnz: np.ndarray
+    numel: np.ndarray
+    skipped: np.ndarray
+    param_dense_bytes: np.ndarray
+    param_wire_bytes: np.ndarray
+    iteration_ms: np.ndarray
+    overlapped_ms: np.ndarray
+    loss: np.ndarray
+    dense_iteration_ms: np.ndarray
+    tokens_per_s: np.ndarray
+    model_tflop_per_s: np.ndarray
+    stage_ms: Mapping[str, np.ndarray]
+
+    @property
+    def exposed_share(self) -> np.ndarray:
+        """Exposed time over the iteration's; NaN for an iteration without duration."""
+        known_ms = np.where(self.iteration_ms > 0, self.iteration_ms, np.nan)
+        return self.stage_ms["host_wait"] / known_ms
+
+    @property
+    def wire_ratio(self) -> np.ndarray:
+        """Bytes on the wire over those of dense; NaN where dense would send nothing."""
+        return self.wire_bytes / np.where(self.dense_bytes > 0, self.dense_bytes, np.nan)
+
+
 class RunHistory:
-    """The iterations of a run, in ascending order, as columns of numbers."""
+    """Collects the iterations of a run and sums them up."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, array] = {name: array("q") for name in _INTEGERS}
+        self._columns = {name: array("q") for name in ("number", "phase", *_COUNTS)}
         self._columns |= {name: array("d") for name in (*_FLOATS, *_UNSURE)}
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
         self._saved_ms = 0.0
@@ -91,26 +127,31 @@ class RunHistory:
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
         columns = self._columns
-        for name in _COUNTS:
-            columns[name].append(getattr(row, name))
+        columns["number"].append(row.iteration)
         columns["phase"].append(PHASES.index(row.phase))
-        for name in _FLOATS:
+        for name in (*_COUNTS, *_FLOATS):
             columns[name].append(getattr(row, name))
         for name in _UNSURE:
             value = getattr(row, name)
             columns[name].append(math.nan if value is None else value)
         self._saved_ms += _saved_ms(row.dense_iteration_ms, row.iteration_ms)
         for stage, column in self._stages.items():
-            # Older lines lack a stage that was added later.
-            column.append(row.stage_ms.get(stage, 0.0))
+            column.append(row.stage_ms[stage])
 
     def cut(self, iteration: int) -> None:
         """Drops every row at or after `iteration`."""
-        keep = bisect_left(self._columns["iteration"], iteration)
+        keep = bisect_left(self._columns["number"], iteration)
         for column in (*self._columns.values(), *self._stages.values()):
             del column[keep:]
         columns = self._columns["dense_iteration_ms"], self._columns["iteration_ms"]
         self._saved_ms = sum(map(_saved_ms, *columns))
+
+    def iterations(self) -> Iterations:
+        """A copy of all columns."""
+        # Copies, because an array whose buffer numpy holds can no longer grow.
+        columns = {name: np.array(column) for name, column in self._columns.items()}
+        stages = {stage: np.array(column) for stage, column in self._stages.items()}
+        return Iterations(**columns, stage_ms=stages)
 
     def summary(self) -> dict[str, Any]:
         """The numbers of `summary.json`; docs/reading-the-breakdown.md explains each field.
@@ -119,59 +160,44 @@ class RunHistory:
         except `stage_ms_total` and `against_dense`. Bytes and densities are sums and ratios of
         sums.
         """
-        # Copies, because an array whose buffer numpy holds can no longer grow.
-        c = {name: np.array(column) for name, column in self._columns.items()}
-        stages = {stage: np.array(column) for stage, column in self._stages.items()}
-        losses = c["loss"][np.isfinite(c["loss"])]
-        everything = self._traffic(c, np.ones(len(c["iteration"]), dtype=bool))
+        c = self.iterations()
+        losses = c.loss[np.isfinite(c.loss)]
+        everything = _traffic(c, np.ones(len(c.number), dtype=bool))
         return {
-            "iterations": everything["iterations"],
-            "skipped": int(c["skipped"].sum()),
+            "skipped": int(c.skipped.sum()),
             "loss_first": float(losses[0]) if losses.size else None,
             "loss_last": float(losses[-1]) if losses.size else None,
-            "dense_bytes": everything["dense_bytes"],
-            "wire_bytes": everything["wire_bytes"],
-            "inside_bytes": everything["inside_bytes"],
-            "wire_ratio": everything["wire_ratio"],
-            "density": everything["density"],
-            "bits_per_element": everything["bits_per_element"],
-            "param_dense_bytes": everything["param_dense_bytes"],
-            "param_wire_bytes": everything["param_wire_bytes"],
-            "total_wire_ratio": everything["total_wire_ratio"],
+            **everything,
             "phases": {
-                phase: self._traffic(c, c["phase"] == number)
+                phase: _traffic(c, c.phase == number)
                 for number, phase in enumerate(PHASES)
-                if (c["phase"] == number).any()
+                if (c.phase == number).any()
             },
-            "iteration_ms": everything["iteration_ms"],
-            "exposed_share": _median(_shares(stages["host_wait"], c["iteration_ms"])),
-            "overlapped_ms": _median(c["overlapped_ms"]),
-            "tokens_per_s": _median_known(c["tokens_per_s"]),
-            "model_tflop_per_s": _median_known(c["model_tflop_per_s"]),
-            "against_dense": _against_dense(c["dense_iteration_ms"], c["iteration_ms"]),
-            "stage_ms": {stage: _median(column) for stage, column in stages.items()},
-            "stage_ms_total": {stage: float(column.sum()) for stage, column in stages.items()},
+            "exposed_share": _median_known(c.exposed_share),
+            "overlapped_ms": _median(c.overlapped_ms),
+            "tokens_per_s": _median_known(c.tokens_per_s),
+            "model_tflop_per_s": _median_known(c.model_tflop_per_s),
+            "against_dense": _against_dense(c.dense_iteration_ms, c.iteration_ms),
+            "stage_ms": {stage: _median(column) for stage, column in c.stage_ms.items()},
+            "stage_ms_total": {stage: float(c.stage_ms[stage].sum()) for stage in STAGES},
         }
 
-    @staticmethod
-    def _traffic(c: dict[str, np.ndarray], chosen: np.ndarray) -> dict[str, Any]:
-        names = (
-            "dense_bytes",
-            "wire_bytes",
-            "inside_bytes",
-            "param_dense_bytes",
-            "param_wire_bytes",
-        )
-        sums = {name: int(c[name][chosen].sum()) for name in names}
-        nnz, numel = (int(c[name][chosen].sum()) for name in ("nnz", "numel"))
-        total_dense = sums["dense_bytes"] + sums["param_dense_bytes"]
-        total_wire = sums["wire_bytes"] + sums["param_wire_bytes"]
-        return {
-            "iterations": int(chosen.sum()),
-            **sums,
-            "wire_ratio": _ratio(sums["wire_bytes"], sums["dense_bytes"]),
-            "total_wire_ratio": _ratio(total_wire, total_dense),
-            "density": _ratio(nnz, numel),
-            "bits_per_element": _ratio(8 * int(c["message_bytes"][chosen].sum()), numel),
-            "iteration_ms": _median(c["iteration_ms"][chosen]),
-        }
+
+def _traffic(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
+    """Bytes, densities and time of the chosen iterations."""
+
+    def total(name: str) -> int:
+        return int(getattr(c, name)[chosen].sum())
+
+    sums, numel = {name: total(name) for name in _SUMMED}, total("numel")
+    both_dense = sums["dense_bytes"] + sums["param_dense_bytes"]
+    both_wire = sums["wire_bytes"] + sums["param_wire_bytes"]
+    return {
+        "iterations": int(chosen.sum()),
+        **sums,
+        "wire_ratio": _ratio(sums["wire_bytes"], sums["dense_bytes"]),
+        "total_wire_ratio": _ratio(both_wire, both_dense),
+        "density": _ratio(total("nnz"), numel),
+        "bits_per_element": _ratio(8 * total("message_bytes"), numel),
+        "iteration_ms": _median(c.iteration_ms[chosen]),
+    }

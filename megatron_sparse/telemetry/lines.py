@@ -52,10 +52,12 @@ class JsonLines:
 
     Args:
         path: the file. Call `repair` first: it creates the file.
+        optional: only the first flush with lines creates the file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, optional: bool = False) -> None:
         self._path = path
+        self._optional = optional
         self._pending: list[str] = []
 
     def append(self, line: str) -> None:
@@ -74,12 +76,15 @@ class JsonLines:
                 file.write("\n".join(pending) + "\n")
 
     def repair(self) -> None:
-        """Creates the file if it is missing; drops a damaged end (a kill while writing), warning.
+        """Creates the file if it is missing, unless optional; drops a damaged end with a warning.
+
+        A kill while writing damages the end.
 
         Raises:
             OSError: the file cannot be written.
         """
-        self._path.open("a").close()
+        if not self._optional:
+            self._path.open("a").close()
         self.cut(math.inf)
 
     def cut(self, iteration: float) -> None:
@@ -91,7 +96,7 @@ class JsonLines:
             OSError: the file cannot be changed.
         """
         self.flush()
-        if not self._path.stat().st_size:
+        if (self._optional and not self._path.exists()) or not self._path.stat().st_size:
             return  # mmap refuses an empty file
         with self._path.open("r+b") as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -25,9 +25,8 @@ from rich.text import Text
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.quantities import ms, percent, rate, size
-
-logger = logging.getLogger(__name__)
+from megatron_sparse.telemetry.isolated import Isolated
+from megatron_sparse.telemetry.quantities import REST, ms, percent, rate, size, thread_parts
 
 FRAMES_PER_S = 5
 WINDOW = 20
@@ -38,7 +37,7 @@ _STYLES = {
     "optimizer": "cyan",
     "host_wait": "red",
     "param_wait": "magenta",
-    "other": "white",
+    REST: "white",
 }
 
 
@@ -103,15 +102,16 @@ class Progress:
         return sum(of(b) for b in self._last) / len(self._last)
 
     def stages(self) -> dict[str, float]:
-        """The training thread's stages and, as `other`, the rest of the iteration."""
-        parts = {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in STEP_STAGES}
-        if not self.latest.param_gathers:
-            del parts["param_wait"]
-        return parts | {"other": max(0.0, self.iteration_ms - sum(parts.values()))}
+        """The training thread's stages and the rest of the iteration, see `thread_parts`."""
+        gathers = bool(self.latest.param_gathers)
+        return thread_parts(self._means_ms(STEP_STAGES), self.iteration_ms, gathers=gathers)
 
     def bucket_stages(self) -> dict[str, float]:
         """The buckets' stages, summed over buckets."""
-        return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in BUCKET_STAGES}
+        return self._means_ms(BUCKET_STAGES)
+
+    def _means_ms(self, stages: Sequence[str]) -> dict[str, float]:
+        return {s: self.mean_ms(lambda b, s=s: b.stage_ms[s]) for s in stages}
 
     def left_s(self) -> float | None:
         """Seconds to the end at the pace of the last iterations, time between them included.
@@ -317,37 +317,9 @@ class PlainView:
         """Does nothing."""
 
 
-class IsolatedView:
-    """Keeps a view's failures out of the training loop, like `sinks.IsolatedSink`."""
-
-    def __init__(self, view: View) -> None:
-        self._view: View | None = view
-
-    def update(self, breakdown: IterationBreakdown) -> None:
-        """Updates the view; does nothing once the view has failed."""
-        self._try(lambda view: view.update(breakdown))
-
-    def close(self) -> None:
-        """Closes the view unless it has failed."""
-        self._try(lambda view: view.close())
-
-    def _try(self, act: Callable[[View], None]) -> None:
-        if self._view is None:
-            return
-        try:
-            act(self._view)
-        except Exception as error:
-            self._view = None
-            logger.error(
-                "the console view failed and is off for the rest of the run: %s: %s",
-                type(error).__name__,
-                error,
-            )
-
-
 def open_view(
     console: str, name: str | None, total: int | None, every: int, stream: IO[str] | None = None
-) -> IsolatedView | None:
+) -> Isolated[View] | None:
     """The view that `tracking.console` asks for.
 
     Args:
@@ -368,6 +340,9 @@ def open_view(
         moves = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         console = "live" if moves else "plain"
     progress = Progress(name, total)
+    view: View
     if console == "plain":
-        return IsolatedView(PlainView(progress, every, out))
-    return IsolatedView(LiveView(progress, Console(file=out, highlight=False)))
+        view = PlainView(progress, every, out)
+    else:
+        view = LiveView(progress, Console(file=out, highlight=False))
+    return Isolated(view, "the console view")

@@ -31,17 +31,33 @@ class Metric:
         unit: the unit of its values; empty if they have none.
         meaning: a short description.
         sampled: whether it is logged only every `tracking.sample_every` iterations.
+        of: the attribute of `IterationBreakdown` with its value; by default the name's last part,
+            after `param_` in the group `params`. None for values from elsewhere.
     """
 
     name: str
     unit: str
     meaning: str
     sampled: bool = False
+    of: str | None = ""
 
     @property
     def group(self) -> str:
         """The part of the name before the first slash."""
         return self.name.partition("/")[0]
+
+    @property
+    def attribute(self) -> str | None:
+        """See `of`; None for families and sampled metrics, too."""
+        if self.sampled or "<" in self.name:
+            return None
+        last = ("param_" if self.group == "params" else "") + self.name.rpartition("/")[2]
+        return last if self.of == "" else self.of
+
+    @property
+    def of_gathers(self) -> bool:
+        """Whether it is known only where parameters are gathered."""
+        return self.group == "params" or self.name == "comm/total_wire_ratio"
 
     def matches(self, name: str) -> bool:
         """Whether `name` is this metric or belongs to this family."""
@@ -62,7 +78,12 @@ METRICS = (
     Metric("breakdown/other_ms", "ms", "the rest of the iteration: in no stage of the thread"),
     Metric("comm/exposed_ms", "ms", "the training thread waited for gradients"),
     Metric("comm/exposed_share", "", "exposed time over the iteration's time"),
-    Metric("comm/saved_hours", "h", "estimated hours that dense would have taken longer, so far"),
+    Metric(
+        "comm/saved_hours",
+        "h",
+        "estimated hours that dense would have taken longer, so far",
+        of=None,
+    ),
     Metric("comm/overlapped_ms", "ms", "a bucket was in flight and the thread did not wait"),
     Metric("comm/host_cpu_ms", "ms", "CPU time of the progress thread, over all buckets"),
     Metric("comm/dense_bytes", "B", "bytes that this rank would have sent in a dense ring"),
@@ -77,15 +98,20 @@ METRICS = (
     Metric("params/wire_bytes", "B", "bytes of parameters that this rank sent"),
     Metric("params/wire_ratio", "", "the parameters' wire bytes over their dense bytes"),
     Metric("compression/density", "", "elements sent over elements in the buckets"),
-    Metric("compression/target_density", "", "target density, weighted by elements"),
+    Metric(
+        "compression/target_density",
+        "",
+        "target density, weighted by elements",
+        of="planned_density",
+    ),
     Metric("compression/residual_norm", "", "2-norm of this rank's residual", sampled=True),
     Metric("compression/residual_ratio", "", "residual norm over gradient norm", sampled=True),
     Metric("planner/predicted_ms", "ms", "predicted time of all buckets' stages"),
     Metric("planner/measured_ms", "ms", "measured time of all buckets' stages"),
     Metric("planner/buckets/<scheme>", "buckets", "buckets that a scheme carried"),
-    Metric("straggler/delay_ms", "ms", "delays of the last rank, summed over buckets"),
-    Metric("straggler/rank", "", "the rank with the longest delay"),
-    Metric("straggler/buckets_without", "buckets", "buckets that skipped a rank"),
+    Metric("straggler/delay_ms", "ms", "delays of the last rank, summed over buckets", of=None),
+    Metric("straggler/rank", "", "the rank with the longest delay", of=None),
+    Metric("straggler/buckets_without", "buckets", "buckets that skipped a rank", of=None),
     Metric("bucket/<bucket>/exposed_ms", "ms", "the training thread waited for it", sampled=True),
     Metric("bucket/<bucket>/network_ms", "ms", "transfers and waits for peers", sampled=True),
     Metric("bucket/<bucket>/sync_ms", "ms", "time from launch to end", sampled=True),
@@ -174,14 +200,6 @@ def plan_table(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     for row in rows:
         predicted_us = row.get("predicted_us", {}).get(row["chosen"])
         predicted_ms = None if predicted_us is None else predicted_us / 1e3
-        lines.append(
-            [
-                row["bucket"],
-                row["numel"],
-                row["density"],
-                row["chosen"],
-                predicted_ms,
-                row["reason"],
-            ]
-        )
+        bucket, elements, density = row["bucket"], row["numel"], row["density"]
+        lines.append([bucket, elements, density, row["chosen"], predicted_ms, row["reason"]])
     return lines

@@ -1,9 +1,15 @@
-"""Formats numbers for tables and reports: milliseconds, shares, bytes, rates, durations."""
+"""What tables, the console and reports show alike: numbers as text, parts of an iteration, rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from megatron_sparse.recording import STEP_STAGES
+from megatron_sparse.straggler.detector import DelayStatistics
+
+REST = "other"
+"""The part of an iteration that no stage of the training thread accounts for."""
 
 
 def ms(time_ms: float | None) -> str:
@@ -98,3 +104,61 @@ def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
     tokens = [] if tokens_per_s is None else [f"{tokens_per_s:,.0f} tokens/s"]
     operations = [] if model_tflop_per_s is None else [f"{model_tflop_per_s:.1f} TFLOP/s a GPU"]
     return ", ".join(tokens + operations)
+
+
+def thread_parts[Time: (float, float | None)](
+    stage_ms: Mapping[str, Time], iteration_ms: float | None, *, gathers: bool = True
+) -> dict[str, Time]:
+    """The training thread's stages and, as `REST`, what no stage accounts for.
+
+    Args:
+        stage_ms: milliseconds by stage: of an iteration, or means or medians.
+        iteration_ms: of the whole; None without an iteration, which has no rest.
+        gathers: whether parameters are gathered; leaves out the wait for them otherwise.
+
+    Example:
+        >>> stage_ms = {"forward_backward": 6.0, "optimizer": 1.0, "host_wait": 2.0}
+        >>> thread_parts(stage_ms, 10.0, gathers=False)["other"]
+        1.0
+    """
+    parts = {s: stage_ms[s] for s in STEP_STAGES if gathers or s != "param_wait"}
+    if iteration_ms is None:
+        return parts
+    # Medians of parts need not add up to the median of the whole; never go below 0.
+    return parts | {REST: max(0.0, iteration_ms - sum(parts.values()))}
+
+
+def traffic_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """The gradients' bytes by phase and of all: phase, iterations, dense, sent, ratio, density, ms.
+
+    Args:
+        summary: of a run.
+    """
+    rows = [
+        [
+            phase,
+            str(row["iterations"]),
+            size(row["dense_bytes"]),
+            size(row["wire_bytes"]),
+            percent(row["wire_ratio"]),
+            percent(row["density"]),
+            ms(row["iteration_ms"]),
+        ]
+        for phase, row in [*summary["phases"].items(), ("all", summary)]
+    ]
+    if inside_bytes := summary["inside_bytes"]:
+        ratio = percent(inside_bytes / summary["dense_bytes"])
+        rows.append(["of it inside nodes", "", "", size(inside_bytes), ratio, "", ""])
+    return rows
+
+
+def delay_cells(found: DelayStatistics) -> list[str]:
+    """The last rank's delays: count, median, mean and longest ms, rank, share, persistence."""
+    again = found.persistence
+    return [
+        str(found.count),
+        *(ms(time_s * 1e3) for time_s in (found.median_s, found.mean_s, found.max_s)),
+        str(found.rank),
+        f"{found.share:.0%}",
+        "-" if again is None else f"{again:.0%}",
+    ]

@@ -22,12 +22,12 @@ from megatron_sparse.recording import (
 )
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
-    StepOutcome,
     bucket_line,
     iteration_breakdown,
 )
 from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
+from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.lines import JsonLines, read_lines
 from megatron_sparse.telemetry.live import open_view
 from megatron_sparse.telemetry.machine import machine, versions
@@ -41,7 +41,7 @@ from megatron_sparse.telemetry.readiness import (
     step_scalars,
     summary_of,
 )
-from megatron_sparse.telemetry.sinks import IsolatedSink, ScalarSink
+from megatron_sparse.telemetry.sinks import ScalarSink
 from megatron_sparse.telemetry.trace import Span
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class RunTelemetry:
         self._run_dir = Path(run_dir) if run_dir is not None and is_writer else None
         self._tracking = tracking
         self._is_writer = is_writer
-        self._sinks = [IsolatedSink(sink) for sink in sinks]
+        self._sinks = [Isolated(sink, type(sink).__name__) for sink in sinks]
         self._config = resolved_config or {}
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
         self._records: list[BucketRecord] = []
@@ -114,7 +114,6 @@ class RunTelemetry:
         self._machine: dict[str, Any] | None = None
         self._closed: dict[str, Any] | None = None
         self._readiness: list[ReadinessRecord] = []
-        self._readiness_file: JsonLines | None = None
         self._files: tuple[JsonLines, ...] = ()
         self._plan_rows = plan_rows
         self._schemes_shown: list[tuple[str, str]] = []
@@ -126,7 +125,12 @@ class RunTelemetry:
             self._open_files(self._run_dir)
 
     def _open_files(self, run_dir: Path) -> None:
-        files = (JsonLines(run_dir / BREAKDOWN_FILE), JsonLines(run_dir / BUCKETS_FILE))
+        files = (
+            JsonLines(run_dir / BREAKDOWN_FILE),
+            JsonLines(run_dir / BUCKETS_FILE),
+            # Only runs that measure delays have it.
+            JsonLines(run_dir / READINESS_FILE, optional=True),
+        )
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             for file in files:
@@ -215,7 +219,7 @@ class RunTelemetry:
             loss: a number on the host; None if unknown.
             grad_norm: a number on the host; None if unknown.
             skipped: the optimizer refused the step.
-            extra: further numbers, see `StepOutcome.extra`.
+            extra: further numbers, see `iteration_breakdown`.
 
         Returns:
             The breakdown, on every rank.
@@ -232,9 +236,10 @@ class RunTelemetry:
             records,
             step_s,
             iteration_s=iteration_s,
-            outcome=StepOutcome(
-                loss, grad_norm, skipped, {**step_scalars(readiness, without), **(extra or {})}
-            ),
+            loss=loss,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            extra={**step_scalars(readiness, without), **(extra or {})},
             gathers=gathers,
             gathers_before=self._gathers_before,
         )
@@ -259,14 +264,10 @@ class RunTelemetry:
                 scalars |= bucket_scalars(records, threshold, readiness)
                 self._show_plan(records, iteration)
             for sink in self._sinks:
-                sink.log(scalars, iteration)
+                sink.do(lambda shown: shown.log(scalars, iteration))
         if self._view is not None:
-            self._view.update(breakdown)
+            self._view.do(lambda view: view.update(breakdown))
         return breakdown
-
-    def scalars(self) -> dict[str, float]:
-        """The last iteration's metrics as the dashboards show them; empty before the first."""
-        return {} if self._last is None else self._last.scalars()
 
     def flush(self) -> None:
         """Writes pending lines to the files; also runs when the interpreter exits."""
@@ -318,33 +319,17 @@ class RunTelemetry:
         readiness: Sequence[ReadinessRecord],
         threshold: Mapping[str, float],
     ) -> None:
-        breakdowns, buckets = self._files[:2]
+        breakdowns, buckets, delays = self._files
         breakdowns.append(breakdown.line())
         origin_s = min((record.launched_s for record in records), default=0.0)
         for record in records:
             found = threshold.get(record.bucket)
             buckets.append(bucket_line(record, breakdown.iteration, origin_s, found))
-        if readiness:
-            self._write_readiness(readiness)
+        for record in readiness:
+            delays.append(readiness_line(record))
         self._since_flush += 1
         if self._since_flush >= FLUSH_EVERY:
             self.flush()
-
-    def _write_readiness(self, readiness: Sequence[ReadinessRecord]) -> None:
-        """Writes delays to `readiness.jsonl`, which only runs with measured delays have."""
-        if self._readiness_file is None:
-            assert self._run_dir is not None, "only a rank with files writes"
-            made = self._readiness_file = JsonLines(self._run_dir / READINESS_FILE)
-            self._files += (made,)
-
-            def open_made(file: JsonLines) -> None:
-                if file is made:
-                    file.repair()
-                    file.cut(readiness[0].step + 1)
-
-            self._on_files(open_made)
-        for record in readiness:
-            self._readiness_file.append(readiness_line(record))
 
     def _show_plan(self, records: Sequence[BucketRecord], iteration: int) -> None:
         """Gives the dashboards the plan if a bucket's scheme has changed since the last time."""
@@ -354,7 +339,7 @@ class RunTelemetry:
         self._schemes_shown = schemes
         rows = plan_table(self._plan_rows())
         for sink in self._sinks:
-            sink.log_plan(rows, iteration)
+            sink.do(lambda shown: shown.log_plan(rows, iteration))
 
     def _on_files(self, act: Callable[[JsonLines], None]) -> None:
         try:
@@ -378,7 +363,7 @@ class RunTelemetry:
 
     def _straggler_summary(self) -> dict[str, Any] | None:
         """Statistics of all delays in the run's folder; None if none were measured."""
-        if self._readiness_file is None or self._run_dir is None:
+        if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
             return None
         return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
 

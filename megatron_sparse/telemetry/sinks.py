@@ -5,10 +5,9 @@ Both get the same metrics, see `metrics`. Configurations pass through `redact`, 
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +16,6 @@ from megatron_sparse.config.redaction import recorded_environment, redact
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
 from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
-
-logger = logging.getLogger(__name__)
 
 
 class ScalarSink(Protocol):
@@ -32,50 +29,6 @@ class ScalarSink(Protocol):
 
     def close(self) -> None:
         """Writes buffered data; called once."""
-
-
-class IsolatedSink:
-    """Keeps the failures of a sink out of the training loop.
-
-    The first exception is logged and turns the sink off: a full disk or a lost network must not
-    end a run of days. Failures when a sink is *opened* are errors, see `open_sinks`.
-    """
-
-    def __init__(self, sink: ScalarSink) -> None:
-        self._sink = sink
-        self._works = True
-
-    def log(self, scalars: Mapping[str, float], step: int) -> None:
-        """Passes the numbers on; does nothing once the sink has failed."""
-        self._try(lambda: self._sink.log(scalars, step))
-
-    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Passes the plan on; does nothing once the sink has failed."""
-        self._try(lambda: self._sink.log_plan(rows, step))
-
-    def close(self) -> None:
-        """Closes the sink, even after a failure: it may hold files and threads."""
-        try:
-            self._sink.close()
-        except Exception as error:
-            if self._works:
-                self._turn_off(error)
-
-    def _try(self, act: Callable[[], None]) -> None:
-        if self._works:
-            try:
-                act()
-            except Exception as error:
-                self._turn_off(error)
-
-    def _turn_off(self, error: Exception) -> None:
-        self._works = False
-        logger.error(
-            "%s failed and is off for the rest of the run: %s: %s",
-            type(self._sink).__name__,
-            type(error).__name__,
-            error,
-        )
 
 
 class TensorBoardSink:

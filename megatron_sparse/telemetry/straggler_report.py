@@ -16,6 +16,7 @@ from rich.table import Table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.straggler.detector import DelayStatistics, delay_cdf, delay_s, last_rank
+from megatron_sparse.telemetry.quantities import delay_cells
 from megatron_sparse.telemetry.readiness import load_readiness, statistics_of
 
 ALL = "all"
@@ -74,18 +75,7 @@ def table_of(buckets: dict[str, list[ReadinessRecord]]) -> Table:
 
 def _add_row(table: Table, name: str, statistics: DelayStatistics | None) -> None:
     assert statistics is not None, "a bucket that is in the file has a line there"
-    again = statistics.persistence
-    table.add_row(
-        name,
-        str(statistics.count),
-        f"{statistics.median_s * 1e3:.2f}",
-        f"{statistics.mean_s * 1e3:.2f}",
-        f"{statistics.max_s * 1e3:.2f}",
-        str(statistics.rank),
-        f"{statistics.share:.0%}",
-        "-" if again is None else f"{again:.0%}",
-        style="bold" if name == ALL else None,
-    )
+    table.add_row(name, *delay_cells(statistics), style="bold" if name == ALL else None)
 
 
 def _write_csv(buckets: dict[str, list[ReadinessRecord]], path: Path) -> None:

@@ -174,14 +174,8 @@ class TestModel:
     def test_nulls_stand_for_the_usual(self):
         model = ModelConfig(hidden_size=64, num_attention_heads=4, seq_length=32)
         assert (model.query_groups, model.ffn_width, model.positions) == (4, 256, 32)
-        grouped = ModelConfig(
-            hidden_size=64,
-            num_attention_heads=4,
-            num_query_groups=2,
-            ffn_hidden_size=100,
-            seq_length=32,
-            max_position_embeddings=40,
-        )
+        given = {"num_query_groups": 2, "ffn_hidden_size": 100, "max_position_embeddings": 40}
+        grouped = dataclasses.replace(model, **given)
         assert (grouped.query_groups, grouped.ffn_width, grouped.positions) == (2, 100, 40)
 
     @pytest.mark.parametrize(

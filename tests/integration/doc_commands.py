@@ -40,6 +40,14 @@ OF_A_CLUSTER = {"srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sac
 OF_THE_SHELL = {"cd", "export", "source", "ls", "cat", "tail", "less", "cp", "mkdir", "scp", "ssh"}
 
 
+FIRST_WORDS = {
+    "git": ("clone", "pull", "checkout"),
+    "pre-commit": ("run", "install"),
+    "wandb": ("sync", "login"),
+}
+"""Programs of which only the first word is checked."""
+
+
 @dataclass(frozen=True)
 class Command:
     """One command of a page.
@@ -135,6 +143,8 @@ class Checker:
         rule = getattr(self, f"_{program.replace('-', '_')}", None)
         if first.endswith(".sh"):
             self._bash([first])
+        elif first in FIRST_WORDS:
+            assert rest[0] in FIRST_WORDS[first], command
         elif rule is not None:
             rule(rest)
         elif first not in OF_A_CLUSTER | OF_THE_SHELL:
@@ -241,17 +251,8 @@ class Checker:
         for found in re.findall(r"(?:megatron-sparse|\.)\[([^\]]+)\]", " ".join(words)):
             assert set(found.split(",")) <= set(extras), f"pyproject.toml has no extra {found}"
 
-    def _git(self, words: list[str]) -> None:
-        assert words[0] in ("clone", "pull", "checkout")
-
-    def _pre_commit(self, words: list[str]) -> None:
-        assert words[0] in ("run", "install")
-
     def _jq(self, words: list[str]) -> None:
         assert words[-1] in ("breakdown.jsonl", "buckets.jsonl", "summary.json"), words
-
-    def _wandb(self, words: list[str]) -> None:
-        assert words[0] in ("sync", "login"), words
 
     def _tensorboard(self, words: list[str]) -> None:
         assert words[0].startswith("--logdir"), words

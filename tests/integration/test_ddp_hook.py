@@ -211,18 +211,17 @@ def _resume(rank, world_size):
     assert untouched.keys() == saved["residuals"].keys(), "also before the first step"
     run(resumed, resumed_state, range(3, 6))
 
-    errors = []
-    for change in (
+    changes = (
         {"rank": 5},
         {"world_size": 9},
         {"version": 0},
         {"residuals": {"2.weight": torch.zeros(3)}},
         {"residuals": {"x": torch.zeros(3)}},
-    ):
-        try:
-            resumed_state.load_state_dict(saved | change)
-        except CheckpointError as error:
-            errors.append(error.what)
+    )
+    errors = [
+        _error(CheckpointError, lambda c=change: resumed_state.load_state_dict(saved | c)).what
+        for change in changes
+    ]
     states = [whole_state.state_dict(), resumed_state.state_dict()]
     for state in (whole_state, half_state, resumed_state):
         state.close()
@@ -249,40 +248,43 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit():
 # -- faults
 
 
+def _error(kind, call):
+    """The error of this kind that a call raises."""
+    with pytest.raises(kind) as caught:
+        call()
+    return caught.value
+
+
 def _faults(rank, world_size):
     """Refusals, and then the error of a backward pass in which rank 1 is a step ahead."""
     from torch.nn.parallel import DistributedDataParallel
 
-    errors = []
-    both = {"config": megatron_sparse.SparseConfig(), "density": 0.1}
-    exact = {"parameters": ParametersConfig("exact")}
-    kept_apart = {"residual_checkpoint": "sum"}
-    named = {"config": "saef"}
-    level = {"level": "node"}
-    for options in ({"densty": 1}, {"undo": "always"}, kept_apart, exact, level, both, named):
-        try:
-            megatron_sparse.DDPState(DistributedDataParallel(Linear()), **options)
-        except ConfigError as error:
-            errors.append(error.what)
-    try:
-        megatron_sparse.DDPState(Linear())
-    except HostError as error:
-        errors.append(error.what)
-    try:
-        megatron_sparse.DDPState(DistributedDataParallel(Linear().half()))
-    except ConfigError as error:
-        errors.append(error.what)
+    def ddp_of(model=None):
+        return DistributedDataParallel(model or Linear())
+
+    refused = (
+        {"densty": 1},
+        {"undo": "always"},
+        {"residual_checkpoint": "sum"},
+        {"parameters": ParametersConfig("exact")},
+        {"level": "node"},
+        {"config": megatron_sparse.SparseConfig(), "density": 0.1},
+        {"config": "saef"},
+    )
+    errors = [
+        _error(ConfigError, lambda o=options: megatron_sparse.DDPState(ddp_of(), **o)).what
+        for options in refused
+    ]
+    errors.append(_error(HostError, lambda: megatron_sparse.DDPState(Linear())).what)
+    half = ddp_of(Linear().half())
+    errors.append(_error(ConfigError, lambda: megatron_sparse.DDPState(half)).what)
     ddp, state = _ddp(Linear(), True, **PRUNED)
     ddp(_inputs(rank, 0)).backward()
-    try:
-        state.launch(None)  # as DDP's join() context would, with zeros
-    except HostError as error:
-        errors.append(error.what)
+    # As DDP's join() context would, with zeros.
+    errors.append(_error(HostError, lambda: state.launch(None)).what)
     state.step += rank
-    try:
-        ddp(_inputs(rank, 1)).backward()
-    except CommunicationError as error:
-        errors.append(str(error))
+    ahead = ddp(_inputs(rank, 1))
+    errors.append(str(_error(CommunicationError, ahead.backward)))
     state.close()
     return errors
 
@@ -336,20 +338,9 @@ def test_a_killed_peer_is_a_typed_error_of_the_backward_pass(tmp_path):
 
 
 def test_the_example_learns_at_density_one_percent(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        str(ROOT / "examples" / "train_ddp.py"),
-        "--steps",
-        "100",
-    ]
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d"
+    example = [str(ROOT / "examples" / "train_ddp.py"), "--steps", "100"]
+    command = [sys.executable, *torchrun.split(), "--rdzv-endpoint", "localhost:0", *example]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,11 +42,12 @@ WHY_NOT = _why_not()
 bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
-def start(*arguments: str, **more) -> subprocess.Popen[str]:
+def start(line: str, **more) -> subprocess.Popen[str]:
+    """Starts the test bed with these options and this command, split as a shell would."""
     # A background job of a shell ignores SIGINT, and one of nohup SIGHUP, and so do the programs
     # that it starts: bash cannot trap a signal that was ignored when it began.
     return subprocess.Popen(
-        ["env", "--default-signal=INT,HUP", "bash", str(NETBED), *arguments],
+        ["env", "--default-signal=INT,HUP", "bash", str(NETBED), *shlex.split(line)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -127,11 +130,8 @@ class TestRanks:
 
     def test_environment_hosts_and_output(self):
         env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-        code, out, err = finish(
-            start(
-                "--ranks", "3", "--nodes", "2", "--mbit", "200", "--", "sh", "-c", self.SAY, env=env
-            )
-        )
+        line = f"--ranks 3 --nodes 2 --mbit 200 -- sh -c {shlex.quote(self.SAY)}"
+        code, out, err = finish(start(line, env=env))
         assert code == 0, err
         lines = out.splitlines()
         assert lines[0] == "netbed-0 0/3 0/2 0 10.77.0.1 29500 e0 200 1"
@@ -145,18 +145,8 @@ class TestRanks:
 
     def test_logs(self, tmp_path):
         logs = tmp_path / "new" / "logs"
-        code, out, err = finish(
-            start(
-                "--ranks",
-                "2",
-                "--logs",
-                str(logs),
-                "--",
-                "sh",
-                "-c",
-                "echo I am $RANK; exit $((RANK * 7))",
-            )
-        )
+        say = "'echo I am $RANK; exit $((RANK * 7))'"
+        code, out, err = finish(start(f"--ranks 2 --logs '{logs}' -- sh -c {say}"))
         assert (code, out) == (7, "I am 0\n")
         assert (logs / "rank1.log").read_text() == "I am 1\n"
         assert "rank 1 ended with code 7" in err
@@ -181,12 +171,12 @@ class TestRanks:
             "    peer.sendall(bytes(size))\n"
             "    time.sleep(0.5)\n"
         )
-        command = ("--", sys.executable, "-c", talk)
-        code, limited, err = finish(start("--ranks", "2", "--mbit", "100", *command))
+        command = shlex.join(["--", sys.executable, "-c", talk])
+        code, limited, err = finish(start(f"--ranks 2 --mbit 100 {command}"))
         assert code == 0, err
         # The bucket holds 0.13 MB. On a busy machine only the queue limits the time from above.
         assert 0.3 < float(limited) < 5
-        code, free, err = finish(start("--ranks", "2", "--mbit", "0", *command))
+        code, free, err = finish(start(f"--ranks 2 --mbit 0 {command}"))
         assert code == 0, err
         assert float(free) < float(limited)
 
@@ -197,18 +187,8 @@ class TestEnds:
 
     def test_the_first_code_that_is_not_zero(self, mark):
         begin = time.monotonic()
-        code, _, err = finish(
-            start(
-                "--ranks",
-                "3",
-                "--grace",
-                "1",
-                "--",
-                "sh",
-                "-c",
-                f"[ $RANK = 1 ] && exit 5; sleep {mark}",
-            )
-        )
+        fail = f"'[ $RANK = 1 ] && exit 5; sleep {mark}'"
+        code, _, err = finish(start(f"--ranks 3 --grace 1 -- sh -c {fail}"))
         assert code == 5
         assert "rank 1 ended with code 5" in err
         assert "2 of 3 ranks did not end in time" in err
@@ -216,16 +196,8 @@ class TestEnds:
         assert not processes_with(mark)
 
     def test_a_killed_rank_ends_the_others_and_their_children(self, mark):
-        run = start(
-            "--ranks",
-            "3",
-            "--grace",
-            "0",
-            "--",
-            "sh",
-            "-c",
-            f"setsid sleep {mark} & exec sleep {mark}.$RANK",
-        )
+        sleep = f"'setsid sleep {mark} & exec sleep {mark}.$RANK'"
+        run = start(f"--ranks 3 --grace 0 -- sh -c {sleep}")
         wait_for(mark, 6, run)
         (victim,) = [
             int(entry.parent.name)
@@ -239,7 +211,7 @@ class TestEnds:
         assert not processes_with(mark)
 
     def test_the_timeout(self, mark):
-        code, _, err = finish(start("--ranks", "2", "--timeout", "1", "--", "sleep", mark))
+        code, _, err = finish(start(f"--ranks 2 --timeout 1 -- sleep {mark}"))
         assert code == 124
         assert "2 of 2 ranks did not end in time" in err
         assert not processes_with(mark)
@@ -252,7 +224,7 @@ class TestEnds:
         def in_background() -> None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-        run = start("--ranks", "2", "--", "sleep", mark, preexec_fn=in_background)
+        run = start(f"--ranks 2 -- sleep {mark}", preexec_fn=in_background)
         wait_for(mark, 2, run)
         run.send_signal(number)
         code, _, _ = finish(run)
@@ -262,36 +234,32 @@ class TestEnds:
             assert not processes_with(mark)
 
     def test_two_at_once(self):
-        both = [start("--ranks", "2", "--", "sh", "-c", "sleep 1; hostname -I") for _ in range(2)]
+        both = [start("--ranks 2 -- sh -c 'sleep 1; hostname -I'") for _ in range(2)]
         for run in both:
             code, out, err = finish(run)
             assert code == 0, err
             assert "10.77.0.1" in out
 
 
+def bench(line: str, folder: Path) -> list[dict[str, Any]]:
+    """The rows of a `bench` command between hosts with links of 1000 Mbit/s."""
+    path = folder / "rows.jsonl"
+    words = ["bench", *shlex.split(line), "--netbed", "--mbit=1000", f"--json={path}"]
+    done = subprocess.run(
+        local_ranks.command_line(words), cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(row) for row in path.read_text().splitlines()]
+
+
 @bed
 def test_bench_collectives_on_the_test_bed(tmp_path):
     """The whole way: hosts, ranks, gloo, checks, times, JSON lines."""
-    path = tmp_path / "rows.jsonl"
-    command = local_ranks.command_line(
-        [
-            "bench",
-            "collectives",
-            "--netbed",
-            "--mbit=1000",
-            "--ranks=2",
-            "--min-bytes=1M",
-            "--max-bytes=1M",
-            "--density=0.01",
-            "--scheme=dense,direct",
-            "--warmup=1",
-            "--iters=2",
-            f"--json={path}",
-        ]
+    dense, direct = bench(
+        "collectives --ranks=2 --min-bytes=1M --max-bytes=1M --density=0.01 --scheme=dense,direct "
+        "--warmup=1 --iters=2",
+        tmp_path,
     )
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    dense, direct = (json.loads(line) for line in path.read_text().splitlines())
     for row in (dense, direct):
         assert (row["wrong"], row["world_size"], row["mbit"]) == (0, 2, 1000)
         # A MiB each way at 119.55 MB/s; the token bucket lets an eighth of it pass at once.
@@ -304,26 +272,11 @@ def test_bench_collectives_on_the_test_bed(tmp_path):
 @pytest.mark.slow
 def test_bench_training_on_the_test_bed(tmp_path):
     """Megatron's own loop in the namespaces: dense and compressed learn alike."""
-    path = tmp_path / "rows.jsonl"
-    command = local_ranks.command_line(
-        [
-            "bench",
-            "training",
-            "--netbed",
-            "--mbit=1000",
-            "--ranks=2",
-            "--scheme=plain,dense,direct",
-            "--iters=2",
-            "--warmup=1",
-            f"--out={tmp_path}",
-            f"--json={path}",
-            "model.num_layers=1",
-            "model.hidden_size=96",
-        ]
+    plain, dense, direct = bench(
+        f"training --ranks=2 --scheme=plain,dense,direct --iters=2 --warmup=1 --out='{tmp_path}' "
+        "model.num_layers=1 model.hidden_size=96",
+        tmp_path,
     )
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    plain, dense, direct = (json.loads(line) for line in path.read_text().splitlines())
     assert plain["loss_first"] == dense["loss_first"] == direct["loss_first"]
     assert plain["loss_last"] == dense["loss_last"], "dense through the plugin is Megatron's own"
     assert dense["wire_bytes"] == dense["dense_bytes"]
@@ -334,20 +287,20 @@ class TestMistakes:
     """One error each, before any namespace is made."""
 
     @pytest.mark.parametrize(
-        ("arguments", "words"),
+        ("line", "words"),
         [
-            ((), "there is no command"),
-            (("--",), "there is no command"),
-            (("--ranks", "0", "--", "true"), "from 1 to 250"),
-            (("--ranks", "many", "--", "true"), "from 1 to 250"),
-            (("--mbit",), "--mbit"),
-            (("--ranks", "2", "--nodes", "3", "--", "true"), "more nodes than ranks"),
-            (("--rank", "2", "--", "true"), "--rank"),
-            (("--logs",), "a folder"),
+            ("", "there is no command"),
+            ("--", "there is no command"),
+            ("--ranks 0 -- true", "from 1 to 250"),
+            ("--ranks many -- true", "from 1 to 250"),
+            ("--mbit", "--mbit"),
+            ("--ranks 2 --nodes 3 -- true", "more nodes than ranks"),
+            ("--rank 2 -- true", "--rank"),
+            ("--logs", "a folder"),
         ],
     )
-    def test_options(self, arguments, words):
-        code, out, err = finish(start(*arguments))
+    def test_options(self, line, words):
+        code, out, err = finish(start(line))
         assert (code, out) == (2, "")
         assert err.count("error:") == 1
         assert words in err

@@ -38,22 +38,8 @@ IMPORT = "; ".join(
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the checkout as it comes from git: builds write into it."""
     folder = tmp_path_factory.mktemp("source") / "checkout"
-    ignored = shutil.ignore_patterns(
-        ".git",
-        ".venv",
-        "runs",
-        "data",
-        "build",
-        "dist",
-        "site",
-        "*.egg-info",
-        "__pycache__",
-        "*.so",
-        "outputs",
-        "wandb",
-        ".*_cache",
-    )
-    shutil.copytree(ROOT, folder, ignore=ignored)
+    made = ".git .venv runs data build dist site *.egg-info __pycache__ *.so outputs wandb .*_cache"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*made.split(" ")))
     return folder
 
 
@@ -64,6 +50,14 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, source)
     (found,) = folder.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the wheel was installed into."""
+    target = tmp_path_factory.mktemp("installed") / "target"
+    pip("install", "--no-deps", "--target", target, wheel)
+    return target
 
 
 def pip(*arguments: object, python: Path | None = None) -> None:
@@ -117,12 +111,10 @@ def test_from_an_editable_install(source: Path, tmp_path: Path) -> None:
     assert (prefix / "bin" / "megatron-sparse").is_file()
 
 
-def test_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    pip("install", "--no-deps", "--target", target, wheel)
-    found = imported_from(sys.executable, tmp_path, PYTHONPATH=str(target))
+def test_from_a_wheel(installed: Path, tmp_path: Path) -> None:
+    found = imported_from(sys.executable, tmp_path, PYTHONPATH=str(installed))
     assert found == [
-        target.joinpath("megatron_sparse", name)
+        installed.joinpath("megatron_sparse", name)
         for name in ("", "configs", "cuda_ext", "triton_kernels")
     ]
 
@@ -162,21 +154,14 @@ def test_wheel_fits_every_python_of_the_platform(wheel: Path) -> None:
     assert not wheel.name.endswith("-any.whl"), "it holds compiled code"
 
 
-def test_wheel_finds_its_extension(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    pip("install", "--no-deps", "--target", target, wheel)
+def test_wheel_finds_its_extension(installed: Path, tmp_path: Path) -> None:
+    code = "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-c",
-            "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])",
-        ],
+        [sys.executable, "-W", "ignore", "-c", code],
         cwd=tmp_path,
-        env=environment(PYTHONPATH=str(target)),
+        env=environment(PYTHONPATH=str(installed)),
         text=True,
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).is_relative_to(target)
+    assert Path(done.stdout.strip()).is_relative_to(installed)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import stand_in
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "system_packages.sh"
 TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
 
@@ -32,8 +34,7 @@ def machine(tmp_path: Path):
         (folder / command).symlink_to(found)
 
     def add(name: str, text: str) -> None:
-        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-        (folder / name).chmod(0o755)
+        stand_in(folder / name, text)
 
     def run(*, tools: tuple[str, ...], user: int = 0, apt: str | None = "exit 0"):
         for tool in tools:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import stand_in
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,8 +34,7 @@ def test_only_a_lost_node_starts_a_job_again(
         "sleep": ":",
     }
     for name, text in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        stand_in(tmp_path / name, text)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", f". scripts/slurm_job.sh; train sh -c 'exit {code}'"],
         cwd=ROOT,

@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from megatron_sparse.cli import main
 from megatron_sparse.report import live_view
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.live import Progress, render
+from tests import commands
 from tests.report_runs import make_run
 
 
@@ -24,25 +24,13 @@ def run(tmp_path) -> Path:
     return make_run(tmp_path / "one", "one", ends=False, config={"training": {"iterations": 20}})
 
 
-def view(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main.main(["view", *map(str, arguments)])
-    assert not caught.value.code
-
-
-def refused(capsys, *arguments: object) -> str:
-    with pytest.raises(SystemExit) as caught:
-        main.main(["view", *map(str, arguments)])
-    assert caught.value.code == 2
-    err = capsys.readouterr().err
-    assert err.count("error:") == 1
-    assert "Traceback" not in err
-    return err
+def view(*words: object) -> None:
+    assert commands.run("view", *words) == 0
 
 
 def test_it_equals_the_terminals_view(run, capsys):
     """The same text that the training's own view draws of the same iterations."""
-    view(run, "--iteration", 8, "--columns", 80)
+    view(run, "--iteration 8 --columns 80")
     printed = capsys.readouterr().out
     progress = Progress("one", 20)
     for number, line in enumerate((run / "breakdown.jsonl").read_text().splitlines()[:8], 1):
@@ -70,13 +58,13 @@ def test_the_last_iteration_and_the_terminals_width_are_taken_by_themselves(
 def test_a_run_whose_configuration_is_lost(run, capsys):
     """The bar is full, because the number of iterations is unknown."""
     (run / "config.yaml").unlink()
-    view(run, "--columns", 80)
+    view(run, "--columns 80")
     assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("━ 12")
 
 
 def test_the_picture_loads_nothing(run, tmp_path, capsys):
     output = tmp_path / "view.svg"
-    view(run, "--output", output, "--iteration", 8)
+    view(run, "--output", output, "--iteration 8")
     assert capsys.readouterr().out == f"{output}\n"
     text = output.read_text("utf-8")
     root = ElementTree.fromstring(text)
@@ -103,8 +91,9 @@ def test_a_name_of_the_user_is_text_in_the_picture(tmp_path):
 
 
 def test_mistakes(run, tmp_path, capsys):
-    assert "is not the folder of a run" in refused(capsys, tmp_path)
-    err = refused(capsys, run, "--iteration", 13)
-    assert "has no iteration 13" in err
-    assert "expected: 1 to 12" in err
-    assert "cannot be written" in refused(capsys, run, "--output", tmp_path / "no" / "v.svg")
+    """A folder that is no run's is among the mistakes of docs/mistakes.md."""
+    error = commands.refused(capsys, "view", run, "--iteration 13")
+    assert "has no iteration 13" in error
+    assert "expected: 1 to 12" in error
+    error = commands.refused(capsys, "view", run, "--output", tmp_path / "no" / "v.svg")
+    assert "cannot be written" in error

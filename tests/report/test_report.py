@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_sparse.cli import main
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.report import charts, page, tables, theme
 from megatron_sparse.report.run_data import WINDOW, load_run
+from tests import commands
+from tests.commands import refused
 from tests.report_runs import make_run
 
 MOST_BYTES = 6 * 2**20
@@ -218,15 +218,8 @@ def test_numbers_of_the_buckets(run):
 def test_numbers_of_stragglers_and_sparsity(run):
     data = load_run(run, 0)
     # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
-    assert cells(tables.straggler_table([data]))["one"] == [
-        "30",
-        "2.00",
-        "2.00",
-        "2.00",
-        "1",
-        "100%",
-        "100%",
-    ]
+    delays = cells(tables.straggler_table([data]))["one"]
+    assert delays == ["30", "2.00", "2.00", "2.00", "1", "100%", "100%"]
     row = cells(tables.sparsity_table(data, [data]))["dense0.0"]
     assert row[1] == "1.00%"
     # Four ranks that select independently: 1 - 0.99^4.
@@ -302,29 +295,14 @@ class TestGaps:
 
 
 class TestMistakes:
-    """Folders that are none, and places that cannot be written."""
-
-    def refused(self, capsys, *arguments: str) -> str:
-        with pytest.raises(SystemExit) as caught:
-            main.main(["report", *arguments])
-        assert caught.value.code == 2
-        err = capsys.readouterr().err
-        assert err.count("error:") == 1
-        assert "Traceback" not in err
-        return err
-
-    def test_no_run(self, tmp_path, capsys):
-        for folder in (tmp_path / "missing", tmp_path):
-            err = self.refused(capsys, str(folder))
-            assert "is not the folder of a run" in err
-            assert "remedy" in err
+    """Folders without iterations, and places that cannot be written; more: docs/mistakes.md."""
 
     def test_no_iteration(self, tmp_path, capsys):
         folder = make_run(tmp_path / "run", "run")
         (folder / "breakdown.jsonl").write_text("")
-        assert "an empty file" in self.refused(capsys, str(folder))
+        assert "an empty file" in refused(capsys, "report", folder)
         (folder / "breakdown.jsonl").write_text("{no\n" * 7)
-        err = self.refused(capsys, str(folder))
+        err = refused(capsys, "report", folder)
         assert "damaged lines left out: 1, 2, 3, 4, 5 and 2 more" in err
 
     def test_lines_of_another_version(self, tmp_path, capsys):
@@ -332,24 +310,23 @@ class TestMistakes:
         for name in ("breakdown.jsonl", "buckets.jsonl"):
             kept = (folder / name).read_text()
             (folder / name).write_text('{"iteration": 12}\n')
-            assert f"{name} was not written by this version" in self.refused(capsys, str(folder))
+            said = f"{name} was not written by this version"
+            assert said in refused(capsys, "report", folder)
             (folder / name).write_text(kept)
 
     def test_too_many(self, run, capsys):
-        assert "1 to 8" in self.refused(capsys, *[str(run)] * 9)
+        assert "1 to 8" in refused(capsys, "report", *[run] * 9)
 
     def test_nowhere_to_write(self, run, tmp_path, capsys):
         (tmp_path / "file").touch()
-        for options in (["--output", "file/report.html"], ["--png", "file", "--output", "a.html"]):
-            arguments = [str(tmp_path / o) if not o.startswith("-") else o for o in options]
-            assert "cannot be written" in self.refused(capsys, str(run), *arguments)
+        file, free = tmp_path / "file", tmp_path / "a.html"
+        for options in (("--output", file / "report.html"), ("--png", file, "--output", free)):
+            assert "cannot be written" in refused(capsys, "report", run, *options)
 
 
 def test_the_command_writes_page_and_pictures(run, tmp_path, capsys):
     output, folder = tmp_path / "deep" / "r.html", tmp_path / "png"
-    with pytest.raises(SystemExit) as caught:
-        main.main(["report", str(run), "--output", str(output), "--png", str(folder)])
-    assert not caught.value.code
+    assert commands.run("report", run, "--output", output, "--png", folder) == 0
     printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert printed[0] == output
     assert sorted(printed[1:]) == sorted(folder.iterdir())
@@ -386,11 +363,3 @@ def test_many_buckets(tmp_path):
     # Bars, and lines too many for a colour each.
     for chart in page.sections_of([data])[4].charts + page.sections_of([data])[5].charts:
         assert chart.svg().startswith("<svg")
-
-
-def test_a_missing_library_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    with pytest.raises(Exception, match="matplotlib is missing") as caught:
-        report(tmp_path, run)
-    assert not isinstance(caught.value, ConfigError)
-    assert "figures" in caught.value.remedy

@@ -14,6 +14,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.run import provenance, slurm
 from megatron_sparse.run.composition import compose
+from tests.commands import stand_in
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -32,10 +33,7 @@ def scontrol(tmp_path, monkeypatch):
 
     def install(does: str) -> Path:
         calls = tmp_path / "calls"
-        command = tmp_path / "bin" / "scontrol"
-        command.parent.mkdir(exist_ok=True)
-        command.write_text(f'#!/bin/sh\necho "$@" >>{calls}\n{does}\n')
-        command.chmod(0o755)
+        command = stand_in(tmp_path / "bin" / "scontrol", f'echo "$@" >>{calls}\n{does}')
         monkeypatch.setenv("PATH", f"{command.parent}:/usr/bin:/bin")
         return calls
 

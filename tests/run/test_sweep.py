@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.cli.main import main
-from megatron_sparse.errors import ConfigError, DependencyError, SweepError
+from megatron_sparse.errors import ConfigError, SweepError
 from megatron_sparse.run import application, launch, preparation, sweep
 from megatron_sparse.run.composition import compose, save
+from tests.commands import run
 
 
 def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None) -> None:
@@ -120,11 +120,6 @@ class TestMultirun:
         with pytest.raises(ConfigError, match="cannot be read"):
             self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=choice(")
 
-    def test_without_the_launcher_for_slurm(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(application, "SUBMITIT", "no_such_package.at_all")
-        with pytest.raises(DependencyError, match=r"megatron-sparse\[slurm\]"):
-            self.sweep(monkeypatch, tmp_path, lambda c: 0, "hydra/launcher=submitit_slurm", "a=1,2")
-
 
 class TestTable:
     """`megatron-sparse sweep FOLDER`."""
@@ -162,16 +157,8 @@ class TestTable:
     def test_files_hold_the_table(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "300")
         made_run(tmp_path, "a", "scheme=direct", loss=2.0)
-        main_code(
-            [
-                "sweep",
-                str(tmp_path),
-                "--csv",
-                str(tmp_path / "t.csv"),
-                "--json",
-                str(tmp_path / "t.json"),
-            ]
-        )
+        files = ("--csv", tmp_path / "t.csv", "--json", tmp_path / "t.json")
+        assert run("sweep", tmp_path, *files) == 0
         printed = capsys.readouterr().out
         assert "1 runs in" in printed
         with (tmp_path / "t.csv").open() as file:
@@ -192,9 +179,3 @@ class TestTable:
         (tmp_path / sweep.OUTCOME_FILE).write_text("[]")
         with pytest.raises(SweepError, match="damaged"):
             sweep.rows(tmp_path)
-
-
-def main_code(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(arguments)
-    assert caught.value.code in (0, None)

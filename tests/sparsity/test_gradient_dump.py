@@ -123,6 +123,30 @@ def test_the_configuration_says_what_is_dumped(tmp_path):
         TrackingConfig(record_gradients_iters=[0])
 
 
+class Harm:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('code was run')",))
+
+
+NONE = "no dumped gradient"
+HELD = {"version": 1, "numel": 4, "values": torch.ones(4)}
+PAIR = {"version": 1, "numel": 9, "values": torch.ones(2)}
+OTHERS = (
+    [1, 2],
+    {"version": 99},
+    HELD | {"numel": "4"},
+    HELD | {"numel": 5},
+    HELD | {"values": torch.ones(2, 2)},
+    *(
+        PAIR | {"indices": torch.tensor(i)}
+        for i in ([1], [1.0, 2], [2, 1], [2, 2], [2, 9], [-1, 2])
+    ),
+)
+"""Contents of files that are no dump's."""
+
+
 class TestWrongFiles:
     """Each one is a `ProfileError`."""
 
@@ -130,15 +154,6 @@ class TestWrongFiles:
     def recorded(self, tmp_path):
         write(tmp_path, [sparse_vector()] * 2)
         return tmp_path
-
-    @staticmethod
-    def path(folder, rank=1):
-        return folder / f"iteration-000001/group-0-2/rank-{rank:04d}/b.gradient.pt"
-
-    def refused(self, folder, match):
-        with pytest.raises(ProfileError, match=match) as caught:
-            GradientDump.open(folder).read(1, "b")
-        assert caught.value.expected is not None
 
     def test_no_recording(self, tmp_path):
         for folder in (tmp_path, tmp_path / "nowhere"):
@@ -156,53 +171,26 @@ class TestWrongFiles:
         with pytest.raises(ProfileError, match="does not have that"):
             GradientDump.open(recorded).read(iteration, bucket)
 
-    def test_a_missing_rank(self, recorded):
-        self.path(recorded).unlink()
-        self.refused(recorded, "rank-0001.* is missing")
-
-    def test_a_rank_of_another_model(self, recorded):
-        write(recorded / "other", [sparse_vector(60)] * 2)
-        self.path(recorded / "other").rename(self.path(recorded))
-        self.refused(recorded, "do not fit")
-
-    @pytest.mark.parametrize("content", [b"", b"hello", b"PK\x03\x04 half a zip"])
-    def test_garbage(self, recorded, content):
-        self.path(recorded).write_bytes(content)
-        self.refused(recorded, "no dumped gradient")
-
-    def test_a_truncated_file(self, recorded):
-        whole = self.path(recorded).read_bytes()
-        self.path(recorded).write_bytes(whole[: len(whole) // 2])
-        self.refused(recorded, "no dumped gradient")
-
-    def test_code_is_not_run(self, recorded):
-        class Harm:
-            def __reduce__(self):
-                return (exec, ("raise SystemExit('code was run')",))
-
-        with self.path(recorded).open("wb") as file:
-            pickle.dump({"version": 1, "values": Harm()}, file)
-        self.refused(recorded, "no dumped gradient")
-
     @pytest.mark.parametrize(
-        "held",
+        ("damage", "says"),
         [
-            [1, 2],
-            {"version": 99},
-            {"version": 1, "numel": "4", "values": torch.ones(4)},
-            {"version": 1, "numel": 5, "values": torch.ones(4)},
-            {"version": 1, "numel": 4, "values": torch.ones(2, 2)},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([1])},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([1.0, 2])},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 1])},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 2])},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([2, 9])},
-            {"version": 1, "numel": 9, "values": torch.ones(2), "indices": torch.tensor([-1, 2])},
+            (lambda path: path.unlink(), "rank-0001.* is missing"),
+            # Of another model.
+            (lambda path: torch.save(HELD | {"numel": 4}, path), "do not fit"),
+            (lambda path: path.write_bytes(b""), NONE),
+            (lambda path: path.write_bytes(b"hello"), NONE),
+            (lambda path: path.write_bytes(b"PK\x03\x04 half a zip"), NONE),
+            (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), NONE),
+            # Code is not run.
+            (lambda path: path.write_bytes(pickle.dumps(HELD | {"values": Harm()})), NONE),
+            *((lambda path, held=held: torch.save(held, path), NONE) for held in OTHERS),
         ],
     )
-    def test_other_content(self, recorded, held):
-        torch.save(held, self.path(recorded))
-        self.refused(recorded, "no dumped gradient")
+    def test_a_file_that_is_none(self, recorded, damage, says):
+        damage(recorded / "iteration-000001/group-0-2/rank-0001/b.gradient.pt")
+        with pytest.raises(ProfileError, match=says) as caught:
+            GradientDump.open(recorded).read(1, "b")
+        assert caught.value.expected is not None
 
 
 def test_the_reducer_dumps_gradients_and_selections(tmp_path):

@@ -8,9 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from megatron_sparse.cli.main import app
 from megatron_sparse.errors import ConfigError, ScheduleError
 from megatron_sparse.straggler import (
     Transfer,
@@ -24,6 +22,7 @@ from megatron_sparse.straggler import (
 )
 from megatron_sparse.straggler.doubling import doubling_rounds
 from megatron_sparse.transport import Link
+from tests.commands import run
 
 QUICK = (*range(2, 17), 24, 32, 64, 128, 256)
 REST = tuple(n for n in range(2, 65) if n not in QUICK)
@@ -123,25 +122,13 @@ def test_costs_are_those_of_table_1():
     assert critical_delay_s(2, 1, size, link) == 0
 
 
-def test_the_command_shows_and_writes_the_schedule(tmp_path):
+def test_the_command_shows_and_writes_the_schedule(tmp_path, capsys):
     json_path, picture = tmp_path / "s.json", tmp_path / "s.png"
-    result = CliRunner().invoke(
-        app,
-        [
-            "schedule",
-            "--ranks",
-            "6",
-            "--straggler",
-            "2",
-            "--json",
-            str(json_path),
-            "--output",
-            str(picture),
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    assert "7 rounds" in result.output
-    assert "recursive halving/doubling" in result.output
+    words = ["schedule --ranks 6 --straggler 2 --json", json_path, "--output", picture]
+    assert run(*words) == 0
+    printed = capsys.readouterr().out
+    assert "7 rounds" in printed
+    assert "recursive halving/doubling" in printed
     line = json.loads(json_path.read_text())
     assert (line["ranks"], line["straggler"], line["n_rounds"]) == (6, 2, 7)
     assert line["verified"] is True

@@ -13,59 +13,35 @@ from megatron_sparse.recording import (
     INSIDE_TIER,
     STAGES,
     WAITS,
-    BucketRecord,
     GatherRecord,
 )
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
-    StepOutcome,
     bucket_line,
     in_flight_s,
     iteration_breakdown,
 )
 from megatron_sparse.telemetry.dashboard import ITERATION_PARTS
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
-from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.metrics import bucket_scalars
-
-
-def record(name="b0", *, launched_s=0.0, finished_s=0.0, stage_us=None, **fields) -> BucketRecord:
-    values = {"scheme": "agsparse", "phase": "target", "density": 0.01, "numel": 1000, "nnz": 10}
-    result = BucketRecord(
-        name, step=3, launched_s=launched_s, finished_s=finished_s, **(values | fields)
-    )
-    for stage, time_us in (stage_us or {}).items():
-        result.timer.add(stage, time_us)
-    return result
+from tests.records import bucket_record as record
 
 
 def test_sums_over_buckets():
+    one, other = {"dense_bytes": 6000, "wire_bytes": 200}, {"dense_bytes": 18000, "nnz": 90}
+    dense = {"scheme": "dense", "numel": 3000, "wire_bytes": 18000}
     records = [
-        record(
-            "a",
-            numel=1000,
-            nnz=10,
-            dense_bytes=6000,
-            wire_bytes=200,
-            scheme="agsparse",
-            stage_us={"prune": 1500.0, "network": 250.0},
-        ),
-        record(
-            "b",
-            numel=3000,
-            nnz=90,
-            dense_bytes=18000,
-            wire_bytes=18000,
-            scheme="dense",
-            stage_us={"network": 750.0},
-        ),
+        record("a", **one, stage_us={"prune": 1500.0, "network": 250.0}),
+        record("b", **dense, **other, stage_us={"network": 750.0}),
     ]
     b = iteration_breakdown(
         7,
         records,
         {"forward_backward": 0.04, "host_wait": 0.005},
         iteration_s=0.05,
-        outcome=StepOutcome(2.5, 1.25, extra={"learning_rate": 1e-3, "residual_norm": 4.0}),
+        loss=2.5,
+        grad_norm=1.25,
+        extra={"learning_rate": 1e-3, "residual_norm": 4.0},
     )
     assert set(b.stage_ms) == set(STAGES)
     assert b.stage_ms["prune"] == 1.5
@@ -109,7 +85,7 @@ def test_phase_is_that_of_most_elements():
 
 
 def test_iteration_without_buckets():
-    b = iteration_breakdown(1, [], {}, iteration_s=0.25, outcome=StepOutcome(skipped=True))
+    b = iteration_breakdown(1, [], {}, iteration_s=0.25, skipped=True)
     assert (b.phase, b.density, b.wire_ratio, b.schemes) == ("off", None, None, {})
     assert b.scalars() == {
         "comm/dense_bytes": 0.0,
@@ -151,28 +127,14 @@ def test_gathers_of_parameters_are_counted_beside_gradients():
     assert IterationBreakdown.of_line(json.loads(b.line())) == b
 
 
-def test_lines_of_versions_without_gathers_are_read():
-    b = iteration_breakdown(1, [record()], {"host_wait": 0.01}, iteration_s=0.1)
-    line = json.loads(b.line())
-    for name in ("param_dense_bytes", "param_wire_bytes", "param_gathers"):
-        del line[name]
-    del line["stage_ms"]["param_wait"]
-    old = IterationBreakdown.of_line(line)
-    assert (old.param_exposed_ms, old.other_ms) == (0.0, 90.0)
-    history = RunHistory()
-    history.append(old)
-    assert history.summary()["stage_ms"]["param_wait"] == 0.0
-
-
 def test_scalars_have_units_and_names():
     b = iteration_breakdown(
         1,
         [record(dense_bytes=1000, wire_bytes=250, stage_us={"prune": 2000.0})],
         {"optimizer": 0.01},
         iteration_s=0.1,
-        outcome=StepOutcome(
-            3.0, extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0}
-        ),
+        loss=3.0,
+        extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0},
     )
     scalars = b.scalars()
     assert scalars["comm/wire_bytes"] == 250.0
@@ -192,8 +154,8 @@ def test_scalars_have_units_and_names():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_become_null(value):
-    outcome = StepOutcome(loss=value, grad_norm=value, extra={"x": value})
-    b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, outcome=outcome)
+    unknown = {"loss": value, "grad_norm": value, "extra": {"x": value}}
+    b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, **unknown)
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
     assert IterationBreakdown.of_line(json.loads(b.line())) == b
     assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
@@ -210,7 +172,7 @@ def test_lines_read_back():
         phase=Phase.TARGET,
         stage_us={"prune": 12.345, INSIDE_TIER: 2.5},
     )
-    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, outcome=StepOutcome(0.1))
+    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, loss=0.1)
     assert "\n" not in b.line()
     assert IterationBreakdown.of_line(json.loads(b.line())) == b
     line = bucket_line(r, 9, origin_s=5.0)
@@ -256,10 +218,6 @@ def test_the_hosts_time_is_that_of_the_progress_thread():
     assert (line["host_cpu_us"], line["host_wall_us"]) == (2000.0, 4000.0)
     b = iteration_breakdown(1, records, {}, iteration_s=1.0)
     assert b.host_cpu_ms == pytest.approx(5.5)
-    old = json.loads(b.line())
-    del old["host_cpu_ms"]  # of a run from before it was measured
-    old["exposed_ms"] = 0.0  # which was `stage_ms.host_wait` once more
-    assert "comm/host_cpu_ms" not in IterationBreakdown.of_line(old).scalars()
 
 
 def test_predicted_times_stand_beside_measured_ones():
@@ -313,11 +271,9 @@ def test_no_number_has_two_names():
         records,
         {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231},
         iteration_s=0.11,
-        outcome=StepOutcome(
-            2.5,
-            1.25,
-            extra={"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0},
-        ),
+        loss=2.5,
+        grad_norm=1.25,
+        extra={"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0},
     )
     scalars = b.scalars()
     assert len(set(scalars.values())) == len(scalars), scalars
@@ -330,72 +286,60 @@ def test_no_number_has_two_names():
     )
 
 
-class TestDenseEstimate:
-    """The replay of an iteration with dense collectives; times in milliseconds."""
+def bucket(launched, wait_began, exposed, dense, scheme="agsparse"):
+    """A bucket's record; times in milliseconds."""
+    return record(scheme=scheme, **_times(launched, wait_began, exposed, dense))
 
-    @staticmethod
-    def bucket(launched, wait_began, exposed, dense, scheme="agsparse"):
-        return record(
-            launched_s=launched / 1e3,
-            wait_began_s=wait_began / 1e3,
-            exposed_s=exposed / 1e3,
-            dense_us=None if dense is None else dense * 1e3,
-            scheme=scheme,
-        )
 
-    @staticmethod
-    def gather(launched, wait_began, exposed, dense, method="exact"):
-        return GatherRecord(
-            bucket="dense0.0",
-            step=0,
-            method=method,
-            numel=1,
-            dense_bytes=1,
-            launched_s=launched / 1e3,
-            wait_began_s=wait_began / 1e3,
-            exposed_s=exposed / 1e3,
-            dense_us=None if dense is None else dense * 1e3,
-        )
+def gather(launched, wait_began, exposed, dense, method="exact"):
+    """A gather's record; times in milliseconds."""
+    times = _times(launched, wait_began, exposed, dense)
+    return GatherRecord("b0", 0, method, numel=1, dense_bytes=1, **times)
 
-    def estimate(self, *buckets, iteration=3000.0, gathers=()):
-        found = dense_iteration_s(buckets, iteration / 1e3, gathers)
-        return None if found is None else pytest.approx(found * 1e3)
 
-    def test_a_longer_wait_makes_the_iteration_longer(self):
-        """Launched at 0, waited for from 1000 on for 100; dense needs 1500, so 400 more."""
-        assert self.estimate(self.bucket(0, 1000, 100, 1500)) == 3400
+def _times(launched, wait_began, exposed, dense):
+    return {
+        "launched_s": launched / 1e3,
+        "wait_began_s": wait_began / 1e3,
+        "exposed_s": exposed / 1e3,
+        "dense_us": None if dense is None else dense * 1e3,
+    }
 
-    def test_what_is_hidden_behind_compute_costs_nothing(self):
-        """Dense is ready before the thread asks: it would not even have waited the 100."""
-        assert self.estimate(self.bucket(0, 1000, 100, 900)) == 2900
 
-    def test_a_compressed_gather_is_replayed_raw(self):
-        """Waited for at once, for 100; raw needs 500. The buckets themselves were dense."""
-        bucket = self.bucket(0, 1000, 100, 100, scheme="dense")
-        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, 500)]) == 3300
+ESTIMATES = {
+    # Launched at 0, waited for from 1000 on for 100; dense needs 1500, so 400 more.
+    "a longer wait": ([bucket(0, 1000, 100, 1500)], [], 3400),
+    # Dense is ready before the thread asks: it would not even have waited the 100.
+    "hidden behind compute": ([bucket(0, 1000, 100, 900)], [], 2900),
+    # Waited for at once, for 100; raw needs 500. The buckets themselves were dense.
+    "a compressed gather is replayed raw": (
+        [bucket(0, 1000, 100, 100, "dense")],
+        [gather(2000, 2000, 100, 500)],
+        3300,
+    ),
+    "a raw gather keeps its time": (
+        [bucket(0, 1000, 100, 1500)],
+        [gather(2000, 2000, 100, None, "raw")],
+        3400,
+    ),
+    "a gather without a prediction": (
+        [bucket(0, 1000, 100, 1500)],
+        [gather(2000, 2000, 100, None)],
+        None,
+    ),
+    # Each takes 400 and both are launched at 0: the second is ready at 800.
+    "buckets share the link": ([bucket(0, 500, 0, 400)] * 2, [], 3300),
+    # Without overlap: 500 each, launched and waited for in turn, one after the other.
+    "a wait delays the rest": ([bucket(0, 0, 50, 500), bucket(100, 100, 50, 500)], [], 3900),
+    "a dense iteration is its own": ([bucket(0, 0, 7, 500, "dense")], [], 3000),
+    "no bucket": ([], [], None),
+    "no prediction": ([bucket(0, 0, 7, 500), bucket(0, 0, 7, None)], [], None),
+}
 
-    def test_a_raw_gather_keeps_its_time(self):
-        bucket = self.bucket(0, 1000, 100, 1500)
-        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, None, "raw")]) == 3400
 
-    def test_a_compressed_gather_without_a_prediction_leaves_the_estimate_unknown(self):
-        bucket = self.bucket(0, 1000, 100, 1500)
-        assert self.estimate(bucket, gathers=[self.gather(2000, 2000, 100, None)]) is None
-
-    def test_buckets_share_the_link(self):
-        """Each takes 400 and both are launched at 0: the second is ready at 800."""
-        both = self.bucket(0, 500, 0, 400), self.bucket(0, 500, 0, 400)
-        assert self.estimate(*both) == 3300
-        assert self.estimate(*both[::-1]) == 3300
-
-    def test_a_wait_delays_what_the_thread_does_afterwards(self):
-        """Without overlap: 500 each, launched and waited for in turn, one after the other."""
-        one, other = self.bucket(0, 0, 50, 500), self.bucket(100, 100, 50, 500)
-        assert self.estimate(one, other) == 3000 + 2 * 450
-
-    def test_a_dense_iteration_is_its_own_estimate(self):
-        assert self.estimate(self.bucket(0, 0, 7, 500, "dense")) == 3000
-
-    def test_without_a_prediction_there_is_none(self):
-        assert self.estimate() is None
-        assert self.estimate(self.bucket(0, 0, 7, 500), self.bucket(0, 0, 7, None)) is None
+@pytest.mark.parametrize("name", ESTIMATES)
+def test_an_iteration_of_3_s_is_replayed_with_dense_collectives(name):
+    buckets, gathers, expected_ms = ESTIMATES[name]
+    expected = None if expected_ms is None else pytest.approx(expected_ms / 1e3)
+    assert dense_iteration_s(buckets, 3.0, gathers) == expected
+    assert dense_iteration_s(buckets[::-1], 3.0, gathers) == expected

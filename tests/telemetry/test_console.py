@@ -27,6 +27,8 @@ STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 0.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.
 SUMMARY = {
     "name": "demo [1]",
     **traffic(100, 100 * 2**20, 30 * 2**20, 0.25, 100.0),
+    "inside_bytes": 0,
+    "param_dense_bytes": 0,
     "skipped": 2,
     "loss_first": 9.25,
     "loss_last": 4.5,
@@ -178,21 +180,9 @@ def test_sizes_beyond_the_largest_unit():
 
 
 def test_a_run_without_an_iteration():
-    nothing = dict.fromkeys(
-        (
-            "name",
-            "loss_first",
-            "loss_last",
-            "wire_ratio",
-            "density",
-            "iteration_ms",
-            "exposed_share",
-            "tokens_per_s",
-            "against_dense",
-            "overlapped_ms",
-            "target_density",
-        ),
-    )
+    known = ("loss_first", "loss_last", "wire_ratio", "density", "iteration_ms", "exposed_share")
+    more = ("name", "tokens_per_s", "against_dense", "overlapped_ms", "target_density")
+    nothing = dict.fromkeys((*known, *more))
     zero = {"iterations": 0, "skipped": 0, "dense_bytes": 0, "wire_bytes": 0, "world_size": 1}
     lines = printed(edited(**nothing, **zero, phases={}, stage_ms=dict.fromkeys(STAGES)), 80)
     assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: target -, sent -"]

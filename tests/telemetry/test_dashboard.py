@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 
-from megatron_sparse.cli import main
-from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.telemetry import dashboard
 from megatron_sparse.telemetry.metrics import METRICS, STEP, known
+from tests.commands import run
 
 # The library's own use of an older pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -58,9 +57,7 @@ def test_the_first_row_is_exposed_communication_how_much_where_and_since_when():
 def test_the_specification_has_the_panels(tmp_path, capsys):
     pytest.importorskip("wandb_workspaces")
     path = tmp_path / "workspace.json"
-    with pytest.raises(SystemExit) as exit_:
-        main.main(["dashboard", "team/project", "--dry-run", "--json", str(path)])
-    assert exit_.value.code == 0
+    assert run("dashboard team/project --dry-run --json", path) == 0
     n = len(all_panels())
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == f"{n} panels in {len(dashboard.SECTIONS)} sections; nothing was sent to W&B"
@@ -101,12 +98,6 @@ def test_a_file_that_cannot_be_written(tmp_path):
     pytest.importorskip("wandb_workspaces")
     with pytest.raises(ConfigError, match="cannot be written"):
         dashboard.run("team/project", "n", tmp_path / "no" / "folder.json", dry_run=True)
-
-
-def test_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    with pytest.raises(DependencyError, match=r"megatron-sparse\[dashboard\]"):
-        dashboard.run("team/project", "n", None, dry_run=True)
 
 
 def test_a_server_that_refuses_is_one_typed_error(monkeypatch):

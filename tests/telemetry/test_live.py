@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import sys
@@ -15,8 +16,8 @@ from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import PHASES
+from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.live import (
-    IsolatedView,
     LiveView,
     PlainView,
     Progress,
@@ -34,18 +35,19 @@ def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> Iteratio
         "network": 40.0,
     }
     values = {
+        "loss": loss,
         "phase": "target",
         "iteration_ms": 100.0,
         "stage_ms": stage_ms,
         "overlapped_ms": 25.0,
         "dense_bytes": 2**20,
         "wire_bytes": 2**15,
-        "nnz": 10,
-        "numel": 1000,
+        "param_dense_bytes": 0,
+        "param_wire_bytes": 0,
         "density": 0.01,
-        "schemes": {"direct": 1},
     }
-    return IterationBreakdown(iteration, loss=loss, **(values | fields))
+    unknown = dict.fromkeys(field.name for field in dataclasses.fields(IterationBreakdown))
+    return IterationBreakdown(**(unknown | values | {"iteration": iteration} | fields))
 
 
 def drawn(progress: Progress, width: int) -> list[str]:
@@ -81,21 +83,13 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
     assert lines[9] == "buckets, ms: network 40.00"
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_every_phase_has_words(phase):
+def test_every_phase_has_words():
     """A bare `target` behind the density reads as if a number were missing."""
-    progress = Progress("demo", 10)
-    progress.add(breakdown(1, phase=phase), 0.0)
-    said = progress.facts().rpartition("density 1.00% ")[2]
-    assert (
-        said
-        == {
-            "warmup": "(dense warm-up)",
-            "ramp": "(ramp)",
-            "target": "(at its target)",
-            "off": "(compression off)",
-        }[phase]
-    )
+    words = ("(dense warm-up)", "(ramp)", "(at its target)", "(compression off)")
+    for phase, said in zip(PHASES, words, strict=True):
+        progress = Progress("demo", 10)
+        progress.add(breakdown(1, phase=phase), 0.0)
+        assert progress.facts().endswith(f"density 1.00% {said}")
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])
@@ -195,7 +189,7 @@ class Terminal(io.StringIO):
 def test_which_view(monkeypatch, console, stream, term, kind):
     monkeypatch.setenv("TERM", term)
     view = open_view(console, "demo", 5, 1, stream)
-    assert view is None if kind is None else type(view._view) is kind  # type: ignore[union-attr]
+    assert view is None if kind is None else type(view.shown) is kind  # type: ignore[union-attr]
 
 
 def test_prints_and_logs_go_above_the_view_and_streams_are_restored(monkeypatch):
@@ -246,17 +240,22 @@ def test_it_draws_a_few_times_a_second(monkeypatch):
 
 
 def test_a_view_that_fails_is_off_and_training_goes_on(caplog):
+    calls = []
+
     class Broken:
         def update(self, breakdown):
+            calls.append("update")
             raise BrokenPipeError("gone")
 
         def close(self):
-            raise AssertionError("it is off")
+            calls.append("close")
+            raise BrokenPipeError("still gone")
 
-    view = IsolatedView(Broken())
-    view.update(breakdown(1))
-    view.update(breakdown(2))
+    view = Isolated(Broken(), "the console view")
+    for iteration in (1, 2):
+        view.do(lambda view, iteration=iteration: view.update(breakdown(iteration)))
     view.close()
+    assert calls == ["update", "close"], "the terminal is given back"
     assert [r.getMessage() for r in caplog.records] == [
         "the console view failed and is off for the rest of the run: BrokenPipeError: gone"
     ]

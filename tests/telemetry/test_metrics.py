@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.config.tracking import TrackingConfig
-from megatron_sparse.recording import BUCKET_STAGES, STAGES, BucketRecord, ReadinessRecord
+from megatron_sparse.recording import BUCKET_STAGES, STAGES, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.metrics import (
     METRICS,
@@ -20,17 +20,15 @@ from megatron_sparse.telemetry.metrics import (
     plan_table,
     thresholds,
 )
+from tests.records import Sink, bucket_record
 
 GUIDE = Path(__file__).parents[2] / "docs" / "tracking.md"
 UNITS = {"ms": "_ms", "B": "_bytes"}
 
 
-def record(name="dense0.0", **fields) -> BucketRecord:
-    values = {"scheme": "direct", "phase": "target", "density": 0.02, "numel": 1000, "nnz": 30}
-    made = BucketRecord(name, 3, **(values | fields))
-    made.timer.add("network", 2000.0)
-    made.timer.add("prune", 500.0)
-    return made
+def record(name="dense0.0", **fields):
+    stage_us = {"network": 2000.0, "prune": 500.0}
+    return bucket_record(name, stage_us=stage_us, **({"density": 0.02, "nnz": 30} | fields))
 
 
 def test_units_are_suffixes():
@@ -102,22 +100,6 @@ class Untouchable:
 
     def __getattr__(self, name):
         raise AssertionError(f"read by {name} in an iteration that is not sampled")
-
-
-class Sink:
-    """Stores everything that it receives."""
-
-    def __init__(self):
-        self.rows, self.plans = {}, []
-
-    def log(self, scalars, step):
-        self.rows[step] = dict(scalars)
-
-    def log_plan(self, rows, step):
-        self.plans.append((step, rows))
-
-    def close(self):
-        pass
 
 
 def test_buckets_thresholds_and_plan_are_read_every_few_iterations(tmp_path):

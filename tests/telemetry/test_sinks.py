@@ -11,14 +11,10 @@ import pytest
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError, DependencyError
-from megatron_sparse.telemetry import (
-    RunTelemetry,
-    TensorBoardSink,
-    WandbSink,
-    open_sinks,
-)
+from megatron_sparse.telemetry import RunTelemetry, TensorBoardSink, WandbSink, open_sinks
 from megatron_sparse.telemetry.metrics import GROUPS
-from megatron_sparse.telemetry.sinks import IsolatedSink, wandb_mode
+from megatron_sparse.telemetry.sinks import wandb_mode
+from tests.records import Sink
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 KEY = "0123456789abcdef" * 2 + "feedc0de"  # 40 characters, as wandb's keys have
@@ -145,11 +141,8 @@ def test_wandb_resumes_under_the_same_id(wandb, tmp_path):
     assert [row["_step"] for row in wandb_history(tmp_path)] == [1, 2, 3]
 
 
-def test_auto_is_offline_without_a_key(wandb):
+def test_auto_is_online_with_a_key_in_the_environment_and_else_offline(wandb, monkeypatch):
     assert wandb_mode(TrackingConfig(wandb="auto")) == "offline"
-
-
-def test_auto_is_online_with_a_key_in_the_environment(wandb, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     assert wandb_mode(TrackingConfig(wandb="auto")) == "online"
 
@@ -205,48 +198,17 @@ def test_tensorboard_that_cannot_write_is_a_typed_error(tmp_path):
         open_sinks(tmp_path, TrackingConfig(wandb="disabled"))
 
 
-class Breaking:
-    """A sink that breaks at the second iteration."""
-
-    def __init__(self):
-        self.steps, self.closed = [], 0
-
-    def log(self, scalars, step):
-        self.steps.append(step)
-        if step == 2:
-            raise ConnectionError("gone")
-
-    def close(self):
-        self.closed += 1
-        raise ConnectionError("still gone")
-
-
-class Working:
-    """A sink that keeps the steps it saw."""
-
-    def __init__(self):
-        self.steps, self.closed = [], 0
-
-    def log(self, scalars, step):
-        self.steps.append(step)
-
-    def close(self):
-        self.closed += 1
-
-
-def test_a_sink_that_fails_is_logged_once_and_turned_off(tmp_path, caplog):
-    breaking, working = Breaking(), Working()
+def test_a_sink_that_fails_is_logged_once_turned_off_and_closed(tmp_path, caplog):
+    breaking, working = Sink(breaks_at=2), Sink()
     with caplog.at_level(logging.ERROR):
         train(tmp_path, [breaking, working], [1, 2, 3, 4])
-    assert (breaking.steps, breaking.closed) == ([1, 2], 1)
-    assert (working.steps, working.closed) == ([1, 2, 3, 4], 1)
+    assert (list(breaking.rows), breaking.closed) == ([1, 2], 1)
+    assert (list(working.rows), working.closed) == ([1, 2, 3, 4], 1)
     assert [r.getMessage() for r in caplog.records] == [
-        "Breaking failed and is off for the rest of the run: ConnectionError: gone"
+        "Sink failed and is off for the rest of the run: ConnectionError: gone"
     ]
 
 
-def test_a_sink_that_fails_to_close_is_logged(caplog):
-    sink = IsolatedSink(Breaking())
-    sink.log({}, 1)
-    sink.close()
+def test_a_sink_that_fails_to_close_is_logged(tmp_path, caplog):
+    train(tmp_path, [Sink(breaks_at=9)], [1])
     assert "still gone" in caplog.text

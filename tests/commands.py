@@ -1,0 +1,50 @@
+"""Runs `megatron-sparse` in this process, and makes stand-ins for other programs."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_sparse.cli import main
+
+
+def run(*words: object) -> int:
+    """The exit code of a command.
+
+    Args:
+        words: what follows the program's name; a text is split as a shell would, anything else,
+            such as a path, is one word.
+
+    Example:
+        `run("report", folder, "--output report.html")`.
+    """
+    split = [shlex.split(word) if isinstance(word, str) else [str(word)] for word in words]
+    with pytest.raises(SystemExit) as caught:
+        main.main([word for part in split for word in part])
+    return caught.value.code or 0  # type: ignore[return-value]
+
+
+def is_one_error(text: str, *says: str) -> None:
+    """What a command or script printed is one error with all its parts, and has these words."""
+    assert text.count("error:") == 1, text
+    assert "Traceback" not in text, text
+    for word in ("expected:", "got:", *says):
+        assert word in text, text
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one error of a command that the user mistyped."""
+    assert run(*words) == 2
+    error = capsys.readouterr().err
+    is_one_error(error)
+    return error
+
+
+def stand_in(path: Path, text: str) -> Path:
+    """Makes a shell script that takes a program's place; its folder too."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path

@@ -1,0 +1,56 @@
+"""Measurements as the reducer hands them to telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_sparse.recording import BucketRecord
+
+
+def bucket_record(
+    name: str = "b0", *, stage_us: Mapping[str, float] | None = None, **fields: Any
+) -> BucketRecord:
+    """A bucket of 1,000 elements at its target density of 1 %, with these fields changed."""
+    values = {
+        "step": 3,
+        "scheme": "agsparse",
+        "phase": "target",
+        "density": 0.01,
+        "numel": 1000,
+        "nnz": 10,
+    }
+    record = BucketRecord(name, **(values | fields))
+    for stage, time_us in (stage_us or {}).items():
+        record.timer.add(stage, time_us)
+    return record
+
+
+class Sink:
+    """A dashboard that keeps what it receives.
+
+    Args:
+        breaks_at: the iteration at which it fails; it then fails to close, too.
+    """
+
+    def __init__(self, breaks_at: int | None = None) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.plans: list[tuple[int, Sequence[Sequence[Any]]]] = []
+        self.closed = 0
+        self._breaks_at = breaks_at
+
+    def log(self, scalars: Mapping[str, float], step: int) -> None:
+        """See `ScalarSink`."""
+        self.rows[step] = dict(scalars)
+        if step == self._breaks_at:
+            raise ConnectionError("gone")
+
+    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
+        """See `ScalarSink`."""
+        self.plans.append((step, rows))
+
+    def close(self) -> None:
+        """See `ScalarSink`."""
+        self.closed += 1
+        if self._breaks_at is not None:
+            raise ConnectionError("still gone")
