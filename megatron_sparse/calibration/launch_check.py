@@ -10,6 +10,7 @@ in which no rank has two of them, so a slow link is named and not its neighbours
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -33,6 +34,8 @@ from megatron_sparse.version import __version__
 
 CLOCK_S = 0.1
 """Clocks that differ by more make logs of several nodes unreadable and confuse leases and files."""
+FACTS_BYTES = 2048
+"""Room for a rank's facts; host names have at most 253 letters, versions far fewer."""
 MESSAGE_BYTES = 2**22
 REPEATS = 5
 MOST_NAMED = 8
@@ -145,11 +148,17 @@ def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
     Raises:
         CommunicationError: a rank is gone.
     """
-    facts: list[Any] = [None] * transport.world_size
-    dist.all_gather_object(facts, RankFacts.here(transport.device), group=transport.group)
+    facts = complete(gather_facts(RankFacts.here(transport.device), transport))
     offsets_s = complete(clock_offsets(transport))
     links = complete(ring_links(transport, clock))
     return describe(facts, offsets_s, links)
+
+
+def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFacts]]:
+    """Every rank's facts. They travel as JSON, because pickled objects could run code."""
+    text = json.dumps(asdict(own)).encode()
+    rows = yield from gather_rows(text.ljust(FACTS_BYTES), transport)
+    return [RankFacts(**json.loads(bytes(row.to(torch.uint8).tolist()))) for row in rows]
 
 
 def clock_offsets(transport: Transport) -> Measuring[list[float]]:

@@ -31,6 +31,7 @@ from megatron_sparse.bench.exchange.options import (
 from megatron_sparse.bench.options import command
 from megatron_sparse.bench.study.options import ConvergenceOptions, RaceOptions, TrainingOptions
 from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
+from megatron_sparse.cli.renamed import answer_for_renamed
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
 
@@ -229,3 +230,6 @@ def planner(options: PlannerOptions, json: JsonFile = None) -> None:
     from megatron_sparse.bench.exchange import planner as runner
 
     raise typer.Exit(runner.run(options, json))
+
+
+answer_for_renamed(bench, "bench")

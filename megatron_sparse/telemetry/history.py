@@ -111,7 +111,9 @@ class RunHistory:
     """Collects the iterations of a run and sums them up."""
 
     def __init__(self) -> None:
-        self._columns = {name: array("q") for name in ("number", "phase", *_COUNTS)}
+        self._columns: dict[str, array[Any]] = {
+            name: array("q") for name in ("number", "phase", *_COUNTS)
+        }
         self._columns |= {name: array("d") for name in (*_FLOATS, *_UNSURE)}
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
         self._saved_ms = 0.0

@@ -106,13 +106,13 @@ def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
     return ", ".join(tokens + operations)
 
 
-def thread_parts[Time: (float, float | None)](
-    stage_ms: Mapping[str, Time], iteration_ms: float | None, *, gathers: bool = True
-) -> dict[str, Time]:
+def thread_parts(
+    stage_ms: Mapping[str, Any], iteration_ms: float | None, *, gathers: bool = True
+) -> dict[str, Any]:
     """The training thread's stages and, as `REST`, what no stage accounts for.
 
     Args:
-        stage_ms: milliseconds by stage: of an iteration, or means or medians.
+        stage_ms: milliseconds by stage: of an iteration, or means or medians; None: unknown.
         iteration_ms: of the whole; None without an iteration, which has no rest.
         gathers: whether parameters are gathered; leaves out the wait for them otherwise.
 

@@ -14,7 +14,7 @@ import megatron_sparse
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.cli import main
-from megatron_sparse.cli.left import LEFT
+from megatron_sparse.cli.renamed import RENAMED
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
 from megatron_sparse.run.composition import GROUPS, group_options
@@ -55,10 +55,10 @@ class TestRoot:
         assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", LEFT)
+@pytest.mark.parametrize("command", RENAMED)
 def test_a_command_that_has_left_names_its_remedy(command, capsys):
     assert run(*command.split(), "--any") == ConfigError.exit_code
-    is_one_error(capsys.readouterr().err, f"megatron-sparse {command} has left", LEFT[command])
+    is_one_error(capsys.readouterr().err, f"megatron-sparse {command} has left", RENAMED[command])
 
 
 class TestTrain:
