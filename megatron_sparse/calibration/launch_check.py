@@ -157,7 +157,7 @@ def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
 def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFacts]]:
     """Every rank's facts. They travel as JSON, because pickled objects could run code."""
     text = json.dumps(asdict(own)).encode()
-    rows = yield from gather_rows(text.ljust(FACTS_BYTES), transport)
+    rows = yield from gather_rows(list(text.ljust(FACTS_BYTES)), transport)
     return [RankFacts(**json.loads(bytes(row.to(torch.uint8).tolist()))) for row in rows]
 
 
