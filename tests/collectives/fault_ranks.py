@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, over_groups
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.methods import method_of
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -21,6 +21,7 @@ from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
+from tests.collectives.cases import NAMES
 from tests.collectives.faults import (
     Fault,
     FaultyTransport,
@@ -206,7 +207,7 @@ OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
 def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
     """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
     results = []
-    for scheme in over_groups():
+    for scheme in NAMES:
         for numel in (0, 1):
             side = Side(scheme, 20)
             result = side.reduce(bucket_of(rank, world_size, numel))

@@ -19,6 +19,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import same_on_all_ranks
 
 OPS = list(CollectiveOp)
 KEPT = 300
@@ -79,11 +80,7 @@ class Run:
         return torch.stack(sent), results
 
     def whole(self, results):
-        if self.op is CollectiveOp.REDUCE_SCATTER:
-            return torch.cat(results)
-        for result in results:
-            assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))
-        return results[0]
+        return same_on_all_ranks(self.op, results)
 
 
 def gradients(n, numel, step, dtype=torch.float32):
