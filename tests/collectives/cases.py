@@ -6,6 +6,7 @@ Legend: N elements of the bucket, n ranks.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +23,15 @@ from megatron_sparse.formats.message import (
     record_spec,
 )
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME
 
 STEP = 3
+DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
+"""Of gradients, and of values in messages."""
+NAMES = tuple(SCHEMES)
+BY_FORM = [(name, op) for name in NAMES for op in CollectiveOp if op in SCHEMES[name].ops]
+SPARSE = [name for name in NAMES if SCHEMES[name].takes is Input.SPARSE]
 OPTIONS = SchemeConfig(block_size=64)
 """Small, so that the small buckets here have several blocks."""
 
@@ -49,15 +56,22 @@ class Case:
     straggler: int | None = 1
 
 
-class RecordTap:
-    """A transport that stores (peer, records) of all records that its rank sends."""
+class Forwarding:
+    """A transport that is another one, but for what a test gives it or overrides."""
 
-    def __init__(self, transport):
+    def __init__(self, transport: Any, **attributes: Any) -> None:
         self._transport = transport
-        self.sent = []
+        self.__dict__ |= attributes
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
+
+
+class RecordTap(Forwarding):
+    """Stores (peer, records) of all records that its rank sends."""
+
+    def __init__(self, transport: Any) -> None:
+        super().__init__(transport, sent=[])
 
     def exchange(self, sends, receives, tag):
         """Forwards everything; stores byte tensors, which are records (sizes are not bytes)."""
@@ -127,7 +141,7 @@ def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeCon
 
     def start(transport):
         rank = transport.rank
-        tap: Any = RecordTap(transport)
+        tap = RecordTap(transport)
         taps[rank] = tap
         slices = [ParameterSlice("w", 0, numel)]
         bucket = Bucket("b", gradients[rank].clone(), slices, case.op, n)
@@ -167,6 +181,77 @@ def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tenso
         sent = yield from scheme.run(exchange, dense_N, STEP)
     own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
     return bucket.grad_N[own].clone(), sent
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a case's ranks have got and sent, in rank order, and the cluster they ran on."""
+
+    results: list[torch.Tensor]
+    sent: list[int]
+    cluster: VirtualCluster
+
+    def sent_bytes(self) -> list[int]:
+        """What has gone over each rank's links, agreements included."""
+        return [self.cluster.sent_bytes(rank) for rank in range(len(self.sent))]
+
+
+def on_nodes(sizes: Sequence[int]) -> Topology:
+    """Nodes of so many ranks, without time."""
+    return Topology(tuple(sizes), NO_TIME, NO_TIME)
+
+
+def run_case(
+    case: Case,
+    topology: Topology | None = None,
+    wrap: Callable[[Any], Any] = lambda transport: transport,
+    *,
+    poisoned: int | None = None,
+    values: Sequence[torch.Tensor] | None = None,
+    message_scale: float = 1.0,
+) -> Ran:
+    """Runs a case on virtual ranks.
+
+    Args:
+        case: the collective.
+        topology: of the cluster; None: one node, without time.
+        wrap: makes each rank's transport from the cluster's.
+        poisoned: see `poison` of `steps_of`: this rank's.
+        values: each rank's contribution in place of the case's, in any dtype.
+        message_scale: see `VirtualCluster`.
+    """
+    cluster = VirtualCluster(case.n, topology, message_scale=message_scale)
+
+    def start(transport):
+        rank, own = transport.rank, None
+        if values is not None:
+            own = values[rank].to(VALUE_DTYPES[case.wire]).to(VALUE_DTYPES[case.dtype])
+        return steps_of(case, wrap(transport), poison=rank == poisoned, values=own)
+
+    outcomes = cluster.run(start)
+    return Ran([result for result, _ in outcomes], [sent for _, sent in outcomes], cluster)
+
+
+def whole_sums(case: Case, results: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum as each rank holds it; after a reduce-scatter the one that all shards make."""
+    results = list(results)
+    return results if case.op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
+
+
+def same_on_all_ranks(op: CollectiveOp, results: list[torch.Tensor]) -> torch.Tensor:
+    """The whole sum, of which all ranks must hold the same bits."""
+    if op is CollectiveOp.REDUCE_SCATTER:
+        return torch.cat(results)
+    for result in results:
+        assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))
+    return results[0]
+
+
+def assert_exact(case: Case, results: Iterable[torch.Tensor]) -> None:
+    """The sum over all ranks, to the last bit, on every rank that holds some of it."""
+    expected = exact_sum(case)
+    for rank, whole in enumerate(whole_sums(case, results)):
+        assert torch.equal(whole.double(), expected), (case, rank)
 
 
 def exact_sum(case: Case) -> torch.Tensor:

@@ -20,6 +20,7 @@ from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
+from tests.collectives.cases import NAMES
 from tests.collectives.faults import (
     Fault,
     FaultyTransport,
@@ -202,7 +203,7 @@ OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
 def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
     """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
     results = []
-    for scheme in SCHEMES:
+    for scheme in NAMES:
         for numel in (0, 1):
             side = Side(scheme, 20)
             result = side.reduce(bucket_of(rank, world_size, numel))

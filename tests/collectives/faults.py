@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.wire import MAGIC
+from tests.collectives.cases import Forwarding
 
 Piece = tuple[int, torch.Tensor]
 
@@ -57,7 +58,7 @@ def die_virtually() -> None:
     raise Killed
 
 
-class FaultyTransport:
+class FaultyTransport(Forwarding):
     """See `Transport`; forwards everything except for the fault.
 
     Attributes:
@@ -66,15 +67,12 @@ class FaultyTransport:
     """
 
     def __init__(self, transport: Any, fault: Fault, acts: dict[str, Callable[[], None]]) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._fault = fault
         self._acts = acts
         self._last_sent: dict[int, torch.Tensor] = {}
         self.posted = 0
         self.struck = False
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def all_reduce_(self, values):
         """See `Transport`."""

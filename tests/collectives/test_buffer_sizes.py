@@ -16,7 +16,7 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import STEP, Case, contribution, make_bucket, make_message
+from tests.collectives.cases import DTYPES, STEP, Case, contribution, make_bucket, make_message
 
 UNDECLARED = {"dense_hierarchical", "zen", "hierarchical", "straggler", "straggler_direct"}
 """The account says that it does not know their buffers."""
@@ -29,7 +29,6 @@ DECLARED = [
     for op in CollectiveOp
     if op in scheme.ops
 ]
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
 
 def taken(case: Case, transport):

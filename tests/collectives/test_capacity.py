@@ -12,8 +12,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats import message as message_module
@@ -22,17 +21,26 @@ from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_en
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.reference.capacity import prune_limited
-from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
-from tests.collectives.cases import OPTIONS, STEP, Case, contribution, numel_for, parameters
+from megatron_sparse.transport import Link, Topology, VirtualCluster
+from tests.collectives.cases import (
+    DTYPES,
+    OPTIONS,
+    STEP,
+    Case,
+    Forwarding,
+    contribution,
+    make_bucket,
+    numel_for,
+    parameters,
+    whole_sums,
+)
 from tests.ranks import run_ranks
-from tests.reduction.test_reducer_gloo import Records
+from tests.reduction.test_reducer_gloo import make_reducer
 
 CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
 """And `dense_q`, which prunes nothing: see test_dense_q.py."""
 BY_FORM = [(name, op) for name in CAPABLE for op in CollectiveOp if op in SCHEMES[name].ops]
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 
 
 def layout_of(case, bucket):
@@ -42,7 +50,7 @@ def layout_of(case, bucket):
 
 def selected(case, rank, density):
     """The oracle's content of a rank's message of at most this density, and its residual."""
-    bucket = Bucket("b", contribution(case, rank), parameters(case.numel), case.op, case.n)
+    bucket = make_bucket(case, rank)
     layout = layout_of(case, bucket)
     ranges = layout.range_offsets
     return prune_limited(
@@ -60,27 +68,21 @@ def selected(case, rank, density):
     )
 
 
+def message_of(case, bucket, density, buffers, residual=None):
+    """All that a rank has, or at most this density of it; what does not fit is the residual."""
+    layout = layout_of(case, bucket)
+    residual = torch.zeros(case.numel) if residual is None else residual
+    limits = torch.zeros_like(residual[: layout.range_piece.numel()])
+    capacity = None if density is None else segment_capacity(layout, density)
+    pruning = Pruning(residual, layout.range_offsets, limits, 1.0, -1, capacity)
+    return prune_encode(bucket, layout, pruning, record_spec(case.wire, STEP, "auto", 256), buffers)
+
+
 def steps_of(case, transport, density):
     """One rank's selection and collective: returns (its part of the sum, residual, bytes)."""
-    buffers = MessageBuffers()
-    grad = contribution(case, transport.rank)
-    bucket = Bucket("b", grad, parameters(case.numel), case.op, case.n)
-    layout = layout_of(case, bucket)
-    residual = torch.zeros(case.numel)
-    message = prune_encode(
-        bucket,
-        layout,
-        Pruning(
-            residual,
-            layout.range_offsets,
-            torch.zeros(layout.range_piece.shape),
-            1.0,
-            -1,
-            segment_capacity(layout, density),
-        ),
-        record_spec(case.wire, STEP, "auto", 256),
-        buffers,
-    )
+    buffers, residual = MessageBuffers(), torch.zeros(case.numel)
+    bucket = make_bucket(case, transport.rank)
+    message = message_of(case, bucket, density, buffers, residual)
     bucket.grad_N.fill_(float("nan"))
     exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS, case.straggler)
     sent = yield from SCHEMES[case.scheme].run(exchange, message)
@@ -153,11 +155,8 @@ def test_exact_with_fixed_bytes_and_no_agreement(name, op, n):
         outcomes = cluster.run(lambda t, case=case, limit=limit: steps_of(case, t, limit))
         oracles = [selected(case, rank, limit) for rank in range(n)]
         expected = sum((sent.double() for sent, _ in oracles), torch.zeros(case.numel))
-        if op is CollectiveOp.ALL_REDUCE:
-            for result, _, _ in outcomes:
-                assert torch.equal(result.double(), expected), case
-        else:
-            assert torch.equal(torch.cat([r for r, _, _ in outcomes]).double(), expected), case
+        for whole in whole_sums(case, (result for result, _, _ in outcomes)):
+            assert torch.equal(whole.double(), expected), case
         for rank, (_, residual, _) in enumerate(outcomes):
             assert torch.equal(residual, oracles[rank][1]), case
             # Nothing is lost: these are small integers.
@@ -183,25 +182,10 @@ def test_the_ranks_data_do_not_change_a_byte():
 
 
 def test_messages_of_ranks_with_different_capacities_do_not_match():
-    tags = set()
+    tags, case = set(), Case("direct", 2, numel=900)
     for limit in (0.1, 0.2, None):
-        bucket = Bucket("b", torch.zeros(900), parameters(900), CollectiveOp.ALL_REDUCE, 2)
-        layout = bucket.layout(True)
-        capacity = None if limit is None else segment_capacity(layout, limit)
-        message = prune_encode(
-            bucket,
-            layout,
-            Pruning(
-                torch.zeros(900),
-                layout.range_offsets,
-                torch.zeros(layout.range_piece.shape),
-                1.0,
-                -1,
-                capacity,
-            ),
-            record_spec("fp32", STEP, "auto", 256),
-            MessageBuffers(),
-        )
+        bucket = Bucket("b", torch.zeros(900), parameters(900), case.op, 2)
+        message = message_of(case, bucket, limit, MessageBuffers())
         transport = VirtualCluster(2).transports[0]
         tags.add(
             group_of(
@@ -211,21 +195,15 @@ def test_messages_of_ranks_with_different_capacities_do_not_match():
     assert len(tags) == 3
 
 
-class Damaging:
-    """A transport that flips a bit of the step in messages to one rank."""
-
-    def __init__(self, transport, peer):
-        self._transport, self._peer = transport, peer
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
+class Damaging(Forwarding):
+    """A transport that flips a bit of the step in messages to rank 0."""
 
     def exchange(self, sends, receives, tag):
         sent = []
         for peer, records in sends:
             damaged = records.clone()
             damaged[40] ^= 1
-            sent.append((peer, damaged if peer == self._peer else records))
+            sent.append((peer, records if peer else damaged))
         return self._transport.exchange(sent, receives, tag)
 
 
@@ -244,7 +222,7 @@ def test_a_damaged_record_names_rank_and_field(name, op):
     case = Case(name, 3, op, numel=900)
 
     def start(transport):
-        tap = Damaging(transport, 0) if transport.rank == 1 else transport
+        tap = Damaging(transport) if transport.rank == 1 else transport
         return error_of(steps_of(case, tap, 0.1))
 
     errors = VirtualCluster(3).run(start)
@@ -314,29 +292,10 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
     case, messages = Case(name, 4, op, numel=2400), []
 
     def start(transport, limit):
-        bucket = Bucket(
-            "b",
-            contribution(case, transport.rank).as_subclass(OnDevice),
-            parameters(case.numel),
-            case.op,
-            case.n,
-        )
-        layout, buffers = bucket.layout(SCHEMES[name].is_sharded(op)), MessageBuffers()
-        capacity = None if limit is None else segment_capacity(layout, limit)
-        message = prune_encode(
-            bucket,
-            layout,
-            Pruning(
-                torch.zeros(case.numel).as_subclass(OnDevice),
-                layout.range_offsets,
-                torch.zeros(layout.range_piece.shape).as_subclass(OnDevice),
-                1.0,
-                -1,
-                capacity,
-            ),
-            record_spec("fp32", STEP, "auto", 256),
-            buffers,
-        )
+        bucket, buffers = make_bucket(case, transport.rank), MessageBuffers()
+        bucket.grad_N = bucket.grad_N.as_subclass(OnDevice)
+        residual = torch.zeros(case.numel).as_subclass(OnDevice)
+        message = message_of(case, bucket, limit, buffers, residual)
         messages.append(message)
         exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS)
         return SCHEMES[name].run(exchange, message)
@@ -364,23 +323,10 @@ def test_other_schemes_are_refused_in_the_first_step(name):
 def test_the_torch_codec_refuses_it(monkeypatch):
     monkeypatch.setattr(message_module, "is_compiled", lambda device: False)
     case, residual = Case("direct", 1, numel=90), torch.zeros(90)
-    bucket = Bucket("b", contribution(case, 0), parameters(90), case.op, 1)
-    layout, before = bucket.layout(True), bucket.grad_N.clone()
+    bucket = make_bucket(case, 0)
+    before = bucket.grad_N.clone()
     with pytest.raises(ExtensionError, match="capacity mode needs the compiled codec"):
-        prune_encode(
-            bucket,
-            layout,
-            Pruning(
-                residual,
-                layout.range_offsets,
-                torch.zeros(layout.range_piece.shape),
-                1.0,
-                -1,
-                segment_capacity(layout, 0.1),
-            ),
-            record_spec("fp32", STEP, "auto", 256),
-            MessageBuffers(),
-        )
+        message_of(case, bucket, 0.1, MessageBuffers(), residual)
     assert torch.equal(bucket.grad_N, before)
     assert not residual.any()
 
@@ -390,12 +336,6 @@ def test_these_schemes_take_it(name):
     planner = FixedPlanner(CompressionConfig(), SchemeConfig(name=name, capacity=1.25))
     bucket = Bucket("b", torch.zeros(90), parameters(90), CollectiveOp.ALL_REDUCE, 2)
     assert planner.plan_for(bucket, 0).scheme == "dense"  # still warming up
-
-
-@pytest.mark.parametrize("capacity", [0, -1, math.nan, math.inf, "much"])
-def test_the_factor_is_checked(capacity):
-    with pytest.raises(ConfigError, match=r"scheme\.capacity"):
-        SchemeConfig(capacity=capacity)
 
 
 def test_auto_compares_sent_bytes_not_selected_elements():
@@ -420,29 +360,10 @@ def _train(rank, world_size, schemes):
     progress = ProgressThread(torch.device("cpu"), 30)
     results = []
     for name, op in schemes:
-        config = SparseConfig(
-            CompressionConfig(
-                density=0.05,
-                value_bits=None,
-                warmup_iters=0,
-                ramp_iters=0,
-                samples=300,
-                keep_below_numel=0,
-            ),
-            SchemeConfig(name=name, capacity=1.0, timeout_s=30),
+        reducer, records = make_reducer(
+            world_size, name, 0.05, None, progress, dist.group.WORLD, capacity=1.0
         )
-        transport = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"))
-        residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
-        records = Records()
-        planner = FixedPlanner(config.compression, config.scheme)
-        reducer = GradientReducer(
-            config,
-            Groups(transport),
-            planner,
-            residuals,
-            records,
-            progress,
-        )
+        residuals = reducer.selector.residuals
         carried = torch.zeros(NUMEL)
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + rank)
@@ -459,7 +380,7 @@ def _train(rank, world_size, schemes):
             record = records.buckets[-1]
             results.append((part.clone(), grad + carried - after, record.wire_bytes, record.nnz))
             carried = after.clone()
-        transport.close()
+        reducer.transport.close()
     progress.close()
     return results
 

@@ -9,11 +9,10 @@ import pytest
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import even_cuts
-from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.collectives.cases import Case, numel_for, steps_of
+from megatron_sparse.transport import Link, Topology
+from tests.collectives.cases import DTYPES, Case, numel_for, run_case
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 BYTES = {"fp32": 4, "bf16": 2}
 ONE_ROUND_A_SECOND = Link(1.0, 0.0)
 
@@ -87,12 +86,6 @@ COSTS = {
 }
 
 
-def _measure(case, topology=None):
-    cluster = VirtualCluster(case.n, topology)
-    reported = [sent for _, sent in cluster.run(lambda t: steps_of(case, t))]
-    return [cluster.sent_bytes(rank) for rank in range(case.n)], reported, cluster
-
-
 @pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("name", COSTS)
 def test_bytes_and_rounds_are_those_of_the_header(name, op):
@@ -101,33 +94,24 @@ def test_bytes_and_rounds_are_those_of_the_header(name, op):
     for n in RANKS:
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for dtype, wire in DTYPES:
-            case = Case(
-                name,
-                n,
-                op,
-                dtype,
-                wire,
-                1,
-                numel_for(n, 1001, op),
-                straggler=None,
-            )
+            count = numel_for(n, 1001, op)
+            case = Case(name, n, op, dtype, wire, 1, count, straggler=None)
             partial = 2 if (dtype, wire) == ("fp32", "bf16") else 4
             expected, rounds = COSTS[name](case, partial, BYTES[wire])
-            sent, reported, cluster = _measure(case, topology)
-            assert sent == reported == expected, case
+            ran = run_case(case, topology)
+            assert ran.sent_bytes() == ran.sent == expected, case
             if name == "dense_broadcast" and n & (n - 1):
                 # In the last round only ranks that sent in the round before may have to send, and
                 # in the model a sender does not wait for its message to arrive.
-                assert rounds - 1 <= cluster.modelled_s <= rounds, case
+                assert rounds - 1 <= ran.cluster.modelled_s <= rounds, case
             else:
-                assert cluster.modelled_s == rounds, case
+                assert ran.cluster.modelled_s == rounds, case
 
 
 @pytest.mark.parametrize(("n", "closed"), [(4, 2 * 3 / 4), (8, 2 * 7 / 8)])
 @pytest.mark.parametrize("name", ["dense_ring", "dense_rhd", "dense_allpairs"])
 def test_equal_pieces_send_twice_n_minus_one_nths(name, n, closed):
-    sent, _, _ = _measure(Case(name, n, numel=800))
-    assert sent == [closed * 800 * 4] * n
+    assert run_case(Case(name, n, numel=800)).sent_bytes() == [closed * 800 * 4] * n
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -136,8 +120,9 @@ def test_the_hierarchy_sends_the_headers_bytes_between_nodes(m, k, op):
     n, total = m * k, 3 * 4 * 4 * 16
     inner, outer = Link(1.0, 0.0), Link(1000.0, 0.0)
     case = Case("dense_hierarchical", n, op, density=1, numel=total)
-    sent, reported, cluster = _measure(case, Topology((m,) * k, inner, outer))
-    assert sent == reported
+    ran = run_case(case, Topology((m,) * k, inner, outer))
+    assert ran.sent_bytes() == ran.sent
+    cluster = ran.cluster
     halves = 2 if op is CollectiveOp.ALL_REDUCE else 1
     node = cluster.topology.nodes
     for rank in range(n):

@@ -18,6 +18,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import same_on_all_ranks
 
 OPS = list(CollectiveOp)
 KEPT = 300
@@ -62,8 +63,8 @@ class Run:
             rank = transport.rank
             bucket = self.bucket(given[rank].clone())
             plan = self.planner.plan_for(bucket, step)
-            method = self.residuals[rank]
-            message = Selector(method, rank, self.buffers[rank]).select(
+            selector = Selector(self.config, self.residuals[rank], rank, self.buffers[rank])
+            message = selector.select(
                 bucket, plan.message_spec(bucket, self.options), step=step, timer=StageTimer()
             )
             self.message_bytes[rank] = message.nbytes
@@ -78,11 +79,7 @@ class Run:
         return torch.stack(sent), results
 
     def whole(self, results):
-        if self.op is CollectiveOp.REDUCE_SCATTER:
-            return torch.cat(results)
-        for result in results:
-            assert torch.equal(result.view(torch.uint8), results[0].view(torch.uint8))
-        return results[0]
+        return same_on_all_ranks(self.op, results)
 
 
 def gradients(n, numel, step, dtype=torch.float32):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,29 +15,22 @@ from megatron_sparse import collectives
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import Subgroup
-from megatron_sparse.transport import Topology, VirtualCluster
-from megatron_sparse.transport.topology import NO_TIME
-from tests.collectives.cases import Case, contribution, exact_sum, numel_for, steps_of
+from tests.collectives.cases import (
+    BY_FORM,
+    DTYPES,
+    NAMES,
+    OPTIONS,
+    Case,
+    assert_exact,
+    contribution,
+    exact_sum,
+    numel_for,
+    on_nodes,
+    run_case,
+)
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 IN_ROUNDS = Subgroup.in_rounds
-BY_FORM = [(name, op) for name in SCHEMES for op in CollectiveOp if op in SCHEMES[name].ops]
-
-
-def _run(case, topology=None):
-    cluster = VirtualCluster(case.n, topology)
-    outcomes = cluster.run(lambda transport: steps_of(case, transport))
-    return [result for result, _ in outcomes], [sent for _, sent in outcomes], cluster
-
-
-def _assert_exact(case, results):
-    expected = exact_sum(case)
-    if case.op is CollectiveOp.ALL_REDUCE:
-        for rank, result in enumerate(results):
-            assert torch.equal(result.double(), expected), (case, rank)
-    else:
-        assert torch.equal(torch.cat(results).double(), expected), case
 
 
 def test_every_file_with_a_scheme_is_in_the_registry():
@@ -54,7 +48,7 @@ def test_exact_on_small_integers(name, op, n):
     for density, numel, dtype, wire in kinds:
         count = numel_for(n, numel, op)
         case = Case(name, n, op, dtype, wire, density, count)
-        _assert_exact(case, _run(case)[0])
+        assert_exact(case, run_case(case).results)
 
 
 @pytest.fixture
@@ -83,17 +77,17 @@ def in_one_call(monkeypatch):
 )
 def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):
     """Buffers hold garbage until a message arrives, so an early read would be found."""
-    for topology in (None, Topology((1, n - 1), NO_TIME, NO_TIME)):
+    for topology in (None, on_nodes((1, n - 1))):
         for dtype, wire in DTYPES:
             case = Case(name, n, op, dtype, wire, 0.3, numel_for(n, 300, op), floats=True)
             in_one_call.clear()
-            results, sent, _ = _run(case, topology)
+            ran = run_case(case, topology)
             with pytest.MonkeyPatch.context() as apart:
                 apart.setattr(Subgroup, "in_rounds", IN_ROUNDS)
-                expected, expected_sent, _ = _run(case, topology)
+                apart_ran = run_case(case, topology)
             assert in_one_call, case
-            assert sent == expected_sent
-            for result, wanted in zip(results, expected, strict=True):
+            assert ran.sent == apart_ran.sent
+            for result, wanted in zip(ran.results, apart_ran.results, strict=True):
                 assert torch.equal(result, wanted), case
 
 
@@ -109,15 +103,22 @@ def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
     """Over a tile of 4096 elements too, and in fp16; no case here was chosen by hand."""
     name, op = which
     case = Case(name, n, op, *dtypes, density, numel_for(n, numel, op))
-    _assert_exact(case, _run(case)[0])
+    assert_exact(case, run_case(case).results)
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 8])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, n):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, (n,)) for name in NAMES for n in (2, 3, 5, 8)),
+        ("hierarchical", (2, 2)),
+        ("hierarchical", (3, 1, 2)),
+    ],
+)
+def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(name, sizes):
+    n = sum(sizes)
     for dtype, wire in DTYPES:
         case = Case(name, n, CollectiveOp.ALL_REDUCE, dtype, wire, 0.3, 1000, floats=True)
-        results, _, _ = _run(case)
+        results = run_case(case, on_nodes(sizes)).results
         for result in results[1:]:
             assert torch.equal(result, results[0]), (case, "not bit-identical")
         # At most n additions of numbers up to sum |x|, each off by half a unit in the last place
@@ -151,37 +152,58 @@ def test_schemes_that_add_in_rank_order_agree_bit_for_bit(name, dtype):
     expected = torch.zeros(case.numel)
     for rank in range(case.n):
         expected += contribution(case, rank).float()
-    for result in _run(case)[0]:
+    for result in run_case(case).results:
         assert torch.equal(result, expected.to(result.dtype))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("name", "op"), BY_FORM)
-def test_not_a_number_and_infinity_reach_every_rank(name, op, dtype):
-    n, numel = 3, 240
-    case = Case(name, n, op, dtype, dtype, 0.3, numel)
-    cluster = VirtualCluster(n)
-
-    def start(transport):
-        return steps_of(case, transport, poison=transport.rank == 1)
-
-    results = [result for result, _ in cluster.run(start)]
-    whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
-    for result in whole:
-        assert result[7].isnan()
-        assert result[100] == float("inf")
-        assert result.isnan().sum() == 1
-
-
-UNEVEN = [(3, 2), (1, 4), (4, 4), (2, 2, 2), (3, 1, 2, 2), (5,), (1, 1, 1), (2, 3, 3, 3, 1), (2, 2)]
+HIERARCHIES = [("dense_hierarchical", "direct")]
+HIERARCHIES += [("hierarchical", name) for name in NAMES if SCHEMES[name].runs_across_nodes]
+NODES = [(1,), (5,), (1, 1, 1), (2, 2), (4, 4), (2, 2, 2), (3, 2), (1, 4), (3, 1, 2, 2)]
+NODES += [(2, 3, 3, 3, 1)]
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize("sizes", UNEVEN)
-def test_the_hierarchy_is_exact_on_nodes_of_any_size(sizes, op):
-    n = sum(sizes)
-    topology = Topology(sizes, NO_TIME, NO_TIME)
-    for (dtype, wire), numel in itertools.product(DTYPES, (300, 1, 0)):
-        count = numel_for(n, numel, op)
-        case = Case("dense_hierarchical", n, op, dtype, wire, 1, count)
-        _assert_exact(case, _run(case, topology)[0])
+@pytest.mark.parametrize(("name", "inner"), HIERARCHIES)
+def test_hierarchies_are_exact_on_nodes_of_any_size(name, inner, op):
+    """Inner schemes without a reduce-scatter too, and parts of one element or none."""
+    options, is_dense = replace(OPTIONS, inner=inner), name == "dense_hierarchical"
+    turns = itertools.cycle(DTYPES)
+    for sizes in NODES:
+        n = sum(sizes)
+        numels = (300, n, 1, 0)
+        kinds = itertools.product(DTYPES, numels) if is_dense else zip(turns, numels, strict=False)
+        for (dtype, wire), numel in kinds:
+            count, density = numel_for(n, numel, op), 1 if is_dense else 0.2
+            case = Case(name, n, op, dtype, wire, density, count, options=options)
+            assert_exact(case, run_case(case, on_nodes(sizes)).results)
+
+
+VARIANTS = [("omnireduce", {"block_size": size}) for size in (64, 256, 4096)] + [
+    ("zen", {"partition_hash": kind, "hash_rounds": rounds, "hash_seed": seed})
+    for kind, rounds, seed in (
+        ("permutation", 3, 1234),
+        ("general", 0, 1234),
+        ("general", 1, 7),
+        ("permutation", 0, 0),
+    )
+]
+AMOUNTS = [
+    *itertools.product((1, 2, 5), DTYPES, (0, 0.02, 0.5), [700]),
+    *itertools.product([3], DTYPES[1:2], (0.0005, 0.05), [30_000]),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "op"),
+    [(*variant, op) for variant in VARIANTS for op in CollectiveOp if (variant[0], op) in BY_FORM],
+)
+def test_exact_with_every_block_size_and_every_hash(name, options, op):
+    """Both add in rank order, so even floats have the bits that they have by default."""
+    for n, (dtype, wire), density, numel in AMOUNTS:
+        count, others = numel_for(n, numel, op), replace(OPTIONS, **options)
+        case = Case(name, n, op, dtype, wire, density, count, options=others)
+        assert_exact(case, run_case(case).results)
+        floats = replace(case, floats=True)
+        by_default = run_case(replace(floats, options=OPTIONS)).results
+        for result, other in zip(run_case(floats).results, by_default, strict=True):
+            assert torch.equal(result, other), case

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.collectives import SCHEMES, Input
 from tests import ranks
+from tests.collectives.cases import NAMES, SPARSE
 from tests.collectives.fault_ranks import (
     NUMEL,
     SLOW_S,
@@ -34,19 +34,17 @@ TIMEOUT_S = 10.0
 SLACK_S = 4.0
 """Additional seconds for a machine that runs several worlds at once."""
 WORLDS_AT_ONCE = 4
-SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
 OPERATIONS = ("exchange with ranks", "all_gather", "all_reduce")
 
 
 @pytest.fixture(scope="module")
 def posts(forked_ranks):
     """How many operations each rank posts, by scheme; and each scheme once without a fault."""
-    cases = [(name, Fault("none", 0, 0)) for name in SCHEMES]
+    cases = [(name, Fault("none", 0, 0)) for name in NAMES]
     by_rank = run_ranks(one_after_another, N, cases, 20.0)
     assert all(result["right"] for results in by_rank for result in results)
     return {
-        name: [results[index]["posted"] for results in by_rank]
-        for index, name in enumerate(SCHEMES)
+        name: [results[index]["posted"] for results in by_rank] for index, name in enumerate(NAMES)
     }
 
 
@@ -150,7 +148,7 @@ def test_a_rank_killed_while_it_sends_a_large_message_is_named(tmp_path):
 
 
 def test_a_slow_rank_changes_nothing(posts):
-    cases = [(name, Fault("slow", 1, posts[name][1] // 2)) for name in SCHEMES]
+    cases = [(name, Fault("slow", 1, posts[name][1] // 2)) for name in NAMES]
     by_rank = run_ranks(one_after_another, N, cases, 20.0)
     for results in by_rank:
         for case, result in zip(cases, results, strict=True):
@@ -189,7 +187,7 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
                 run_ranks,
                 disagree_everywhere,
                 N,
-                [(name, what) for name in SCHEMES],
+                [(name, what) for name in NAMES],
                 2.0,
                 timeout_s=240,
             )
@@ -197,7 +195,7 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
         ]
     for what, world in zip(kinds, worlds, strict=True):
         for rank, results in enumerate(world.result()):
-            for scheme, result in zip(SCHEMES, results, strict=True):
+            for scheme, result in zip(NAMES, results, strict=True):
                 where = (scheme, what, rank, result["text"])
                 assert result["kind"] == "CommunicationError", where
                 assert "bucket b" in result["text"], where
@@ -215,7 +213,7 @@ def test_empty_buckets_and_a_world_of_one(world_size):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ["kill", "stop"])
-@pytest.mark.parametrize("name", list(SCHEMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_a_rank_lost_at_any_operation_of_any_scheme(name, kind, posts, tmp_path):
     cases = [
         (name, Fault(kind, victim, at))

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.checksummed import (
     checksummed_row,
     checksummed_size,
@@ -21,11 +20,18 @@ from megatron_sparse.collectives.checksummed import (
 )
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
+from tests.collectives.cases import (
+    BY_FORM,
+    SPARSE,
+    Case,
+    exact_sum,
+    numel_for,
+    steps_of,
+    whole_sums,
+)
 from tests.collectives.faults import Fault, FaultyTransport, Killed, die_virtually
 
 N = 3
-FORMS = [(name, op) for name in SCHEMES for op in CollectiveOp if op in SCHEMES[name].ops]
 # In this case messages and sums have different sizes, so a repeated message is detected by its
 # size or by its header.
 DENSITY = 0.2
@@ -49,12 +55,9 @@ def _run(name, op, fault):
         results = cluster.run(start)
     except MegatronSparseError as error:
         return error, False, faulty
-    expected = exact_sum(case)
-    scatters = op is CollectiveOp.REDUCE_SCATTER
-    pieces = list(expected.chunk(N)) if scatters else [expected] * N
-    exact = all(
-        result is not None and torch.equal(result[0].double(), piece)
-        for result, piece in zip(results, pieces, strict=True)
+    exact = None not in results and all(
+        torch.equal(whole.double(), exact_sum(case))
+        for whole in whole_sums(case, (result for result, _ in results))
     )
     return None, exact, faulty
 
@@ -78,7 +81,7 @@ def _outcomes(name, op, kind):
     return outcomes
 
 
-@pytest.mark.parametrize(("name", "op"), FORMS)
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_a_rank_that_dies_at_any_operation_is_named(name, op):
     outcomes = _outcomes(name, op, "kill")
     assert outcomes
@@ -87,7 +90,7 @@ def test_a_rank_that_dies_at_any_operation_is_named(name, op):
         assert f"rank {victim}" in str(error) or f"ranks [{victim}]" in str(error), (victim, at)
 
 
-@pytest.mark.parametrize(("name", "op"), FORMS)
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_a_slow_rank_changes_nothing(name, op):
     posts = _posts(name, op)
     for at in range(max(posts)):
@@ -99,7 +102,7 @@ def test_a_slow_rank_changes_nothing(name, op):
         assert exact, (victim, at)
 
 
-@pytest.mark.parametrize(("name", "op"), FORMS)
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_a_truncated_message_is_an_error(name, op):
     outcomes = _outcomes(name, op, "truncate")
     # Only the backend's own reduction has no messages of the plugin.
@@ -109,10 +112,7 @@ def test_a_truncated_message_is_an_error(name, op):
         assert f"rank {victim}'s message" in str(error)
 
 
-SPARSE = [item for item in FORMS if SCHEMES[item[0]].takes is Input.SPARSE]
-
-
-@pytest.mark.parametrize(("name", "op"), SPARSE)
+@pytest.mark.parametrize(("name", "op"), [item for item in BY_FORM if item[0] in SPARSE])
 def test_a_damaged_header_names_the_sender(name, op):
     outcomes = _outcomes(name, op, "header")
     assert outcomes
@@ -121,7 +121,7 @@ def test_a_damaged_header_names_the_sender(name, op):
 
 
 # The all-reduces contain every phase of the reduce-scatters.
-ALL_REDUCES = [name for name, op in SPARSE if op is CollectiveOp.ALL_REDUCE]
+ALL_REDUCES = [name for name in SPARSE if (name, CollectiveOp.ALL_REDUCE) in BY_FORM]
 
 
 @pytest.mark.parametrize("name", [*ALL_REDUCES, "dense"])

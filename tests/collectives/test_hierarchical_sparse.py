@@ -1,4 +1,4 @@
-"""Sparse schemes inside a hierarchy: exact on nodes of any size; bytes between nodes.
+"""Sparse schemes inside a hierarchy: bytes between nodes, order of addition, errors, sockets.
 
 Legend: n ranks, m ranks of a node, k nodes.
 """
@@ -13,47 +13,32 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, check
-from megatron_sparse.collectives.base import POSTED
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES
-from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
-from megatron_sparse.transport.topology import NO_TIME
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, HEADER_BYTES, payload_bytes
 from tests.collectives.cases import (
+    DTYPES,
     OPTIONS,
     Case,
+    Forwarding,
+    assert_exact,
     contribution,
-    exact_sum,
     numel_for,
+    on_nodes,
     parameters,
-    steps_of,
+    run_case,
 )
 from tests.collectives.faults import Fault, FaultyTransport
-from tests.ranks import run_ranks
+from tests.collectives.over_gloo import run_over_gloo
 
 INNER_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.runs_across_nodes]
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
-NODES = [(1,), (4,), (1, 1, 1), (2, 2), (4, 4), (2, 2, 2), (3, 2), (1, 4), (3, 1, 2, 2)]
 
 
 def _case(inner, n, op, dtype="fp32", wire="fp32", density=0.2, numel=300, floats=False):
     options = dataclasses.replace(OPTIONS, inner=inner)
     count = numel_for(n, numel, op)
     return Case("hierarchical", n, op, dtype, wire, density, count, floats, options)
-
-
-def _run(case, sizes, wrap=lambda transport: transport):
-    cluster = VirtualCluster(case.n, Topology(sizes, NO_TIME, NO_TIME))
-    outcomes = cluster.run(lambda transport: steps_of(case, wrap(transport)))
-    return [result for result, _ in outcomes], [sent for _, sent in outcomes], cluster
-
-
-def _assert_exact(case, results):
-    expected = exact_sum(case)
-    pieces = [expected] * case.n if case.op is CollectiveOp.ALL_REDUCE else expected.chunk(case.n)
-    for rank, (result, piece) in enumerate(zip(results, pieces, strict=True)):
-        assert torch.equal(result.double(), piece), (case, rank)
 
 
 def test_every_other_sparse_scheme_can_be_the_inner_one():
@@ -66,54 +51,10 @@ def test_every_other_sparse_scheme_can_be_the_inner_one():
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize("inner", INNER_SCHEMES)
-def test_exact_on_nodes_of_any_size(inner, op):
-    """Inner schemes without a reduce-scatter too, and parts of one element or none."""
-    for number, sizes in enumerate(NODES):
-        n = sum(sizes)
-        for (dtype, wire), numel in [
-            *zip(DTYPES, (300, 1, 0), strict=True),
-            (DTYPES[number % 3], n),
-        ]:
-            case = _case(inner, n, op, dtype, wire, numel=numel)
-            _assert_exact(case, _run(case, sizes)[0])
-
-
-class OnNodes:
-    """A transport whose ranks are on given nodes."""
-
-    def __init__(self, transport, nodes):
-        self._transport = transport
-        self.nodes = nodes
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
-
-
-@pytest.mark.parametrize("op", list(CollectiveOp))
 def test_ranks_need_not_be_numbered_node_by_node(op):
     nodes = (1, 0, 1, 0, 1)
     case = _case("direct", 5, op)
-    cluster = VirtualCluster(5)
-    results = cluster.run(lambda t: steps_of(case, OnNodes(t, nodes)))
-    _assert_exact(case, [result for result, _ in results])
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 1, 2)])
-def test_all_ranks_hold_the_same_bits_and_the_sum_of_floats(sizes):
-    for dtype, wire in DTYPES:
-        case = _case(
-            "direct", sum(sizes), CollectiveOp.ALL_REDUCE, dtype, wire, numel=1000, floats=True
-        )
-        results, _, _ = _run(case, sizes)
-        assert all(torch.equal(result, results[0]) for result in results)
-        # At most n additions of numbers up to sum |x|, each off by half a unit in the last place of
-        # what partial sums are rounded to (bf16 only where the wire narrows), and one at the end.
-        magnitude = sum(contribution(case, rank).double().abs() for rank in range(case.n))
-        narrow = (dtype, wire) == ("fp32", "bf16")
-        unit = torch.finfo(torch.bfloat16 if narrow else torch.float32).eps
-        bound = magnitude * (case.n * unit + torch.finfo(results[0].dtype).eps) / 2
-        assert ((results[0].double() - exact_sum(case)).abs() <= bound).all(), case
+    assert_exact(case, run_case(case, wrap=lambda t: Forwarding(t, nodes=nodes)).results)
 
 
 def test_a_bf16_gradient_is_rounded_once_at_the_end():
@@ -122,22 +63,8 @@ def test_a_bf16_gradient_is_rounded_once_at_the_end():
     parts = [contribution(case, rank).float() for rank in range(4)]
     # Rank order within the pairs and between them, in fp32.
     expected = ((parts[0] + parts[1]) + (parts[2] + parts[3])).bfloat16()
-    for result in _run(case, (2, 2))[0]:
+    for result in run_case(case, on_nodes((2, 2))).results:
         assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize("op", list(CollectiveOp))
-def test_not_a_number_and_infinity_cross_the_nodes(op):
-    case = _case("direct", 3, op)
-    cluster = VirtualCluster(3, Topology((2, 1), NO_TIME, NO_TIME))
-    results = cluster.run(lambda t: steps_of(case, t, poison=t.rank == 1))
-    wholes = [result for result, _ in results]
-    if op is CollectiveOp.REDUCE_SCATTER:
-        wholes = [torch.cat(wholes)]
-    for whole in wholes:
-        assert whole[7].isnan()
-        assert whole[100] == float("inf")
-        assert whole.isnan().sum() == 1
 
 
 def _records(values, start, stop, dtype):
@@ -173,14 +100,14 @@ def test_bytes_are_those_of_the_header(m, k, op):
     n, reduce = m * k, op is CollectiveOp.ALL_REDUCE
     for (dtype, wire), density in zip(DTYPES, (0.05, 0.2, 0.02), strict=True):
         case = _case("direct", n, op, dtype, wire, density, 1001)
-        _, reported, cluster = _run(case, (m,) * k)
+        ran = run_case(case, on_nodes((m,) * k))
         partial = "bf16" if (dtype, wire) == ("fp32", "bf16") else "fp32"
         value_bytes = 4 if dtype == "fp32" else 2
         inputs = [contribution(case, rank).double() for rank in range(n)]
         node_sums = [sum(inputs[node * m : (node + 1) * m]) for node in range(k)]
         total = sum(node_sums)
         agreed = 8 * (2 + n)
-        for (a, b), got in cluster.link_bytes.items():
+        for (a, b), got in ran.cluster.link_bytes.items():
             (node_a, lane_a), (node_b, lane_b) = divmod(a, m), divmod(b, m)
             expected = agreed
             if node_a == node_b:
@@ -195,9 +122,8 @@ def test_bytes_are_those_of_the_header(m, k, op):
                 expected += _records(total, *shards[node_a], partial) if reduce else 0
             assert got == expected, (case, a, b)
         rounds_of_sizes = (2 if reduce else 1) * 8 * (2 + k) * (k - 1)
-        for rank in range(n):
-            unreported = agreed * (n - 1) + rounds_of_sizes
-            assert cluster.sent_bytes(rank) == reported[rank] + unreported
+        unreported = agreed * (n - 1) + rounds_of_sizes
+        assert ran.sent_bytes() == [sent + unreported for sent in ran.sent]
 
 
 def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
@@ -207,8 +133,7 @@ def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
         case = dataclasses.replace(
             _case("direct", 8, CollectiveOp.ALL_REDUCE, numel=40_000), scheme=name
         )
-        _, _, cluster = _run(case, (4, 4))
-        links = cluster.link_bytes.items()
+        links = run_case(case, on_nodes((4, 4))).cluster.link_bytes.items()
         crossing[name] = sum(size for (a, b), size in links if a // 4 != b // 4)
     # Each way, in dense buckets: direct sends 4 halves of messages of density 0.2 and 4 x 4 eighths
     # of a sum of density 0.83, 2.5 together; the hierarchy 4 eighths of a node's sum of density
@@ -223,38 +148,22 @@ def test_an_inner_error_names_the_rank_of_the_group():
     named = []
     for fault.at in range(12):
         try:
-            _run(case, (2, 2), lambda transport: FaultyTransport(transport, fault, {}))
+            run_case(
+                case, on_nodes((2, 2)), lambda transport: FaultyTransport(transport, fault, {})
+            )
         except WireFormatError as error:
             named.append(str(error).splitlines()[0])
     assert named
     assert all(text.startswith("rank 2: field") for text in named), named
 
 
-def _over_sockets(rank, world_size, nodes, names):
-    """The result of each scheme in both forms, with the ranks of this host on several nodes."""
-    import torch.distributed as dist
-
-    transport = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"))
-    results = {}
-    for name, op in itertools.product(names, CollectiveOp):
-        case = dataclasses.replace(_case("direct", world_size, op, numel=1000), scheme=name)
-        steps = steps_of(case, OnNodes(transport, nodes))
-        while True:
-            try:
-                yielded = next(steps)
-            except StopIteration as end:
-                results[name, op] = end.value[0]
-                break
-            if yielded is not POSTED:
-                yielded.finish()
-    transport.close()
-    return results
-
-
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), pytest.param((0, 0, 1), marks=pytest.mark.slow)])
 def test_exact_over_sockets(nodes):
-    n = len(nodes)
-    by_rank = run_ranks(_over_sockets, n, nodes, ("hierarchical", "adaptive_ring"))
-    for name, op in by_rank[0]:
-        case = _case("direct", n, op, numel=1000)
-        _assert_exact(case, [results[name, op] for results in by_rank])
+    cases = [
+        dataclasses.replace(_case("direct", len(nodes), op, numel=1000), scheme=name)
+        for name in ("hierarchical", "adaptive_ring")
+        for op in CollectiveOp
+    ]
+    for case, results in zip(cases, run_over_gloo(cases, nodes=nodes), strict=True):
+        assert_exact(case, results)

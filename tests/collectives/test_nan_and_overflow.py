@@ -12,15 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.planner.plan import bucket_facts
-from megatron_sparse.transport import Topology, VirtualCluster
-from megatron_sparse.transport.topology import NO_TIME
 from megatron_sparse.transport.virtual_rank import VirtualTransport
-from tests.collectives.cases import OPTIONS, Case, steps_of
+from tests.collectives.cases import BY_FORM, OPTIONS, Case, on_nodes, run_case, whole_sums
 
-BY_FORM = [(name, op) for name in SCHEMES for op in CollectiveOp if op in SCHEMES[name].ops]
 DTYPES = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp16", "fp16"))
 NUMEL = 240
 RAW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -79,33 +75,24 @@ def test_rounding_leaves_one_nan(dtype):
     assert torch.equal(bits(rounded)[kept], bits(values.to(dtype))[kept])
 
 
-def results_of(case, gradients, topology=None):
-    """Each rank's result of a collective on these fp32 gradients."""
-
-    def start(transport):
-        values = gradients[transport.rank].to(VALUE_DTYPES[case.wire])
-        return steps_of(case, transport, values=values.to(VALUE_DTYPES[case.dtype]))
-
-    return [result for result, _ in VirtualCluster(case.n, topology).run(start)]
-
-
 def bits(values):
     """The raw bits: NaN equals nothing, not even itself."""
     return values.view(RAW[values.dtype])
 
 
 @pytest.mark.parametrize(
-    ("n", "additions"), [(2, nullcontext), (3, nullcontext), (5, nullcontext), (3, GpuNan)]
+    ("sizes", "additions"),
+    [*(((n,), nullcontext) for n in (2, 3, 5)), ((2, 1), nullcontext), ((3,), GpuNan)],
 )
 @pytest.mark.parametrize(("name", "op"), BY_FORM)
-def test_a_sum_that_is_nan_has_the_same_bits_on_every_rank(name, op, n, additions):
+def test_a_sum_that_is_nan_has_the_same_bits_on_every_rank(name, op, sizes, additions):
+    n = sum(sizes)
     gradients = [specials(rank) for rank in range(n)]
     expected = sum(values.double() for values in gradients)
     for dtype, wire in DTYPES:
         case = Case(name, n, op, dtype, wire, numel=NUMEL)
         with additions():
-            results = results_of(case, gradients)
-        whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
+            whole = whole_sums(case, run_case(case, on_nodes(sizes), values=gradients).results)
         for result in whole:
             assert torch.equal(bits(result), bits(whole[0])), (case, "not bit-identical")
             assert result.double().allclose(expected, rtol=0, atol=0, equal_nan=True), case
@@ -128,8 +115,7 @@ def large(n):
 def assert_sum_of_large(case, topology=None):
     """The result is the exact sum on every rank."""
     gradients = large(case.n)
-    results = results_of(case, gradients, topology)
-    for result in results if case.op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]:
+    for result in whole_sums(case, run_case(case, topology, values=gradients).results):
         assert torch.equal(result.double(), sum(values.double() for values in gradients)), case
 
 
@@ -147,7 +133,7 @@ def test_nodes_sums_do_not_overflow_fp16(inner):
     options = replace(OPTIONS, inner=inner)
     for (dtype, wire), sizes in itertools.product(FP16, ((2, 2), (1, 3), (1, 1, 2))):
         case = Case("hierarchical", 4, dtype=dtype, wire=wire, numel=NUMEL, options=options)
-        assert_sum_of_large(case, Topology(sizes, NO_TIME, NO_TIME))
+        assert_sum_of_large(case, on_nodes(sizes))
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))

@@ -5,18 +5,11 @@ Legend: n ranks, N elements of the bucket.
 
 from __future__ import annotations
 
-import dataclasses
-
-import pytest
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import check
-from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
-from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport import VirtualCluster
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
-from tests.collectives.cases import OPTIONS, Case, exact_sum, run_gradients, steps_of
+from tests.collectives.cases import run_gradients
 from tests.headers import read_headers
 
 BLOCK = 256
@@ -69,43 +62,3 @@ def test_scattered_values_travel_dense_and_never_cost_more():
     for data in [data for rank in sent for _, data in rank]:
         assert [header.format for header in _headers(data)] == [FORMAT_DENSE]
         assert data.numel() == 48 + 8 * BLOCK * 4
-
-
-@pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize("block_size", [64, 256, 4096])
-def test_exact_with_every_block_size(block_size, op):
-    options = dataclasses.replace(OPTIONS, block_size=block_size)
-    for density in (0.0005, 0.05):
-        case = Case("omnireduce", 3, op, "bf16", "bf16", density, 30_000, options=options)
-        results = [
-            result for result, _ in VirtualCluster(3).run(lambda t, case=case: steps_of(case, t))
-        ]
-        whole = results if op is CollectiveOp.ALL_REDUCE else [torch.cat(results)]
-        for result in whole:
-            assert torch.equal(result.double(), exact_sum(case))
-
-
-def test_ranks_with_other_blocks_are_refused():
-    cases = [
-        Case("omnireduce", 2, options=dataclasses.replace(OPTIONS, block_size=size))
-        for size in (64, 128)
-    ]
-    with pytest.raises(CommunicationError, match="not in the same collective"):
-        VirtualCluster(2).run(lambda transport: steps_of(cases[transport.rank], transport))
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"name": "omnireduce", "format": "pici"}, "messages of its own format"),
-        ({"name": "zen", "format": "coo"}, "messages of its own format"),
-        ({"block_size": 96}, r"scheme\.block_size does not fit"),
-        ({"block_size": 32}, r"scheme\.block_size is out of range"),
-        ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
-        ({"partition_hash": "murmur"}, r"scheme\.partition_hash is unknown"),
-        ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
-    ],
-)
-def test_a_wrong_parameter_is_one_error(values, words):
-    with pytest.raises(ConfigError, match=words):
-        check(SparseConfig(scheme=SchemeConfig(**values)))

@@ -10,10 +10,9 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import parts
 from megatron_sparse.collectives.base import Subgroup
-from megatron_sparse.transport import Topology, VirtualCluster
-from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.transport import VirtualCluster
 from tests.collectives import test_capacity
-from tests.collectives.cases import OPTIONS, Case, exact_sum, steps_of
+from tests.collectives.cases import DTYPES, OPTIONS, Case, assert_exact, on_nodes, run_case
 
 IN_ROUNDS = Subgroup.in_rounds
 
@@ -34,31 +33,24 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def results_of(case: Case, topology: Topology | None = None) -> list[torch.Tensor]:
-    cluster = VirtualCluster(case.n, topology)
-    return [result for result, _ in cluster.run(lambda transport: steps_of(case, transport))]
-
-
 @pytest.mark.parametrize(("n", "expected"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (9, 4)])
 def test_parts_give_the_exact_sum(n: int, expected: int, exchanges: list[int]) -> None:
     for density in (0.3, 1.0):
         case = Case("agsparse", n, CollectiveOp.ALL_REDUCE, "fp32", "fp32", density, 1001)
         exchanges.clear()
-        wanted = exact_sum(case)
-        for result in results_of(case):
-            assert torch.equal(result.double(), wanted)
+        assert_exact(case, run_case(case).results)
         assert exchanges == [expected if n > 1 else 0] * n
 
 
 @pytest.mark.usefixtures("exchanges")
-@pytest.mark.parametrize(("dtype", "wire"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize(("dtype", "wire"), DTYPES)
 def test_floats_have_the_bits_of_whole_messages(
     dtype: str, wire: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, dtype, wire, 0.3, 999, floats=True)
-    got = results_of(case)
+    got = run_case(case).results
     monkeypatch.setattr(parts, "MOST_PARTS", 1)
-    wanted = results_of(case)
+    wanted = run_case(case).results
     for each in got:
         assert torch.equal(each, wanted[0])
 
@@ -75,7 +67,7 @@ def test_messages_of_fixed_size_have_parts_too(exchanges: list[int]) -> None:
 def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 1 << 12)
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, "fp32", "fp32", 0.0, 1000)
-    results_of(case)
+    run_case(case)
     assert exchanges == [3] * 4  # one peer at a time
 
 
@@ -84,8 +76,7 @@ def test_hierarchical_cuts_its_own_messages() -> None:
     options = replace(OPTIONS, inner="agsparse")
     op = CollectiveOp.ALL_REDUCE
     case = Case("hierarchical", 8, op, "fp32", "fp32", 0.3, 4000, options=options)
-    for result in results_of(case, Topology((4, 4), NO_TIME, NO_TIME)):
-        assert torch.equal(result.double(), exact_sum(case))
+    assert_exact(case, run_case(case, on_nodes((4, 4))).results)
 
 
 @pytest.mark.parametrize(

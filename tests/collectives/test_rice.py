@@ -22,7 +22,7 @@ from megatron_sparse.formats.message import (
 )
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import OPTIONS, numel_for, parameters
+from tests.collectives.cases import OPTIONS, numel_for, parameters, same_on_all_ranks
 
 DENSITY, NUMEL, STEP = 0.2, 9000, 3
 TAKING = [
@@ -30,7 +30,7 @@ TAKING = [
     for name, scheme in SCHEMES.items()
     if scheme.takes is Input.SPARSE and scheme.own_format is None
 ]
-OPS = [CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER]
+OPS = list(CollectiveOp)
 
 
 def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, sum_bits=None):
@@ -78,15 +78,6 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, su
     return results, *([ranks[rank] for rank in range(n)] for ranks in told)
 
 
-def whole(results, op):
-    """The sum, which all ranks hold alike."""
-    if op is CollectiveOp.REDUCE_SCATTER:
-        return torch.cat(results)
-    for result in results:
-        assert torch.equal(result, results[0])
-    return results[0]
-
-
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("name", TAKING)
@@ -98,7 +89,7 @@ def test_sums_are_exact_over_what_was_sent(name, n, op):
         exact = torch.stack(sent).double().sum(0)
         # fp32 sums of at most 8 numbers below 16, in some order: 8 roundings of half a unit of 16.
         torch.testing.assert_close(
-            whole(results, op).double(), exact, rtol=0, atol=8 * 2**-20, msg=value_dtype
+            same_on_all_ranks(op, results).double(), exact, rtol=0, atol=8 * 2**-20, msg=value_dtype
         )
 
 
@@ -108,7 +99,9 @@ def test_messages_of_fixed_size_have_the_same_sums(name, op):
     for value_dtype in ("fp32", "q4", "q2"):
         results, sent = run(name, 4, op, value_dtype, capacity=0.9)
         exact = torch.stack(sent).double().sum(0)
-        torch.testing.assert_close(whole(results, op).double(), exact, rtol=0, atol=8 * 2**-20)
+        torch.testing.assert_close(
+            same_on_all_ranks(op, results).double(), exact, rtol=0, atol=8 * 2**-20
+        )
         pruned = sum((values != 0).sum() for values in sent) / (4 * len(exact))
         assert pruned <= 0.9 * DENSITY + 0.01
 
@@ -122,7 +115,9 @@ def test_sums_of_a_narrower_gradient_are_rounded_once(grad_dtype):
         total_N = torch.zeros_like(sent[0])
         for values_N in sent:
             total_N += values_N
-        assert torch.equal(whole(results, CollectiveOp.ALL_REDUCE), total_N.to(grad_dtype))
+        assert torch.equal(
+            same_on_all_ranks(CollectiveOp.ALL_REDUCE, results), total_N.to(grad_dtype)
+        )
 
 
 @pytest.mark.parametrize(("n", "capacity"), [(4, None), (4, 1.0), (2, 0.5)])
@@ -138,7 +133,7 @@ def test_a_sums_owner_keeps_what_few_bits_lose(name, bits, n, capacity):
     results, sent, selected, after = run(
         name, n, CollectiveOp.ALL_REDUCE, "q4", capacity=capacity, sum_bits=bits
     )
-    result_N = whole(results, CollectiveOp.ALL_REDUCE)
+    result_N = same_on_all_ranks(CollectiveOp.ALL_REDUCE, results)
     exact_N = torch.stack(sent).double().sum(0)
     bucket = Bucket("b", result_N, parameters(NUMEL), CollectiveOp.ALL_REDUCE, n)
     lost = 0.0

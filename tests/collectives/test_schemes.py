@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf, nan
+
 import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.collectives.base import Identity
 from megatron_sparse.collectives.checksummed import (
     checksummed_row,
@@ -16,12 +19,11 @@ from megatron_sparse.collectives.checksummed import (
 )
 from megatron_sparse.collectives.registry import find_schemes
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.transport import Topology, VirtualCluster
-from megatron_sparse.transport.topology import NO_TIME
-from tests.collectives.cases import Case, steps_of
+from megatron_sparse.transport import VirtualCluster
+from tests.collectives.cases import OPTIONS, SPARSE, Case, Forwarding, on_nodes, run_case, steps_of
 
 
 def _bucket(op=CollectiveOp.ALL_REDUCE, name="b", numel=1000):
@@ -97,15 +99,23 @@ def test_tags_differ_in_all_that_ranks_must_agree_on():
     assert all(0 <= tag < 2**31 for tag in tags)
 
 
-SPARSE = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
+OTHER = [(name, {"numel": 123}) for name in SPARSE] + [
+    (name, {"options": replace(OPTIONS, **{key: value})})
+    for name, key, value in (
+        ("adaptive_ring", "ring_gather_density", 0.8),
+        ("omnireduce", "block_size", 128),
+        ("zen", "partition_hash", "general"),
+    )
+]
 
 
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_rank_with_another_bucket_is_refused_before_anything_is_sent(name):
-    cases = [Case(name, 4, numel=numel) for numel in (120, 120, 120, 123)]
+@pytest.mark.parametrize(("name", "other"), OTHER)
+def test_a_rank_with_another_bucket_or_options_is_refused_before_anything_is_sent(name, other):
+    case = Case(name, 4, numel=120)
     cluster = VirtualCluster(4)
     with pytest.raises(CommunicationError, match="rank 3 of the group is not in the same"):
-        cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
+        cluster.run(lambda t: steps_of(replace(case, **other) if t.rank == 3 else case, t))
+    assert not any(size > 8 * (2 + 4) for size in cluster.link_bytes.values()), "agreements only"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +128,7 @@ def test_messages_of_dense_ranks_with_another_bucket_do_not_match(name):
         cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
 
 
-APART = Topology((1, 1, 1), NO_TIME, NO_TIME)
+APART = on_nodes((1, 1, 1))
 """Inside a node the hierarchy has dense sums, not records."""
 
 
@@ -149,15 +159,8 @@ def test_a_damaged_record_is_a_typed_error_naming_the_sender(name, nth):
         cluster.run(lambda transport: steps_of(case, transport))
 
 
-class _Liar:
+class _Liar(Forwarding):
     """A transport whose rank 1 announces sizes that are too large."""
-
-    def __init__(self, transport):
-        self._transport = transport
-        self._lie = transport.rank == 1
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def all_gather(self, gathered, own):
         return self._transport.all_gather(gathered, self._changed(own))
@@ -170,7 +173,7 @@ class _Liar:
         return self._transport.exchange(changed, receives, tag)
 
     def _changed(self, own):
-        if not self._lie:
+        if self.rank != 1:
             return own
         words = own.tolist()
         if len(words) == 1:
@@ -184,4 +187,26 @@ class _Liar:
 def test_an_impossible_size_is_refused_before_memory_is_taken(name):
     case = Case(name, 3, density=0.1, numel=900)
     with pytest.raises(WireFormatError, match=r"rank 1 announces .* of impossible size"):
-        VirtualCluster(3, APART).run(lambda transport: steps_of(case, _Liar(transport)))
+        run_case(case, APART, _Liar)
+
+
+NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"scheme": "omnireduce", "format": "pici"}, "messages of its own format"),
+        ({"scheme": "zen", "format": "coo"}, "messages of its own format"),
+        ({"block_size": 96}, r"scheme\.block_size does not fit"),
+        ({"block_size": 32}, r"scheme\.block_size is out of range"),
+        ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
+        ({"partition_hash": "murmur"}, r"scheme\.partition_hash is unknown"),
+        ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
+        ({"ring_gather_density": -0.1}, r"scheme\.ring_gather_density"),
+        *(({"capacity": factor}, r"scheme\.capacity") for factor in NO_CAPACITIES),
+    ],
+)
+def test_a_wrong_parameter_is_one_error(overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check(SparseConfig.from_overrides(**overrides))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
-from megatron_sparse.transport import Link, Topology, VirtualCluster
+from megatron_sparse.transport import Link, Topology
 from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_DENSE,
@@ -24,16 +24,17 @@ from megatron_sparse.wire import (
     payload_bytes,
 )
 from tests.collectives.cases import (
+    DTYPES,
+    SPARSE,
     Case,
     contribution,
     make_bucket,
     make_message,
     numel_for,
-    steps_of,
+    run_case,
 )
 
 RANKS = (1, 2, 3, 4, 5, 8)
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 ONE_ROUND_A_SECOND = Link(1.0, 0.0)
 
 
@@ -229,8 +230,7 @@ IN_THEIR_OWN_FILES = {"adaptive_ring", "hierarchical", "straggler_direct"}
 
 
 def test_every_sparse_scheme_has_its_cost_checked():
-    sparse = {name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE}
-    assert sparse == set(COSTS) | IN_THEIR_OWN_FILES
+    assert set(SPARSE) == set(COSTS) | IN_THEIR_OWN_FILES
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -244,15 +244,13 @@ def test_bytes_and_rounds_are_those_of_the_header(name, op):
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for (dtype, wire), density in zip(DTYPES, (0.05, 0.4, 0.02), strict=True):
             case = Case(name, n, op, dtype, wire, density, numel_for(n, 1001, op))
-            cluster = VirtualCluster(n, topology)
-            reported = [sent for _, sent in cluster.run(lambda t, case=case: steps_of(case, t))]
-            sent = [cluster.sent_bytes(rank) for rank in range(n)]
+            ran = run_case(case, topology)
             oracle = Oracle(case)
             expected = [pairwise_bytes(oracle, rank, reduce) for rank in range(n)]
             agreement = (n - 1) * 8 * words(n, reduce)
-            assert reported == expected, case
-            assert sent == [bytes_ + agreement for bytes_ in expected], case
-            assert cluster.modelled_s == (rounds(n, reduce) if n > 1 else 0), case
+            assert ran.sent == expected, case
+            assert ran.sent_bytes() == [bytes_ + agreement for bytes_ in expected], case
+            assert ran.cluster.modelled_s == (rounds(n, reduce) if n > 1 else 0), case
 
 
 def test_in_the_paced_exchanges_no_port_is_ever_shared():
@@ -260,8 +258,7 @@ def test_in_the_paced_exchanges_no_port_is_ever_shared():
     n, size = 8, 8 * 4096
     link = Link(0.0, 1.0)
     case = Case("direct", n, CollectiveOp.REDUCE_SCATTER, density=1, numel=size)
-    cluster = VirtualCluster(n, Topology((n,), link, link))
-    cluster.run(lambda t: steps_of(case, t))
+    cluster = run_case(case, Topology((n,), link, link)).cluster
     agreement = (n - 1) * 8 * (2 + n)
     longest = max(Oracle(case).shards[0])
     shortest = min(Oracle(case).shards[0])

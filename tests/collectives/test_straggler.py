@@ -15,18 +15,20 @@ from megatron_sparse.collectives.straggler_shares import ALIGNMENT, chunk_cuts, 
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
+    DTYPES,
     Case,
+    assert_exact,
     contribution,
     exact_sum,
     make_bucket,
     numel_for,
+    run_case,
     steps_of,
 )
 
 NAMES = ("straggler", "straggler_direct")
 FALLBACKS = {"straggler": "dense_ring", "straggler_direct": "direct"}
 BOTH = [(name, op) for name in NAMES for op in CollectiveOp]
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
 SOME_TIME = Link(1e-5, 1e-9)
 
 
@@ -37,23 +39,12 @@ def _case(name, n, op, dtypes, numel, straggler, density=0.3, *, floats=False):
 
 
 def _run(case, delays=None, topology=None):
-    cluster = VirtualCluster(case.n, topology)
-
-    def start(transport):
+    def late(transport):
         transport.charge(delays[transport.rank] if delays else 0.0)
-        return (yield from steps_of(case, transport))
+        return transport
 
-    outcomes = cluster.run(start)
-    return [result for result, _ in outcomes], cluster
-
-
-def _assert_exact(case, results):
-    expected = exact_sum(case)
-    if case.op is CollectiveOp.ALL_REDUCE:
-        for rank, result in enumerate(results):
-            assert torch.equal(result.double(), expected), (case, rank)
-    else:
-        assert torch.equal(torch.cat(results).double(), expected), case
+    ran = run_case(case, topology, late)
+    return ran.results, ran.cluster
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8])
@@ -62,7 +53,7 @@ def test_exact_whichever_rank_is_the_straggler(name, op, n):
     for straggler in range(n):
         for dtypes, numel in zip(DTYPES, (300, 41, 1001), strict=True):
             case = _case(name, n, op, dtypes, numel, straggler)
-            _assert_exact(case, _run(case)[0])
+            assert_exact(case, _run(case)[0])
 
 
 @pytest.mark.parametrize("n", [10, 12, 16])
@@ -70,7 +61,7 @@ def test_exact_whichever_rank_is_the_straggler(name, op, n):
 def test_exact_for_more_ranks(name, op, n):
     for straggler in (0, n // 2, n - 1):
         case = _case(name, n, op, ("fp32", "fp32"), 700, straggler, density=0.1)
-        _assert_exact(case, _run(case)[0])
+        assert_exact(case, _run(case)[0])
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -85,7 +76,7 @@ def test_exact_for_more_ranks(name, op, n):
 def test_exact_for_any_size_and_density(which, n, straggler, numel, density, dtypes):
     name, op = which
     case = _case(name, n, op, dtypes, numel, straggler % n, density)
-    _assert_exact(case, _run(case)[0])
+    assert_exact(case, _run(case)[0])
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -99,7 +90,7 @@ def test_exact_in_whatever_order_the_ranks_come(which, n, straggler, delays):
     """The guess at the late rank affects only the time."""
     name, op = which
     case = _case(name, n, op, ("fp32", "fp32"), 500, straggler % n)
-    _assert_exact(case, _run(case, delays, Topology((n,), SOME_TIME, SOME_TIME))[0])
+    assert_exact(case, _run(case, delays, Topology((n,), SOME_TIME, SOME_TIME))[0])
 
 
 @pytest.mark.parametrize("dtypes", DTYPES[:2])
@@ -159,7 +150,7 @@ def test_without_a_straggler_it_is_the_plain_scheme(name, op):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_alone_has_no_straggler(name):
     case = _case(name, 1, CollectiveOp.ALL_REDUCE, DTYPES[0], 100, 7)
-    _assert_exact(case, _run(case)[0])
+    assert_exact(case, _run(case)[0])
 
 
 @pytest.mark.parametrize("straggler", [-1, 4])

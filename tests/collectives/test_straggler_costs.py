@@ -18,8 +18,8 @@ from megatron_sparse.straggler import (
     ring_cost,
     straggler_aware_cost,
 )
-from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.collectives.cases import Case, make_bucket, make_message, steps_of
+from megatron_sparse.transport import Link, Topology
+from tests.collectives.cases import DTYPES, Case, make_bucket, make_message, run_case
 from tests.collectives.test_sparse_costs import Oracle
 
 LINK = Link(1e-5, 1e-9)
@@ -30,21 +30,19 @@ WITHIN = 0.01
 
 
 def _run(case, delay_s=0.0, late=None, link=LINK, scale=SCALE):
-    """The cluster after one run in which one rank came late, and the bytes that ranks report."""
-    topology = Topology((case.n,), link, link)
-    cluster = VirtualCluster(case.n, topology, message_scale=scale)
+    """A run in which one rank came late."""
 
-    def start(transport):
+    def arriving(transport):
         if transport.rank == late:
             transport.charge(delay_s)
-        return (yield from steps_of(case, transport))
+        return transport
 
-    return cluster, [sent for _, sent in cluster.run(start)]
+    return run_case(case, Topology((case.n,), link, link), arriving, message_scale=scale)
 
 
 def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
     """Modelled seconds from a rank's late arrival to the end."""
-    return _run(case, delay_s, late, link, scale)[0].modelled_s - delay_s
+    return _run(case, delay_s, late, link, scale).cluster.modelled_s - delay_s
 
 
 def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
@@ -99,7 +97,7 @@ def test_without_a_delay_it_takes_the_worst_case_of_table_1(n):
         case = _dense(n, straggler)
         rounds = len(make_schedule(n, straggler).rounds)
         worst = straggler_aware_cost(n, rounds, worst=True).time_s(4 * SCALE * case.numel, LINK)
-        assert _run(case)[0].modelled_s <= worst * (1 + WITHIN)
+        assert _run(case).cluster.modelled_s <= worst * (1 + WITHIN)
 
 
 @pytest.mark.parametrize("n", [4, 7, 8])
@@ -124,20 +122,20 @@ def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
         assert after_s <= (port_s + (n - 1) * LINK.alpha_s) * (1 + WITHIN)
 
 
-@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_dense_bytes_are_those_of_the_header(op, dtypes):
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5), (8, 3)):
         case = _dense(n, straggler, op, 64, dtypes)
-        cluster, reported = _run(case)
+        ran = _run(case)
         b = 4 if dtypes[1] == "fp32" else 2
         p = 2 if dtypes == ("fp32", "bf16") else 4
         handshake = 8 * (n + 1)
         for rank in range(n):
             sent = _dense_bytes(case, rank, straggler, b, p)
-            assert reported[rank] == sent
+            assert ran.sent[rank] == sent
             handshakes = (n - 1 if rank == straggler else 1) * handshake
-            assert cluster.sent_bytes(rank) == sent + handshakes
+            assert ran.cluster.sent_bytes(rank) == sent + handshakes
 
 
 def _dense_bytes(case, rank, straggler, b, p):
@@ -228,19 +226,19 @@ class _Parts:
         return total
 
 
-@pytest.mark.parametrize("dtypes", [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+@pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_sparse_bytes_are_those_of_the_header(op, dtypes):
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5)):
         case = _sparse(n, straggler, op, dtypes)
         parts = _Parts(case, straggler)
-        cluster, reported = _run(case, scale=1.0)
+        ran = _run(case, scale=1.0)
         row = 8 * (n + 1)
         for rank in range(n):
-            assert reported[rank] == parts.sent(rank), (n, rank)
+            assert ran.sent[rank] == parts.sent(rank), (n, rank)
             # The early ranks' agreement is two rows to each, and all have a handshake.
             rows = n - 1 if rank == straggler else 2 * (n - 2) + 1
-            assert cluster.sent_bytes(rank) == reported[rank] + rows * row, (n, rank)
+            assert ran.cluster.sent_bytes(rank) == ran.sent[rank] + rows * row, (n, rank)
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))

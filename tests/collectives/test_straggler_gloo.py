@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.transport import ProcessGroupTransport
-from tests.collectives.cases import Case, exact_sum, numel_for, steps_of
+from tests.collectives.cases import Case, assert_exact, numel_for
+from tests.collectives.over_gloo import Side, run_over_gloo
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -31,53 +28,10 @@ CASES = [
 ]
 
 
-class _Side:
-    """One rank's transport and progress thread."""
-
-    def __init__(self, timeout_s: float) -> None:
-        import torch.distributed as dist
-
-        assert dist.group.WORLD is not None
-        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
-        self.progress = ProgressThread(torch.device("cpu"), timeout_s)
-
-    def launch(self, case: Case):
-        """Starts a collective; returns the pending job, and a list for its outcome."""
-        outcome: list[tuple[torch.Tensor, int]] = []
-
-        def job():
-            outcome.append((yield from steps_of(case, self.transport)))
-
-        return self.progress.submit("b", job, StageTimer()), outcome
-
-    def close(self) -> None:
-        broken = self.progress.broken
-        self.progress.close()
-        self.transport.close(broken=broken)
-
-
-def _one_late(rank: int, world_size: int) -> list[torch.Tensor]:
-    side = _Side(20.0)
-    results = []
-    for case in CASES:
-        if rank == LATE:
-            time.sleep(0.1)
-        pending, outcome = side.launch(case)
-        pending.wait()
-        results.append(outcome[0][0].double())
-    side.close()
-    return results
-
-
 def test_exact_over_gloo_with_a_late_rank():
     """In half of the cases the late rank is the expected straggler, in the others not."""
-    by_rank = run_ranks(_one_late, N)
-    for index, case in enumerate(CASES):
-        results = [results[index] for results in by_rank]
-        if case.op is CollectiveOp.REDUCE_SCATTER:
-            results = [torch.cat(results)]
-        for result in results:
-            assert torch.equal(result, exact_sum(case)), case
+    for case, results in zip(CASES, run_over_gloo(CASES, late=LATE), strict=True):
+        assert_exact(case, results)
 
 
 def _never_comes(rank: int, world_size: int) -> list[tuple[str, float]]:
@@ -87,7 +41,7 @@ def _never_comes(rank: int, world_size: int) -> list[tuple[str, float]]:
     outcomes = []
     for name in NAMES:
         case = Case(name, N, density=0.2, numel=20_000, straggler=LATE)
-        first, side = _Side(20.0), _Side(TIMEOUT_S)
+        first, side = Side(20.0), Side(TIMEOUT_S)
         # Once without a fault, so that all ranks have loaded everything before the measurement.
         first.launch(case)[0].wait()
         first.close()

@@ -1,4 +1,4 @@
-"""ZEN's Balanced Parallelism: balanced if contiguous shards are not; exact with every hash.
+"""ZEN's Balanced Parallelism: balanced if contiguous shards are not.
 
 Legend: n ranks, K non-zero elements, N elements of the bucket.
 """
@@ -6,7 +6,6 @@ Legend: n ranks, K non-zero elements, N elements of the bucket.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 
 import pytest
@@ -14,45 +13,23 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, zen
-from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import (
     OPTIONS,
     Case,
-    exact_sum,
     make_bucket,
     make_message,
     run_gradients,
-    steps_of,
 )
 
-DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
-VARIANTS = [
+HASHES = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)
-    for kind, rounds in (("permutation", 3), ("general", 0), ("general", 1), ("permutation", 0))
+    for kind, rounds in (("permutation", 3), ("general", 0))
 ]
-VARIANT_IDS = [f"{o.partition_hash}-{o.hash_rounds}" for o in VARIANTS]
-
-
-def _results(case):
-    return [result for result, _ in VirtualCluster(case.n).run(lambda t: steps_of(case, t))]
-
-
-@pytest.mark.parametrize("options", VARIANTS, ids=VARIANT_IDS)
-def test_every_hash_gives_the_exact_sum_and_the_same_bits(options):
-    for n, (dtype, wire), density in itertools.product((1, 2, 5), DTYPES, (0, 0.02, 0.5)):
-        case = Case("zen", n, CollectiveOp.ALL_REDUCE, dtype, wire, density, 700, options=options)
-        for result in _results(case):
-            assert torch.equal(result.double(), exact_sum(case)), case
-        # Added in rank order whatever the partition, so even floats have the bits of the default.
-        floats = dataclasses.replace(case, floats=True)
-        expected = _results(dataclasses.replace(floats, options=OPTIONS))
-        for result, other in zip(_results(floats), expected, strict=True):
-            assert torch.equal(result, other), case
 
 
 def _skewed(n, numel):
@@ -94,7 +71,7 @@ def _imbalances(scheme, gradients, options):
     return push, n * max(pull) / sum(pull), max(sent_bytes + received) / min(sent_bytes + received)
 
 
-@pytest.mark.parametrize("options", VARIANTS[:2], ids=["permutation", "general"])
+@pytest.mark.parametrize("options", HASHES, ids=lambda options: options.partition_hash)
 def test_push_and_pull_are_balanced_where_direct_is_not(options):
     """Theorem 2's bound, 1 + Theta(sqrt(n log n / K)).
 
@@ -141,13 +118,6 @@ def test_entries_are_what_the_message_holds():
     assert indices.tolist() == bucket.grad_N.nonzero().squeeze(1).tolist()
     assert values.dtype is torch.bfloat16
     assert torch.equal(values.view(torch.int16), bucket.grad_N[indices].view(torch.int16))
-
-
-def test_ranks_with_another_hash_are_refused_before_anything_is_sent():
-    other = dataclasses.replace(OPTIONS, partition_hash="general")
-    cases = [Case("zen", 2), Case("zen", 2, options=other)]
-    with pytest.raises(CommunicationError, match="not in the same collective"):
-        VirtualCluster(2).run(lambda transport: steps_of(cases[transport.rank], transport))
 
 
 def _start(grad_N):

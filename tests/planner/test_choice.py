@@ -14,7 +14,7 @@ from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import FixedPlanner, choice
 from megatron_sparse.planner.choice import Pace, PricedPlanner
@@ -219,12 +219,17 @@ def _written(tmp_path, **changes):
     return path
 
 
+def pinned(path, **overrides):
+    """The planner that follows a file."""
+    config = SparseConfig.from_overrides(
+        **{"warmup_iters": 0, "ramp_iters": 0} | overrides, planner=PlannerConfig(pin=str(path))
+    )
+    return planner_of(config, logs=False)
+
+
 def test_a_pinned_plan_is_followed(prices, tmp_path):
     path = _written(tmp_path, chosen="ssar_rd")
-    config = SparseConfig.from_overrides(
-        warmup_iters=1, ramp_iters=0, planner=PlannerConfig(pin=str(path))
-    )
-    planner = planner_of(config, logs=False)
+    planner = pinned(path, warmup_iters=1)
     assert isinstance(planner, PinnedPlanner)
     found = plan(planner, 1)
     assert (found.scheme, found.predicted_us) == ("ssar_rd", 70.0)
@@ -233,12 +238,8 @@ def test_a_pinned_plan_is_followed(prices, tmp_path):
 
 @pytest.mark.parametrize("name", ["zen", "direct"])
 def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, name):
-    path = _written(tmp_path, chosen=name)
-    config = SparseConfig.from_overrides(
-        warmup_iters=0, ramp_iters=0, planner=PlannerConfig(pin=str(path))
-    )
-    found = plan(planner_of(config, logs=False), 0)
-    spec = found.message_spec(a_bucket(), config.scheme)
+    found = plan(pinned(_written(tmp_path, chosen=name)), 0)
+    spec = found.message_spec(a_bucket(), SchemeConfig())
     assert (found.scheme, spec.value_bits) == (name, 4 if name == "direct" else None)
 
 
@@ -253,12 +254,8 @@ def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, na
     ],
 )
 def test_a_plan_of_another_model_is_refused(prices, tmp_path, changes, word):
-    path = _written(tmp_path, **changes)
-    config = SparseConfig.from_overrides(
-        warmup_iters=0, ramp_iters=0, planner=PlannerConfig(pin=str(path))
-    )
     with pytest.raises(ConfigError, match=f"another {word}"):
-        plan(planner_of(config, logs=False))
+        plan(pinned(_written(tmp_path, **changes)))
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"buckets": [{}]}', '{"buckets": [3]}'])
@@ -266,9 +263,8 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
-    config = SparseConfig.from_overrides(planner=PlannerConfig(pin=str(path)))
     with pytest.raises(ConfigError, match="is no plan"):
-        planner_of(config, logs=False)
+        pinned(path)
 
 
 def test_the_configuration_says_which_planner():

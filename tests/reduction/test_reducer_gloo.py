@@ -72,7 +72,17 @@ def _gradient(rank, round_, dtype):
     return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype, largest=7)
 
 
-def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0, timeout_s=30):
+def make_reducer(
+    world_size,
+    scheme,
+    density,
+    wire_dtype,
+    progress,
+    group,
+    leak=1.0,
+    timeout_s=30,
+    capacity="auto",
+):
     config = SparseConfig(
         CompressionConfig(
             density=density,
@@ -83,7 +93,7 @@ def _reducer(world_size, scheme, density, wire_dtype, progress, group, leak=1.0,
             keep_below_numel=0,
             leak=leak,
         ),
-        SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+        SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s, capacity=capacity),
         straggler=section_for(scheme),
     )
     transport = ProcessGroupTransport(group, config.scheme.timeout_s, torch.device("cpu"))
@@ -105,7 +115,9 @@ def _matrix(rank, world_size, cases):
     progress = ProgressThread(torch.device("cpu"), 30)
     results = []
     for op, dtype, wire, density, scheme in cases:
-        reducer, records = _reducer(world_size, scheme, density, wire, progress, dist.group.WORLD)
+        reducer, records = make_reducer(
+            world_size, scheme, density, wire, progress, dist.group.WORLD
+        )
         residuals = reducer.selector.residuals
         rounds = []
         carried = torch.zeros(NUMEL, dtype=torch.float32)
@@ -165,7 +177,7 @@ def _many_buckets(rank, world_size):
     progress = ProgressThread(torch.device("cpu"), 30)
     sums = {}
     for scheme in IN_FLIGHT:
-        reducer, _ = _reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
+        reducer, _ = make_reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
         for repeat in range(REPEATS):
             buckets, pendings = [], []
             for index in range(12):
@@ -204,7 +216,7 @@ def _disagree(rank, world_size, cases):
     for scheme, what in cases:
         progress = ProgressThread(torch.device("cpu"), 10)
         wire = "bf16" if what == "dtype" and rank else None
-        reducer, _ = _reducer(
+        reducer, _ = make_reducer(
             world_size, scheme, 0.1, wire, progress, dist.group.WORLD, timeout_s=TIMEOUT_S
         )
         numel = 120 if what == "size" and rank else 100
@@ -244,7 +256,7 @@ def _killed_peer(rank, world_size, scheme, report):
     import torch.distributed as dist
 
     progress = ProgressThread(torch.device("cpu"), 5)
-    reducer, _ = _reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
+    reducer, _ = make_reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
     dist.barrier()
     if rank == 1:
         os._exit(7)
