@@ -299,7 +299,6 @@ class TestRun:
             {"lr": 1e-3, "min_lr": 1e-2},
             {"precision": "fp8"},
             {"seed": 0},
-            {"log_interval": 0},
             {"overlap_grad_reduce": "true"},
         ],
     )

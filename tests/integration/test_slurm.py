@@ -43,7 +43,7 @@ TRAINING = (
     "compression.density=0.05",
     f"training.iterations={ITERATIONS}",
     "training.lr_warmup_iters=1",
-    "training.log_interval=1",
+    "megatron.log_interval=1",
     "scheme=direct",
     "tracking=off",
 )

@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.residual_rows import (
     HeldSlice,
     Row,
     add_rows,
-    cut,
-    has_parameter,
     part_of_sum,
 )
 
@@ -23,30 +20,6 @@ def _held(start, stop, row=0, count=2):
     piece = ParameterSlice("w", 0, stop - start, offset=start)
     bucket = Bucket("0", torch.zeros(stop - start), [piece], CollectiveOp.ALL_REDUCE, 1)
     return HeldSlice(bucket, piece, stop - start, NUMEL, False, Row("node", row, count))
-
-
-def _saved(*cuts):
-    whole_P = torch.arange(float(NUMEL))
-    return {("w", start): whole_P[start:stop] for start, stop in cuts} | {
-        ("other", 0): torch.full((3,), 99.0)
-    }
-
-
-@pytest.mark.parametrize("cuts", [[(0, 11)], [(0, 4), (4, 11)], [(6, 11), (0, 2), (2, 6)]])
-@pytest.mark.parametrize("wanted", [(0, 11), (1, 3), (3, 9), (10, 11)])
-def test_a_slice_is_put_together_from_any_others(cuts, wanted):
-    held, saved = _held(*wanted), _saved(*cuts)
-    assert has_parameter(saved, held)
-    assert torch.equal(cut(saved, held), torch.arange(float(NUMEL))[slice(*wanted)])
-
-
-def test_a_row_without_the_parameter_is_left_out():
-    assert not has_parameter({("other", 0): torch.zeros(3)}, _held(0, 5))
-
-
-def test_a_parameter_of_another_size_is_refused():
-    with pytest.raises(CheckpointError, match="does not fit"):
-        cut(_saved((0, 4), (4, 10)), _held(0, 5))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])

@@ -31,7 +31,7 @@ SMALL = (
     "model.seq_length=32",
     "training.iterations=3",
     "training.lr_warmup_iters=1",
-    "training.log_interval=1",
+    "megatron.log_interval=1",
     "cluster.device=cpu",
 )
 
@@ -117,7 +117,6 @@ class TestFlags:
                 "training.precision=bf16",
                 "training.use_distributed_optimizer=true",
                 "training.save_interval=10",
-                "tracking.wandb_entity=me",
             ]
         )
         derived = arguments.derived_flags(
@@ -138,7 +137,7 @@ class TestFlags:
         assert parsed.save == str(tmp_path / "checkpoints")
         assert parsed.load is None
         assert parsed.tensorboard_dir == str(tmp_path / "tensorboard")
-        assert (parsed.wandb_save_dir, parsed.wandb_entity) == (str(tmp_path), "me")
+        assert parsed.wandb_save_dir == str(tmp_path)
         assert (parsed.eval_interval, parsed.eval_iters) == (5, 10)
 
     def test_checkpoints_and_dashboards_are_asked_for_only_when_wanted(self, tmp_path):
@@ -197,6 +196,9 @@ class TestData:
 
 FREE = {
     # No key of ours says these.
+    "attention_dropout",
+    "log_interval",
+    "weight_decay",
     "lr_decay_style",
     "lr_decay_iters",
     "make_vocab_size_divisible_by",
@@ -219,7 +221,7 @@ class TestOwnedFlags:
             ["model=starcoder2_3b_28l_gqa", "model.tied_embeddings=false"],
             ["training.save_interval=2", "training.save_signal=SIGUSR1", "training.load=x"],
             ["training.use_distributed_optimizer=true", "training.precision=fp16"],
-            ["tracking=wandb", "tracking.wandb_entity=me"],
+            ["tracking=wandb"],
         )
         derived = set()
         for more in overrides:
@@ -265,9 +267,7 @@ class TestOwnedFlags:
         check_owned({"data_path": ["0.5", "a", "0.5", "b"], "swiglu": True})
 
 
-def test_separate_dropouts():
-    flags = model_flags(compose(["model.dropout=0.1", "model.attention_dropout=0"]).model)
-    assert (flags["hidden_dropout"], flags["attention_dropout"]) == (0.1, 0)
+def test_dropout_is_that_of_attention_too():
     flags = model_flags(compose(["model.dropout=0.1"]).model)
     assert (flags["hidden_dropout"], flags["attention_dropout"]) == (0.1, 0.1)
 

@@ -174,13 +174,11 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         self, action: Callable[[], object], before: Callable[[], object] = lambda: None
     ) -> float:
         """Median microseconds until the device has done the action; `before` is not timed."""
-
-        def turn(_: int) -> list[float]:
+        times_us = []
+        for _ in range(self._cases.warmup + self._cases.iters):
             before()
-            return [self._timed(action)]
-
-        (times_1R1,), _ = self._in_turn([turn], self._cases.warmup, self._cases.iters)
-        return median(times_1R1.flatten().tolist())
+            times_us.append(self._timed(action))
+        return median(times_us[self._cases.warmup :])
 
     def _busy(self, time_us: float) -> Callable[[], object]:
         """Products of matrices that take about as long as the bucket."""
