@@ -1,7 +1,7 @@
 // Included before the bindings: torch's own headers, and then the emulated GPU in CUDA's place.
 //
-// A tensor of the emulated GPU is a CPU tensor here. What the bindings allocate lies between guards,
-// which `emulator_end_call` checks.
+// A tensor of the emulated GPU is a CPU tensor here. What the bindings allocate lies between
+// guards, which `emulator_end_call` checks.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -121,9 +121,9 @@ enum class Op {
 enum class Reduction { kAdd, kMin, kMax, kOr };
 
 inline const char* name_of(Op op) {
-  static const char* const names[] = {
-      "nothing",        "__ballot_sync",   "__match_any_sync", "__reduce_*_sync", "__shfl_sync",
-      "__shfl_up_sync", "__shfl_xor_sync", "__syncwarp",       "__syncthreads"};
+  static const char* const names[] = {"nothing",         "__ballot_sync", "__match_any_sync",
+                                      "__reduce_*_sync", "__shfl_sync",   "__shfl_up_sync",
+                                      "__shfl_xor_sync", "__syncwarp",    "__syncthreads"};
   return names[static_cast<int>(op)];
 }
 
