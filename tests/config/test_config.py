@@ -27,7 +27,7 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
-from megatron_sparse.run.composition import compose
+from megatron_sparse.run.composition import _keys, compose
 
 
 def refusal(make, *args, **kwargs) -> str:
@@ -318,6 +318,11 @@ class TestRun:
     )
     def test_the_warm_up_of_a_short_run_is_derived(self, iterations, given, taken):
         assert TrainingConfig(iterations=iterations, lr_warmup_iters=given).lr_warmup == taken
+
+
+def test_the_number_of_keys_is_frozen():
+    """CONTRIBUTING.md says what a new one needs."""
+    assert len(_keys(RunConfig)) <= 100
 
 
 class TestRemoved:
