@@ -111,7 +111,7 @@ def test_schedules_do_not_change_the_bytes(emulated_gpu, emulator: Emulator, ord
     ("coder", "encode", "decode"), [("raw", 1, 2), ("packed", 2, 2), ("rans", 6, 3)]
 )
 def test_launches(emulated_gpu, coder: str, encode: int, decode: int) -> None:
-    """Kernels, and one memset in each call; docs/parameters.md states them."""
+    """Kernels, and one memset in each call; docs/device-work.md states them."""
     old, new = (emulated_gpu.place(each) for each in adam_like(5000, torch.bfloat16))
     encoding, decoding = Ledger(), Ledger()
     with counting(encoding):
