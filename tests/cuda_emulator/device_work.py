@@ -212,9 +212,9 @@ ENCODINGS_HEAD = f"""
 
 Of {RICE_NUMEL:,} fp32 elements with an fp32 residual, bytes for each of them. The floor is 12:
 gradient and residual are read, the residual is written. Records of format
-[Rice](wire-format.md#rice) take one launch more than others: it measures the unary codes, before
-the last one writes them. Where values are quantised, the last launch writes the residual of what is
-sent once more; at 5 % that touches a third of its sectors.
+[Rice](wire-format.md#rice) take one launch more: it measures the unary codes. Where values are
+quantised, the last launch writes the residual of what is sent once more; at 5 % that touches a third
+of its sectors.
 
 | records | kernels | memsets | read | written | bytes | by the floor |
 |---|---|---|---|---|---|---|"""
@@ -226,7 +226,7 @@ HEAD = f"""\
 
 What one rank of {RANKS} gives its GPU to do for a bucket in capacity mode: density 1 %, capacity
 1.25, fp32 gradient and residual. The [emulator](results/gpu.md) counts it; no GPU was measured. A
-test compares this page with the count. After a change of a launch, write the page anew:
+test compares this page with the count. After a change of a launch, write it anew:
 
 ```bash
 python -m tests.cuda_emulator.device_work
@@ -234,11 +234,10 @@ python -m tests.cuda_emulator.device_work
 
 "Engine" is `scheme.nccl_engine=true`; without it messages go through c10d.
 
-- **Launches** are the package's kernels, its memsets and torch's operations (each counted as one;
-  copies from and to the host included). NCCL's own kernels are not: one for each group of messages.
+- **Launches** are the package's kernels, its memsets and torch's operations, copies from and to the
+  host included. NCCL's own kernels are not: one for each group of messages.
 - **Bytes** of device memory for each element of the bucket. A kernel counts each sector of 32 bytes
-  once as read and once as written: nothing stays in a cache between launches, everything within
-  one. The bucket has {NUMEL:,} elements, so samples and tables weigh more than in a real one.
+  once as read and once as written, as if caches lived as long as a launch. The bucket has {NUMEL:,} elements, so samples and tables weigh more than in a real one.
   NCCL's reading and writing of messages is left out.
 - **The floor** is {FLOOR_BYTES} bytes an element: gradient and residual are read, residual and sum
   are written, each once.
