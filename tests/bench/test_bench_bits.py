@@ -83,7 +83,7 @@ def test_a_row_that_misses_its_target_is_an_error(monkeypatch):
 
 
 def test_the_documented_rows_are_the_command_s():
-    """docs/wire-format.md has the whole output; the rows of 1 M elements are made again."""
+    """docs/wire-format.md has the rows of 1 M elements; they are made again."""
     page = (ROOT / "docs" / "wire-format.md").read_text("utf-8")
     for density in BitsSweep().densities:
         line = bits_row(2**20, density).line().strip()

@@ -237,8 +237,9 @@ python -m tests.cuda_emulator.device_work
 - **Launches** are the package's kernels, its memsets and torch's operations, copies from and to the
   host included. NCCL's own kernels are not: one for each group of messages.
 - **Bytes** of device memory for each element of the bucket. A kernel counts each sector of 32 bytes
-  once as read and once as written, as if caches lived as long as a launch. The bucket has {NUMEL:,} elements, so samples and tables weigh more than in a real one.
-  NCCL's reading and writing of messages is left out.
+  once as read and once as written: nothing stays in a cache between launches. The bucket has
+  {NUMEL:,} elements, so samples and tables weigh more than in a real one. NCCL's reading and
+  writing of messages is left out.
 - **The floor** is {FLOOR_BYTES} bytes an element: gradient and residual are read, residual and sum
   are written, each once.
 """
