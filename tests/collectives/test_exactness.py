@@ -179,13 +179,8 @@ def test_hierarchies_are_exact_on_nodes_of_any_size(name, inner, op):
 
 
 VARIANTS = [("omnireduce", {"block_size": size}) for size in (64, 256, 4096)] + [
-    ("zen", {"partition_hash": kind, "hash_rounds": rounds, "hash_seed": seed})
-    for kind, rounds, seed in (
-        ("permutation", 3, 1234),
-        ("general", 0, 1234),
-        ("general", 1, 7),
-        ("permutation", 0, 0),
-    )
+    ("zen", {"partition_hash": kind, "hash_rounds": rounds})
+    for kind, rounds in (("permutation", 0), ("general", 0), ("general", 1))
 ]
 AMOUNTS = [
     *itertools.product((1, 2, 5), DTYPES, (0, 0.02, 0.5), [700]),
