@@ -13,6 +13,8 @@ Rank r sends (N - |c_r|) b bytes, and (n - 1) |c_r| b in the second phase: with 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_sparse.collectives.accumulator import store
@@ -35,25 +37,19 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     pieces = [values_N[cuts[i] : cuts[i + 1]] for i in range(n)]
     own = pieces[rank]
 
-    parts = exchange.take("parts", n * own.numel(), own.dtype)
-    parts_nM = parts.view(n, own.numel())
+    parts = exchange.take("parts", len(peers) * own.numel(), own.dtype)
+    received = dict(zip(peers, parts.view(len(peers), own.numel()), strict=True))
     yield from group.exchange(
-        [(peer, pieces[peer]) for peer in peers],
-        [(peer, parts_nM[peer]) for peer in peers],
-        last=scatter,
+        [(peer, pieces[peer]) for peer in peers], list(received.items()), last=scatter
     )
-    with exchange.timer.stage("decode"):
+    sum_M = own
+    if own.dtype != torch.float32:
         sum_M = exchange.take("piece", own.numel(), torch.float32)
-        for index in range(n):
-            part = own if index == rank else parts_nM[index]
-            if index == 0:
-                sum_M.copy_(part)
-            else:
-                sum_M.add_(part)
-        if scatter:
-            round_into(bucket.grad_N[cuts[rank] : cuts[rank + 1]], sum_M)
-            return group.sent_bytes
-        round_into(own, sum_M)
+    target_M = bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own
+    with exchange.timer.stage("decode"):
+        _add_in_order([received.get(index, own) for index in range(n)], sum_M, target_M)
+    if scatter:
+        return group.sent_bytes
     yield from group.exchange(
         [(peer, own) for peer in peers], [(peer, pieces[peer]) for peer in peers], last=True
     )
@@ -61,22 +57,52 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     return group.sent_bytes
 
 
+def _add_in_order(
+    parts: Sequence[torch.Tensor], sum_M: torch.Tensor, target_M: torch.Tensor
+) -> None:
+    """Adds all ranks' parts of a piece in fp32, and rounds the sum into `target_M`.
+
+    Args:
+        parts: in rank order; the first is overwritten where parts are fp32.
+        sum_M: fp32 room for partial sums of narrower parts.
+        target_M: gets the sum; may be one of the parts.
+    """
+    *first, last = parts
+    if not first:
+        round_into(target_M, last)
+        return
+    if last.dtype == torch.float32:
+        sum_M = first[0]
+    else:
+        sum_M.copy_(first[0])
+    for part in first[1:]:
+        sum_M.add_(part)
+    if target_M.dtype == torch.float32:
+        torch.add(sum_M, last, out=target_M)
+    else:
+        round_into(target_M, sum_M.add_(last))
+
+
 def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """All ranks' parts of this rank's piece, and their fp32 sum."""
+    """The other ranks' parts of this rank's piece, and the fp32 sum of narrower ones."""
     cuts = even_cuts(sizes.bucket.numel, sizes.ranks)
     own = cuts[sizes.rank + 1] - cuts[sizes.rank]
-    return {"parts": sizes.ranks * own * sizes.value_bytes, "piece": own * FP32_BYTES}
+    found = {"parts": (sizes.ranks - 1) * own * sizes.value_bytes}
+    if sizes.value_bytes < FP32_BYTES:
+        found["piece"] = own * FP32_BYTES
+    return found
 
 
 def cost(run: DryRun) -> None:
     """All pieces at once, twice; the n parts of a piece are added in between.
 
     With s = N b bytes: 2 alpha + 2 (n - 1) / n s beta. A reduce-scatter takes the first half.
-    Added: n - 1 additions and two copies of one piece.
+    Added: n - 1 additions of one piece, and two copies where values are narrower than fp32.
     """
     numel = run.shape.numel / run.n
     run.clocks.everybody_at_once(numel * run.b, run.host_s)
-    run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + 2 * run.plain(CodecOp.COPY, numel))
+    copies = 2 if run.b < FP32_BYTES else 0
+    run.work((run.n - 1) * run.plain(CodecOp.ADD, numel) + copies * run.plain(CodecOp.COPY, numel))
     if not run.scatter:
         run.clocks.everybody_at_once(numel * run.b, run.host_s)
 

@@ -30,6 +30,10 @@ as Megatron does; with `Bucket.fp32_sums` in fp32.
 Cost of N elements of b bytes on a rank: (m - 1) / m N b bytes inside, twice for an all-reduce; and
 across what the scheme sends of N / m elements.
 
+On a CPU each rank of a node sends every other its piece at once, in both steps (`dense_allpairs`):
+gloo's own reduce-scatter reduces everything, and its rings copy more. Its sums are then added in
+rank order and in fp32.
+
 Order: all steps are posted behind a gate, so the selection comes after one. On a CPU each step has
 a gate of its own (`job.Gate`): a bucket is added up inside while the one before is exchanged, and
 selected while that one is gathered. Step 3 needs a group of its own for that, `LevelGroups.gather`;
@@ -47,6 +51,7 @@ from typing import Protocol
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import (
     POSTED,
     QUEUED,
@@ -69,6 +74,10 @@ from megatron_sparse.reduction.level_parts import (
     node_part,
 )
 from megatron_sparse.transport import Transport
+from megatron_sparse.transport.subset import SubsetTransport
+
+GATHER_TAG = 0
+"""Of step 3's messages on a CPU. They match in the order in which they are posted."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +207,11 @@ class _DenseInside:
         self.across = groups.across
         self.is_alone = False
         self._group = groups.inside
-        self._gathers = groups.gather or groups.inside
+        self._gathers: Transport | SubsetTransport = groups.gather or groups.inside
+        if self._group.device.type == "cpu":
+            self._gathers = SubsetTransport(
+                self._gathers, range(self._group.world_size), GATHER_TAG
+            )
         self._has_own_gathers = groups.gather is not None
         self._options = options
         self._buffers = buffers
@@ -224,7 +237,7 @@ class _DenseInside:
     def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
         """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
         values_N = region.grad_N
-        if not region.fp32_sums or values_N.dtype == torch.float32:
+        if values_N.is_cuda and (not region.fp32_sums or values_N.dtype == torch.float32):
             with record.timer.tier(INSIDE_TIER):
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
@@ -234,9 +247,7 @@ class _DenseInside:
             sent_bytes = yield from until_queued(steps)
         assert sent_bytes is not None, "it reads no reports"
         record.inside_bytes += sent_bytes
-        own_M = values_N[region.shard(self._group.rank)]
-        if shard_M.data_ptr() != own_M.data_ptr():
-            shard_M.copy_(own_M)
+        store(shard_M, values_N[region.shard(self._group.rank)])
 
 
 class NodeLevel(_DenseInside):
@@ -267,10 +278,8 @@ class NodeLevel(_DenseInside):
         part.grad_N = bucket.grad_N[node_cuts(bucket, m, self._group.rank)[0]]
         piece = bucket.numel // m
         if piece:
-            even_N = bucket.grad_N[: m * piece]
-            with record.timer.tier(INSIDE_TIER):
-                yield self._group.reduce_scatter(part.grad_N[:piece], even_N)
-            record.inside_bytes += _ring_bytes(even_N, m)
+            region = self._region(bucket, bucket.grad_N[: m * piece])
+            yield from self._scatter(part.grad_N[:piece], region, record)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
             with record.timer.tier(INSIDE_TIER):
@@ -284,15 +293,19 @@ class NodeLevel(_DenseInside):
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
         for i in range(self.across.world_size):
             shards = slice(bucket.shard(i * m).start, bucket.shard(i * m + m - 1).stop)
-            region = Bucket(
-                f"{bucket.name}.node",
-                grad_N[shards],
-                (),
-                bucket.op,
-                m,
-                fp32_sums=bucket.fp32_sums,
-            )
+            region = self._region(bucket, grad_N[shards])
             yield from self._scatter(part.grad_N[part.shard(i)], region, record)
+
+    def _region(self, bucket: Bucket, values_N: torch.Tensor) -> Bucket:
+        """Elements of a bucket as a bucket of the node, whose ranks get a shard each."""
+        return Bucket(
+            f"{bucket.name}.node",
+            values_N,
+            (),
+            CollectiveOp.REDUCE_SCATTER,
+            self._group.world_size,
+            fp32_sums=bucket.fp32_sums,
+        )
 
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord

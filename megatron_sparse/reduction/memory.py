@@ -20,7 +20,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
-from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
+from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes, MessagePlaces
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
@@ -221,9 +221,13 @@ class _Group:
             found["node_rest"] = whole.numel % members * members * element_bytes
         elif part.op is whole.op:
             found["node_sum"] = part.numel * element_bytes  # at `instance` it is in the gradient
-        if whole.op is CollectiveOp.REDUCE_SCATTER and whole.fp32_sums and element_bytes < 4:
-            shard = whole.numel // whole.world_size  # what `dense_allpairs` adds up at a time
-            found |= {"parts": members * shard * element_bytes, "piece": shard * 4}
+        scatters = whole.op is CollectiveOp.REDUCE_SCATTER
+        if not whole.grad_N.is_cuda or (scatters and whole.fp32_sums and element_bytes < 4):
+            # What `dense_allpairs` adds up at a time.
+            shard = whole.numel // (whole.world_size if scatters else members)
+            found["parts"] = (members - 1) * shard * element_bytes
+            if element_bytes < FP32_BYTES:
+                found["piece"] = shard * FP32_BYTES
         for purpose, nbytes in found.items():
             key = (purpose, "" if whole.grad_N.is_cuda else f"{whole.name}.inside")
             self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
