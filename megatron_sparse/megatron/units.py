@@ -8,6 +8,7 @@ step in which one of the two has changed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -117,8 +118,10 @@ def check_undo(compression: CompressionConfig, *, undo: bool) -> None:
     if undo and compression.undo == "never":
         raise ConfigError(
             "compression.undo=never, but steps may be skipped or repeated, or tokens vary",
-            expected="fp32 or bf16 training with --rerun-mode disabled and no loss per token",
-            got="fp16 loss scaling, Megatron's rerun mode or --calculate-per-token-loss",
+            expected="fp32 or bf16 training with --rerun-mode disabled, no loss per token and no "
+            "--grad-norm-skip-threshold",
+            got="fp16 loss scaling, Megatron's rerun mode, --calculate-per-token-loss or "
+            "--grad-norm-skip-threshold",
             remedy="set compression.undo=auto, or megatron.rerun_mode=disabled",
         )
 
@@ -134,8 +137,20 @@ def divides_by_tokens(chunk: Any) -> bool:
 
 
 def may_repeat_or_skip(optimizer: Any) -> bool:
-    """Whether steps can be skipped (fp16 loss scaling) or repeated (Megatron's rerun mode)."""
+    """Whether steps can be repeated (Megatron's rerun mode) or skipped.
+
+    Any of chained optimizers skips for all: with fp16 loss scaling, or a finite
+    `grad_norm_skip_threshold` (Megatron 0.18 and later) in any precision.
+    """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
-    return is_fp16(optimizer) or reruns
+    return reruns or any(
+        is_fp16(each) or math.isfinite(_norm_to_skip_at(each))
+        for each in [optimizer, *getattr(optimizer, "chained_optimizers", ())]
+    )
+
+
+def _norm_to_skip_at(optimizer: Any) -> float:
+    config = getattr(optimizer, "config", None)
+    return getattr(config, "grad_norm_skip_threshold", math.inf)

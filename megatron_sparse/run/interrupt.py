@@ -1,11 +1,13 @@
-"""Ctrl-C in the launcher with `training.save_signal=SIGINT`: once to save and end, twice to stop.
+"""How ranks end with their launcher.
 
-torch's agent hands a signal on to the ranks and waits for them, but a second one leaves them
-behind. Here the second one kills them.
+With `training.save_signal=SIGINT` Ctrl-C saves and ends, and a second one stops at once: torch's
+agent hands a signal on to the ranks and waits for them, but a second one leaves them behind. Here
+the second one kills them. Where the launcher itself is killed, the kernel kills its ranks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -17,6 +19,9 @@ SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
+_PR_SET_PDEATHSIG = 1
+LAUNCHER = "MEGATRON_SPARSE_LAUNCHER"
+"""In the environment of ranks: the process number of the launcher that started them."""
 _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """The signals for which torch's agent installs its own handler."""
 
@@ -60,6 +65,20 @@ def saving(enabled: bool) -> Iterator[None]:
             del os.environ[_HANDLED]
         else:
             os.environ[_HANDLED] = handled
+
+
+def end_with_parent() -> None:
+    """From now on the kernel kills this process when the one that started it ends.
+
+    Else the ranks of a launcher that was killed would go on writing into the run's folder. Does
+    nothing where the system is not Linux.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is not None and os.getppid() != int(launcher):  # it was gone before
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def children(parent: int) -> list[int]:

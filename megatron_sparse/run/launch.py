@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,12 @@ def _launch(config: RunConfig, command: str) -> int:
     if start.is_done(config):
         print(resume.describe(config, start), flush=True)
         return 0
-    run_dir = preparation.make_run_dir(config, command, start)
-    print(preparation.describe(config, run_dir, start), flush=True)
-    with _environment(preparation.rank_environment(config)):
-        code = _run_agent(config, run_dir)
+    with ExitStack() as held:
+        run_dir = preparation.make_run_dir(config, command, start, held)
+        print(preparation.describe(config, run_dir, start), flush=True)
+        of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
+        with _environment(of_ranks):
+            code = _run_agent(config, run_dir)
     # After an error only where something is saved; the error itself is the last thing otherwise.
     if code > 128 or (code and resume.has_saved(run_dir)):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sparse.config.run import RunConfig
@@ -24,6 +25,7 @@ from megatron_sparse.planner.configured import basis, planner_of, with_swept_thr
 from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
+from megatron_sparse.run.run_lock import locked
 
 CONFIG_FILE = "config.yaml"
 
@@ -155,13 +157,18 @@ def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
     return start
 
 
-def make_run_dir(config: RunConfig, command: str, start: Start | None = None) -> Path:
+def make_run_dir(
+    config: RunConfig, command: str, start: Start | None = None, held: ExitStack | None = None
+) -> Path:
     """Makes the run's folder with its `config.yaml` and `starts.jsonl`, as `resume` says.
+
+    Nothing is changed where another process still trains in the folder (`run_lock`).
 
     Args:
         config: the run.
         command: the command line.
         start: from `resume.find`; None looks for the checkpoint here.
+        held: gets the folder's lock, which is released with it; None releases it on return.
 
     Returns:
         The folder, absolute. An earlier run of this name is continued in it, or was moved to
@@ -169,17 +176,24 @@ def make_run_dir(config: RunConfig, command: str, start: Start | None = None) ->
 
     Raises:
         CheckpointError: the checkpoint of `training.load` is not complete.
-        ConfigError: there is nothing to resume, or the folder holds something else.
+        ConfigError: there is nothing to resume, the folder holds something else, or another process
+            trains in it.
     """
     start = find(config) if start is None else start
     run_dir = run_folder(config)
     try:
-        start.repair()
-        if not start.own:
-            _move_aside(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        composition.save(config, run_dir / CONFIG_FILE, command)
-        provenance.record_start(run_dir, command)
+        with ExitStack() as own:
+            if start.own or (run_dir / CONFIG_FILE).is_file():
+                own.enter_context(locked(run_dir))
+            start.repair()
+            if not start.own:
+                _move_aside(run_dir)
+                run_dir.mkdir(parents=True, exist_ok=True)
+                own.enter_context(locked(run_dir))
+            composition.save(config, run_dir / CONFIG_FILE, command)
+            provenance.record_start(run_dir, command)
+            if held is not None:
+                held.enter_context(own.pop_all())
     except OSError as error:
         raise ConfigError(
             "the run's folder cannot be made",

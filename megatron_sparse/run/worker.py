@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
-from megatron_sparse.run.interrupt import SIGINT
+from megatron_sparse.run.interrupt import SIGINT, end_with_parent
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
     config = None
+    end_with_parent()
     try:
         from megatron_sparse.megatron import training
 
@@ -82,6 +83,8 @@ def run_started(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: on the first rank that fails.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     _survive_early_signals(config)
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size != config.cluster.world_size:
@@ -97,8 +100,9 @@ def run_started(config: RunConfig, command: str) -> int:
     os.environ.update(node_of_cluster(os.environ, cluster.nodes, cluster.ranks_per_node))
     store, rank = _meet()
     run_dir = None
+    held = ExitStack()
     try:
-        run_dir = _agree_on_folder(config, command, store, rank)
+        run_dir = _agree_on_folder(config, command, store, rank, held)
         if run_dir is None:
             return 0
         from megatron_sparse.megatron import training
@@ -127,6 +131,8 @@ def run_started(config: RunConfig, command: str) -> int:
         if _is_reported(store):
             return full.exit_code
         raise full from error
+    finally:
+        held.close()
     return 0
 
 
@@ -215,8 +221,13 @@ def _is_reported(store: Any) -> bool:
         return False  # the store went with rank 0
 
 
-def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> Path | None:
-    """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do."""
+def _agree_on_folder(
+    config: RunConfig, command: str, store: Any, rank: int, held: ExitStack
+) -> Path | None:
+    """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do.
+
+    `held` gets the folder's lock.
+    """
     key = "megatron_sparse/run_dir"
     if rank == 0:
         answer, run_dir = "", None
@@ -227,7 +238,7 @@ def _agree_on_folder(config: RunConfig, command: str, store: Any, rank: int) -> 
                 answer = _NOTHING_LEFT
                 print(resume.describe(config, start), flush=True)
             else:
-                run_dir = preparation.make_run_dir(config, command, start)
+                run_dir = preparation.make_run_dir(config, command, start, held)
                 print(preparation.describe(config, run_dir, start), flush=True)
                 answer = str(run_dir)
         finally:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,7 @@ class TestWhatIsLeft:
         store = torch.distributed.HashStore()
         with ThreadPoolExecutor(2) as ranks:
             ended = [
-                ranks.submit(worker._agree_on_folder, config, "megatron-sparse train", store, rank)
+                ranks.submit(worker._agree_on_folder, config, "train", store, rank, ExitStack())
                 for rank in range(2)
             ]
             assert [end.result(60) for end in ended] == [None, None]

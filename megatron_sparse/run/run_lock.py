@@ -1,0 +1,108 @@
+"""One run at a time in a folder: the lock that the process which writes a run's folder holds.
+
+The launcher holds it, or rank 0 of ranks that torchrun, srun or mpirun started. It is the kernel's
+lock of the file `lock` (flock), which ends with its process, however that ends. Some network file
+systems keep such locks on one host only. So the file also names its holder, who touches it every
+`BEAT_S`: where another host's holder touched it less than `STALE_S` ago, the folder is taken. After
+a host was lost, its folder is free after that time; a job that Slurm has requeued need not wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.errors import ConfigError
+
+LOCK_FILE = "lock"
+BEAT_S, STALE_S = 15.0, 90.0
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which exists.
+
+    Raises:
+        ConfigError: another process holds it; names it.
+        OSError: the lock cannot be written.
+    """
+    path = run_dir / LOCK_FILE
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        holder = _read(file)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _taken(run_dir, _read(file)) from None
+        if _holds_elsewhere(holder, time.time() - os.fstat(file).st_mtime):
+            raise _taken(run_dir, holder)
+        _write(file, _own())
+        ended = threading.Event()
+        beat = threading.Thread(target=_beat, args=(path, ended), daemon=True)
+        beat.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+            with suppress(OSError):  # a full disk
+                _write(file, {})
+    finally:
+        os.close(file)
+
+
+def _own() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _holds_elsewhere(holder: Mapping[str, Any], silent_s: float) -> bool:
+    """Whether a holder on another host is alive, although this host's kernel gave the lock."""
+    if not holder or holder.get("host") == socket.gethostname() or silent_s > STALE_S:
+        return False
+    job = os.environ.get("SLURM_JOB_ID")
+    return job is None or holder.get("slurm_job") != job
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with suppress(OSError):  # the folder was moved or removed
+            os.utime(path)
+
+
+def _read(file: int) -> dict[str, Any]:
+    try:
+        holder = json.loads(os.pread(file, 4096, 0))
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _write(file: int, holder: Mapping[str, Any]) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(holder).encode(), 0)
+
+
+def _taken(run_dir: Path, holder: Mapping[str, Any]) -> ConfigError:
+    who = "another process"
+    if holder:
+        who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+    return ConfigError(
+        f"{run_dir} belongs to a run that is still going on",
+        expected="a run that has ended, or a name of its own",
+        got=who,
+        remedy="choose another name, or end that run first",
+    )

@@ -1,0 +1,124 @@
+"""One writer in a run's folder, and ranks that do not outlive their launcher."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.run import preparation, run_lock
+from megatron_sparse.run.composition import compose
+from megatron_sparse.run.run_lock import LOCK_FILE, STALE_S, locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megatron_sparse.run.run_lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+RANK = """
+import os, sys, time
+os.environ["MEGATRON_SPARSE_LAUNCHER"] = sys.argv[1]
+from megatron_sparse.run.interrupt import end_with_parent
+end_with_parent()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+LAUNCHER = f"""
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", {RANK!r}, sys.argv[1] or str(os.getpid())])
+"""
+
+
+def started(script: str, *words: str) -> tuple[subprocess.Popen[str], str]:
+    """A process that runs a script, and the first line that it prints."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *words], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_run_that_goes_on_keeps_its_folder(tmp_path, resume):
+    config = compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
+    with ExitStack() as held:
+        run_dir = preparation.make_run_dir(config, "first", held=held)
+        again = dataclasses.replace(config, resume=resume)
+        with pytest.raises(ConfigError, match="still going on") as caught:
+            preparation.make_run_dir(again, "second")
+        assert f"process {os.getpid()} on {socket.gethostname()}" in str(caught.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+        assert (run_dir / preparation.CONFIG_FILE).read_text().startswith("# first\n")
+    preparation.make_run_dir(again, "second")
+    assert (tmp_path / "mine.1").is_dir()
+
+
+def test_the_lock_ends_with_its_process(tmp_path):
+    holder, said = started(HOLD, str(tmp_path))
+    assert said == "held"
+    with pytest.raises(ConfigError, match=f"process {holder.pid} "), locked(tmp_path):
+        pass
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / LOCK_FILE).read_text()) == {}
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "job", "is_free"),
+    [(0, None, False), (STALE_S + 60, None, True), (0, "7", True), (0, "8", False)],
+    ids=["alive", "lost", "requeued", "another job"],
+)
+def test_a_holder_on_another_host(tmp_path, monkeypatch, silent_s, job, is_free):
+    """Where the file system keeps no locks between hosts, its last sign of life counts."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if job is not None:
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+    path = tmp_path / LOCK_FILE
+    path.write_text(json.dumps({"host": "node17", "pid": 1, "slurm_job": "7", "since": "noon"}))
+    os.utime(path, (time.time() - silent_s,) * 2)
+    if is_free:
+        with locked(tmp_path):
+            pass
+        return
+    with pytest.raises(ConfigError, match="process 1 on node17, since noon"), locked(tmp_path):
+        pass
+    assert json.loads(path.read_text())["host"] == "node17"
+
+
+def test_a_holder_gives_signs_of_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "BEAT_S", 0.01)
+    path = tmp_path / LOCK_FILE
+    with locked(tmp_path):
+        os.utime(path, (0, 0))
+        deadline_s = time.monotonic() + 30
+        while path.stat().st_mtime == 0 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        assert path.stat().st_mtime > 0
+
+
+@pytest.mark.parametrize("launcher", ["", "1234567"], ids=["killed later", "killed before"])
+def test_ranks_end_with_a_launcher_that_was_killed(launcher):
+    process, rank = started(LAUNCHER, launcher)
+    process.send_signal(signal.SIGKILL if rank else 0)
+    process.wait(30)
+    assert bool(rank) is (launcher == "")
+    deadline_s = time.monotonic() + 5
+    with suppress(ProcessLookupError):
+        while rank and time.monotonic() < deadline_s:
+            os.kill(int(rank), 0)
+            time.sleep(0.05)
+        assert not rank, "the rank outlives its launcher"
