@@ -17,11 +17,9 @@ RUNS = (
     (),
     (SHARDED,),
     (NO_OVERLAP, SHARDED),
-    ("scheme.capacity=null",),
     ("scheme.capacity=null", NO_OVERLAP, SHARDED),
     (NO_UNDO,),
     (NO_UNDO, SHARDED, "compression.residual_dtype=bf16"),
-    ("scheme=agsparse",),
     ("cluster.device=cpu",),
     ("cluster.device=cpu", NO_OVERLAP),
 )
