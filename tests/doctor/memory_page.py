@@ -15,18 +15,11 @@ SHARDED = "training.use_distributed_optimizer=true"
 NO_UNDO = "megatron.rerun_mode=disabled"
 RUNS = (
     (),
-    (NO_OVERLAP,),
     (SHARDED,),
     (NO_OVERLAP, SHARDED),
-    ("scheme.capacity=null",),
-    ("scheme.capacity=null", NO_OVERLAP),
-    ("scheme.capacity=null", SHARDED),
     ("scheme.capacity=null", NO_OVERLAP, SHARDED),
     (NO_UNDO,),
-    (NO_UNDO, SHARDED),
     (NO_UNDO, SHARDED, "compression.residual_dtype=bf16"),
-    (NO_UNDO, "compression.ramp_iters=0"),
-    ("scheme=agsparse",),
     ("cluster.device=cpu",),
     ("cluster.device=cpu", NO_OVERLAP),
 )

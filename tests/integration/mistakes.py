@@ -316,10 +316,9 @@ def _refuse(started: list[str]) -> Callable[..., None]:
 HEAD = """\
 # Mistakes
 
-Every mistake below gives one error with `expected`, `got` and mostly a `remedy`, before a rank
-starts and before a measurement begins. Nothing is lost: no file is made, changed or removed. The
-commands are typed after `megatron-sparse`. A test makes each of these mistakes and compares the
-answer with this page. After a change of a message, write the page anew:
+Every mistake below gives one error with `expected`, `got` and mostly a `remedy`, and exit code 2, before a rank starts or
+a measurement begins; no file is made, changed or removed. Commands follow `megatron-sparse`. A test makes each mistake.
+After a change of a message, write the page anew:
 
 ```bash
 python -m tests.integration.mistakes
@@ -336,11 +335,10 @@ def page(outcomes: Mapping[Mistake, Outcome]) -> str:
     for part, mistakes in MISTAKES.items():
         rows = [
             f"| `{each.typed}`{f', {each.note}' if each.note else ''} | "
-            f"{_cell(outcomes[each].message)} | {outcomes[each].code} | "
-            f"{', '.join(outcomes[each].changed) or 'nothing'} |"
+            f"{_cell(outcomes[each].message)} |"
             for each in mistakes
         ]
-        head = ["| typed | the error's first line | exit code | lost |", "|---|---|---|---|"]
+        head = ["| typed | the error's first line |", "|---|---|"]
         parts.append("\n".join([f"## {part}", "", *head, *rows, ""]))
     return "\n".join(parts)
 

@@ -175,7 +175,7 @@ def test_the_virtual_cluster_agrees(name, inside, nodes, op):
     """The steps of training on real messages. Tolerance: that of the other cost models' tests.
 
     The mean error is 2 %; what is over 5 % comes from lanes that wait for the card in another
-    order (docs/cost-models.md).
+    order (docs/planner.md).
     """
     cluster, full_numel = replace(find(name), nodes=(inside,) * nodes), 2**24
     shape = BucketShape(full_numel, 0, 4, op, inside * nodes)
