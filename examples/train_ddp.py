@@ -63,14 +63,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     ddp = DistributedDataParallel(NextByte(), bucket_cap_mb=0.5)
+    # Adam has no form for sparse gradients, SGD takes both kinds.
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3)
     if not args.dense:
+        steps = args.steps // 10
         state = megatron_sparse.DDPState(  # line 1
-            ddp, density=args.density, warmup_iters=args.steps // 10, ramp_iters=args.steps // 10
+            ddp, optimizer=optimizer, density=args.density, warmup_iters=steps, ramp_iters=steps
         )
         ddp.register_comm_hook(state, megatron_sparse.ddp_hook)  # line 2
 
-    # Adam has no form for sparse gradients, SGD takes both kinds.
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3)
     text = corpus()
     draw = torch.Generator().manual_seed(dist.get_rank())
     losses = []

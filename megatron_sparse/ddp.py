@@ -5,6 +5,10 @@ Two lines, as the hooks of `torch.distributed.algorithms.ddp_comm_hooks` are use
     state = megatron_sparse.DDPState(ddp_model, density=0.01)
     ddp_model.register_comm_hook(state, megatron_sparse.ddp_hook)
 
+With `optimizer=` the state also learns which passes were used. Where a loop skips a step (NaN, a
+norm that is too large, an overflow under GradScaler) or throws gradients away, the residual is put
+back as it was before that pass; else its selections are lost, and what it left is sent later.
+
 DDP hands over each bucket when its gradients are final; the reducer averages it over the ranks on
 its progress thread, which completes the bucket's future. The gradient of an
 `nn.Embedding(sparse=True)`, for which DDP makes a bucket of its own, goes through the row-sparse
@@ -16,11 +20,15 @@ pass.
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 
+import gc
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
@@ -56,6 +64,9 @@ class DDPState:
         ddp: the model, before its first backward pass.
         config: a `SparseConfig`, whose `tracking` is ignored, or the name of a preset, e.g.
             `"safe"`.
+        optimizer: whose steps say which passes were used, or several. Costs an undo copy: a buffer
+            of the residual's size.
+        scaler: the GradScaler of the loop, with `optimizer`: residuals follow its scale.
         sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
@@ -66,30 +77,42 @@ class DDPState:
 
     Raises:
         HostError: the model is not one that DDP wrapped, or it spreads over several devices.
-        ConfigError: a value is refused, or the parameters are fp16.
+        ConfigError: a value is refused, or the parameters are fp16. In the first backward pass: a
+            GradScaler is in use that the state does not know.
 
     Example:
-        >>> state = DDPState(ddp_model, density=0.01, warmup_iters=100)  # doctest: +SKIP
+        >>> state = DDPState(ddp_model, optimizer=adam, density=0.01)  # doctest: +SKIP
         >>> ddp_model.register_comm_hook(state, ddp_hook)  # doctest: +SKIP
     """
+
+    _kept: dict[str, Any] | None = None
 
     def __init__(
         self,
         ddp: DistributedDataParallel,
         config: SparseConfig | str | None = None,
         *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        scaler: torch.amp.GradScaler | None = None,
         sink: RecordSink | None = None,
         **overrides: Any,
     ) -> None:
         device = _device_of(ddp)
+        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         self.config = with_swept_thresholds(
             check(SparseConfig.given("DDPState", config, overrides))
         )
-        _check_no_step_is_undone(self.config, ddp)
+        _check_steps(self.config, ddp, knows_steps=bool(optimizers), scaler=scaler)
         _check_state_is_own(self.config)
         _check_nothing_is_gathered(self.config)
         _check_level(self.config)
         self.step = 0
+        self._knows_steps = bool(optimizers)
+        self._scaler = scaler
+        self._scale: float | None = None
+        self._has_looked_for_scalers = False
+        self._is_unused = False
+        self._is_plain = False
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._filter = ParameterFilter(self.config.compression)
@@ -102,6 +125,7 @@ class DDPState:
         scheme = self.config.scheme
         group = ddp.process_group
         assert group is not None, "DDP without a device mesh has a group"
+        self._group = group
         self._transport = ProcessGroupTransport(
             group,
             scheme.timeout_s,
@@ -114,9 +138,12 @@ class DDPState:
         self._planner = planner_of(self.config, logs=self._transport.rank == 0)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[self.config.compression.residual_dtype],
-            undo=False,
+            undo=self._knows_steps or self.config.compression.undo == "always",
             outcome=Outcome.ASSUMED,
         )
+        if self.residuals.undo:
+            self.residuals.outcome = Outcome.REPORTED
+            self._watch(ddp, optimizers)
         sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config,
@@ -169,6 +196,73 @@ class DDPState:
             group=self._transport.group,
         )
 
+    def discard_step(self) -> None:
+        """The last synchronised pass was not used: puts the residual back as it was before it.
+
+        For loops whose optimizer the state does not know; call it before the next pass, on every
+        rank. Needs `undo="always"` there. Does nothing where the last pass was used.
+
+        Raises:
+            ConfigError: there is no undo copy.
+        """
+        if not self.residuals.undo:
+            raise ConfigError(
+                "the residual of a discarded step is not kept",
+                expected="DDPState(..., optimizer=...), or undo='always'",
+                got="neither",
+                remedy="give the state the optimizer: it then sees by itself which passes are used",
+            )
+        if self._is_unused:
+            self.residuals.rollback()
+            self._is_unused = False
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Within it, passes are synchronised by DDP's own all-reduce, past the residual.
+
+        For passes whose gradients are not those of the training: a learning-rate finder, a probe.
+        Set it on every rank alike.
+        """
+        before, self._is_plain = self._is_plain, True
+        try:
+            yield
+        finally:
+            self._is_plain = before
+
+    def _watch(
+        self, ddp: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Learns when a backward pass begins and when its gradients are used."""
+        wanted = [each for each in ddp.module.parameters() if each.requires_grad]
+
+        def begins(_: torch.Tensor) -> None:
+            # No gradient of this pass has been added yet.
+            self._pass_begins(wanted)
+
+        torch.autograd.graph.register_multi_grad_hook(wanted, begins, mode="any")
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(lambda each, *_: self._step_taken(each))
+
+    def _pass_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+        if self._is_unused and not self._knows_steps:
+            self.residuals.commit()
+            self._is_unused = False
+        elif self._is_unused and any(map(_holds_values, parameters)):
+            self.residuals.go_on()
+        else:
+            self.discard_step()
+        if self._scaler is not None:
+            before, self._scale = self._scale, self._scaler.get_scale()
+            if before not in (None, self._scale):
+                self.residuals.rescale(self._scale / before)
+
+    def _step_taken(self, optimizer: torch.optim.Optimizer) -> None:
+        # GradScaler lets optimizers that understand it look for an overflow themselves.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if self._is_unused and not (found_inf is not None and float(found_inf)):
+            self.residuals.commit()
+            self._is_unused = False
+
     def launch(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the synchronisation of one of DDP's buckets. Called by `ddp_hook`.
 
@@ -176,6 +270,9 @@ class DDPState:
             HostError: called outside a backward pass.
             MegatronSparseError: the bucket cannot be synchronised as configured.
         """
+        self._check_attached()
+        if self._is_plain:
+            return allreduce_hook(self._group, grad_bucket)
         if not self._in_flight:
             self._await_at_end_of_backward()
         # On CUDA the future remembers the stream of the thread that completes it.
@@ -239,6 +336,10 @@ class DDPState:
         self._all_at_end = False
         for pending in in_flight:
             pending.wait()
+        self._is_unused = self.residuals.undo
+        if not self._has_looked_for_scalers:
+            self._has_looked_for_scalers = True
+            _check_scalers(self._scaler)
 
     def _end_step(self) -> None:
         self._launched = 0
@@ -294,6 +395,8 @@ class DDPState:
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
         """
+        if self._kept is not None:
+            return self._kept
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
             held = self._unplaced | dict(self.residuals.by_parameter())
@@ -304,6 +407,7 @@ class DDPState:
             "step": self.step,
             "enabled": self.enabled,
             "planner": self._planner.state_dict(),
+            "scale": self._scale,
             "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
         }
 
@@ -315,6 +419,7 @@ class DDPState:
         Raises:
             CheckpointError: the state is another rank's, or its residuals do not fit the model.
         """
+        self._check_attached()
         own = {
             "version": VERSION,
             "rank": self._transport.rank,
@@ -343,6 +448,27 @@ class DDPState:
         self._unplaced = dict(state["residuals"]) if kept else {}
         self._planner.load_state_dict(state.get("planner", {}))
         self.step, self._planner.enabled = state["step"], state["enabled"]
+        self._scale = state.get("scale")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "_kept": self.state_dict()}
+
+    def __setstate__(self, copied: dict[str, Any]) -> None:
+        """A copy, for example in a copy of the model, belongs to no model.
+
+        It holds the configuration and `state_dict()`, with which a new state goes on:
+        `DDPState(ddp, copy.config)`, and `load_state_dict(copy.state_dict())`.
+        """
+        self.__dict__.update(copied)
+
+    def _check_attached(self) -> None:
+        if self._kept is not None:
+            raise HostError(
+                "this DDPState is a copy and belongs to no model",
+                expected="DDPState(ddp, copy.config), with load_state_dict(copy.state_dict())",
+                got="a copied or unpickled one",
+                remedy="make a new state for the model and register the hook with it",
+            )
 
     def close(self) -> None:
         """Ends the thread and releases the process group; DDP cannot be used afterwards."""
@@ -416,19 +542,55 @@ def _check_level(config: SparseConfig) -> None:
         )
 
 
-def _check_no_step_is_undone(config: SparseConfig, ddp: DistributedDataParallel) -> None:
-    """The state does not see the optimizer, so a skipped step would lose its selection."""
-    if config.compression.undo == "always":
+def _check_steps(
+    config: SparseConfig,
+    ddp: DistributedDataParallel,
+    *,
+    knows_steps: bool,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Refuses settings with which a skipped step would corrupt residuals."""
+    if knows_steps and config.compression.undo == "never":
         raise ConfigError(
-            "compression.undo=always does not go with plain DDP",
-            expected="compression.undo=auto or never",
-            got="always",
-            remedy="leave it out; train in bf16 or fp32, where no step is skipped",
+            "compression.undo=never does not go with DDPState(..., optimizer=...)",
+            expected="compression.undo=auto or always: an unused pass is undone by a copy",
+            got="never",
+            remedy="leave it out",
         )
-    if any(parameter.dtype == torch.float16 for parameter in ddp.module.parameters()):
+    if scaler is not None and not knows_steps:
         raise ConfigError(
-            "fp16 parameters do not go with plain DDP",
-            expected="fp32 or bf16, where no step is skipped",
-            got="fp16, which needs loss scaling",
-            remedy="train in bf16, or under Megatron with megatron_sparse.attach(ddp, optimizer)",
+            "DDPState got a scaler and no optimizer",
+            expected="both: a step that overflows is skipped, and the optimizer says so",
+            got="scaler=...",
+            remedy="give optimizer=... too",
         )
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{dtype} parameters do not go with plain DDP",
+                expected="fp32 or bf16 parameters; fp16 by autocast and a GradScaler",
+                got=f"{name} in {dtype}",
+                remedy="train in fp32 or bf16; in fp16 under Megatron, with megatron_sparse.attach",
+            )
+
+
+def _check_scalers(known: torch.amp.GradScaler | None) -> None:
+    """Refuses loss scaling that the state does not follow; looks at all objects once."""
+    for each in gc.get_objects():
+        is_scaler = issubclass(type(each), torch.amp.GradScaler)
+        if is_scaler and each is not known and each._scale is not None:
+            raise ConfigError(
+                "a GradScaler scales the loss, and DDPState does not know it",
+                expected="DDPState(ddp, optimizer=..., scaler=...)",
+                got="a scaler in use",
+                remedy="give both to DDPState, or train in bf16 without a scaler",
+            )
+
+
+def _holds_values(parameter: torch.Tensor) -> bool:
+    """Whether a gradient was kept, and not cleared, before a pass adds to it."""
+    gradient = parameter.grad
+    if gradient is None:
+        return False
+    return bool(gradient._nnz()) if gradient.is_sparse else bool(gradient.any())

@@ -45,6 +45,7 @@ class ResidualStore:
     """
 
     def __init__(self, dtype: torch.dtype, *, undo: bool, outcome: Outcome) -> None:
+        self._goes_on = False
         self.dtype = dtype
         self.undo = undo
         self.outcome = outcome
@@ -73,13 +74,16 @@ class ResidualStore:
     def begin(self, bucket: Bucket) -> torch.Tensor:
         """The residual to select with, allocated as zeros on first use; a selection is now pending.
 
-        If one was pending already, the step is being repeated: its effect is undone first.
+        If one was pending already, the step is being repeated and its effect is undone first, or it
+        goes on (`go_on`).
 
         Raises:
             SelectionError: a selection is pending and there is no undo copy to go back to.
         """
         name = bucket.name
         self._buckets[name] = bucket
+        if name in self._pending and self._goes_on:
+            return self._residuals[name]
         if name in self._pending:
             if not self.undo:
                 raise SelectionError(
@@ -98,10 +102,15 @@ class ResidualStore:
         if self.outcome is Outcome.REPORTED:
             self._pending[name] = existed
             if self.undo and existed:
-                if name not in self._undo_copies:
-                    self._undo_copies[name] = torch.empty_like(residual_N)
-                self._undo_copies[name].copy_(residual_N)
+                copy_N = self._undo_copies.get(name)
+                if copy_N is None or copy_N.numel() != bucket.numel:  # the host has cut it anew
+                    copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
+                copy_N.copy_(residual_N)
         return residual_N
+
+    def go_on(self) -> None:
+        """Another pass adds to the step: the next selections come on top of the pending ones."""
+        self._goes_on = True
 
     def commit(self, unit_change: torch.Tensor | None = None) -> None:
         """The optimizer took the step: every pending selection is final.
@@ -122,6 +131,7 @@ class ResidualStore:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)
         self._pending.clear()
+        self._goes_on = False
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
         if name not in self._pending:
@@ -152,6 +162,7 @@ class ResidualStore:
             )
         for name in list(self._pending):
             self._restore(name)
+        self._goes_on = False
 
     def _restore(self, name: str) -> None:
         existed = self._pending.pop(name)

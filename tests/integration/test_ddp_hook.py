@@ -264,7 +264,7 @@ def _faults(rank, world_size):
 
     refused = (
         {"densty": 1},
-        {"undo": "always"},
+        {"scaler": torch.amp.GradScaler("cpu")},
         {"residual_checkpoint": "sum"},
         {"parameters": ParametersConfig("exact")},
         {"level": "node"},
@@ -276,8 +276,9 @@ def _faults(rank, world_size):
         for options in refused
     ]
     errors.append(_error(HostError, lambda: megatron_sparse.DDPState(Linear())).what)
-    half = ddp_of(Linear().half())
-    errors.append(_error(ConfigError, lambda: megatron_sparse.DDPState(half)).what)
+    for dtype in (torch.float16, torch.float64):
+        other = ddp_of(Linear().to(dtype))
+        errors.append(_error(ConfigError, lambda o=other: megatron_sparse.DDPState(o)).what)
     ddp, state = _ddp(Linear(), True, **PRUNED)
     ddp(_inputs(rank, 0)).backward()
     # As DDP's join() context would, with zeros.
@@ -291,20 +292,21 @@ def _faults(rank, world_size):
 
 def test_errors_are_typed_those_of_a_backward_pass_too():
     for rank, errors in enumerate(run_ranks(_faults, 2)):
-        assert errors[:10] == [
+        assert errors[:11] == [
             "unknown option 'densty'",
-            "compression.undo=always does not go with plain DDP",
+            "DDPState got a scaler and no optimizer",
             "compression.residual_checkpoint=sum does not go with plain DDP",
             "parameters.method=exact does not go with plain DDP",
             "compression.level=node does not go with plain DDP",
             "DDPState got both a config and single options",
             "preset is unknown",
             "this model was not wrapped by DDP",
-            "fp16 parameters do not go with plain DDP",
+            "float16 parameters do not go with plain DDP",
+            "float64 parameters do not go with plain DDP",
             "ddp_hook was called outside a backward pass",
         ]
-        assert f"rank {1 - rank} of the group is not in the same collective" in errors[10]
-        assert "bucket bucket0" in errors[10]
+        assert f"rank {1 - rank} of the group is not in the same collective" in errors[11]
+        assert "bucket bucket0" in errors[11]
 
 
 def _killed_peer(rank, world_size, report):

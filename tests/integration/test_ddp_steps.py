@@ -1,0 +1,192 @@
+"""`DDPState(optimizer=...)`: passes that were not used leave no trace, on two gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import megatron_sparse
+from megatron_sparse.errors import ConfigError, HostError
+from tests.ranks import run_ranks
+
+SIDE = 64
+AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 0, "scheme": "agsparse"}
+FIVE_PERCENT = AT_ONCE | {"density": 0.05, "value_bits": None, "timeout_s": 30.0}
+
+
+def _loop(rank, passes, *, undo="auto", knows=True, scale=None):
+    """Trains on passes: each a factor of the gradient, and what the loop does with it.
+
+    `use`: a step; `skip`: none, the gradient is cleared; `clear`: the same, zeros in place; `add`:
+    none, the next pass adds to the gradient; `discard`: as `skip`, and the state is told; `plain`:
+    as `skip`, past the residual.
+
+    Returns:
+        The weights, and this rank's residual.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Linear(SIDE, SIDE, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    stepper = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
+    given = {"optimizer": stepper} if knows else {}
+    state = megatron_sparse.DDPState(ddp, undo=undo, **given, **FIVE_PERCENT)
+    ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
+    draw = torch.Generator().manual_seed(rank)
+    for factor, use in passes:
+        gradient = torch.randint(-9, 10, (SIDE, SIDE), generator=draw).float() * factor
+        loss = (ddp(torch.eye(SIDE)) * gradient).sum()
+        if use == "plain":
+            with state.plain():
+                loss.backward()
+        else:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if use == "add":
+            continue
+        if use == "use":
+            stepper.step()
+        if use == "discard":
+            state.discard_step()
+        stepper.zero_grad(set_to_none=use != "clear")
+    return model.weight.detach().clone(), state.residuals["bucket0"].view(SIDE, SIDE).clone()
+
+
+USED = [(1.0, "use")] * 3
+
+
+def _with(use, factor=1000.0):
+    return [USED[0], (factor, use), *USED[1:]]
+
+
+@pytest.mark.parametrize(
+    ("passes", "options"),
+    [
+        (_with("skip", 1e38), {}),
+        (_with("skip", float("nan")), {}),
+        (_with("clear"), {}),
+        (_with("plain"), {}),
+        (_with("plain"), {"knows": False}),
+        (_with("discard"), {"knows": False, "undo": "always"}),
+        ([(1000.0, "skip"), *USED], {}),
+    ],
+    ids=["overflow", "nan", "zeros in place", "plain", "plain, unknown", "told", "first"],
+)
+def test_a_pass_that_was_not_used_leaves_no_trace(passes, options):
+    """Weights and residuals balance as if it had not been: each is a sum of small integers."""
+    (weights, *_), *others = by_rank = run_ranks(_totals, 2, passes, options)
+    total = sum(total for _, _, total in by_rank)
+    left = sum(left for _, left, _ in by_rank)
+    assert torch.equal(-weights * 2 + left, total)
+    assert left.any()
+    assert all(torch.equal(weights, other) for other, *_ in others)
+
+
+def _totals(rank, world_size, passes, options):
+    draw, total = torch.Generator().manual_seed(rank), torch.zeros(SIDE, SIDE)
+    for factor, use in passes:
+        gradient = torch.randint(-9, 10, (SIDE, SIDE), generator=draw).float() * factor
+        if use in ("use", "add"):
+            total += gradient.T
+    weights, left = _loop(rank, passes, **options)
+    # The residual is a contribution to the average.
+    return weights, left * world_size, total
+
+
+def test_passes_without_no_sync_add_up():
+    """DDP sums the gradient that it holds again, so two passes count as the mean of both."""
+    passes = [(1.0, "add"), (1.0, "use"), (2.0, "use")]
+    (weights, *_), _ = by_rank = run_ranks(_totals, 2, passes, {})
+    total, left = (sum(rank[index] for rank in by_rank) for index in (2, 1))
+    assert torch.equal(-weights * 2 + left, total)
+
+
+OVERFLOWS = [(1.0, "use"), (1e30, "skip"), (1e30, "skip"), *USED]
+"""Under a scale of 2^40: both gradients in the middle leave fp32's range, and the scale halves."""
+
+
+@pytest.mark.parametrize("finds_inf", [False, True])
+def test_under_a_grad_scaler_steps_that_overflow_are_skipped(finds_inf):
+    """Fused Adam looks for an overflow itself, so its `step` is called all the same."""
+    for weights, left in run_ranks(_scaled, 2, finds_inf):
+        assert weights.isfinite().all()
+        assert 0 < float(left.abs().max()) <= 4 * SIDE * SIDE
+        if not finds_inf:
+            # Both ranks have the same gradients.
+            assert torch.equal(-weights.view(-1) + left, 4.0 * torch.arange(SIDE * SIDE))
+
+
+def _scaled(rank, world_size, finds_inf):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Linear(SIDE, SIDE, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    if finds_inf:
+        stepper = torch.optim.Adam(ddp.parameters(), lr=1.0, fused=True)
+    else:
+        stepper = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    state = megatron_sparse.DDPState(ddp, optimizer=stepper, scaler=scaler, **FIVE_PERCENT)
+    ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
+    gradient = torch.arange(SIDE * SIDE).view(SIDE, SIDE).float().T
+    for factor, _ in OVERFLOWS:
+        scaler.scale((ddp(torch.eye(SIDE)) * gradient * factor).sum()).backward()
+        scaler.step(stepper)
+        scaler.update()
+        stepper.zero_grad()
+    assert scaler.get_scale() == 2.0**38
+    return model.weight.detach().clone(), state.residuals[
+        "bucket0"
+    ] * world_size / scaler.get_scale()
+
+
+def _refused(rank, world_size):
+    found = []
+    for options in ({"knows": False, "scale": 2.0}, {"undo": "never"}):
+        with pytest.raises(ConfigError) as caught:
+            _loop(rank, USED, **options)
+        found.append(str(caught.value))
+    with pytest.raises(ConfigError, match="discarded step is not kept"):
+        _loop(rank, _with("discard"), knows=False)
+    return found
+
+
+def test_what_would_corrupt_residuals_is_refused():
+    unknown_scaler, never = run_ranks(_refused, 1)[0]
+    assert "a GradScaler scales the loss" in unknown_scaler
+    assert "compression.undo=never" in never
+
+
+def _copied(rank, world_size):
+    """Averaged weights, a saved whole model, and a state that goes on from a copied one."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def hooked(**state):
+        ddp = DistributedDataParallel(torch.nn.Linear(SIDE, SIDE, bias=False))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        made = megatron_sparse.DDPState(ddp, optimizer=optimizer, **state)
+        ddp.register_comm_hook(made, megatron_sparse.ddp_hook)
+        return ddp, made
+
+    ddp, state = hooked(**FIVE_PERCENT)
+    ddp(torch.eye(SIDE)).square().sum().backward()
+    torch.optim.swa_utils.AveragedModel(ddp)
+    torch.save(copy.deepcopy(ddp), io.BytesIO())
+    copied = copy.deepcopy(state)
+    with pytest.raises(HostError, match="is a copy"):
+        copied.launch(None)
+    _, again = hooked(config=copied.config)
+    again.load_state_dict(copied.state_dict())
+    ddp(torch.eye(SIDE)).square().sum().backward()
+    return again.step, again.state_dict()["residuals"]["weight"]
+
+
+def test_a_model_with_the_hook_is_copied_and_saved():
+    for step, residual in run_ranks(_copied, 2):
+        assert step == 1
+        assert residual.any()
