@@ -316,9 +316,9 @@ def _refuse(started: list[str]) -> Callable[..., None]:
 HEAD = """\
 # Mistakes
 
-Every mistake below gives one error with `expected`, `got` and mostly a `remedy`, and exit code 2, before a rank starts or
-a measurement begins; no file is made, changed or removed. Commands follow `megatron-sparse`. A test makes each mistake.
-After a change of a message, write the page anew:
+Every mistake below gives one error with `expected`, `got` and mostly a `remedy`, and exit code 2,
+before a rank starts or a measurement begins; no file is made, changed or removed. Commands follow
+`megatron-sparse`. A test makes each mistake. After a change of a message, write the page anew:
 
 ```bash
 python -m tests.integration.mistakes
