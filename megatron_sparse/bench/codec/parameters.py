@@ -25,14 +25,8 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.table import (
-    Columns,
-    TableRow,
-    describe_cpu,
-    print_table,
-    show_progress,
-    torch_threads,
-)
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import describe_cpu, print_table, show_progress, torch_threads
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
@@ -52,38 +46,24 @@ class Case:
 
 
 @dataclass
-class Row(TableRow):
-    """One line of the table and one JSON object.
+class Row(CellRow, gap="  "):
+    """One line of the table and one JSON object; rates are 1e9 bytes of parameters in a second.
 
-    Attributes:
-        parameters: the pair's name, such as a learning rate.
-        coder: that made the bytes.
-        dtype: of the parameters.
-        numel: parameters.
-        bits: on the wire, of each parameter; headers included.
-        entropy: least bits of a coder that knows the old exponent; None for fp32, where nearly
-            every move is another.
-        encode_gbps: 1e9 bytes of parameters in a second, median.
-        decode_gbps: likewise.
-        wrong: parameters with another bit pattern after decoding.
+    `entropy` is null for fp32, where nearly every move is another.
     """
 
-    COLUMNS = Columns(
-        "parameters <48 | coder <6 | dtype >5 | numel >10 | bits >6.2f | entropy >7.2f | "
-        "bits/entropy >9.2f ratio | encode_gbps >12.2f encode(GB/s) | "
-        "decode_gbps >12.2f decode(GB/s) | wrong >6",
-        gap="  ",
+    parameters: str = cell("the pair's name, such as a learning rate", "<48")
+    coder: str = cell("that made the bytes", "<6")
+    dtype: str = cell("of the parameters", ">5")
+    numel: int = cell("parameters", ">10")
+    bits: float = cell("on the wire, of each parameter; headers included", ">6.2f")
+    entropy: float | None = cell(
+        "least bits of a coder that knows the old exponent",
+        ">7.2f | bits/entropy >9.2f ratio",
     )
-
-    parameters: str
-    coder: str
-    dtype: str
-    numel: int
-    bits: float
-    entropy: float | None
-    encode_gbps: float
-    decode_gbps: float
-    wrong: int
+    encode_gbps: float = cell("median", ">12.2f encode(GB/s)")
+    decode_gbps: float = cell("median", ">12.2f decode(GB/s)")
+    wrong: int = cell("parameters with another bit pattern after decoding", ">6")
 
 
 def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
