@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_sparse.bench.study.options import TrainingOptions
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
-from tests.bench.running import run_cli
+from tests.bench.running import read_rows, run_cli
 from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
 
 
@@ -62,7 +61,7 @@ def runs(monkeypatch) -> FakeRuns:
 def test_rows(runs, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = training.run(options(tmp_path / "out"), path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert read_rows(path) == rows
     plain, direct = rows
     assert (plain["iteration_ms"], plain["slowest_ms"], plain["speedup"]) == (20, 30, 1)
     assert plain["wire_bytes"] is plain["host_cpu_us"] is None

@@ -6,7 +6,6 @@ A fake replaces Megatron; `test_convergence_regression.py` runs the real one.
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_sparse.bench.study.options import ConvergenceOptions
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.composition import compose
-from tests.bench.running import run_cli
+from tests.bench.running import read_rows, run_cli
 from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, overrides, print_run
 
 LOSS = {"dense": 4.0, "topk1": 4.1, "topk01": 4.4, "sgd_dense": 5.0, "sgd_topk1": 5.2}
@@ -136,7 +135,7 @@ def test_command_table_and_figures(runs, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "4.1205" in printed
     assert "+2.50" in printed
-    assert [json.loads(line)["setting"] for line in lines.open()] == ["dense", "topk1"]
+    assert [row["setting"] for row in read_rows(lines)] == ["dense", "topk1"]
     pictures = (convergence.CURVES, convergence.FINAL, convergence.BITS)
     assert all((folder / f"{name}.png").stat().st_size > 1000 for name in pictures)
     with (folder / "convergence-bits.csv").open() as file:

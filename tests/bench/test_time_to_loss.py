@@ -6,7 +6,6 @@ A fake replaces Megatron.
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import PLAIN, VALIDATIONS
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import compose
-from tests.bench.running import run_cli
+from tests.bench.running import read_rows, run_cli
 from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
 
 MS = {PLAIN: 1000.0, "safe": 100.0, "extreme": 50.0}
@@ -113,7 +112,7 @@ def test_command_table_and_picture(runs, tmp_path, capsys):
     arguments += ["--setting", "plain,safe", "--out", str(tmp_path / "runs")]
     assert run_cli(*arguments, "--json", str(lines), "--figures", str(pictures)) == 0
     assert "safe, parameters in 4 bits" in capsys.readouterr().out
-    written = [json.loads(line) for line in lines.read_text().splitlines()]
+    written = read_rows(lines)
     assert [(row["setting"], row["mbit"]) for row in written] == [
         (setting, mbit) for mbit in (100, 1000) for setting in (PLAIN, "safe")
     ]

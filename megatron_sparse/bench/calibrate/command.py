@@ -120,9 +120,8 @@ class Request:
     def case(self, world_size: int) -> SweepCase:
         """The bucket and gradients of a sweep."""
         numel = max(self.size_bytes // 4 // world_size, 1) * world_size
-        return SweepCase(
-            numel, self.densities, repeats=3 if self.quick else 7, step=0.2 if self.quick else 0.1
-        )
+        repeats, step = (3, 0.2) if self.quick else (7, 0.1)
+        return SweepCase(numel, self.densities, repeats, step)
 
 
 @dataclass(frozen=True)
@@ -156,13 +155,8 @@ def run(request: Request, place: Place) -> int:
     """
     os.environ.update(slurm.ranks(os.environ))
     started = local_ranks.started_ranks()
-    local_ranks.check_place(
-        netbed=place.netbed,
-        virtual=place.virtual is not None,
-        mbit=place.mbit,
-        ranks=place.ranks,
-        started=started,
-    )
+    flags = {"netbed": place.netbed, "virtual": place.virtual is not None, "mbit": place.mbit}
+    local_ranks.check_place(**flags, ranks=place.ranks, started=started)
     ranks = place.ranks or started or 2
     if ranks < 2:
         raise one_rank()
@@ -217,10 +211,10 @@ def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
     case = replace(case, numel=numel, repeats=1)
     virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
     seconds_a_byte = scale * copy_s / COPIED_BYTES
+    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in virtual.transports]
     ranks_runs = [
         RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), timer)
-        for t in virtual.transports
-        for timer in [ChargingTimer(t, memory_bound(seconds_a_byte))]
+        for t, timer in zip(virtual.transports, timers, strict=True)
     ]
 
     def sweep(form: str) -> Curves:

@@ -44,9 +44,8 @@ def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str,
     compressor = zstandard.ZstdCompressor(level=3)
 
     def in_torch_and_zstd() -> list[bytes]:
-        return [
-            compressor.compress(memoryview(part.view(torch.uint8).numpy())) for part in in_torch()
-        ]
+        parts = (memoryview(part.view(torch.uint8).numpy()) for part in in_torch())
+        return [compressor.compress(part) for part in parts]
 
     return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
 
@@ -58,10 +57,8 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         index_K = pruned_N.nonzero().squeeze(1)
         return index_K, pruned_N[index_K]
 
-    peers: dict[str, Action] = {
-        "torch nonzero": nonzero_and_index,
-        "torch to_sparse": pruned_N.to_sparse,
-    }
+    peers: dict[str, Action] = {"torch nonzero": nonzero_and_index}
+    peers["torch to_sparse"] = pruned_N.to_sparse
     if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has none
         return peers
     array = pruned_N.numpy()
@@ -124,11 +121,8 @@ def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
 def wrong_triton(case: Case) -> int:
     """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
     grad_N = replace(case, device=CPU).gradient()
-    results = []
-    for device, sample in (
-        (CPU, ops.sample_threshold),
-        (case.device, threshold_triton.sample_threshold),
-    ):
+    results, samples = [], (ops.sample_threshold, threshold_triton.sample_threshold)
+    for device, sample in zip((CPU, case.device), samples, strict=True):
         sent_N, rest_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
         _select(sample, case, sent_N, rest_N)
         results.append((sent_N, rest_N))
@@ -141,7 +135,6 @@ def _select(
     """Samples the threshold and prunes, with leak 0.5; mutates both."""
     offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
     limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, torch.tensor([KEY]))
-    pruning = Pruning(
-        residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=limits.tie_chances
-    )
+    chances_R = limits.tie_chances
+    pruning = Pruning(residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=chances_R)
     ops.prune_(grad_N, pruning, case.code)
