@@ -102,8 +102,8 @@ def sent_densities(
             residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.REPORTED)
             selector = Selector(sweep.config(), residuals, 0, MessageBuffers())
         gradient_N = DISTRIBUTIONS[distribution](sweep.elements, draw)
-        parameter = ParameterSlice("w", 0, sweep.elements)
-        bucket = Bucket("b", gradient_N, [parameter], CollectiveOp.ALL_REDUCE, world_size=1)
+        slices = [ParameterSlice("w", 0, sweep.elements)]
+        bucket = Bucket("b", gradient_N, slices, CollectiveOp.ALL_REDUCE, world_size=1)
         message = selector.select(bucket, MessageSpec(density), step=step, timer=StageTimer())
         selector.residuals.commit()
         nonzero = message.pruned_nnz + int(selector.residuals["b"].count_nonzero())

@@ -165,8 +165,7 @@ class Outcome:
     @property
     def means(self) -> list[tuple[int, float]]:
         """The curve, with one mean of the validations after the last iteration."""
-        end = self.curve[-1][0]
-        return [*((number, loss) for number, loss in self.curve if number < end), (end, self.final)]
+        return list((dict(self.curve) | {self.curve[-1][0]: self.final}).items())
 
     @property
     def noise(self) -> dict[str, Any]:
