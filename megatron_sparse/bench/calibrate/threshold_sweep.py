@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -169,7 +170,7 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
 
 def options_of(format: str, densities: Sequence[float]) -> SchemeConfig:
     """The options of an adaptive ring."""
-    keys = {
+    keys: dict[str, Any] = {
         f"ring_{name}_density": value for name, value in zip(THRESHOLDS, densities, strict=True)
     }
     return SchemeConfig(name="adaptive_ring", format=format, **keys)

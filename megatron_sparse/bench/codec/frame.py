@@ -141,7 +141,6 @@ class Row(CellRow):
     density: float = cell("fraction that is sent", ">7g")
     bytes_moved: int = cell("read and written", ">11 moved(B)")
     device: str = cell("`cpu` or `cuda`")
-    wrong: int = cell("elements or bytes that differ from the oracle's")
     time_us: float | None = cell("of the operation", ">10.1f time(us)", default=None)
     copy_us: float | None = cell(
         "of a copy that reads and writes as much", ">10.1f copy(us)", default=None
@@ -153,10 +152,9 @@ class Row(CellRow):
         default=None,
     )
     peer_us: float | None = cell(
-        "the peer's time",
-        ">11.1f peer(us) | peer_us/time_us >6.1f x | wrong >6 #wrong",
-        default=None,
+        "the peer's time", ">11.1f peer(us) | peer_us/time_us >6.1f x", default=None
     )
+    wrong: int = cell("elements or bytes that differ from the oracle's", ">6 #wrong", default=0)
     peer: str | None = cell("name of another implementation", "<1", default=None)
 
     @property
@@ -168,14 +166,14 @@ class Row(CellRow):
 def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) -> list[Row]:
     """The rows of a task, one for each peer; a task that is wrong has one, without times."""
     own = Row(
-        case.numel,
-        case.dtype,
-        task.op,
-        task.format,
-        case.density,
-        task.bytes_moved,
-        case.device.type,
-        task.wrong,
+        op=task.op,
+        format=task.format,
+        dtype=case.dtype,
+        density=case.density,
+        count=case.numel,
+        bytes_moved=task.bytes_moved,
+        device=case.device.type,
+        wrong=task.wrong,
     )
     if task.wrong:
         return [own]

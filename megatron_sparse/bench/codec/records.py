@@ -179,7 +179,7 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
     one_by_one()
     wrong += differing(sum_N, other_N)
     moved, form = sum(message.nbytes for message in messages) + sum_N.nbytes, codec.case.form
-    peers = {"one by one": one_by_one}
+    peers: dict[str, Action] = {"one by one": one_by_one}
     return Task("decode_sum", form, moved, wrong, in_one_pass, lambda: stream_N.fill_(1), peers)
 
 

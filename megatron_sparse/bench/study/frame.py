@@ -268,9 +268,10 @@ def report[Row: TableRow](
         DependencyError: matplotlib is missing.
     """
     done = print_table(rows[0].COLUMNS, rows, json_path)
-    for picture in [] if folder is None else pictures(done):
-        for path in figures.write_picture(folder, *picture):
-            print(path)
+    if folder is not None:
+        for picture in pictures(done):
+            for path in figures.write_picture(folder, *picture):
+                print(path)
     return done
 
 

@@ -194,7 +194,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
         )
 
 
-def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
+def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, Any]:
     """The figures that only the plugin measures: medians over the iterations that count."""
     names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
