@@ -14,10 +14,9 @@ import pytest
 from megatron_sparse.bench.study import time_to_loss
 from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import PLAIN, VALIDATIONS
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import compose
 from tests.bench.running import read_rows, run_cli
-from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
+from tests.bench.study_runs import FakeRuns, leave, print_run
 
 MS = {PLAIN: 1000.0, "safe": 100.0, "extreme": 50.0}
 WIRE_RATIO = 0.05
@@ -121,23 +120,3 @@ def test_command_table_and_picture(runs, tmp_path, capsys):
     with (pictures / f"{time_to_loss.PICTURE}.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 4 * VALIDATIONS
     assert len(runs.commands) == 4
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"settings": ["safe"]}, "plain among them"),
-        ({"settings": [PLAIN, "quick"]}, "setting is out of range"),
-        ({"iters": 25}, "a multiple of 10"),
-        ({"ranks": 1}, "2 or more"),
-        ({"batch": 0}, "1 or more"),
-    ],
-)
-def test_refusals(changed, message, tmp_path):
-    with pytest.raises(ConfigError, match=message):
-        race(tmp_path, **changed)
-
-
-def test_a_failed_run_is_an_error_with_the_end_of_its_log(monkeypatch, tmp_path):
-    said = fails_with_its_log(monkeypatch, lambda: time_to_loss.run(race(tmp_path)))
-    assert "plain-100 failed" in said
