@@ -31,9 +31,7 @@ BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs
 SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threads": 1}
 
 
-TIMED_MISTAKES = [
-    *(("min_bytes", 0), ("max_bytes", 2), ("iters", 0), ("threads", 0), ("warmup", -1)),
-]
+TIMED_MISTAKES = (("min_bytes", 0), ("max_bytes", 2), ("iters", 0), ("threads", 0), ("warmup", -1))
 type Row = dict[str, Any]
 
 

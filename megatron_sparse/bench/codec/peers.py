@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -68,8 +67,9 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         return index, array[index]
 
     peers["numpy"] = numpy
-    sparse = _scipy_sparse()
-    if sparse is not None and pruned_N.dtype == torch.float32:
+    if is_installed("scipy") and pruned_N.dtype == torch.float32:
+        from scipy import sparse
+
         peers["scipy coo_array"] = lambda: sparse.coo_array(array)
     return peers
 
@@ -89,26 +89,18 @@ def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
         array[index] += values
 
     peers |= {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
-    sparse = _scipy_sparse()
-    if sparse is not None:
+    if is_installed("scipy"):
+        from scipy import sparse
+
         matrix = sparse.coo_array((values, (index,)), shape=(pruned_N.numel(),))
         peers["scipy coo_array"] = lambda: np.add(array, matrix.toarray(), out=array)
     return peers
 
 
-def _scipy_sparse() -> ModuleType | None:
-    """`scipy.sparse`, or None if it is not installed: it is a peer, not a dependency."""
-    try:
-        from scipy import sparse
-    except ImportError:
-        return None
-    return sparse
-
-
 def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
     """Of `prune_encode`; each works on copies, which pruning again does not change."""
     sent_N, selected_N = grad_N.clone(), grad_N.clone()
-    rests = [torch.zeros(case.numel, device=case.device) for _ in range(2)]
+    rests = torch.zeros(2, case.numel, device=case.device)
     threshold_R = torch.tensor([case.threshold]).to(case.device)
     pruning = Pruning(rests[0], torch.tensor([0, case.numel]), threshold_R, 0.0, KEY)
     sample = threshold_triton.sample_threshold
