@@ -1,4 +1,4 @@
-"""`bench convergence`: the runs that it starts and continues, its report and its refusals.
+"""`bench convergence`: the runs that it starts and continues, and its report.
 
 A fake replaces Megatron; `test_convergence_regression.py` runs the real one.
 """

@@ -1,4 +1,4 @@
-"""`bench time-to-loss`: its runs, the seconds that it reads from them, its table and refusals.
+"""`bench time-to-loss`: its runs, the seconds that it reads from them, and its table.
 
 A fake replaces Megatron.
 """
@@ -26,11 +26,8 @@ ADDED = {PLAIN: 0.0, "safe": 0.0, "extreme": 1.0}
 
 
 def race(out: Path, *settings: str, **changed: Any) -> RaceOptions:
-    fields: dict[str, Any] = {
-        **{"settings": settings or list(MS), "netbed": True, "mbits": (100,), "iters": 20},
-        "out": out,
-    }
-    return RaceOptions(**fields | changed)
+    fields: dict[str, Any] = {"settings": settings or list(MS), "netbed": True, "mbits": (100,)}
+    return RaceOptions(out=out, **fields | {"iters": 20} | changed)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_sparse.bench.options import (
@@ -183,13 +184,10 @@ class DensitySweep(Options):
         return CompressionConfig(threshold_scope=self.threshold_scope, samples=self.samples)
 
 
-def parse_rates(option: str, text: str) -> tuple[float, ...]:
-    """Learning rates, separated by commas.
-
-    Raises:
-        ConfigError: one of them is no number.
-    """
-    return parse_list(option, text, float, "numbers with commas between, such as 1e-4,3e-4")
+parse_rates = partial(
+    parse_list, convert=float, expected="numbers with commas between, such as 1e-4,3e-4"
+)
+"""Learning rates, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)

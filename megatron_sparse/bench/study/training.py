@@ -205,5 +205,7 @@ def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, Any]
     found = {name: median(each[name] for each in iterations) for name in names}
     for name, stage in waits.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
-    of_bucket_ms = (each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations)
-    return found | {"host_cpu_us": 1e3 * median(of_bucket_ms)}
+    of_bucket_us = (
+        1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
+    )
+    return found | {"host_cpu_us": median(of_bucket_us)}
