@@ -10,13 +10,7 @@ import torch
 
 from megatron_sparse.bench.codec import parameters
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.codec.parameters import (
-    Case,
-    conditional_entropy,
-    measure,
-    moves_of,
-    run,
-)
+from megatron_sparse.bench.codec.parameters import Case, conditional_entropy, measure, moves_of, run
 from tests.bench.running import read_rows
 
 PAIR = Path(__file__).resolve().parents[1] / "data/parameter_pair.pt"

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import (
-    Outcome,
-    Picture,
-    Run,
-    line_panels,
-    picked,
-)
+from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
 from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import (
     PLAIN,
