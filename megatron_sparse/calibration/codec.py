@@ -9,6 +9,7 @@ records are timed with fp32 values and with 4 bits, which stand for any number o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.message import (
     QUANTISED,
     WIRE_CODES,
+    Message,
     MessageBuffers,
     decode_add_,
     encode_segments,
@@ -38,11 +40,12 @@ from megatron_sparse.formats.message import (
 )
 from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
-from megatron_sparse.pricing.cluster import CodecOp, CodecRate
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Transport
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.05, 0.1, 0.15, 0.3, 0.5, 0.75, 1.0)
+HELD_OUT_DENSITIES = (0.02, 0.2)
 PARTITIONS = 4
 NO_TIME_S = 1e-15
 """Less than the time of any call or element: a fitted rate below it is noise."""
@@ -129,25 +132,55 @@ def codec_calls(
 def measure_codec(
     transport: Transport, sweep: CodecSweep, clock: Clock
 ) -> Measuring[tuple[CodecRate, ...]]:
-    """Times every call on all ranks at once, as they work in training; the same on all ranks.
-
-    Of the ranks' times the median counts.
-    """
-    kinds: list[CodecCall] = []
+    """Times every call on all ranks at once, as they work in training; the same on all ranks."""
+    calls: list[CodecCall] = []
     times_NK: list[list[float]] = []
     for numel in sweep.numels:
-        yield from gather_rows([0.0], transport)
-        calls, times_K = [], []
-        for call in codec_calls(numel, DENSITIES, transport.device):
-            calls.append(call)
-            times_K.append(seconds_of(call, sweep, clock))
-        kinds = calls
+        calls, times_K = yield from _times_s(transport, sweep, clock, numel, DENSITIES)
         times_NK.append(times_K)
-    flat = [spent for times_K in times_NK for spent in times_K]
-    rows = yield from gather_rows(flat, transport)
-    agreed_NK = rows.median(0).values.view(len(sweep.numels), -1)
+    times_KN = zip(*times_NK, strict=True)
     return tuple(
-        fit_rate(kind, sweep.numels, agreed_NK[:, k].tolist()) for k, kind in enumerate(kinds)
+        fit_rate(call, sweep.numels, times_N) for call, times_N in zip(calls, times_KN, strict=True)
+    )
+
+
+def _times_s(
+    transport: Transport,
+    sweep: CodecSweep,
+    clock: Clock,
+    numel: int,
+    densities: Sequence[float],
+) -> Measuring[tuple[list[CodecCall], list[float]]]:
+    """All calls and, for each, the median over ranks of its seconds."""
+    yield from gather_rows([0.0], transport)
+    calls, times_K = [], []
+    for call in codec_calls(numel, densities, transport.device):
+        calls.append(call)
+        times_K.append(seconds_of(call, sweep, clock))
+    rows = yield from gather_rows(times_K, transport)
+    return calls, rows.median(0).values.tolist()
+
+
+def held_out(
+    transport: Transport, cluster: ClusterModel, sweep: CodecSweep, clock: Clock
+) -> Measuring[str]:
+    """How well the rates predict calls that they were not fitted to: the median error, the worst.
+
+    The calls are those at densities between the measured ones. The number of elements is the
+    middle, in powers of two, of the two largest in `sweep`. An error is negative if the prediction
+    is too fast. The line is the same on all ranks.
+    """
+    numel = math.isqrt(sweep.numels[-1] * sweep.numels[-2])
+    calls, times_s = yield from _times_s(transport, sweep, clock, numel, HELD_OUT_DENSITIES)
+    errors = [
+        cluster.codec_s(call.op, call.format, numel, call.density) / spent - 1
+        for call, spent in zip(calls, times_s, strict=True)
+    ]
+    error, worst = max(zip(errors, calls, strict=True), key=lambda pair: abs(pair[0]))
+    return (
+        f"codec, {len(calls)} calls that the rates were not fitted to: median error "
+        f"{median(map(abs, errors)):.0%}, worst {error:+.0%} ({worst.op} {worst.format} at "
+        f"{worst.density:.0%})"
     )
 
 
@@ -203,14 +236,8 @@ def _segment_calls(
     room = max(capacity(offsets, WIRE_CODES[kind.value_dtype]) for kind in kinds.values())
     out, buffers = torch.zeros(room, dtype=torch.uint8, device=device), MessageBuffers()
     for form, kind in kinds.items():
-        spec = record_spec(
-            kind.value_dtype,
-            STEP,
-            kind.format,
-            SchemeConfig.block_size,
-            density,
-            whole=kind.whole,
-        )
+        described = kind.value_dtype, STEP, kind.format, SchemeConfig.block_size, density
+        spec = record_spec(*described, whole=kind.whole)
 
         def encode(spec: RecordSpec = spec) -> int:
             segments = Segments(offsets, not_whole)
@@ -235,49 +262,30 @@ def _select_calls(
     numel: int, density: float, device: torch.device, kinds: Mapping[str, Kind]
 ) -> Iterator[CodecCall]:
     grad_N = sparse_vector(numel, 1.0, device)
-    bucket = Bucket("codec", grad_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(
-        CompressionConfig(leak=0.0),
-        residuals,
-        0,
-        MessageBuffers(),
-    )
+    select = _selection(grad_N)
     for form, kind in kinds.items():
+        spec = MessageSpec(density, **kind._asdict())
+        yield CodecCall(CodecOp.SELECT, form, density, partial(select, spec))
 
-        def select(kind: Kind = kind) -> None:
-            selector.select(
-                bucket,
-                MessageSpec(
-                    density, format=kind.format, value_bits=kind.value_bits, whole=kind.whole
-                ),
-                step=STEP,
-                timer=StageTimer(device),
-            )
 
-        yield CodecCall(CodecOp.SELECT, form, density, select)
+def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
+    """Selects from this gradient, with leak 0."""
+    slices = [ParameterSlice("w", 0, grad_N.numel())]
+    bucket = Bucket("codec", grad_N, slices, CollectiveOp.ALL_REDUCE, 1)
+    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
+    return lambda spec: selector.select(bucket, spec, step=STEP, timer=StageTimer(grad_N.device))
 
 
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
     sparse_N = sparse_vector(numel, density, device)
-    bucket = Bucket("zen", sparse_N, [ParameterSlice("w", 0, numel)], CollectiveOp.ALL_REDUCE, 1)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    selector = Selector(
-        CompressionConfig(leak=0.0),
-        residuals,
-        0,
-        MessageBuffers(),
-    )
-    message = selector.select(
-        bucket, MessageSpec(1.0, format="coo"), step=STEP, timer=StageTimer(device)
-    )
+    message = _selection(sparse_N)(MessageSpec(1.0, format="coo"))
     own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
-    yield CodecCall(
-        CodecOp.PARTITION,
-        "pairs",
-        density,
-        lambda: hierarchical_hash.split(own_hash, *entries(message)),
-    )
+
+    def partition() -> object:
+        return hierarchical_hash.split(own_hash, *entries(message))
+
+    yield CodecCall(CodecOp.PARTITION, "pairs", density, partition)
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
@@ -285,26 +293,14 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()
     values = sparse_N[held][order]
-    record = hash_pairs.encode(elements, values, place)
+    encode = partial(hash_pairs.encode, elements, values, place)
     sum_P = torch.zeros(numel, device=device)
-    yield CodecCall(
-        CodecOp.ENCODE, "pairs", density, lambda: hash_pairs.encode(elements, values, place)
-    )
-    yield CodecCall(
-        CodecOp.DECODE_ADD,
-        "pairs",
-        density,
-        lambda: hash_pairs.accumulate_(sum_P, record, place, rank=0),
-    )
+    decode_add = partial(hash_pairs.accumulate_, sum_P, encode(), place, rank=0)
+    yield CodecCall(CodecOp.ENCODE, "pairs", density, encode)
+    yield CodecCall(CodecOp.DECODE_ADD, "pairs", density, decode_add)
 
-    def encode() -> torch.Tensor:
-        return hash_bitmap.encode(sparse_N, place)
-
-    bitmap, sum_M = encode(), torch.zeros(wide.numel, device=device)
+    encode = partial(hash_bitmap.encode, sparse_N, place)
+    sum_M = torch.zeros(wide.numel, device=device)
+    decode_add = partial(hash_bitmap.decode_add_, sum_M, encode(), place, rank=0)
     yield CodecCall(CodecOp.ENCODE, "hash_bitmap", density, encode)
-    yield CodecCall(
-        CodecOp.DECODE_ADD,
-        "hash_bitmap",
-        density,
-        lambda: hash_bitmap.decode_add_(sum_M, bitmap, place, rank=0),
-    )
+    yield CodecCall(CodecOp.DECODE_ADD, "hash_bitmap", density, decode_add)

@@ -27,6 +27,8 @@ from megatron_sparse.transport import Transport, Work
 FEW, MANY = 4, 36
 """Numbers of consecutive messages; the difference of the two cancels costs that occur once."""
 
+type Pieces = list[tuple[int, torch.Tensor]]
+
 
 def measure_host(
     transport: Transport, progress: Progress, repeats: int, clock: Clock
@@ -54,31 +56,31 @@ def measure_host(
     return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
 
 
-def _word(transport: Transport) -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.int64, device=transport.device)
+def _ring(transport: Transport) -> tuple[Pieces, Pieces]:
+    """A word for the next rank, and room for the previous one's."""
+    n, words = transport.world_size, torch.zeros(2, 1, dtype=torch.int64, device=transport.device)
+    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+    return [(after, words[0])], [(before, words[1])]
 
 
 def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
-    n, sent, received = transport.world_size, _word(transport), _word(transport)
-    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+    pieces = _ring(transport)
 
     def run() -> None:
         for _ in range(count):
-            transport.exchange([(after, sent)], [(before, received)], TAG).finish()
+            transport.exchange(*pieces, TAG).finish()
 
     return run
 
 
 def _driven_messages(transport: Transport, progress: Progress, count: int) -> Callable[[], None]:
-    n, sent, received = transport.world_size, _word(transport), _word(transport)
-    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+    pieces = _ring(transport)
 
     def job() -> Generator[object, None, None]:
         group = whole_group(transport, TAG)
         yield GATE
         for number in range(count):
-            last = number == count - 1
-            yield from group.exchange([(after, sent)], [(before, received)], last=last)
+            yield from group.exchange(*pieces, last=number == count - 1)
 
     return lambda: progress.submit("calibrate", job, StageTimer(transport.device)).wait()
 
@@ -93,14 +95,8 @@ def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
     planner = FixedPlanner(config.compression, config.scheme)
-    reducer = GradientReducer(
-        config,
-        Groups(transport),
-        planner,
-        residuals,
-        NullSink(),
-        progress,
-    )
+    groups = Groups(transport)
+    reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
     return lambda: reducer.start(bucket, 0).wait()
 
 

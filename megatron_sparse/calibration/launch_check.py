@@ -238,14 +238,13 @@ def describe(
             )
     lines.append(f"the same on all ranks: {', '.join(same)}")
     wrong = [rank for rank, offset_s in enumerate(offsets_s) if abs(offset_s) > CLOCK_S]
-    if wrong:
-        worst_s = max((offsets_s[rank] for rank in wrong), key=abs)
-        lines.append(
-            f"clocks differ: {_named(wrong, hosts)}, by {worst_s:+.3g} s at most; start chrony or "
-            "ntpd there"
-        )
-    else:
-        lines.append(f"clocks agree within {CLOCK_S:g} s")
+    worst_s = max(offsets_s, key=abs)
+    lines.append(
+        f"clocks differ: {_named(wrong, hosts)}, by {worst_s:+.3g} s at most; start chrony or ntpd "
+        "there"
+        if wrong
+        else f"clocks agree within {CLOCK_S:g} s"
+    )
     for kind in dict.fromkeys(link.kind for link in links):
         ours = [link for link in links if link.kind == kind]
         slowest = min(ours, key=lambda link: link.gbit_s)

@@ -10,17 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_sparse.calibration import codec as calibration_codec
-from megatron_sparse.calibration.check import describe, held_out
-from megatron_sparse.calibration.codec import CodecSweep, measure_codec
+from megatron_sparse.calibration.codec import CodecSweep, held_out, measure_codec
 from megatron_sparse.calibration.host import measure_host
 from megatron_sparse.planner import link_timing
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.planner.link_timing import (
-    LinkSweep,
-    complete,
-    host_clock,
-    measure_links,
-)
+from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, measure_links
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.reduction.job import Progress
 from megatron_sparse.transport import ProcessGroupTransport
@@ -75,16 +69,12 @@ def calibrate(
     cluster = ClusterModel(
         name=name,
         device=transport.device.type,
-        nodes=links.nodes,
-        nic=links.nic,
-        intra=links.intra,
-        inter=links.inter,
-        dense=links.dense,
+        **vars(links),
         host_s_per_message=per_message_s,
         host_s_per_bucket=per_bucket_s,
         codec=codec,
         ring_densities={},
         fingerprint=fingerprint(transport),
     )
-    tell(describe(complete(held_out(transport, cluster, effort.codec, clock))))
+    tell(complete(held_out(transport, cluster, effort.codec, clock)))
     return cluster

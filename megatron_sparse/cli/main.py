@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_sparse.bench.options import command
 from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import bench
 from megatron_sparse.config.redaction import redact_text
@@ -41,9 +42,9 @@ app.command("build", help="Rebuild the native libraries.")(runs.build)
 app.command(
     "profile", help="Measure the sparsity of recorded gradients: density, overlap, skewness."
 )(plans.profile)
-app.command(
-    "calibrate", help="Measure this cluster's links, codecs and host into a file for the planner."
-)(plans.calibrate)
+command(app, "Measure this cluster's links, codecs and host into a file for the planner.")(
+    plans.calibrate
+)
 app.command(
     "plan", help="Show every scheme's predicted time for each bucket, and the chosen scheme."
 )(plans.plan)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_sparse.bench.options import parse_counts, parse_densities, parse_size
+from megatron_sparse.bench.calibrate.options import CalibrationOptions, CalibrationPlace
+from megatron_sparse.bench.options import parse_counts, parse_size
 from megatron_sparse.cli.outputs import (
     JsonFile,
     figures_folder,
@@ -53,6 +55,8 @@ def profile(
 
 
 def calibrate(
+    options: CalibrationOptions,
+    place: CalibrationPlace,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -61,76 +65,21 @@ def calibrate(
             help="Output; default: cluster.yaml, none with --virtual.",
         ),
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Default: the ranks that a launcher started, else 2.")
-    ] = None,
-    netbed: Annotated[
-        bool, typer.Option("--netbed", help="Run on the network test bed; needs root.")
-    ] = False,
-    mbit: Annotated[
-        int | None, typer.Option(min=1, help="Link rate of the test bed in Mbit/s.")
-    ] = None,
-    ranks_per_node: Annotated[
-        int, typer.Option(min=1, help="Ranks on each node of the test bed.")
-    ] = 1,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Take seconds, with less precise results.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE.")] = False,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Find adaptive_ring's thresholds and add them to FILE.")
-    ] = False,
-    virtual: Annotated[
-        bool, typer.Option("--virtual", help="Run the sweep on virtual ranks: a model.")
-    ] = False,
-    cluster: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="Cluster model of the virtual ranks.")
-    ] = None,
-    format: Annotated[
-        str, typer.Option(metavar="FORMAT,...", help="Message formats of the sweep.")
-    ] = "coo,pici",
-    size: Annotated[str, typer.Option(metavar="SIZE", help="Bucket size of the sweep.")] = "16M",
-    density: Annotated[
-        str, typer.Option(metavar="D,...", help="Gradient densities of the sweep.")
-    ] = "0.05,0.2,0.4",
-    env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Set the environment of configs/cluster/NAME."),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds after which an operation has failed.")
-    ] = 120,
 ) -> None:
     """Ranks start as for `bench collectives`. See docs/calibration.md."""
     from megatron_sparse.bench.calibrate import command as runner
 
-    request = runner.Request(
-        out=out if out or virtual else Path("cluster.yaml"),
-        quick=quick,
-        force=force,
-        formats=format.split(",") if sweep else [],
-        size_bytes=parse_size("--size", size),
-        densities=parse_densities("--density", density),
-        timeout_s=timeout,
-        env=env,
-    )
-    place = runner.Place(ranks, netbed, mbit, ranks_per_node, cluster if virtual else None)
-    if virtual is not (cluster is not None) or (virtual and not sweep):
+    names_cluster, sweeps = place.cluster is not None, options.sweep
+    if place.virtual is not names_cluster or (place.virtual and not sweeps):
+        given = {"--sweep": sweeps, "--virtual": place.virtual, "--cluster": names_cluster}
         raise ConfigError(
             "--virtual does not fit the other options",
             expected="--sweep --virtual --cluster NAME|FILE, or none of --virtual and --cluster",
-            got=" ".join(
-                flag
-                for flag, is_set in (
-                    ("--sweep", sweep),
-                    ("--virtual", virtual),
-                    ("--cluster", cluster is not None),
-                )
-                if is_set
-            ),
+            got=" ".join(flag for flag, is_set in given.items() if is_set),
             remedy="virtual ranks can only find thresholds: give all three options, or none",
         )
-    raise typer.Exit(runner.run(request, place))
+    out = out if out or place.virtual else Path("cluster.yaml")
+    raise typer.Exit(runner.run(replace(options, out=out), place))
 
 
 def plan(

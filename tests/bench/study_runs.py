@@ -10,7 +10,6 @@ from typing import IO, Any
 import pytest
 
 from megatron_sparse.bench.study import frame
-from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.megatron import corpus
 from megatron_sparse.run import local_ranks
 
@@ -84,16 +83,3 @@ def leave(words: dict[str, str], name: str, lines: Sequence[dict[str, Any]]) -> 
     folder = Path(words["runs_dir"], words["name"])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def fails_with_its_log(monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> str:
-    """The error of a run that ends with 3 and whose log ends with a line about memory."""
-
-    def train(words: dict[str, str], log: IO[str]) -> int:
-        log.write("it was the memory\n")
-        return 3
-
-    FakeRuns(monkeypatch, train)
-    with pytest.raises(MegatronSparseError, match=r"exit code 3(?s:.*)it was the memory") as caught:
-        run()
-    return str(caught.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megatron_sparse.bench.codec.options import BitsSweep
 from megatron_sparse.reference.rice import Place, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import rice_span
-from tests.bench.running import run_cli
+from tests.bench.running import read_rows, run_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +69,7 @@ def test_the_command_prints_both_tables_and_writes_their_rows(tmp_path, capsys):
     words = "bits --elements 64K --density 0.05 --tails 0.25 --groups 5 --json"
     assert run_cli(*words.split(), str(path)) == 0
     printed = capsys.readouterr().out
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     assert len(rows) == 1 + 2 * 4
     assert rows[0]["count"] == 2**16
     assert printed.count("\n") == 2 + 1 + 3 + 8

@@ -1,17 +1,21 @@
-"""`bench codecs`: checks before timing, rows on disk and on screen, the baseline."""
+"""`bench codecs` and `bench prune`: checks before timing, rows on disk and screen, the baseline."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_sparse.bench.codec import baseline as codec_baseline
-from megatron_sparse.bench.codec import codecs, hashing, records
+from megatron_sparse.bench.codec import codecs, hashing, prune, records
 from megatron_sparse.bench.codec.options import (
     RICE_FORMS,
     BitsSweep,
@@ -21,17 +25,46 @@ from megatron_sparse.bench.codec.options import (
     PruneSweep,
 )
 from megatron_sparse.errors import ConfigError, MegatronSparseError
-from tests.bench.codec_rows import Row, is_timed, printed_and_written
-from tests.bench.running import run_cli
+from tests.bench.running import read_rows, run_cli
 
 BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs.json"
 SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threads": 1}
+
+
+TIMED_MISTAKES = (("min_bytes", 0), ("max_bytes", 2), ("iters", 0), ("threads", 0), ("warmup", -1))
+type Row = dict[str, Any]
+
+
+def is_timed(row: Row, *more: str) -> bool:
+    """It is right, and its times are positive; `more` names further ones."""
+    fields = ("time_us", "copy_us", "ratio", *more)
+    return row["wrong"] == 0 and all(row[f] > 0 and math.isfinite(row[f]) for f in fields)
+
+
+def printed_and_written(
+    run: Callable[[Path], list[Row]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> list[Row]:
+    """The rows of a bench, which are also printed and in its file; torch's threads stay."""
+    path, threads = folder / "rows.jsonl", torch.get_num_threads()
+    rows = run(path)
+    assert torch.get_num_threads() == threads
+    assert read_rows(path) == rows
+    printed = capsys.readouterr().out.splitlines()
+    assert "#wrong" in printed[1]
+    assert len(printed) == 2 + len(rows)
+    return rows
 
 
 @pytest.fixture(autouse=True)
 def quick_oracle(monkeypatch):
     monkeypatch.setattr(records, "ORACLE_NUMEL", 2**13)
     monkeypatch.setattr(hashing, "SMALL_NUMEL", 2**10)
+
+
+FIELDS = {
+    *("op", "format", "dtype", "density", "count", "bytes_moved", "time_us", "copy_us"),
+    *("peer", "peer_us", "device", "wrong", "stream_us", "ratio"),
+}
 
 
 def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -> list[Row]:
@@ -48,6 +81,20 @@ def test_rows_are_right_timed_and_written(tmp_path, capsys):
     for row in rows:
         assert is_timed(row, "peer_us")
         assert (row["stream_us"] is None) == (row["op"] == "prune_encode")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")]
+)
+def test_rows_of_prune_are_right_timed_and_written(dtype, residual_dtype, tmp_path, capsys):
+    sizes = SMALL | {"min_bytes": 2**14}
+    sweep = PruneSweep(densities=[0.01, 0.9], dtype=dtype, residual_dtype=residual_dtype, **sizes)
+    rows = printed_and_written(lambda path: prune.run(sweep, path), tmp_path, capsys)
+    assert len(rows) == 2 * 2 * 3  # sizes, densities, operations
+    for row in rows:
+        assert set(row) == FIELDS
+        assert is_timed(row, "peer_us")
+    assert {(r["op"], r["format"]) for r in rows} >= {("encode", "coo"), ("encode", "dense")}
 
 
 def test_rice_records_are_in_the_same_table():
@@ -108,6 +155,20 @@ def test_what_is_wrong_is_counted_and_not_timed(module, function, breaks, form, 
     assert row["time_us"] is None
     with pytest.raises(MegatronSparseError, match="a codec is wrong"):
         codec_baseline.compare([row], {}, 1.0)
+
+
+def test_a_wrong_prune_is_counted_and_not_timed(monkeypatch):
+    def broken(grad_N, *arguments):
+        nnz = real(grad_N, *arguments)
+        grad_N[:3] = 123.0
+        return nnz
+
+    real = prune.ops.prune_
+    monkeypatch.setattr(prune.ops, "prune_", broken)
+    sweep = PruneSweep(min_bytes=2**12, max_bytes=2**12, densities=[0.01], iters=1)
+    row = next(r for r in prune.run(sweep) if r["op"] == "prune")
+    assert row["wrong"] == 3
+    assert row["time_us"] is None
 
 
 def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
@@ -180,17 +241,8 @@ def test_nothing_to_compare_is_an_error():
 @pytest.mark.parametrize(
     ("sweep", "bench", "argument", "value"),
     [
-        *(
-            (sweep, bench, argument, value)
-            for sweep, bench in ((CodecSweep, "codecs"), (PruneSweep, "prune"))
-            for argument, value in (
-                ("min_bytes", 0),
-                ("max_bytes", 2),
-                ("iters", 0),
-                ("threads", 0),
-                ("warmup", -1),
-            )
-        ),
+        *((CodecSweep, "codecs", *mistake) for mistake in TIMED_MISTAKES),
+        *((PruneSweep, "prune", *mistake) for mistake in TIMED_MISTAKES),
         (CodecSweep, "codecs", "densities", [1.5]),
         (CodecSweep, "codecs", "dtypes", ["fp8"]),
         (CodecSweep, "codecs", "forms", ["csr"]),

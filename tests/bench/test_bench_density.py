@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_sparse.bench.codec.density import Row, measure, run
 from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.errors import ConfigError
+from tests.bench.running import read_rows
 
 TIED = ("constant", "outlier", "two_levels_0.02", "integers")
 
@@ -41,7 +40,7 @@ def test_the_table(tmp_path, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "999 elements, 40000 samples, 2 steps" in printed[0]
     assert printed[2].split()[:2] == ["constant", "0.25"]
-    assert json.loads((tmp_path / "rows.jsonl").read_text()) == row.to_dict()
+    assert read_rows(tmp_path / "rows.jsonl") == [row.to_dict()]
 
 
 @pytest.mark.parametrize(

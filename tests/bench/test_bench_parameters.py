@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -11,13 +10,8 @@ import torch
 
 from megatron_sparse.bench.codec import parameters
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.codec.parameters import (
-    Case,
-    conditional_entropy,
-    measure,
-    moves_of,
-    run,
-)
+from megatron_sparse.bench.codec.parameters import Case, conditional_entropy, measure, moves_of, run
+from tests.bench.running import read_rows
 
 PAIR = Path(__file__).resolve().parents[1] / "data/parameter_pair.pt"
 QUICK = {"elements": 200_000, "iters": 1, "warmup": 0}
@@ -29,7 +23,7 @@ def test_the_table_and_the_best_coder(tmp_path, capsys):
     pytest.importorskip("lz4")
     rows = run(ParameterSweep(rates=(1e-4,), **QUICK), tmp_path / "rows.jsonl")
     assert "synthetic" in capsys.readouterr().out
-    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    written = read_rows(tmp_path / "rows.jsonl")
     assert written == [row.to_dict() for row in rows]
     assert not any(row.wrong for row in rows)
     bits = {row.coder: row.bits for row in rows}

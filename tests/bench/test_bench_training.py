@@ -5,18 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from megatron_sparse.bench.study import training
 from megatron_sparse.bench.study.options import TrainingOptions
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
-from tests.bench.running import run_cli
-from tests.bench.study_runs import FakeRuns, fails_with_its_log, leave, print_run
+from tests.bench.running import read_rows
+from tests.bench.study_runs import FakeRuns, leave, print_run
 
 
 def options(out: Path = Path("out"), **changed) -> TrainingOptions:
@@ -62,7 +60,7 @@ def runs(monkeypatch) -> FakeRuns:
 def test_rows(runs, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     rows = training.run(options(tmp_path / "out"), path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
+    assert read_rows(path) == rows
     plain, direct = rows
     assert (plain["iteration_ms"], plain["slowest_ms"], plain["speedup"]) == (20, 30, 1)
     assert plain["wire_bytes"] is plain["host_cpu_us"] is None
@@ -124,31 +122,3 @@ def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
         assert config.cluster.env[SLOW_RANK] == "1:300"
     assert dense.sparse.straggler.mode == "off"
     assert (aware.sparse.straggler.mode, aware.straggler.rank) == ("pinned", 1)
-
-
-def test_a_run_that_fails_shows_the_end_of_its_log(monkeypatch, tmp_path):
-    said = fails_with_its_log(monkeypatch, lambda: training.run(options(tmp_path)))
-    assert "exit code 3, 0 iterations" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--scheme=telepathy"], "plain"),
-        (["model.nmu_layers=3"], "nmu_layers"),
-        (["training.lr=0"], "training.lr"),
-        (["--netbed"], "--mbit R"),
-        (["--density=0"], "(0, 1]"),
-        (["--slow-rank=1"], "no plain"),
-        (["--scheme=dense", "--slow-rank=2"], "0 to 1"),
-        (["--scheme=dense", "--slow-rank=1", "--slow-ms=0"], "more than 0"),
-    ],
-)
-def test_mistakes_are_found_before_anything_runs(arguments, words, runs, tmp_path, capsys):
-    code = run_cli("training", f"--out={tmp_path / 'out'}", *arguments)
-    assert code == ConfigError.exit_code
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert words in error
-    assert not runs.commands
-    assert not (tmp_path / "out").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run import local_ranks
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
@@ -133,14 +133,10 @@ class TestCodec:
 def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: str = "pici"):
     """The thresholds that are best on a virtual cluster."""
     cluster = VirtualCluster(topology.world_size, topology)
+    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in cluster.transports]
     runs = [
-        RingRuns(
-            t,
-            case,
-            partial(cluster.clock_s.__getitem__, t.rank),
-            ChargingTimer(t, memory_bound(seconds_a_byte)),
-        )
-        for t in cluster.transports
+        RingRuns(t, case, partial(cluster.clock_s.__getitem__, t.rank), timer)
+        for t, timer in zip(cluster.transports, timers, strict=True)
     ]
     outcomes = cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
     assert all(found == outcomes[0] for found in outcomes)
@@ -189,13 +185,20 @@ class TestSweep:
 
             def start(t, cluster=cluster, case=case, ring=ring):
                 clock = partial(cluster.clock_s.__getitem__, t.rank)
-                return RingRuns(t, case, clock, StageTimer()).time_s(
-                    CollectiveOp.REDUCE_SCATTER, ring
-                )
+                runs = RingRuns(t, case, clock, StageTimer())
+                return runs.time_s(CollectiveOp.REDUCE_SCATTER, ring)
 
             cluster.run(start)
             sent[threshold] = cluster.sent_bytes(0)
         assert sent[2.0] < 0.5 * sent[0.0]
+
+
+def calibrated(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The command, as a process that starts ranks."""
+    command = local_ranks.command_line(["calibrate", f"--out={out}", *options])
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 class TestCommand:
@@ -205,18 +208,8 @@ class TestCommand:
     def test_two_ranks(self, tmp_path):
         """The planner reads the file; a second run refuses to overwrite it; a sweep extends it."""
         path = tmp_path / "lab.yaml"
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_sparse.cli.main",
-            "calibrate",
-            "--out",
-            str(path),
-            "--quick",
-            "--ranks",
-            "2",
-        ]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        quick = ("--quick", "--ranks=2")
+        done = calibrated(path, *quick)
         assert done.returncode == 0, done.stderr
         cluster = ClusterModel.load(path)
         assert cluster.nodes == (2,)
@@ -229,8 +222,8 @@ class TestCommand:
             assert 1e-12 < link.beta_s < 1e-7
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
         assert "decode_add" in done.stdout
-        sweep = [*command, "--sweep", "--format", "coo", "--size", "64K", "--density", "0.2"]
-        done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        sweep = (*quick, "--sweep", "--format=coo", "--size=64K", "--density=0.2")
+        done = calibrated(path, *sweep)
         assert done.returncode == 0, done.stderr
         with_densities = ClusterModel.load(path)
         assert len(with_densities.ring_densities["coo"]) == 3
@@ -244,7 +237,7 @@ class TestCommand:
         assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
         other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
         path.write_text(other)
-        done = subprocess.run(sweep, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        done = calibrated(path, *sweep)
         assert done.returncode == 2
         assert done.stderr.count("error:") == 1
         assert "its transport is not this one's" in done.stderr
@@ -253,25 +246,9 @@ class TestCommand:
     def test_virtual_sweep(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(runner, "VIRTUAL_NUMEL", 2**12)
         path = tmp_path / "model.yaml"
+        words = "calibrate --sweep --virtual --cluster ethernet_25gbit --ranks 2 --format pici"
         with pytest.raises(SystemExit) as caught:
-            main.main(
-                [
-                    "calibrate",
-                    "--sweep",
-                    "--virtual",
-                    "--cluster",
-                    "ethernet_25gbit",
-                    "--ranks",
-                    "2",
-                    "--format",
-                    "pici",
-                    "--density",
-                    "0.2",
-                    "--quick",
-                    "--out",
-                    str(path),
-                ]
-            )
+            main.main([*words.split(), "--density=0.2", "--quick", f"--out={path}"])
         assert not caught.value.code
         out = capsys.readouterr().out
         assert "model (VirtualCluster), not measured" in out

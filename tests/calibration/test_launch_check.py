@@ -6,7 +6,6 @@ import doctest
 import os
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -30,6 +29,7 @@ from megatron_sparse.calibration.launch_check import (
 )
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
 from tests.ranks import run_ranks
 
@@ -146,17 +146,12 @@ def test_absent_ranks_are_named():
 
 
 def _calibrate(tmp_path: Path, rank: int, port: int, timeout_s: int) -> subprocess.Popen[str]:
-    environment = {
-        "RANK": str(rank),
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    place = {"RANK": str(rank), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = tmp_path / "cluster.yaml"
-    command = ["calibrate", "--quick", f"--out={out}", f"--timeout={timeout_s}"]
+    options = ["--quick", f"--out={out}", f"--timeout={timeout_s}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron_sparse.cli.main", *command],
+        local_ranks.command_line(["calibrate", *options]),
         cwd=ROOT,
         env=os.environ | environment,
         text=True,

@@ -35,7 +35,7 @@ def test_hashing_and_row_tasks_run_the_named_operations(
 ) -> None:
     monkeypatch.setattr(hashing, "SMALL_NUMEL", 2**10)
     ops = set()
-    for task in hashing.make_tasks(Case(2**14, 0.05, "fp32", form, bench_device)):
+    for task in hashing.MAKERS[form](Case(2**14, 0.05, "fp32", form, bench_device)):
         assert task.wrong == 0
         assert task.bytes_moved > 0
         task.run()

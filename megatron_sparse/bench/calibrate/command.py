@@ -6,16 +6,16 @@ existing launch; for a sweep also virtual ones, on a cluster that a file describ
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_sparse.bench.calibrate.options import CalibrationOptions, CalibrationPlace
 from megatron_sparse.bench.calibrate.table import draw_curves, print_cluster, print_curves
 from megatron_sparse.bench.calibrate.threshold_sweep import (
     THRESHOLDS,
@@ -30,11 +30,10 @@ from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
-from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
-from megatron_sparse.pricing.cluster import RING_FORMATS, ClusterModel, CodecOp, find
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks, slurm
 from megatron_sparse.simulate.figures import MODEL
@@ -56,95 +55,36 @@ type Curves = tuple[Thresholds, list[SweepPoint]]
 type Swept = tuple[dict[str, Thresholds], list[SweepPoint]]
 
 
-@dataclass(frozen=True)
-class Request:
-    """The command's options.
+def check_out(request: CalibrationOptions, *, adds: bool) -> None:
+    """Refuses to replace a file.
 
-    Attributes:
-        out: the YAML file; None writes none (virtual only).
-        quick: measure less.
-        force: replace `out`.
-        formats: the formats whose thresholds are swept; empty for no sweep.
-        size_bytes: of the bucket of a sweep.
-        densities: of its gradients.
-        timeout_s: seconds that an operation may take.
-        env: a file of `configs/cluster`, whose environment the ranks get; None sets none.
+    Args:
+        request: names the file.
+        adds: the results are added to the existing file.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: the file exists, or it is not a cluster to which results can be added.
     """
-
-    out: Path | None
-    quick: bool
-    force: bool
-    formats: Sequence[str]
-    size_bytes: int
-    densities: tuple[float, ...]
-    timeout_s: float
-    env: str | None = None
-
-    def __post_init__(self) -> None:
-        for form in self.formats:
-            one_of("--format", form, RING_FORMATS)
-        in_range("--timeout", self.timeout_s, 0, math.inf, low_open=True)
-
-    def arguments(self) -> list[str]:
-        """The command line with the same options."""
-        flags = [f"--{name}" for name in ("quick", "force") if getattr(self, name)]
-        sweep = ["--sweep", f"--format={','.join(self.formats)}", f"--size={self.size_bytes}"]
-        sweep.append(f"--density={','.join(map(str, self.densities))}")
-        out = [] if self.out is None else [f"--out={self.out}"]
-        out += [] if self.env is None else [f"--env={self.env}"]
-        return [*out, *flags, f"--timeout={self.timeout_s:g}", *(sweep if self.formats else [])]
-
-    def check_out(self, *, adds: bool) -> None:
-        """Refuses to replace a file.
-
-        Args:
-            adds: the results are added to the existing file.
-
-        Raises:
-            ConfigError: the file exists, or it is not a cluster to which results can be added.
-        """
-        if self.out is None or not self.out.exists() or self.force:
-            return
-        if not adds:
-            raise ConfigError(
-                f"{self.out} exists already",
-                expected="a new file",
-                got=self.out,
-                remedy="give another --out, or --force to measure it anew",
-            )
-        ClusterModel.load(self.out)
-
-    def case(self, world_size: int) -> SweepCase:
-        """The bucket and gradients of a sweep."""
-        numel = max(self.size_bytes // 4 // world_size, 1) * world_size
-        return SweepCase(
-            numel, self.densities, repeats=3 if self.quick else 7, step=0.2 if self.quick else 0.1
+    if request.out is None or not request.out.exists() or request.force:
+        return
+    if not adds:
+        raise ConfigError(
+            f"{request.out} exists already",
+            expected="a new file",
+            got=request.out,
+            remedy="give another --out, or --force to measure it anew",
         )
+    ClusterModel.load(request.out)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where to measure.
-
-    Attributes:
-        ranks: how many; None takes 2, or those that a launcher has started.
-        netbed: on the test bed.
-        mbit: rate of its links.
-        ranks_per_node: on it.
-        virtual: name or file of the cluster that virtual ranks are on; None for real ones.
-    """
-
-    ranks: int | None
-    netbed: bool
-    mbit: int | None
-    ranks_per_node: int
-    virtual: str | None
+def sweep_case(request: CalibrationOptions, world_size: int) -> SweepCase:
+    """The bucket and gradients of a sweep."""
+    numel = max(request.size_bytes // 4 // world_size, 1) * world_size
+    repeats, step = (3, 0.2) if request.quick else (7, 0.1)
+    return SweepCase(numel, tuple(request.densities), repeats, step)
 
 
-def run(request: Request, place: Place) -> int:
+def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     """Starts the ranks that are missing, or does one rank's part.
 
     Returns:
@@ -156,24 +96,19 @@ def run(request: Request, place: Place) -> int:
     """
     os.environ.update(slurm.ranks(os.environ))
     started = local_ranks.started_ranks()
-    local_ranks.check_place(
-        netbed=place.netbed,
-        virtual=place.virtual is not None,
-        mbit=place.mbit,
-        ranks=place.ranks,
-        started=started,
-    )
+    flags = {"netbed": place.netbed, "virtual": place.virtual, "mbit": place.mbit}
+    local_ranks.check_place(**flags, ranks=place.ranks, started=started)
     ranks = place.ranks or started or 2
     if ranks < 2:
         raise one_rank()
-    if place.virtual is not None:
-        request.check_out(adds=False)
-        run_virtual(request, place.virtual, ranks)
+    if place.cluster is not None:
+        check_out(request, adds=False)
+        run_virtual(request, place.cluster, ranks)
         return 0
     if started:
         run_rank(request)
         return 0
-    request.check_out(adds=bool(request.formats))
+    check_out(request, adds=request.sweep)
     command = local_ranks.command_line(["calibrate", *request.arguments()])
     if place.netbed:
         nodes = -(-ranks // place.ranks_per_node)
@@ -181,7 +116,7 @@ def run(request: Request, place: Place) -> int:
     return local_ranks.run_loopback(command, ranks)
 
 
-def run_rank(request: Request) -> None:
+def run_rank(request: CalibrationOptions) -> None:
     """One rank's part where RANK and WORLD_SIZE are set.
 
     Raises:
@@ -201,7 +136,7 @@ def run_rank(request: Request) -> None:
     )
 
 
-def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
+def run_virtual(request: CalibrationOptions, cluster_name: str, ranks: int) -> None:
     """Sweeps on virtual ranks of a cluster that a file describes: a MODEL.
 
     Links are the file's; the codec's time is the bytes that it moves, at the rate of the file's
@@ -210,17 +145,17 @@ def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
     Raises:
         ConfigError: there is no such cluster, or the result cannot be written.
     """
-    cluster, case = find(cluster_name), request.case(ranks)
+    cluster, case = find(cluster_name), sweep_case(request, ranks)
     copy_s = cluster.codec_s(CodecOp.COPY, "dense", VIRTUAL_NUMEL, 1.0) / VIRTUAL_NUMEL
     numel = max(min(case.numel, VIRTUAL_NUMEL) // ranks, 1) * ranks
     scale = case.numel / numel
     case = replace(case, numel=numel, repeats=1)
     virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
     seconds_a_byte = scale * copy_s / COPIED_BYTES
+    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in virtual.transports]
     ranks_runs = [
         RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), timer)
-        for t in virtual.transports
-        for timer in [ChargingTimer(t, memory_bound(seconds_a_byte))]
+        for t, timer in zip(virtual.transports, timers, strict=True)
     ]
 
     def sweep(form: str) -> Curves:
@@ -239,7 +174,7 @@ def run_virtual(request: Request, cluster_name: str, ranks: int) -> None:
 class _CalibrationRank(RankGroup):
     """This rank of the group that is measured."""
 
-    def __init__(self, request: Request, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, request: CalibrationOptions, store: Any, rank: int, world_size: int) -> None:
         self._request = request
         super().__init__(request.timeout_s, store, rank, world_size)
 
@@ -259,7 +194,7 @@ class _CalibrationRank(RankGroup):
             if self.rank == 0:
                 print_cluster(cluster)
                 self._write(cluster, noise)
-        if request.formats:
+        if request.sweep:
             found, points = self._sweep()
             if self.rank == 0 and cluster is not None:
                 where = f"{self.world_size} ranks, {self.backend}"
@@ -271,7 +206,7 @@ class _CalibrationRank(RankGroup):
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
         request, found = self._request, None
         if self.rank == 0:
-            request.check_out(adds=bool(request.formats))
+            check_out(request, adds=request.sweep)
             if request.out is not None and request.out.exists() and not request.force:
                 found = ClusterModel.load(request.out)
                 found.check_fingerprint(fingerprint(self._transport))
@@ -279,7 +214,7 @@ class _CalibrationRank(RankGroup):
         return bool(rows[0, 0]), found
 
     def _sweep(self) -> Swept:
-        case = self._request.case(self.world_size)
+        case = sweep_case(self._request, self.world_size)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
 
         def sweep(form: str) -> Curves:
@@ -329,7 +264,7 @@ def _sweep_formats(formats: Sequence[str], sweep: Callable[[str], Curves]) -> Sw
 
 
 def _report(
-    request: Request,
+    request: CalibrationOptions,
     transport: Transport,
     points: Sequence[SweepPoint],
     found: Mapping[str, Thresholds],
@@ -347,6 +282,6 @@ def _report(
         print(path)
 
 
-def _comment(request: Request, where: Sequence[str]) -> str:
+def _comment(request: CalibrationOptions, where: Sequence[str]) -> str:
     command = shlex.join(["megatron-sparse", "calibrate", *where, *request.arguments()])
     return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"

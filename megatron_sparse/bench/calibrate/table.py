@@ -16,15 +16,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import THRESHOLDS, SweepPoi
 from megatron_sparse.errors import DependencyError
 from megatron_sparse.extras import require_figures
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
-from megatron_sparse.simulate.figures import (
-    Figure,
-    Row,
-    draw_lines,
-    groups,
-    styles_of,
-    write_csv,
-)
-from megatron_sparse.transport import Link
+from megatron_sparse.simulate.figures import Figure, Row, draw_lines, groups, styles_of, write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -39,12 +31,11 @@ def print_cluster(cluster: ClusterModel) -> None:
     """Prints links, host and codec rates."""
     console = Console(width=WIDTH)
     links = _table("", "alpha (us)", "Gbit/s", "")
-    for kind, what in (
-        ("intra", "within a node"),
-        ("inter", "between nodes"),
-        ("dense", "the backend's all-reduce, as a ring"),
+    for kind, link, what in (
+        ("intra", cluster.intra, "within a node"),
+        ("inter", cluster.inter, "between nodes"),
+        ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
     ):
-        link: Link = getattr(cluster, kind)
         rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"
         links.add_row(kind, f"{link.alpha_s * 1e6:.1f}", rate, what)
     console.print(
@@ -77,10 +68,8 @@ def print_curves(
     console = Console(width=WIDTH)
     table = _table("format", "threshold", "density", "time (us)", "")
     for point in points:
-        mark = "<- taken" if point.best else ""
-        table.add_row(
-            point.format, point.threshold, f"{point.density:g}", f"{point.time_us:.0f}", mark
-        )
+        cells = f"{point.density:g}", f"{point.time_us:.0f}", "<- taken" if point.best else ""
+        table.add_row(point.format, point.threshold, *cells)
     console.print(table)
     for form, densities in found.items():
         named = zip(THRESHOLDS, densities, strict=True)
@@ -120,10 +109,8 @@ def _draw(rows: list[Row], canvas: Canvas) -> None:
     axes_of = canvas.subplots(1, len(panels), squeeze=False, sharey=False)[0]
     for axes, (threshold, part) in zip(axes_of, panels.items(), strict=True):
         draw_lines(axes, part, "density", "time_us", styles)
-        best = [row for row in part if row["best"]]
-        axes.plot(
-            [row["density"] for row in best], [row["time_us"] for row in best], "k*", markersize=10
-        )
+        best = [(row["density"], row["time_us"]) for row in part if row["best"]]
+        axes.plot(*zip(*best, strict=True), "k*", markersize=10)
         axes.set_title(threshold, fontsize=9)
         axes.set_xlabel("density from which sums go dense")
     axes_of[0].set_ylabel("time (us)")

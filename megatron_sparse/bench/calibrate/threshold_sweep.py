@@ -13,8 +13,9 @@ are few ranks. Selection and its encoding are not in the times: no threshold cha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -101,20 +102,17 @@ class RingRuns:
         return total_s
 
     def _message(self, format: str, op: CollectiveOp, density: float) -> tuple[Bucket, Message]:
-        key = (format, op, density)
+        key, numel = (format, op, density), self._case.numel
         if key not in self._messages:
-            n, numel = self._transport.world_size, self._case.numel
-            gradient = uniform(numel, density).gradient(self._transport.rank)
-            grad_N = gradient.to(self._transport.device)
+            n, gradient = self._transport.world_size, uniform(numel, density)
+            grad_N = gradient.gradient(self._transport.rank).to(self._transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
             pieces = grad_N.split(layout.range_offsets.diff().tolist())
             nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
+            spec, held = record_spec("fp32", 0, format), MessageBuffers()
             # Buffers of its own: messages of all densities are held at once.
-            message = encode(
-                bucket, layout, nnz_R, record_spec("fp32", 0, format), MessageBuffers()
-            )
-            self._messages[key] = bucket, message
+            self._messages[key] = bucket, encode(bucket, layout, nnz_R, spec, held)
         return self._messages[key]
 
 
@@ -138,7 +136,7 @@ def sweep_thresholds(
     for threshold in swept(transport):
         index = THRESHOLDS.index(threshold)
         op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
-        values, times_s = list(_values(case.step)), []
+        values, times_s = [round(i * case.step, 6) for i in range(round(1 / case.step) + 1)], []
         for value in values:
             tried = found.copy()
             tried[index] = value
@@ -154,10 +152,8 @@ def sweep_thresholds(
 
 def swept(transport: Transport) -> list[str]:
     """The thresholds that make a difference on these ranks."""
-    nodes = transport.nodes
-    has_intra = len(set(nodes)) < len(nodes)
-    has_inter = len(set(nodes)) > 1
-    return ["intra"] * has_intra + ["inter"] * has_inter + ["gather"]
+    ranks, nodes = len(transport.nodes), len(set(transport.nodes))
+    return ["intra"] * (nodes < ranks) + ["inter"] * (nodes > 1) + ["gather"]
 
 
 def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> float:
@@ -174,16 +170,7 @@ def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> 
 
 def options_of(format: str, densities: Sequence[float]) -> SchemeConfig:
     """The options of an adaptive ring."""
-    intra, inter, gather = densities
-    return SchemeConfig(
-        name="adaptive_ring",
-        format=format,
-        ring_intra_density=intra,
-        ring_inter_density=inter,
-        ring_gather_density=gather,
-    )
-
-
-def _values(step: float) -> Iterator[float]:
-    for number in range(round(1 / step) + 1):
-        yield round(number * step, 6)
+    keys: dict[str, Any] = {
+        f"ring_{name}_density": value for name, value in zip(THRESHOLDS, densities, strict=True)
+    }
+    return SchemeConfig(name="adaptive_ring", format=format, **keys)

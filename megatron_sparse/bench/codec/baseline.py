@@ -30,20 +30,14 @@ def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> N
     Raises:
         ConfigError: a row is wrong, or the file cannot be written.
     """
-    ratios: dict[Key, list[float]] = {}
-    for rows in runs:
-        for key, ratio in _ratios(rows).items():
-            ratios.setdefault(key, []).append(ratio)
-    rows = [
-        dict(zip(_KEY, key, strict=True))
-        | {
-            "ratio": round(median(found), 3),
-            "noise": round(max(LEAST_NOISE, max(found) / median(found) - 1), 3),
-        }
-        for key, found in ratios.items()
-    ]
-    lines = ",\n".join("    " + json.dumps(row) for row in rows)
-    write_text(path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{lines}\n  ]\n}}\n')
+    measured, lines = [_ratios(rows) for rows in runs], []
+    for key in measured[0]:
+        found = [ratios[key] for ratios in measured]
+        noise = max(LEAST_NOISE, max(found) / median(found) - 1)
+        numbers = {"ratio": round(median(found), 3), "noise": round(noise, 3)}
+        lines.append("    " + json.dumps(dict(zip(_KEY, key, strict=True)) | numbers))
+    rows = ",\n".join(lines)
+    write_text(path, f'{{\n  "measured": {json.dumps(header)},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
 def read(path: Path) -> dict[Key, tuple[float, float]]:

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_sparse.bench.codec.options import BitsSweep
-from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import print_table
 from megatron_sparse.reference.rice import SUB_HEADER
 from megatron_sparse.reference.rice_chunk import index_words, words_of_values
 from megatron_sparse.reference.rice_values import GROUP, levels_of, quantise
@@ -43,36 +44,26 @@ DISTRIBUTIONS = ("normal", "laplace")
 
 
 @dataclass
-class BitsRow(TableRow):
+class BitsRow(CellRow):
     """Bits an entry; one line of the first table and one JSON object.
 
-    Attributes:
-        count: elements.
-        density: asked for; `entries` of the elements were drawn.
-        entropy: H(p) / p at entries / count.
-        rice: of positions in Rice records; `coo`, `pici` likewise.
-        fp32: of a whole Rice record with such values; `bf16` (fp16 has as many) to `q2` likewise.
+    `rice`, `coo` and `pici` are of positions in such records; the others are of whole Rice records
+    with such values (fp16 has as many bits as bf16).
     """
 
-    COLUMNS = Columns(
-        "count >10 | density >8g | entropy >8.2f | rice >7.2f | rice/entropy >6.3f ratio | "
-        "coo >7.2f | pici >8.2f | fp32 >7.2f | bf16 >7.2f | q8 >7.2f | q4 >7.2f | q3 >7.2f | "
-        "q2 >7.2f"
-    )
-
-    count: int
-    density: float
-    entries: int
-    entropy: float
-    rice: float
-    coo: float
-    pici: float
-    fp32: float
-    bf16: float
-    q8: float
-    q4: float
-    q3: float
-    q2: float
+    count: int = cell("elements", ">10")
+    density: float = cell("asked for", ">8g")
+    entries: int = cell("elements that were drawn")
+    entropy: float = cell("H(p) / p at entries / count", ">8.2f")
+    rice: float = cell("positions", ">7.2f | rice/entropy >6.3f ratio")
+    coo: float = cell("positions", ">7.2f")
+    pici: float = cell("positions", ">8.2f")
+    fp32: float = cell("a record", ">7.2f")
+    bf16: float = cell("a record", ">7.2f")
+    q8: float = cell("a record", ">7.2f")
+    q4: float = cell("a record", ">7.2f")
+    q3: float = cell("a record", ">7.2f")
+    q2: float = cell("a record", ">7.2f")
 
     @property
     def off(self) -> bool:
@@ -81,27 +72,14 @@ class BitsRow(TableRow):
 
 
 @dataclass
-class ErrorRow(TableRow):
-    """Relative errors; one line of the second table and one JSON object.
+class ErrorRow(CellRow):
+    """Relative errors; one line of the second table and one JSON object."""
 
-    Attributes:
-        distribution: `normal` or `laplace`.
-        tail: the largest part that is quantised.
-        bits: of a code.
-        even: error of even levels from 0 on.
-        fitted: of the levels of Rice records.
-    """
-
-    COLUMNS = Columns(
-        "distribution <12 | tail >6g | bits >5 | even >8.4f | fitted >8.4f | "
-        "fitted/even >7.2f ratio"
-    )
-
-    distribution: str
-    tail: float
-    bits: int
-    even: float
-    fitted: float
+    distribution: str = cell("`normal` or `laplace`", "<12")
+    tail: float = cell("the largest part that is quantised", ">6g")
+    bits: int = cell("of a code", ">5")
+    even: float = cell("error of even levels from 0 on", ">8.4f")
+    fitted: float = cell("of the levels of Rice records", ">8.4f | fitted/even >7.2f ratio")
 
 
 def run(sweep: BitsSweep, json_path: Path | None = None) -> tuple[list[BitsRow], list[ErrorRow]]:

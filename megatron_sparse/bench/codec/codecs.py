@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench import table
 from megatron_sparse.bench.codec import baseline, hashing, records
-from megatron_sparse.bench.codec.frame import Case, Row, measure
-from megatron_sparse.bench.codec.options import BUCKET_FORMS, RICE_FORMS, CodecSweep
-from megatron_sparse.run.json_lines import write_rows
+from megatron_sparse.bench.codec.frame import Case, Row, measure, print_rows
+from megatron_sparse.bench.codec.options import CodecSweep
+from megatron_sparse.bench.table import describe_cpu
 from megatron_sparse.version import __version__
 
 
@@ -41,43 +40,38 @@ def run(
         MegatronSparseError: a row is slower than the baseline allows.
     """
     expected = None if check is None else baseline.read(check)
-    runs = [_measure(sweep) for _ in range(1 if save_baseline is None else 3)]
+    head = describe(sweep)
+    runs = [
+        [row.to_dict() for row in print_rows(head, sweep, _rows(sweep), json_path)]
+        for _ in range(1 if save_baseline is None else 3)
+    ]
     rows = runs[-1]
-    write_rows(json_path, rows)
     if save_baseline is not None:
-        baseline.save(save_baseline, runs, header(sweep))
+        method = f"{head}, {sweep.warmup} + {sweep.iters} rounds, medians"
+        baseline.save(save_baseline, runs, method)
     if expected is not None:
         baseline.compare(rows, expected, margin)
     return rows
 
 
-def _measure(sweep: CodecSweep) -> list[dict[str, Any]]:
-    with table.torch_threads(sweep.threads):
-        print(f"# {header(sweep)}")
-        return [row.to_dict() for row in table.print_table(Row.COLUMNS, _rows(sweep), None)]
-
-
-def header(sweep: CodecSweep) -> str:
-    """The machine, the versions and the method of measurement."""
-    place = table.describe_cpu(sweep.threads)
-    if sweep.device == "cuda":
-        place = (
-            f"{torch.cuda.get_device_name()}, megatron_sparse {__version__}, "
-            f"torch {torch.__version__}, CUDA {torch.version.cuda}, events"
-        )
-    return f"{place}, {sweep.warmup} + {sweep.iters} rounds, medians"
+def describe(sweep: CodecSweep) -> str:
+    """The machine and the versions."""
+    if sweep.device != "cuda":
+        return describe_cpu(sweep.threads)
+    return (
+        f"{torch.cuda.get_device_name()}, megatron_sparse {__version__}, "
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, events"
+    )
 
 
 def _rows(sweep: CodecSweep) -> Iterator[Row]:
-    device = torch.device(sweep.device)
-    for size, dtype, density, form in product(
-        sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms
-    ):
+    device, swept = torch.device(sweep.device), (sweep.dtypes, sweep.densities, sweep.forms)
+    for size, dtype, density, form in product(sweep.sizes(), *swept):
         case = Case(size, density, dtype, form, device)
-        if form in (*BUCKET_FORMS, *RICE_FORMS):
-            tasks = records.make_tasks(case, with_peers=sweep.peers)
+        if form in hashing.MAKERS:
+            tasks = hashing.MAKERS[form](case)
         else:
-            tasks = hashing.make_tasks(case)
+            tasks = records.make_tasks(case, with_peers=sweep.peers)
         for task in tasks:
             if task.op in sweep.ops:
                 yield from measure(case, task, sweep, peers=sweep.peers)

@@ -22,7 +22,8 @@ import torch
 from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.bench.options import check_arguments, known
-from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import print_table
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
@@ -36,30 +37,21 @@ STEP_TARGET = 3.0
 
 
 @dataclass
-class Row(TableRow):
-    """One line of the table and one JSON object.
+class Row(CellRow, gap="  "):
+    """One line of the table and one JSON object."""
 
-    Attributes:
-        distribution: of the gradient.
-        density: asked for.
-        mean: density that was sent over the one asked for, mean over the steps without a residual.
-        worst: the largest error of one of these steps, in standard errors of the sample.
-        fed_mean: as `mean`, with error feedback from step to step.
-        fed_worst: as `worst`, likewise.
-    """
-
-    COLUMNS = Columns(
-        "distribution <18 | density >8g | mean >10.3f mean/asked | worst >11.1f worst(s.e.) | "
-        "fed_mean >12.3f fed back: mean/asked | fed_worst >11.1f worst(s.e.)",
-        gap="  ",
+    distribution: str = cell("of the gradient", "<18")
+    density: float = cell("asked for", ">8g")
+    mean: float = cell(
+        "density that was sent over the one asked for, mean over the steps without a residual",
+        ">10.3f mean/asked",
     )
-
-    distribution: str
-    density: float
-    mean: float
-    worst: float
-    fed_mean: float
-    fed_worst: float
+    worst: float = cell(
+        "the largest error of one of these steps, in standard errors of the sample",
+        ">11.1f worst(s.e.)",
+    )
+    fed_mean: float = cell("with error feedback", ">12.3f fed back: mean/asked")
+    fed_worst: float = cell("with error feedback", ">11.1f worst(s.e.)")
 
     @property
     def off(self) -> bool:
@@ -104,22 +96,15 @@ def sent_densities(
     sweep: DensitySweep, distribution: str, density: float, feedback: bool
 ) -> Iterator[tuple[float, float]]:
     """The density that each step sends, and the one it is asked for."""
-    draw = torch.Generator().manual_seed(7)
-    selector = _selector(sweep)
+    draw, selector = torch.Generator().manual_seed(7), None
     for step in range(sweep.steps):
-        if not feedback:
-            selector = _selector(sweep)
+        if selector is None or not feedback:  # a rank that has not sent anything yet
+            residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.REPORTED)
+            selector = Selector(sweep.config(), residuals, 0, MessageBuffers())
         gradient_N = DISTRIBUTIONS[distribution](sweep.elements, draw)
-        parameter = ParameterSlice("w", 0, sweep.elements)
-        bucket = Bucket("b", gradient_N, [parameter], CollectiveOp.ALL_REDUCE, world_size=1)
-        spec = MessageSpec(density)
-        message = selector.select(bucket, spec, step=step, timer=StageTimer())
+        slices = [ParameterSlice("w", 0, sweep.elements)]
+        bucket = Bucket("b", gradient_N, slices, CollectiveOp.ALL_REDUCE, world_size=1)
+        message = selector.select(bucket, MessageSpec(density), step=step, timer=StageTimer())
         selector.residuals.commit()
         nonzero = message.pruned_nnz + int(selector.residuals["b"].count_nonzero())
         yield message.pruned_nnz / sweep.elements, min(density, nonzero / sweep.elements)
-
-
-def _selector(sweep: DensitySweep) -> Selector:
-    """A rank that has not sent anything yet."""
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.REPORTED)
-    return Selector(sweep.config(), residuals, 0, MessageBuffers())

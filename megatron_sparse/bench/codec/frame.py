@@ -11,16 +11,23 @@ the codec: none of them writes a header, checks an index or rounds stochasticall
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import NormalDist, median
 
 import numpy as np
 import torch
 
-from megatron_sparse.bench import table
 from megatron_sparse.bench.codec.options import TimedSweep
-from megatron_sparse.bench.table import Action, Columns, TableRow
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import (
+    Action,
+    copy_action,
+    print_table,
+    time_in_turn,
+    torch_threads,
+)
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.formats.message import VALUE_DTYPES as DTYPES
 from megatron_sparse.formats.message import WIRE_CODES, record_spec
@@ -120,50 +127,35 @@ class Task:
 
 
 @dataclass
-class Row(TableRow):
+class Row(CellRow):
     """One line of the table and one JSON object; times are medians in microseconds.
 
-    There is a row for each peer; the operation's own numbers are the same in all of them.
-
-    Attributes:
-        op: the operation.
-        format: of the record; `-` if the operation makes none.
-        dtype: of the gradient and of the values on the wire.
-        density: fraction that is sent.
-        count: elements.
-        bytes_moved: read and written.
-        time_us: of the operation; null if its result is wrong.
-        copy_us: of a copy that reads and writes as much.
-        peer: name of another implementation.
-        peer_us: the peer's time.
-        device: `cpu` or `cuda`.
-        wrong: elements or bytes that differ from the oracle's.
-        stream_us: only to read the bytes that an encoder reads, or only to write those that a
-            scatter-add writes.
-        ratio: the median over the rounds of time / copy.
+    There is a row for each peer; the operation's own numbers are the same in all of them. A row
+    whose result is wrong has no times.
     """
 
-    COLUMNS = Columns(
-        "size >13 size(B) | count >11 | dtype >5 type | op >12 | format >10 | density >7g | "
-        "bytes_moved >11 moved(B) | time_us >10.1f time(us) | copy_us >10.1f copy(us) | "
-        "ratio >6.2f | stream_us >10.1f stream(us) | peer_us >11.1f peer(us) | "
-        "peer_us/time_us >6.1f x | wrong >6 #wrong | peer <1"
+    count: int = cell("elements", "size >13 size(B) | count >11")
+    dtype: str = cell("of the gradient and of the values on the wire", ">5 type")
+    op: str = cell("the operation", ">12")
+    format: str = cell("of the record; `-` if the operation makes none", ">10")
+    density: float = cell("fraction that is sent", ">7g")
+    bytes_moved: int = cell("read and written", ">11 moved(B)")
+    device: str = cell("`cpu` or `cuda`")
+    time_us: float | None = cell("of the operation", ">10.1f time(us)", default=None)
+    copy_us: float | None = cell(
+        "of a copy that reads and writes as much", ">10.1f copy(us)", default=None
     )
-
-    op: str
-    format: str
-    dtype: str
-    density: float
-    count: int
-    bytes_moved: int
-    time_us: float | None
-    copy_us: float | None
-    peer: str | None
-    peer_us: float | None
-    device: str
-    wrong: int
-    stream_us: float | None = None
-    ratio: float | None = None
+    ratio: float | None = cell("the median over the rounds of time / copy", ">6.2f", default=None)
+    stream_us: float | None = cell(
+        "only to read the bytes that an encoder reads, or to write those of a scatter-add",
+        ">10.1f stream(us)",
+        default=None,
+    )
+    peer_us: float | None = cell(
+        "the peer's time", ">11.1f peer(us) | peer_us/time_us >6.1f x", default=None
+    )
+    wrong: int = cell("elements or bytes that differ from the oracle's", ">6 #wrong", default=0)
+    peer: str | None = cell("name of another implementation", "<1", default=None)
 
     @property
     def size(self) -> int:
@@ -180,26 +172,32 @@ def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) ->
         density=case.density,
         count=case.numel,
         bytes_moved=task.bytes_moved,
-        time_us=None,
-        copy_us=None,
-        peer=None,
-        peer_us=None,
         device=case.device.type,
         wrong=task.wrong,
     )
     if task.wrong:
         return [own]
     others = task.peers if peers else {}
-    actions = [task.run, table.copy_action(task.bytes_moved, case.device), *others.values()]
-    if task.stream is not None:
-        actions.append(task.stream)
-    in_turn = table.time_in_turn if case.device.type == "cpu" else device_time_in_turn
-    times_us = in_turn(actions, sweep.warmup, sweep.iters)
-    own.time_us, own.copy_us = median(times_us[0]), median(times_us[1])
-    own.ratio = median(a / b for a, b in zip(times_us[0], times_us[1], strict=True))
-    own.stream_us = None if task.stream is None else median(times_us[-1])
-    spent_us = zip(others, times_us[2:], strict=False)
+    streams = [] if task.stream is None else [task.stream]
+    actions = [task.run, copy_action(task.bytes_moved, case.device), *streams, *others.values()]
+    in_turn = time_in_turn if case.device.type == "cpu" else device_time_in_turn
+    time_us, copy_us, *more_us = in_turn(actions, sweep.warmup, sweep.iters)
+    own.time_us, own.copy_us = median(time_us), median(copy_us)
+    own.ratio = median(a / b for a, b in zip(time_us, copy_us, strict=True))
+    own.stream_us = median(more_us.pop(0)) if streams else None
+    spent_us = zip(others, more_us, strict=True)
     return [replace(own, peer=name, peer_us=median(us)) for name, us in spent_us] or [own]
+
+
+def print_rows(head: str, sweep: TimedSweep, rows: Iterable[Row], path: Path | None) -> list[Row]:
+    """Prints the method of measurement and the table, with the sweep's threads.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    with torch_threads(sweep.threads):
+        print(f"# {head}, {sweep.warmup} + {sweep.iters} rounds, medians")
+        return print_table(Row.COLUMNS, rows, path)
 
 
 def device_time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
@@ -221,15 +219,12 @@ def device_time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> l
     return times_us
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Its memory, of any dtype and device."""
-    return tensor.cpu().view(torch.uint8).numpy().tobytes()
-
-
 def differing(got: torch.Tensor | bytes, expected: torch.Tensor | bytes) -> int:
-    """The number of bytes that differ; all bytes if the lengths differ."""
+    """The number of bytes that differ, whatever dtype and device; all if the lengths differ."""
     mine, theirs = (
-        np.frombuffer(side if isinstance(side, bytes) else bytes_of(side), np.uint8)
+        np.frombuffer(side, np.uint8)
+        if isinstance(side, bytes)
+        else side.cpu().view(torch.uint8).numpy()
         for side in (got, expected)
     )
     if mine.size != theirs.size:

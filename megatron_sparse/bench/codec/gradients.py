@@ -7,12 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+type Draw = Callable[[int, torch.Generator], torch.Tensor]
 
-def _two_levels(large: float) -> Callable[[int, torch.Generator], torch.Tensor]:
-    def draw(numel: int, generator: torch.Generator) -> torch.Tensor:
-        return torch.where(torch.rand(numel, generator=generator) < large, 3.0, 0.1)
 
-    return draw
+def _two_levels(large: float) -> Draw:
+    return lambda n, g: torch.where(torch.rand(n, generator=g) < large, 3.0, 0.1)
 
 
 def _outlier(numel: int, generator: torch.Generator) -> torch.Tensor:
@@ -21,7 +20,7 @@ def _outlier(numel: int, generator: torch.Generator) -> torch.Tensor:
     return gradient_N
 
 
-def _mostly_zero(zeros: float) -> Callable[[int, torch.Generator], torch.Tensor]:
+def _mostly_zero(zeros: float) -> Draw:
     def draw(numel: int, generator: torch.Generator) -> torch.Tensor:
         values_N = torch.randn(numel, generator=generator)
         return values_N.where(torch.rand(numel, generator=generator) >= zeros, 0)
@@ -41,7 +40,7 @@ def _not_finite(numel: int, generator: torch.Generator) -> torch.Tensor:
     return gradient_N
 
 
-DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+DISTRIBUTIONS: dict[str, Draw] = {
     "constant": lambda n, g: torch.full((n,), 0.1),
     "outlier": _outlier,
     "two_levels_0.002": _two_levels(0.002),

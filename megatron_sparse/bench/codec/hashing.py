@@ -13,6 +13,7 @@ operations read sizes and checks before they continue.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -31,12 +32,6 @@ RANKS = 8
 COLUMNS = 64
 SMALL_NUMEL = 2**13
 """Elements that are compared with the oracles, which work bit by bit."""
-
-
-def make_tasks(case: Case) -> Iterator[Task]:
-    """The operations of `hash_bitmap`, `pairs` or `row_sparse` on one gradient."""
-    makers = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}
-    return makers[case.form](case)
 
 
 def _sparse(case: Case, numel: int, density: float) -> torch.Tensor:
@@ -85,11 +80,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
 
     records = encode()
     used = sum(record.numel() for record in records)
+    peers: dict[str, Action] = {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]}
     moved = grad_N.nbytes + used
-    in_torch: dict[str, Action] = {
-        "torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]
-    }
-    yield Task("encode", case.form, moved, wrong, encode, lambda: grad_N.sum(), in_torch)
+    yield Task("encode", case.form, moved, wrong, encode, lambda: grad_N.sum(), peers)
 
     acc_N = torch.zeros(case.numel, device=case.device)
     peer_acc_N = torch.zeros_like(acc_N)
@@ -102,11 +95,9 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     wrong += _unequal(acc_N, grad_N.float())
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
-    index_add: dict[str, Action] = {
-        "torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)
-    }
+    peers = {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)}
     moved = used + 2 * case.touched_bytes(grad_N)
-    yield Task("decode_add", case.form, moved, wrong, decode_add, peers=index_add)
+    yield Task("decode_add", case.form, moved, wrong, decode_add, peers=peers)
 
 
 def _pair_tasks(case: Case) -> Iterator[Task]:
@@ -115,21 +106,15 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     grad_N = _sparse(case, case.numel, case.density)
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K]
-    entry_bytes = index_K.nbytes + values_K.nbytes
+    entry_bytes, given = index_K.nbytes + values_K.nbytes, (h0, index_K, values_K)
 
-    cut = hierarchical_hash.split(h0, index_K, values_K)
-    memory = hierarchical_hash.hierarchical_hash(h0, index_K, values_K)
+    cut, memory = hierarchical_hash.split(*given), hierarchical_hash.hierarchical_hash(*given)
     order_K = h0.partition_of(index_K).argsort(stable=True)
     wrong = _unequal(cut.indices_K, index_K[order_K]) + _unequal(cut.values_K, values_K[order_K])
     wrong += _unequal(cut.indices_K, memory.indices_K)
-    yield Task(
-        "hash_partition",
-        case.form,
-        2 * entry_bytes,
-        wrong,
-        lambda: hierarchical_hash.split(h0, index_K, values_K),
-        peers={"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(h0, index_K, values_K)},
-    )
+    peers: dict[str, Action] = {"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(*given)}
+    split = partial(hierarchical_hash.split, *given)
+    yield Task("hash_partition", case.form, 2 * entry_bytes, wrong, split, peers=peers)
 
     def encode() -> list[torch.Tensor]:
         return [hash_pairs.encode(*cut.of(place.partition), place) for place in places]
@@ -188,43 +173,33 @@ def _row_tasks(case: Case) -> Iterator[Task]:
     positions = part.positions(gradient)
     out = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
 
-    def encode() -> object:
-        return part.encode(gradient, positions, out)
-
+    encode = partial(part.encode, gradient, positions, out)
     encode()
     decoded = part.decode(out, rank=0)
     wrong += _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
     own_bytes = local_K.nbytes + rows_KD.nbytes
     yield Task("encode", case.form, own_bytes + out.nbytes, wrong, encode)
 
-    every, union_U = torch.cat(sets), row_sparse.union(sets, num_rows)
-    yield Task(
-        "row_union",
-        case.form,
-        every.nbytes + union_U.nbytes,
-        wrong,
-        lambda: row_sparse.union(sets, num_rows),
-        peers={"torch unique": lambda: torch.unique(every)},
-    )
-    yield Task(
-        "row_match",
-        case.form,
-        2 * local_K.nbytes + union_U.nbytes,
-        wrong,
-        lambda: row_sparse.match(local_K, union_U),
-        peers={"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)},
-    )
+    every, union = torch.cat(sets), partial(row_sparse.union, sets, num_rows)
+    union_U = union()
+    peers: dict[str, Action] = {"torch unique": lambda: torch.unique(every)}
+    moved = every.nbytes + union_U.nbytes
+    yield Task("row_union", case.form, moved, wrong, union, peers=peers)
+
+    match = partial(row_sparse.match, local_K, union_U)
+    peers = {"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)}
+    moved = 2 * local_K.nbytes + union_U.nbytes
+    yield Task("row_match", case.form, moved, wrong, match, peers=peers)
 
     def zeros_and_copy() -> torch.Tensor:
         target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
         return target_UD.index_copy_(0, torch.searchsorted(union_U, local_K), rows_KD)
 
-    target_bytes = union_U.numel() * COLUMNS * rows_KD.element_size()
-    yield Task(
-        "row_expand",
-        case.form,
-        own_bytes + union_U.nbytes + target_bytes,
-        wrong + _unequal(gradient.expand(union_U), zeros_and_copy()),
-        lambda: gradient.expand(union_U),
-        peers={"torch index_copy_": zeros_and_copy},
-    )
+    expand, peers = partial(gradient.expand, union_U), {"torch index_copy_": zeros_and_copy}
+    wrong += _unequal(expand(), zeros_and_copy())
+    moved = own_bytes + union_U.nbytes + union_U.numel() * COLUMNS * rows_KD.element_size()
+    yield Task("row_expand", case.form, moved, wrong, expand, peers=peers)
+
+
+MAKERS = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}
+"""The operations of each format on one gradient."""

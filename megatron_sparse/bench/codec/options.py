@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megatron_sparse.bench.options import (
     DTYPE_NAMES,
@@ -37,6 +39,11 @@ CODERS = ("rans", "packed", "raw", "zstd", "lz4")
 """Of parameters' moves."""
 
 
+def _names(usual: Sequence[str], help: str, flag: str, metavar: str = "NAME,...") -> Any:
+    """An option of names."""
+    return option(",".join(usual), help, parse_names, flag=flag, metavar=metavar)
+
+
 def _below_one(densities: Sequence[float]) -> Check:
     fits = all(0 < density < 1 for density in densities)
     return "density", densities, fits, "above 0 and below 1"
@@ -60,23 +67,14 @@ class CodecSweep(TimedSweep):
     densities: Sequence[float] = option(
         "0.001,0.01,0.05,0.1,0.5,1", "Fractions sent.", parse_densities, flag="--density"
     )
-    dtypes: Sequence[str] = option(
-        "fp32", "fp32 | bf16 | fp16", parse_names, flag="--dtype", metavar="TYPE,..."
-    )
-    forms: Sequence[str] = option(
-        ",".join(BUCKET_FORMS),
-        " | ".join(FORMS),
-        parse_names,
-        flag="--format",
-        metavar="FORMAT,...",
-    )
-    ops: Sequence[str] = option(
-        ",".join(OPS),
+    dtypes: Sequence[str] = _names(("fp32",), "fp32 | bf16 | fp16", "--dtype", "TYPE,...")
+    forms: Sequence[str] = _names(BUCKET_FORMS, " | ".join(FORMS), "--format", "FORMAT,...")
+    ops: Sequence[str] = _names(
+        OPS,
         "prune_encode | encode | decode_add | decode_sum (rice) | hash_partition (pairs) | "
         "row_union | row_match | row_expand (row_sparse)",
-        parse_names,
-        flag="--op",
-        metavar="OP,...",
+        "--op",
+        "OP,...",
     )
     peers: bool = option(True, "Time torch, numpy, scipy and zstd too.", flag="--peers/--no-peers")
     device: str = option("cpu", "cpu | cuda")
@@ -84,18 +82,16 @@ class CodecSweep(TimedSweep):
     def __post_init__(self) -> None:
         on_gpu = self.device == "cuda"
         no_rice = not on_gpu or not set(RICE_FORMS) & set(self.forms)
-        check_arguments(
-            "bench codecs",
-            [
-                *self.timing_checks(),
-                fractions("density", self.densities),
-                known("dtype", self.dtypes, DTYPE_NAMES),
-                known("format", self.forms, FORMS),
-                known("op", self.ops, OPS),
-                known("device", [self.device], ("cpu", "cuda")),
-                ("format", self.forms, no_rice, "no rice: it is timed on the CPU"),
-            ],
-        )
+        checks = [
+            *self.timing_checks(),
+            fractions("density", self.densities),
+            known("dtype", self.dtypes, DTYPE_NAMES),
+            known("format", self.forms, FORMS),
+            known("op", self.ops, OPS),
+            known("device", [self.device], ("cpu", "cuda")),
+            ("format", self.forms, no_rice, "no rice: it is timed on the CPU"),
+        ]
+        check_arguments("bench codecs", checks)
         if not on_gpu:
             return
         import torch
@@ -121,15 +117,13 @@ class PruneSweep(TimedSweep):
     residual_dtype: str = option("fp32", "fp32 | bf16")
 
     def __post_init__(self) -> None:
-        check_arguments(
-            "bench prune",
-            [
-                *self.timing_checks(),
-                _below_one(self.densities),
-                known("dtype", [self.dtype], DTYPE_NAMES),
-                known("residual_dtype", [self.residual_dtype], ("fp32", "bf16")),
-            ],
-        )
+        checks = [
+            *self.timing_checks(),
+            _below_one(self.densities),
+            known("dtype", [self.dtype], DTYPE_NAMES),
+            known("residual_dtype", [self.residual_dtype], ("fp32", "bf16")),
+        ]
+        check_arguments("bench prune", checks)
 
 
 def parse_sizes(option: str, text: str) -> tuple[int, ...]:
@@ -154,15 +148,13 @@ class BitsSweep(Options):
 
     def __post_init__(self) -> None:
         most = all(elements < 2**31 for elements in self.elements)
-        check_arguments(
-            "bench bits",
-            [
-                ("elements", self.elements, most, "below 2^31"),
-                fractions("density", self.densities),
-                fractions("tails", self.tails),
-                at_least("groups", self.groups, 1),
-            ],
-        )
+        checks = [
+            ("elements", self.elements, most, "below 2^31"),
+            fractions("density", self.densities),
+            fractions("tails", self.tails),
+            at_least("groups", self.groups, 1),
+        ]
+        check_arguments("bench bits", checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +184,10 @@ class DensitySweep(Options):
         return CompressionConfig(threshold_scope=self.threshold_scope, samples=self.samples)
 
 
-def parse_rates(option: str, text: str) -> tuple[float, ...]:
-    """Learning rates, separated by commas.
-
-    Raises:
-        ConfigError: one of them is no number.
-    """
-    return parse_list(option, text, float, "numbers with commas between, such as 1e-4,3e-4")
+parse_rates = partial(
+    parse_list, convert=float, expected="numbers with commas between, such as 1e-4,3e-4"
+)
+"""Learning rates, separated by commas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,22 +203,17 @@ class ParameterSweep(Options):
     )
     dtype: str = option("bf16", "fp32 | bf16 | fp16")
     elements: int = option(4_000_000, "Parameters.", min=1)
-    coders: Sequence[str] = option(
-        ",".join(CODERS),
-        "zstd (level 3) and lz4 compress the moves; the rest are the plugin's.",
-        parse_names,
-        flag="--coder",
+    coders: Sequence[str] = _names(
+        CODERS, "zstd (level 3) and lz4 compress the moves; the rest are the plugin's.", "--coder"
     )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
     iters: int = option(5, "Rounds that are timed.", min=1)
     threads: int = option(1, "Of torch; zstd and lz4 use one.", min=1)
 
     def __post_init__(self) -> None:
-        check_arguments(
-            "bench parameters",
-            [
-                known("dtype", (self.dtype,), DTYPE_NAMES),
-                known("coder", self.coders, CODERS),
-                ("lr", self.rates, all(rate >= 0 for rate in self.rates), "0 or more"),
-            ],
-        )
+        checks = [
+            known("dtype", (self.dtype,), DTYPE_NAMES),
+            known("coder", self.coders, CODERS),
+            ("lr", self.rates, all(rate >= 0 for rate in self.rates), "0 or more"),
+        ]
+        check_arguments("bench parameters", checks)

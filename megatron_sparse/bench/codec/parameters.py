@@ -25,19 +25,14 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.table import (
-    Columns,
-    TableRow,
-    describe_cpu,
-    print_table,
-    show_progress,
-    torch_threads,
-)
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import describe_cpu, print_table, show_progress, torch_threads
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
+PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ENTROPY_NUMEL = 2**24
 """Of more numbers the entropy is that of the first so many."""
 
@@ -52,38 +47,24 @@ class Case:
 
 
 @dataclass
-class Row(TableRow):
-    """One line of the table and one JSON object.
+class Row(CellRow, gap="  "):
+    """One line of the table and one JSON object; rates are 1e9 bytes of parameters in a second.
 
-    Attributes:
-        parameters: the pair's name, such as a learning rate.
-        coder: that made the bytes.
-        dtype: of the parameters.
-        numel: parameters.
-        bits: on the wire, of each parameter; headers included.
-        entropy: least bits of a coder that knows the old exponent; None for fp32, where nearly
-            every move is another.
-        encode_gbps: 1e9 bytes of parameters in a second, median.
-        decode_gbps: likewise.
-        wrong: parameters with another bit pattern after decoding.
+    `entropy` is null for fp32, where nearly every move is another.
     """
 
-    COLUMNS = Columns(
-        "parameters <48 | coder <6 | dtype >5 | numel >10 | bits >6.2f | entropy >7.2f | "
-        "bits/entropy >9.2f ratio | encode_gbps >12.2f encode(GB/s) | "
-        "decode_gbps >12.2f decode(GB/s) | wrong >6",
-        gap="  ",
+    parameters: str = cell("the pair's name, such as a learning rate", "<48")
+    coder: str = cell("that made the bytes", "<6")
+    dtype: str = cell("of the parameters", ">5")
+    numel: int = cell("parameters", ">10")
+    bits: float = cell("on the wire, of each parameter; headers included", ">6.2f")
+    entropy: float | None = cell(
+        "least bits of a coder that knows the old exponent",
+        ">7.2f | bits/entropy >9.2f ratio",
     )
-
-    parameters: str
-    coder: str
-    dtype: str
-    numel: int
-    bits: float
-    entropy: float | None
-    encode_gbps: float
-    decode_gbps: float
-    wrong: int
+    encode_gbps: float = cell("median", ">12.2f encode(GB/s)")
+    decode_gbps: float = cell("median", ">12.2f decode(GB/s)")
+    wrong: int = cell("parameters with another bit pattern after decoding", ">6")
 
 
 def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
@@ -94,11 +75,9 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
     """
     print(f"# {describe_cpu(sweep.threads)}\n# synthetic: normal weights and updates")
     coders = [name for name in sweep.coders if name in MOVES_CODERS]
-    for name, package in (("zstd", "zstandard"), ("lz4", "lz4")):
-        if name not in sweep.coders:
-            continue
+    for name in (name for name in PACKAGES if name in sweep.coders):
         try:
-            import_module(package)
+            import_module(PACKAGES[name])
             coders.append(name)
         except ImportError:
             print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
@@ -119,7 +98,7 @@ def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:
 def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[Row]:
     """The rows of one pair; coders are timed in turn, so that all see the same machine."""
     show_progress(case.name)
-    z_N = moves_of(case)
+    z_N, numel = moves_of(case), case.old_N.numel()
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
     entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
     peers = {name: _coder(name, case, z_N) for name in coders}
@@ -139,13 +118,12 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
             coded_bytes[name], wrong[name] = memoryview(record).nbytes, coder.wrong(result)
     for name in coders:
         encode_s, decode_s = (median(side) for side in zip(*times_s[name], strict=True))
-        numel = max(case.old_N.numel(), 1)
         yield Row(
             parameters=case.name,
             coder=name,
             dtype=dtype,
-            numel=case.old_N.numel(),
-            bits=8 * coded_bytes[name] / numel,
+            numel=numel,
+            bits=8 * coded_bytes[name] / max(numel, 1),
             entropy=entropy,
             encode_gbps=case.old_N.nbytes / encode_s / 1e9,
             decode_gbps=case.old_N.nbytes / decode_s / 1e9,
@@ -209,9 +187,8 @@ def moves_of(case: Case) -> np.ndarray:
     """The moves in zigzag order, in the parameters' width."""
     code = list(DTYPES.values()).index(case.old_N.dtype)
     old, new = (bit_patterns(side) for side in (case.old_N, case.new_N))
-    pieces = range(0, max(old.size, 1), 2**20)  # NumPy's integers of 64 bits stay in the cache
     found = []
-    for at in pieces:
+    for at in range(0, max(old.size, 1), 2**20):  # NumPy's integers of 64 bits stay in the cache
         was, now = (side[at : at + 2**20].astype(np.int64) for side in (old, new))
         found.append(oracle.zigzag(was, now, code))
     return np.concatenate(found).astype(old.dtype)

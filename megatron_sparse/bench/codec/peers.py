@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -44,9 +43,8 @@ def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str,
     compressor = zstandard.ZstdCompressor(level=3)
 
     def in_torch_and_zstd() -> list[bytes]:
-        return [
-            compressor.compress(memoryview(part.view(torch.uint8).numpy())) for part in in_torch()
-        ]
+        parts = (memoryview(part.view(torch.uint8).numpy()) for part in in_torch())
+        return [compressor.compress(part) for part in parts]
 
     return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
 
@@ -58,10 +56,8 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         index_K = pruned_N.nonzero().squeeze(1)
         return index_K, pruned_N[index_K]
 
-    peers: dict[str, Action] = {
-        "torch nonzero": nonzero_and_index,
-        "torch to_sparse": pruned_N.to_sparse,
-    }
+    peers: dict[str, Action] = {"torch nonzero": nonzero_and_index}
+    peers["torch to_sparse"] = pruned_N.to_sparse
     if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has none
         return peers
     array = pruned_N.numpy()
@@ -71,8 +67,9 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         return index, array[index]
 
     peers["numpy"] = numpy
-    sparse = _scipy_sparse()
-    if sparse is not None and pruned_N.dtype == torch.float32:
+    if is_installed("scipy") and pruned_N.dtype == torch.float32:
+        from scipy import sparse
+
         peers["scipy coo_array"] = lambda: sparse.coo_array(array)
     return peers
 
@@ -92,26 +89,18 @@ def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
         array[index] += values
 
     peers |= {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
-    sparse = _scipy_sparse()
-    if sparse is not None:
+    if is_installed("scipy"):
+        from scipy import sparse
+
         matrix = sparse.coo_array((values, (index,)), shape=(pruned_N.numel(),))
         peers["scipy coo_array"] = lambda: np.add(array, matrix.toarray(), out=array)
     return peers
 
 
-def _scipy_sparse() -> ModuleType | None:
-    """`scipy.sparse`, or None if it is not installed: it is a peer, not a dependency."""
-    try:
-        from scipy import sparse
-    except ImportError:
-        return None
-    return sparse
-
-
 def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
     """Of `prune_encode`; each works on copies, which pruning again does not change."""
     sent_N, selected_N = grad_N.clone(), grad_N.clone()
-    rests = [torch.zeros(case.numel, device=case.device) for _ in range(2)]
+    rests = torch.zeros(2, case.numel, device=case.device)
     threshold_R = torch.tensor([case.threshold]).to(case.device)
     pruning = Pruning(rests[0], torch.tensor([0, case.numel]), threshold_R, 0.0, KEY)
     sample = threshold_triton.sample_threshold
@@ -124,11 +113,8 @@ def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
 def wrong_triton(case: Case) -> int:
     """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
     grad_N = replace(case, device=CPU).gradient()
-    results = []
-    for device, sample in (
-        (CPU, ops.sample_threshold),
-        (case.device, threshold_triton.sample_threshold),
-    ):
+    results, samples = [], (ops.sample_threshold, threshold_triton.sample_threshold)
+    for device, sample in zip((CPU, case.device), samples, strict=True):
         sent_N, rest_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
         _select(sample, case, sent_N, rest_N)
         results.append((sent_N, rest_N))
@@ -141,7 +127,6 @@ def _select(
     """Samples the threshold and prunes, with leak 0.5; mutates both."""
     offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
     limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, torch.tensor([KEY]))
-    pruning = Pruning(
-        residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=limits.tie_chances
-    )
+    chances_R = limits.tie_chances
+    pruning = Pruning(residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=chances_R)
     ops.prune_(grad_N, pruning, case.code)

@@ -7,16 +7,26 @@ narrow.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_sparse.bench import table
-from megatron_sparse.bench.codec.frame import DTYPES, KEY, Case, Row, Task, differing, measure
+from megatron_sparse.bench.codec.frame import (
+    DTYPES,
+    KEY,
+    Case,
+    Row,
+    Task,
+    differing,
+    measure,
+    print_rows,
+)
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.codec.records import Codec
+from megatron_sparse.bench.table import Action, describe_cpu
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.formats import torch_codec
@@ -37,12 +47,8 @@ def run(sweep: PruneSweep, json_path: Path | None = None) -> list[dict[str, Any]
     Raises:
         ConfigError: the file cannot be written.
     """
-    with table.torch_threads(sweep.threads):
-        print(
-            f"# {table.describe_cpu(sweep.threads)}, residual {sweep.residual_dtype}, "
-            f"{sweep.warmup} + {sweep.iters} rounds, medians"
-        )
-        return [row.to_dict() for row in table.print_table(Row.COLUMNS, _rows(sweep), json_path)]
+    head = f"{describe_cpu(sweep.threads)}, residual {sweep.residual_dtype}"
+    return [row.to_dict() for row in print_rows(head, sweep, _rows(sweep), json_path)]
 
 
 def _rows(sweep: PruneSweep) -> Iterator[Row]:
@@ -60,15 +66,11 @@ def _tasks(case: Case, residual_dtype: torch.dtype) -> Iterator[Task]:
     nnz = ops.prune_(grad_N, pruning, case.code)
     peer_sum_N = torch.empty(case.numel)
     wrong = _wrong_prune(case, before, (grad_N, residual_N), nnz)
+    moved, in_torch = 2 * (grad_N.nbytes + residual_N.nbytes), (*before, peer_sum_N, case.threshold)
+    peers: dict[str, Action] = {PEER: lambda: _prune_in_torch(*in_torch)}
     # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
-    yield Task(
-        "prune",
-        "-",
-        2 * (grad_N.nbytes + residual_N.nbytes),
-        wrong,
-        lambda: ops.prune_(grad_N, pruning, case.code),
-        peers={PEER: lambda: _prune_in_torch(*before, peer_sum_N, case.threshold)},
-    )
+    prune = partial(ops.prune_, grad_N, pruning, case.code)
+    yield Task("prune", "-", moved, wrong, prune, peers=peers)
 
     nnz = torch.count_nonzero(grad_N).view(1)  # right, even where prune_'s own count is not
     given = codec.segments, nnz, codec.spec
@@ -76,30 +78,20 @@ def _tasks(case: Case, residual_dtype: torch.dtype) -> Iterator[Task]:
     codec.out.fill_(0xFF)
     encode = codec.encode(grad_N, nnz)
     message = codec.out[: int(encode())]
-    record = b"".join(message_oracle.encode(grad_N, *given))
-    yield Task(
-        "encode",
-        codec.record_name(),
-        grad_N.nbytes + message.nbytes,
-        differing(message, record),
-        encode,
-        peers={PEER: lambda: torch_codec.encode(grad_N, *given, peer_out)},
-    )
+    record, form = b"".join(message_oracle.encode(grad_N, *given)), codec.record_name()
+    moved, wrong = grad_N.nbytes + message.nbytes, differing(message, record)
+    peers = {PEER: lambda: torch_codec.encode(grad_N, *given, peer_out)}
+    yield Task("encode", form, moved, wrong, encode, peers=peers)
 
     acc_N, expected_N = torch.zeros(case.numel), torch.zeros(case.numel)
     decode_add = codec.decode_add(acc_N, message)
     decode_add()
     message_oracle.decode_add_(expected_N, record, codec.expected, 0)
     # Each entry is read and written in the fp32 accumulator.
-    touched = case.numel if codec.record_name() == "dense" else int(nnz)
-    yield Task(
-        "decode_add",
-        codec.record_name(),
-        message.nbytes + 8 * touched,
-        _unequal(acc_N, expected_N),
-        decode_add,
-        peers={PEER: lambda: torch_codec.decode_add_(expected_N, message, codec.expected, 0)},
-    )
+    moved = message.nbytes + 8 * (case.numel if form == "dense" else int(nnz))
+    wrong = _unequal(acc_N, expected_N)
+    peers = {PEER: lambda: torch_codec.decode_add_(expected_N, message, codec.expected, 0)}
+    yield Task("decode_add", form, moved, wrong, decode_add, peers=peers)
 
 
 def _prune_in_torch(

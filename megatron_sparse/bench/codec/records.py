@@ -136,14 +136,8 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
         others = peers.prune_encode(grad_N, case.threshold, zstd=codec.is_rice)
         if on_gpu:
             others |= peers.triton(case, grad_N)
-    yield Task(
-        "prune_encode",
-        codec.record_name(),
-        grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes,
-        wrong,
-        prune_encode,
-        peers=others,
-    )
+    moved = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
+    yield Task("prune_encode", codec.record_name(), moved, wrong, prune_encode, peers=others)
 
     residual_N.zero_()
     nnz = ops.prune_(grad_N, codec.pruning(residual_N, 0.0), case.code)
@@ -159,15 +153,9 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     touched = case.touched_bytes(grad_N, whole=name in ("dense", "blocks"))
     written = torch.zeros(touched, dtype=torch.uint8, device=case.device)
     acc_N = torch.zeros(case.numel, device=case.device)
-    yield Task(
-        "decode_add",
-        name,
-        message.nbytes + 2 * touched,
-        wrong,
-        codec.decode_add(acc_N, message),
-        lambda: written.fill_(1),
-        peers.decode_add(grad_N) if with_peers and not codec.is_rice else {},
-    )
+    others = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
+    moved, decode_add = message.nbytes + 2 * touched, codec.decode_add(acc_N, message)
+    yield Task("decode_add", name, moved, wrong, decode_add, lambda: written.fill_(1), others)
     if codec.is_rice:
         yield _sum_task(codec, grad_N, nnz, wrong)
 
@@ -189,15 +177,10 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 
     in_one_pass()
     one_by_one()
-    return Task(
-        "decode_sum",
-        codec.case.form,
-        sum(message.nbytes for message in messages) + sum_N.nbytes,
-        wrong + differing(sum_N, other_N),
-        in_one_pass,
-        lambda: stream_N.fill_(1),
-        {"one by one": one_by_one},
-    )
+    wrong += differing(sum_N, other_N)
+    moved, form = sum(message.nbytes for message in messages) + sum_N.nbytes, codec.case.form
+    peers: dict[str, Action] = {"one by one": one_by_one}
+    return Task("decode_sum", form, moved, wrong, in_one_pass, lambda: stream_N.fill_(1), peers)
 
 
 def wrong_bytes(case: Case) -> int:
@@ -213,9 +196,8 @@ def wrong_bytes(case: Case) -> int:
         (record,) = message_oracle.encode(sent_N, host.segments, nnz, host.spec)
     acc_N, expected_acc_N = torch.ones(case.numel, device=case.device), torch.ones(case.numel)
     message_oracle.decode_add_(expected_acc_N, record, host.expected, 0)
-    codec.decode_add(
-        acc_N, torch.frombuffer(bytearray(record), dtype=torch.uint8).to(acc_N.device)
-    )()
+    message = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(case.device)
+    codec.decode_add(acc_N, message)()
     wrong = differing(acc_N, expected_acc_N)
     for fused in (True,) if codec.is_rice else (True, False):
         codec.out.fill_(0xFF)

@@ -13,11 +13,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels
+from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
 from megatron_sparse.bench.study.options import BATCH, ConvergenceOptions
 from megatron_sparse.bench.study.settings import CONVERGENCE, CORPORA, Setting, by_name, schedule
-from megatron_sparse.bench.table import Columns, TableRow, print_table
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
 
@@ -31,6 +31,41 @@ CURVES, FINAL, BITS = "convergence-curves", "convergence-final", "convergence-bi
 """Names of the pictures and their CSV."""
 DENSITIES = ("topk01", "topk1", "topk5", "dense")
 """Settings that differ by nothing but density."""
+
+
+@dataclass
+class Row(CellRow):
+    """A setting of a model; percentages, and ratios of bytes.
+
+    `to_dense` is null for the baseline, or if the baseline has not run; spreads are null with one
+    seed. The target is the target density.
+    """
+
+    op: str = cell("`convergence`")
+    model: str = cell("of `CORPORA`", ">10")
+    setting: str = cell("its name")
+    label: str = cell("the setting in words", ">28 setting")
+    seeds: int = cell("how many", ">5")
+    final: float = cell("mean of the final validation losses", ">7.4f loss")
+    spread: float | None = cell(
+        "between the seeds' final losses, in % of their mean", ">9.2f spread(%)"
+    )
+    to_dense: float | None = cell(
+        "mean difference to the baseline's final loss of the same seed, in %",
+        ">+11.2f to dense(%)",
+    )
+    to_dense_spread: float | None = cell(
+        "between the seeds' differences, in percentage points", ">9.2f spread(%)"
+    )
+    noise: float | None = cell(
+        "how much `to_dense` differs between the two validations after the last iteration, in "
+        "percentage points; the largest of the runs; null if `to_dense` is",
+        ">8.2f noise(%)",
+    )
+    wire_ratio: float = cell("bytes sent over dense's, over the whole run", ">6.3f wire")
+    wire_ratio_target: float = cell("over the iterations at the target", ">12.4f wire, target")
+    bits: float = cell("of a rank's own messages for each element, whole run", ">6.2f bits")
+    bits_target: float = cell("over the iterations at the target", ">12.2f bits, target")
 
 
 def runs_of(options: ConvergenceOptions) -> list[Run]:
@@ -47,20 +82,18 @@ def runs_of(options: ConvergenceOptions) -> list[Run]:
 
 
 def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:
-    share = BATCH // options.ranks
     arguments = [
         "experiment=convergence",
         f"model={model}_tiny",
         f"data={CORPORA[model]}",
         *schedule(setting, options.iters, min(100, options.iters // 4), seed),
         f"cluster.ranks_per_node={options.ranks}",
-        f"training.micro_batch_size={share}",
+        f"training.micro_batch_size={BATCH // options.ranks}",
         *options.overrides,
     ]
-    name, where = f"{model}-{setting.name}-{seed}", _corpus_dir(options, model)
-    place = [f"data.dir={where}", "cluster.device=cpu"]
+    place = [f"data.dir={_corpus_dir(options, model)}", "cluster.device=cpu"]
     of = {"setting": setting.name, "model": model, "seed": seed}
-    return Run("convergence", name, arguments, options.out, place, **of)
+    return Run("convergence", f"{model}-{setting.name}-{seed}", arguments, options.out, place, **of)
 
 
 def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
@@ -95,56 +128,7 @@ def run(
             kind = CORPORA[model]
             corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
     outcomes = frame.carry_out(runs) if trains else frame.finished(runs)
-    rows = print_table(Row.COLUMNS, rows_of(outcomes), json_path)
-    if folder is not None:
-        frame.write_pictures(pictures(outcomes, rows), folder)
-    return rows
-
-
-@dataclass
-class Row(TableRow):
-    """A setting of a model; percentages, and ratios of bytes.
-
-    Attributes:
-        op: `convergence`.
-        model: of `CORPORA`.
-        setting: its name.
-        label: the setting in words.
-        seeds: how many.
-        final: mean of the final validation losses.
-        spread: between the seeds' final losses, in % of their mean; null with one seed.
-        to_dense: mean difference to the baseline's final loss of the same seed, in %; null for the
-            baseline, or if the baseline has not run.
-        to_dense_spread: between the seeds' differences, in percentage points; null with one seed.
-        noise: how much `to_dense` differs between the two validations after the last iteration, in
-            percentage points; the largest of the runs; null if `to_dense` is.
-        wire_ratio: bytes sent over dense's, over the whole run.
-        wire_ratio_target: the same over the iterations at the target density.
-        bits: of a rank's own messages for each element, over the whole run.
-        bits_target: the same over the iterations at the target density.
-    """
-
-    COLUMNS = Columns(
-        "model >10 | label >28 setting | seeds >5 | final >7.4f loss | spread >9.2f spread(%) | "
-        "to_dense >+11.2f to dense(%) | to_dense_spread >9.2f spread(%) | noise >8.2f noise(%) | "
-        "wire_ratio >6.3f wire | wire_ratio_target >12.4f wire, target | "
-        "bits >6.2f bits | bits_target >12.2f bits, target"
-    )
-
-    op: str
-    model: str
-    setting: str
-    label: str
-    seeds: int
-    final: float
-    spread: float | None
-    to_dense: float | None
-    to_dense_spread: float | None
-    noise: float | None
-    wire_ratio: float
-    wire_ratio_target: float
-    bits: float
-    bits_target: float
+    return frame.report(rows_of(outcomes), json_path, lambda rows: pictures(outcomes, rows), folder)
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -167,10 +151,9 @@ def _row(setting: Setting, runs: Sequence[Outcome], denses: Sequence[Outcome | N
     finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
     bits = [summary["bits_per_element"] for summary in summaries]
     # Without a ramp to a density, the whole run is at it.
-    whole = [{"wire_ratio": 1.0, "bits_per_element": each} for each in bits]
     at_target = [
-        summary["phases"].get("target", each)
-        for summary, each in zip(summaries, whole, strict=True)
+        summary["phases"].get("target", {"wire_ratio": 1.0, "bits_per_element": whole})
+        for summary, whole in zip(summaries, bits, strict=True)
     ]
     return Row(
         op="convergence",
@@ -201,27 +184,14 @@ def _spread(values: Sequence[float]) -> float:
 def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
     """Curves, final losses and, where runs have a curve of it, loss over bits."""
     curves = [
-        {
-            "series": SETTINGS[each.run.setting].label,
-            "model": each.run.model,
-            "setting": each.run.setting,
-            "seed": each.run.seed,
-            "iteration": iteration,
-            "loss": loss,
-        }
+        {"series": SETTINGS[each.run.setting].label, **picked(each.run, "model", "setting", "seed")}
+        | {"iteration": iteration, "loss": loss}
         for each in outcomes
         for iteration, loss in each.means
     ]
+    shown = ("setting", "label", "bits_target", "bits", "to_dense", "to_dense_spread")
     bits = [
-        {
-            "series": f"{row.model}, {curve}",
-            "setting": row.setting,
-            "label": row.label,
-            "bits_target": row.bits_target,
-            "bits": row.bits,
-            "to_dense": row.to_dense,
-            "to_dense_spread": row.to_dense_spread,
-        }
+        {"series": f"{row.model}, {curve}", **picked(row, *shown)}
         for row in rows
         if (curve := SETTINGS[row.setting].curve) and row.to_dense is not None
     ]
@@ -247,11 +217,10 @@ def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
 def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
     left, right = canvas.subplots(1, 2)
     order = list(SETTINGS)
-    for (model, members), colour in zip(
-        figures.groups(rows, "model").items(), figures.COLOURS, strict=False
-    ):
+    compared = [row for row in rows if row["to_dense"] is not None]
+    for model, colour in zip(figures.groups(rows, "model"), figures.COLOURS, strict=False):
         style: dict[str, Any] = {"label": model, "color": colour, "marker": "o", "capsize": 3}
-        named = {row["setting"]: row for row in members}
+        named = {row["setting"]: row for row in rows if row["model"] == model}
         points = [named[name] for name in DENSITIES if name in named]
         left.errorbar(
             [row["wire_ratio_target"] for row in points],
@@ -259,7 +228,7 @@ def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
             yerr=[row["final"] * (row["spread"] or 0) / 200 for row in points],
             **style,
         )
-        others = [row for row in members if row["to_dense"] is not None]
+        others = [row for row in compared if row["model"] == model]
         right.errorbar(
             [row["to_dense"] for row in others],
             [order.index(row["setting"]) for row in others],
@@ -269,7 +238,7 @@ def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
         )
     figures.log_axis(left, "x")
     left.set(xlabel="bytes sent at the target density, of dense's", ylabel="final validation loss")
-    labels = {row["setting"]: row["label"] for row in rows if row["to_dense"] is not None}
+    labels = {row["setting"]: row["label"] for row in compared}
     right.set_yticks([order.index(name) for name in labels], list(labels.values()))
     right.invert_yaxis()
     right.axvline(1, color="black", linestyle="--", linewidth=1)
@@ -285,24 +254,17 @@ def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
 def _draw_bits(rows: list[figures.Row], canvas: Canvas) -> None:
     styles = figures.styles_of(rows)
     panels = canvas.subplots(1, 2, sharey=True)
-    for axes, key, of in (
-        (panels[0], "bits_target", "at the target density"),
-        (panels[1], "bits", "over the whole run"),
-    ):
-        ordered = sorted(rows, key=lambda row: row[key])
-        figures.draw_lines(axes, ordered, key, "to_dense", styles)
+    spans = {"bits_target": "at the target density", "bits": "over the whole run"}
+    for axes, (key, of) in zip(panels, spans.items(), strict=True):
+        figures.draw_lines(axes, sorted(rows, key=lambda row: row[key]), key, "to_dense", styles)
         figures.log_axis(axes, "x")
         axes.axhline(0, color="black", linestyle="--", linewidth=1)
         axes.set(xlabel=f"bits an element, {of}", ylabel="% above dense (mean of the seeds)")
     # Once each: the models' points of a setting lie close together.
     for row in {row["label"]: row for row in reversed(rows)}.values():
-        panels[0].annotate(
-            row["label"],
-            (row["bits_target"], row["to_dense"]),
-            textcoords="offset points",
-            xytext=(3, 3),
-            fontsize=5,
-        )
+        point = row["bits_target"], row["to_dense"]
+        beside = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": 5}
+        panels[0].annotate(row["label"], point, **beside)
     figures.shared_legend(canvas, panels)
     canvas.suptitle(
         "Final validation loss over bits of a rank's own messages, measured", fontsize=9

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import mean
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron_sparse.bench.host_load import HostLoad, foreign_share
-from megatron_sparse.bench.table import describe_cpu
+from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
+from megatron_sparse.bench.table import TableRow, describe_cpu, print_table
 from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
@@ -165,8 +165,13 @@ class Outcome:
     @property
     def means(self) -> list[tuple[int, float]]:
         """The curve, with one mean of the validations after the last iteration."""
-        end = self.curve[-1][0]
-        return [*((number, loss) for number, loss in self.curve if number < end), (end, self.final)]
+        return list((dict(self.curve) | {self.curve[-1][0]: self.final}).items())
+
+    @property
+    def noise(self) -> dict[str, Any]:
+        """The cells of a row whose times may not be trusted."""
+        noisy = self.foreign_load > MOST_FOREIGN_LOAD
+        return {"foreign_load": self.foreign_load, "noisy": noisy}
 
     def summary(self) -> dict[str, Any]:
         """The plugin's own; plain Megatron writes none."""
@@ -250,15 +255,29 @@ def finished(runs: Sequence[Run]) -> list[Outcome]:
     return outcomes
 
 
-def write_pictures(pictures: Sequence[Picture], folder: Path) -> None:
-    """Draws pictures, writes each beside its CSV, and prints their names.
+def report[Row: TableRow](
+    rows: Sequence[Row],
+    json_path: Path | None,
+    pictures: Callable[[Sequence[Row]], Sequence[Picture]],
+    folder: Path | None,
+) -> list[Row]:
+    """Prints the table and, where there is a folder, draws the pictures, each beside its CSV.
 
     Raises:
+        ConfigError: the JSON lines cannot be written.
         DependencyError: matplotlib is missing.
     """
-    for picture in pictures:
-        for path in figures.write_picture(folder, *picture):
-            print(path)
+    done = print_table(rows[0].COLUMNS, rows, json_path)
+    if folder is not None:
+        for picture in pictures(done):
+            for path in figures.write_picture(folder, *picture):
+                print(path)
+    return done
+
+
+def picked(source: object, *names: str) -> figures.Row:
+    """Some attributes, as columns of a picture's CSV."""
+    return {name: getattr(source, name) for name in names}
 
 
 def line_panels(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from megatron_sparse.bench.options import (
     Options,
@@ -33,15 +33,13 @@ RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
 
 
-def parse_settings(
-    settings: tuple[Setting, ...],
-) -> Callable[[str, str], tuple[str, ...]]:
-    """Reads names of these settings, or `all`."""
+def _settings(settings: tuple[Setting, ...], help: str) -> Any:
+    """The option that names some of these settings, or `all`."""
 
     def parse(option: str, text: str) -> tuple[str, ...]:
         return tuple(by_name(settings)) if text == "all" else parse_names(option, text)
 
-    return parse
+    return option("all", help, parse, flag="--setting", metavar="NAME,...")
 
 
 def _parse_integers(option: str, text: str) -> tuple[int, ...]:
@@ -109,35 +107,26 @@ class TrainingOptions(StudyOptions):
         _check_bed(netbed=self.netbed, mbit=self.mbit)
         divides = self.ranks % self.ranks_per_node == 0
         has_hosts = self.netbed or self.ranks_per_node == 1
-        is_slow, fits = self.slow_rank is not None, f"0 to {self.ranks - 1}"
-        awake = f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"
-        check_arguments(
-            "bench training",
-            [
-                known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
-                known("parameters", self.methods, METHODS),
-                at_least("ranks", self.ranks, 1),
-                at_least("warmup", self.warmup, 0),
-                at_least("iters", self.iters, 1),
-                known("level", self.levels, LEVELS),
-                ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
-                ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
-                ("slow-rank", self.slow_rank, (self.slow_rank or 0) < self.ranks, fits),
-                (
-                    "level",
-                    ",".join(self.levels),
-                    not is_slow or set(self.levels) == {RANK},
-                    "rank: one is slow",
-                ),
-                (
-                    "slow-ms",
-                    self.slow_ms,
-                    not is_slow or self.slow_ms > 0,
-                    "more than 0 with --slow-rank",
-                ),
-                ("scheme", self.schemes, not is_slow or PLAIN not in self.schemes, awake),
-            ],
-        )
+        checks = [
+            known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
+            known("parameters", self.methods, METHODS),
+            at_least("ranks", self.ranks, 1),
+            at_least("warmup", self.warmup, 0),
+            at_least("iters", self.iters, 1),
+            known("level", self.levels, LEVELS),
+            ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
+            ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
+        ]
+        if (slow := self.slow_rank) is not None:
+            of_ranks, levels = set(self.levels) == {RANK}, ",".join(self.levels)
+            sleeps = f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"
+            checks += [
+                ("slow-rank", slow, slow < self.ranks, f"0 to {self.ranks - 1}"),
+                ("level", levels, of_ranks, "rank: one is slow"),
+                ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
+                ("scheme", self.schemes, PLAIN not in self.schemes, sleeps),
+            ]
+        check_arguments("bench training", checks)
 
     @property
     def nodes(self) -> int:
@@ -149,13 +138,7 @@ class TrainingOptions(StudyOptions):
 class RaceOptions(StudyOptions):
     """The options of `bench time-to-loss`; on the test bed each rank has a host of its own."""
 
-    settings: Sequence[str] = option(
-        "all",
-        "Of docs/results/time-to-loss.md, or all.",
-        parse_settings(TIME_TO_LOSS),
-        flag="--setting",
-        metavar="NAME,...",
-    )
+    settings: Sequence[str] = _settings(TIME_TO_LOSS, "Of docs/results/time-to-loss.md, or all.")
     ranks: int = option(4, "Processes on this machine.")
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     mbits: Sequence[int] | None = option(
@@ -168,17 +151,15 @@ class RaceOptions(StudyOptions):
     def __post_init__(self) -> None:
         _check_bed(netbed=self.netbed, mbit=min(self.mbits or (), default=None))
         whole = self.iters > 0 and self.iters % VALIDATIONS == 0
-        check_arguments(
-            "bench time-to-loss",
-            [
-                known("setting", self.settings, by_name(TIME_TO_LOSS)),
-                ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
-                at_least("ranks", self.ranks, 2),
-                ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
-                at_least("batch", self.batch, 1),
-                at_least("seed", self.seed, 1),
-            ],
-        )
+        checks = [
+            known("setting", self.settings, by_name(TIME_TO_LOSS)),
+            ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
+            at_least("ranks", self.ranks, 2),
+            ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
+            at_least("batch", self.batch, 1),
+            at_least("seed", self.seed, 1),
+        ]
+        check_arguments("bench time-to-loss", checks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,13 +167,7 @@ class ConvergenceOptions(StudyOptions):
     """The options of `bench convergence`."""
 
     models: Sequence[str] = option("gpt,starcoder", "gpt | starcoder", parse_names, flag="--model")
-    settings: Sequence[str] = option(
-        "all",
-        "all, or of docs/results/convergence.md.",
-        parse_settings(CONVERGENCE),
-        flag="--setting",
-        metavar="NAME,...",
-    )
+    settings: Sequence[str] = _settings(CONVERGENCE, "all, or of docs/results/convergence.md.")
     seeds: Sequence[int] = option(
         "1,2", "Each trains every setting.", _parse_integers, metavar="N,..."
     )
@@ -201,13 +176,11 @@ class ConvergenceOptions(StudyOptions):
 
     def __post_init__(self) -> None:
         whole = self.iters > 0 and self.iters % VALIDATIONS == 0
-        check_arguments(
-            "bench convergence",
-            [
-                known("model", self.models, CORPORA),
-                known("setting", self.settings, by_name(CONVERGENCE)),
-                ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
-                ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
-                ("ranks", self.ranks, BATCH % max(self.ranks, 1) == 0, f"a divisor of {BATCH}"),
-            ],
-        )
+        checks = [
+            known("model", self.models, CORPORA),
+            known("setting", self.settings, by_name(CONVERGENCE)),
+            ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
+            ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
+            ("ranks", self.ranks, BATCH % max(self.ranks, 1) == 0, f"a divisor of {BATCH}"),
+        ]
+        check_arguments("bench convergence", checks)

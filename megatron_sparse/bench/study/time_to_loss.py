@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
+from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels
+from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
 from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import (
     PLAIN,
@@ -26,7 +26,7 @@ from megatron_sparse.bench.study.settings import (
     by_name,
     schedule,
 )
-from megatron_sparse.bench.table import Columns, TableRow, print_table, ratio
+from megatron_sparse.bench.table import ratio
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
 
@@ -47,6 +47,38 @@ EARLY_SHARE = 0.8
 """The first target: plain Megatron's loss after this share of its run."""
 FINAL_MARGIN = 1.005
 """The second target: plain Megatron's final loss, and half a percent."""
+
+
+@dataclass
+class Row(CellRow):
+    """One run; times are of training, without validations.
+
+    Plain Megatron's `to_plain` is null, and so are seconds to a loss that was never reached.
+    """
+
+    op: str = cell("`time_to_loss`")
+    setting: str = cell("its name")
+    label: str = cell("the setting in words", ">34 setting")
+    mbit: int | None = cell("rate of each rank's link; null over loopback", ">6")
+    iterations: int = cell("how many the run had", ">5 iters")
+    iteration_ms: float = cell("median", ">13.1f iteration(ms)")
+    wire_ratio: float = cell(
+        "bytes of gradients and parameters of the whole run, over plain Megatron's", ">6.3f wire"
+    )
+    final: float = cell("validation loss", ">7.4f loss")
+    to_plain: float | None = cell(
+        "the final loss over plain Megatron's, in %", ">+11.2f to plain(%)"
+    )
+    early_s: float | None = cell(
+        "seconds to plain Megatron's loss at 80 % of its run", ">11.1f 80 % loss(s)"
+    )
+    early_speedup: float | None = cell("plain Megatron's `early_s` over it", ">8.2f speedup")
+    final_s: float | None = cell(
+        "seconds to plain Megatron's final loss + 0.5 %", ">10.1f +0.5 %(s)"
+    )
+    final_speedup: float | None = cell("plain Megatron's `final_s` over it", ">8.2f speedup")
+    foreign_load: float = cell("the share of the machine that other programs took meanwhile")
+    noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
 
 def points(outcome: Outcome) -> list[tuple[float, float]]:
@@ -113,56 +145,8 @@ def run(
     frame.begin(runs, size)
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
     outcomes = frame.carry_out(runs)
-    rows = print_table(Row.COLUMNS, rows_of(outcomes, options.iters), json_path)
-    if folder is not None:
-        frame.write_pictures(pictures(outcomes, rows), folder)
-    return rows
-
-
-@dataclass
-class Row(TableRow):
-    """One run; times are of training, without validations.
-
-    Attributes:
-        op: `time_to_loss`.
-        setting: its name.
-        label: the setting in words.
-        mbit: rate of each rank's link; null over loopback.
-        iterations: how many the run had.
-        iteration_ms: median.
-        wire_ratio: bytes of gradients and parameters of the whole run, over plain Megatron's.
-        final: validation loss.
-        to_plain: the final loss over plain Megatron's, in %; null for plain Megatron.
-        early_s: seconds to plain Megatron's loss at 80 % of its run; null if never reached.
-        early_speedup: plain Megatron's `early_s` over it.
-        final_s: seconds to plain Megatron's final loss + 0.5 %; null if never reached.
-        final_speedup: plain Megatron's `final_s` over it.
-        foreign_load: the share of the machine that other programs took during the run.
-        noisy: whether `foreign_load` was too high to trust the times.
-    """
-
-    COLUMNS = Columns(
-        "label >34 setting | mbit >6 | iterations >5 iters | iteration_ms >13.1f iteration(ms) | "
-        "wire_ratio >6.3f wire | final >7.4f loss | to_plain >+11.2f to plain(%) | "
-        "early_s >11.1f 80 % loss(s) | early_speedup >8.2f speedup | final_s >10.1f +0.5 %(s) | "
-        "final_speedup >8.2f speedup"
-    )
-
-    op: str
-    setting: str
-    label: str
-    mbit: int | None
-    iterations: int
-    iteration_ms: float
-    wire_ratio: float
-    final: float
-    to_plain: float | None
-    early_s: float | None
-    early_speedup: float | None
-    final_s: float | None
-    final_speedup: float | None
-    foreign_load: float
-    noisy: bool
+    rows = rows_of(outcomes, options.iters)
+    return frame.report(rows, json_path, lambda rows: pictures(outcomes, rows), folder)
 
 
 def rows_of(outcomes: Sequence[Outcome], plain_iters: int) -> list[Row]:
@@ -173,12 +157,9 @@ def rows_of(outcomes: Sequence[Outcome], plain_iters: int) -> list[Row]:
 
 def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
     early_loss = plain.means[round(EARLY_SHARE * VALIDATIONS) - 1][1]
-    seconds, speedups = [], []
-    for loss in (early_loss, FINAL_MARGIN * plain.final):
-        plain_s, own_s = seconds_to(plain, loss), seconds_to(each, loss)
-        assert plain_s is not None
-        seconds.append(own_s)
-        speedups.append(ratio(plain_s, own_s))
+    targets = early_loss, FINAL_MARGIN * plain.final
+    early_s, final_s = (seconds_to(each, loss) for loss in targets)
+    plain_early_s, plain_final_s = (seconds_to(plain, loss) for loss in targets)
     iterations = len(each.iteration_ms)
     is_plain = each.run.setting == PLAIN
     sent = 1.0 if is_plain else each.summary()["total_wire_ratio"] * iterations / plain_iters
@@ -192,40 +173,28 @@ def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
         wire_ratio=sent,
         final=each.final,
         to_plain=None if is_plain else 100 * (each.final / plain.final - 1),
-        early_s=seconds[0],
-        early_speedup=speedups[0],
-        final_s=seconds[1],
-        final_speedup=speedups[1],
-        foreign_load=each.foreign_load,
-        noisy=each.foreign_load > MOST_FOREIGN_LOAD,
+        early_s=early_s,
+        early_speedup=ratio(plain_early_s, early_s),
+        final_s=final_s,
+        final_speedup=ratio(plain_final_s, final_s),
+        **each.noise,
     )
 
 
 def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
     """Loss over seconds, and loss over bytes."""
     curves = [
-        {
-            "series": SETTINGS[each.run.setting].label,
-            "mbit": each.run.mbit,
-            "seconds": seconds,
-            "loss": loss,
-        }
+        {"series": SETTINGS[each.run.setting].label, "mbit": each.run.mbit}
+        | {"seconds": seconds, "loss": loss}
         for each in outcomes
         for seconds, loss in points(each)
     ]
     bytes_sent = [
-        {
-            "series": row.label,
-            "mbit": row.mbit,
-            "wire_ratio": row.wire_ratio,
-            "to_plain": row.to_plain or 0.0,
-        }
+        {"series": row.label, **picked(row, "mbit", "wire_ratio"), "to_plain": row.to_plain or 0.0}
         for row in rows
     ]
-    return [
-        (PICTURE, curves, _draw_curves, HEIGHT_IN),
-        (BYTES, bytes_sent, _draw_bytes, HEIGHT_IN),
-    ]
+    drawn = [(PICTURE, curves, _draw_curves), (BYTES, bytes_sent, _draw_bytes)]
+    return [(*picture, HEIGHT_IN) for picture in drawn]
 
 
 def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:

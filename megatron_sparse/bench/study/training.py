@@ -14,11 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
+from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study.frame import Run, begin
 from megatron_sparse.bench.study.options import TrainingOptions
 from megatron_sparse.bench.study.settings import PLAIN
-from megatron_sparse.bench.table import Columns, TableRow, print_table
+from megatron_sparse.bench.table import print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
@@ -52,70 +52,50 @@ class Variant:
 
 
 @dataclass
-class Row(TableRow):
-    """One run; times are milliseconds.
+class Row(CellRow):
+    """One run; times are milliseconds. What only the plugin measures is null for `plain`."""
 
-    Attributes:
-        op: `training`.
-        scheme: `plain`, or the plugin's.
-        density: of the schemes that compress; 1 for the others.
-        parameters: `parameters.method`; null for `plain`.
-        level: `compression.level`.
-        world_size: ranks.
-        slow_ms: how long the slow rank sleeps in an iteration; 0 if no rank is slow.
-        mbit: rate of each rank's link; null over loopback.
-        iteration_ms: median.
-        slowest_ms: the slowest iteration that counts.
-        exposed_ms: of the median iteration, spent waiting for gradients; null for `plain`.
-        host_cpu_us: of the processor, spent by the progress thread for each bucket: codecs
-            included, since ranks have no GPU; the median iteration's. Null for `plain`.
-        wire_bytes: of gradients, sent by the last rank in an iteration; null for `plain`.
-        inside_bytes: those of them that stayed on the rank's node, at level `node`.
-        dense_bytes: the bytes that a dense ring would send; null for `plain`.
-        param_exposed_ms: of the median iteration, spent waiting for gathered parameters; null for
-            `plain`, 0 without the distributed optimizer.
-        param_wire_bytes: of parameters, sent by the last rank in an iteration; null for `plain`.
-        param_dense_bytes: the bytes that a raw all-gather on a ring would send; null for `plain`.
-        loss_first: of the first iteration.
-        loss_last: of the last one.
-        speedup: over the first row.
-        foreign_load: the share of the machine that other programs took during the whole run.
-        noisy: whether `foreign_load` was too high to trust the times.
-    """
-
-    COLUMNS = Columns(
-        "scheme >20 | density >8g | level >8 | parameters >7 params | "
-        "iteration_ms >13.1f iteration(ms) | slowest_ms >9.1f slowest | "
-        "exposed_ms >11.1f exposed(ms) | host_cpu_us >8.0f cpu(us) | "
-        "wire_bytes >11.0f wire(B) | inside_bytes >11.0f inside(B) | "
-        "dense_bytes >11.0f dense(B) | param_exposed_ms >12.1f params exp. | "
-        "param_wire_bytes >11.0f params wire | param_dense_bytes >12.0f params dense | "
-        "speedup >7.2f | losses >17 loss"
+    op: str = cell("`training`")
+    scheme: str = cell("`plain`, or the plugin's", ">20")
+    density: float = cell("of the schemes that compress; 1 for the others", ">8g")
+    level: str = cell("`compression.level`", ">8")
+    parameters: str | None = cell("`parameters.method`; null for `plain`", ">7 params")
+    world_size: int = cell("ranks")
+    slow_ms: float = cell("how long the slow rank sleeps in an iteration; 0 if no rank is slow")
+    mbit: int | None = cell("rate of each rank's link; null over loopback")
+    iteration_ms: float = cell("median", ">13.1f iteration(ms)")
+    slowest_ms: float = cell("the slowest iteration that counts", ">9.1f slowest")
+    exposed_ms: float | None = cell(
+        "of the median iteration, spent waiting for gradients", ">11.1f exposed(ms)"
     )
-
-    op: str
-    scheme: str
-    density: float
-    parameters: str | None
-    level: str
-    world_size: int
-    slow_ms: float
-    mbit: int | None
-    iteration_ms: float
-    slowest_ms: float
-    exposed_ms: float | None
-    host_cpu_us: float | None
-    wire_bytes: float | None
-    inside_bytes: float | None
-    dense_bytes: float | None
-    param_exposed_ms: float | None
-    param_wire_bytes: float | None
-    param_dense_bytes: float | None
-    loss_first: float
-    loss_last: float
-    speedup: float
-    foreign_load: float
-    noisy: bool
+    host_cpu_us: float | None = cell(
+        "of the processor, spent by the progress thread for each bucket: codecs included, since "
+        "ranks have no GPU; the median iteration's",
+        ">8.0f cpu(us)",
+    )
+    wire_bytes: float | None = cell(
+        "of gradients, sent by the last rank in an iteration", ">11.0f wire(B)"
+    )
+    inside_bytes: float | None = cell(
+        "those of them that stayed on the rank's node, at level `node`", ">11.0f inside(B)"
+    )
+    dense_bytes: float | None = cell("that a dense ring would send", ">11.0f dense(B)")
+    param_exposed_ms: float | None = cell(
+        "of the median iteration, spent waiting for gathered parameters; 0 without the "
+        "distributed optimizer",
+        ">12.1f params exp.",
+    )
+    param_wire_bytes: float | None = cell(
+        "of parameters, sent by the last rank in an iteration", ">11.0f params wire"
+    )
+    param_dense_bytes: float | None = cell(
+        "that a raw all-gather on a ring would send", ">12.0f params dense"
+    )
+    speedup: float = cell("over the first row", ">7.2f | losses >17 loss")
+    loss_first: float = cell("of the first iteration")
+    loss_last: float = cell("of the last one")
+    foreign_load: float = cell("the share of the machine that other programs took meanwhile")
+    noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
     @property
     def losses(self) -> str:
@@ -187,9 +167,8 @@ def _slow(options: TrainingOptions, scheme: str) -> list[str]:
     if options.slow_rank is None:
         return []
     asleep = [f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"]
-    if not skips_straggler(scheme):
-        return asleep
-    return [*asleep, "straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
+    pinned = ["straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
+    return [*asleep, *pinned] if skips_straggler(scheme) else asleep
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
@@ -201,10 +180,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
         first_ms = first_ms or middle_ms
         yield Row(
             op="training",
-            scheme=variant.scheme,
-            density=variant.density,
-            parameters=variant.parameters,
-            level=variant.level,
+            **vars(variant),
             world_size=options.ranks,
             slow_ms=options.slow_ms if options.slow_rank is not None else 0.0,
             mbit=run.mbit,
@@ -213,13 +189,12 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
             loss_first=outcome.losses[0],
             loss_last=outcome.losses[-1],
             speedup=first_ms / middle_ms,
-            foreign_load=outcome.foreign_load,
-            noisy=outcome.foreign_load > MOST_FOREIGN_LOAD,
+            **outcome.noise,
             **_from_breakdown(run.folder, options.warmup, plain=variant.scheme == PLAIN),
         )
 
 
-def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, float | None]:
+def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, Any]:
     """The figures that only the plugin measures: medians over the iterations that count."""
     names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
@@ -227,11 +202,10 @@ def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, floa
         return dict.fromkeys((*names, *waits, "host_cpu_us"))
     lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
     iterations = [json.loads(line) for line in lines]
-    of_bucket_us = [
-        1e3 * iteration["host_cpu_ms"] / sum(iteration["schemes"].values())
-        for iteration in iterations
-    ]
     found = {name: median(each[name] for each in iterations) for name in names}
     for name, stage in waits.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
+    of_bucket_us = (
+        1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
+    )
     return found | {"host_cpu_us": median(of_bucket_us)}

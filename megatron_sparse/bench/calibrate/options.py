@@ -1,0 +1,69 @@
+"""The options of `megatron-sparse calibrate`. The command line reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sparse.bench.options import Options, option, parse_densities, parse_names, parse_size
+from megatron_sparse.config.checks import in_range, one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationPlace(Options):
+    """Where to measure."""
+
+    ranks: int | None = option(None, "Default: the ranks that a launcher started, else 2.", min=1)
+    netbed: bool = option(False, "Run on the network test bed; needs root.", flag="--netbed")
+    mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
+    ranks_per_node: int = option(1, "Ranks on each node of the test bed.", min=1)
+    virtual: bool = option(False, "Run the sweep on virtual ranks: a model.", flag="--virtual")
+    cluster: str | None = option(None, "Cluster model of the virtual ranks.", metavar="NAME|FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions(Options):
+    """What to measure, the same on every rank.
+
+    Attributes:
+        out: the YAML file; None writes none (virtual only).
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    out: Path | None = None
+    quick: bool = option(False, "Take seconds, with less precise results.", flag="--quick")
+    force: bool = option(False, "Replace FILE.", flag="--force")
+    sweep: bool = option(
+        False, "Find adaptive_ring's thresholds and add them to FILE.", flag="--sweep"
+    )
+    formats: Sequence[str] = option(
+        "coo,pici",
+        "Message formats of the sweep.",
+        parse_names,
+        flag="--format",
+        metavar="FORMAT,...",
+    )
+    size_bytes: int = option("16M", "Bucket size of the sweep.", parse_size, flag="--size")
+    densities: Sequence[float] = option(
+        "0.05,0.2,0.4", "Gradient densities of the sweep.", parse_densities, flag="--density"
+    )
+    env: str | None = option(None, "Set the environment of configs/cluster/NAME.", metavar="NAME")
+    timeout_s: float = option(
+        120.0, "Seconds after which an operation has failed.", flag="--timeout"
+    )
+
+    def __post_init__(self) -> None:
+        from megatron_sparse.pricing.cluster import RING_FORMATS
+
+        for form in self.formats if self.sweep else ():
+            one_of("--format", form, RING_FORMATS)
+        in_range("--timeout", self.timeout_s, 0, math.inf, low_open=True)
+
+    def arguments(self) -> list[str]:
+        """The command line with the same options."""
+        out = [] if self.out is None else [f"--out={self.out}"]
+        return [*out, *super().arguments()]
