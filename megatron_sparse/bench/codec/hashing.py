@@ -195,7 +195,8 @@ def _row_tasks(case: Case) -> Iterator[Task]:
         target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
         return target_UD.index_copy_(0, torch.searchsorted(union_U, local_K), rows_KD)
 
-    expand, peers = partial(gradient.expand, union_U), {"torch index_copy_": zeros_and_copy}
+    expand = partial(gradient.expand, union_U)
+    peers = {"torch index_copy_": zeros_and_copy}
     wrong += _unequal(expand(), zeros_and_copy())
     moved = own_bytes + union_U.nbytes + union_U.numel() * COLUMNS * rows_KD.element_size()
     yield Task("row_expand", case.form, moved, wrong, expand, peers=peers)
