@@ -8,7 +8,7 @@
 #                                        on 2 cores, once everything is installed and built
 #   bash scripts/test.sh ARGUMENT...     only the tests; the arguments go to pytest
 #
-# Without arguments and with --full, the decoders are fuzzed at the end, for 120 s or for
+# Without arguments and with --full, the decoders are fuzzed at the end, for 60 s or for
 # MEGATRON_SPARSE_FUZZ_SECONDS (0: not at all); the build for it takes another minute and a half.
 # The first three forms run the tests in MEGATRON_SPARSE_TEST_WORKERS processes (default: the number
 # of cores, at most 4, because many tests start ranks of their own). To do the same in the last
@@ -108,7 +108,7 @@ if $lint; then
 fi
 # One thread a process: several ranks share the machine's cores.
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$PYTHON" -m pytest "${selection[@]}" "$@" || code=$?
-fuzz_seconds=${MEGATRON_SPARSE_FUZZ_SECONDS:-120}
+fuzz_seconds=${MEGATRON_SPARSE_FUZZ_SECONDS:-60}
 if $lint && ! $quick && [ "$fuzz_seconds" != 0 ]; then
   say "fuzzing: every decoder under sanitizers for $fuzz_seconds s"
   PYTHON=$PYTHON bash scripts/fuzz.sh "$fuzz_seconds" || failed="${failed:+$failed and the }fuzzing"

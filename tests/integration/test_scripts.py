@@ -295,7 +295,7 @@ def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) ->
         "python -m megatron_sparse.cuda_ext.build",
         "packages",
         "python -m pytest -m not slow -n 3 --dist loadfile --no-loadscope-reorder",
-        "fuzz 120",
+        "fuzz 60",
     ]
 
 
