@@ -22,6 +22,7 @@ pass.
 
 import gc
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -234,14 +235,21 @@ class DDPState:
     ) -> None:
         """Learns when a backward pass begins and when its gradients are used."""
         wanted = [each for each in ddp.module.parameters() if each.requires_grad]
+        # Model and optimizer do not keep the state alive: its groups must not outlive torch's.
+        own = weakref.ref(self)
 
         def begins(_: torch.Tensor) -> None:
             # No gradient of this pass has been added yet.
-            self._pass_begins(wanted)
+            if (state := own()) is not None:
+                state._pass_begins(wanted)
+
+        def taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (state := own()) is not None:
+                state._step_taken(optimizer)
 
         torch.autograd.graph.register_multi_grad_hook(wanted, begins, mode="any")
         for optimizer in optimizers:
-            optimizer.register_step_post_hook(lambda each, *_: self._step_taken(each))
+            optimizer.register_step_post_hook(taken)
 
     def _pass_begins(self, parameters: Sequence[torch.Tensor]) -> None:
         if self._is_unused and not self._knows_steps:

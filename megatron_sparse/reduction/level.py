@@ -30,8 +30,8 @@ as Megatron does; with `Bucket.fp32_sums` in fp32.
 Cost of N elements of b bytes on a rank: (m - 1) / m N b bytes inside, twice for an all-reduce; and
 across what the scheme sends of N / m elements.
 
-On a CPU each rank of a node sends every other its piece at once, in both steps (`dense_allpairs`):
-gloo's own reduce-scatter reduces everything, and its rings copy more. Its sums are then added in
+Over gloo each rank of a node sends every other its piece at once, in both steps (`dense_allpairs`):
+its own reduce-scatter reduces everything, and its rings copy more. Its sums are then added in
 rank order and in fp32.
 
 Order: all steps are posted behind a gate, so the selection comes after one. On a CPU each step has
@@ -73,7 +73,7 @@ from megatron_sparse.reduction.level_parts import (
     node_cuts,
     node_part,
 )
-from megatron_sparse.transport import Transport
+from megatron_sparse.transport import ProcessGroupTransport, Transport
 from megatron_sparse.transport.subset import SubsetTransport
 
 GATHER_TAG = 0
@@ -208,7 +208,10 @@ class _DenseInside:
         self.is_alone = False
         self._group = groups.inside
         self._gathers: Transport | SubsetTransport = groups.gather or groups.inside
-        if self._group.device.type == "cpu":
+        # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
+        is_gloo = isinstance(self._group, ProcessGroupTransport)
+        self._sends_pieces = is_gloo and self._group.device.type == "cpu"
+        if self._sends_pieces:
             self._gathers = SubsetTransport(
                 self._gathers, range(self._group.world_size), GATHER_TAG
             )
@@ -237,7 +240,8 @@ class _DenseInside:
     def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
         """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
         values_N = region.grad_N
-        if values_N.is_cuda and (not region.fp32_sums or values_N.dtype == torch.float32):
+        narrow = region.fp32_sums and values_N.dtype != torch.float32
+        if not (self._sends_pieces or narrow):
             with record.timer.tier(INSIDE_TIER):
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)

@@ -53,11 +53,13 @@ class Share(NamedTuple):
         rank: this rank's number in the group that exchanges selections.
         buckets: what this rank selects from: whole buckets, or its parts of them.
         wholes: the buckets themselves, at a level above `rank`; None: the same.
+        is_virtual: the ranks of a node add up as a backend of a cluster would, not over gloo.
     """
 
     rank: int
     buckets: Sequence[Bucket]
     wholes: Sequence[Bucket] | None = None
+    is_virtual: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,14 +128,14 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets, given in groups:
+    for rank, buckets, given, is_virtual in groups:
         wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
         found = _Group(config, rank, undo=undo)
         for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
-            found.add_inside(bucket, whole)
+            found.add_inside(bucket, whole, is_virtual=is_virtual)
             parameters += sum(piece.stop - piece.start for piece in whole.parameters)
         totals.update(found.nbytes(buckets))
         notes |= dict.fromkeys(
@@ -211,7 +213,7 @@ class _Group:
         for layout in layouts:
             self._count_tables(bucket, layout, has_slots=bool(tables))
 
-    def add_inside(self, part: Bucket, whole: Bucket) -> None:
+    def add_inside(self, part: Bucket, whole: Bucket, *, is_virtual: bool) -> None:
         """Counts what a level above `rank` needs beside the part: see `reduction.level`."""
         if part is whole:
             return  # level `rank`
@@ -222,7 +224,8 @@ class _Group:
         elif part.op is whole.op:
             found["node_sum"] = part.numel * element_bytes  # at `instance` it is in the gradient
         scatters = whole.op is CollectiveOp.REDUCE_SCATTER
-        if not whole.grad_N.is_cuda or (scatters and whole.fp32_sums and element_bytes < 4):
+        over_gloo = not (is_virtual or whole.grad_N.is_cuda)
+        if over_gloo or (scatters and whole.fp32_sums and element_bytes < FP32_BYTES):
             # What `dense_allpairs` adds up at a time.
             shard = whole.numel // (whole.world_size if scatters else members)
             found["parts"] = (members - 1) * shard * element_bytes

@@ -204,7 +204,7 @@ def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
         bucket.fp32_sums = fp32_sums
     ranks.step(gradients(ranks, 0, dtype), 0)
     reducer, bucket = ranks.reducers[1], ranks.buckets[1]
-    share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket])
+    share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket], is_virtual=True)
     counted, found = account(config, [share], undo=False).nbytes, held(ranks.store(1), [reducer])
     items = ("residual", "messages", "received", "sums", "workspace")
     assert [counted.get(item) for item in items] == [found.get(item) for item in items]
