@@ -1,8 +1,8 @@
 """Starts a training run and its ranks.
 
 Without RANK in the environment this process is the launcher: it prepares the run (`preparation`)
-and starts the ranks of this machine with torch's elastic agent. With RANK, torchrun or srun has
-started this process, and it is a rank itself. Either way every rank ends up in
+and starts the ranks of this machine with torch's elastic agent. With RANK, torchrun, srun or mpirun
+has started this process, and it is a rank itself. Either way every rank ends up in
 `megatron.training.train`.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import interrupt, preparation, resume, slurm, worker
+from megatron_sparse.run import interrupt, mpi, preparation, resume, slurm, worker
 from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.run.rank_report import read_report
@@ -41,7 +41,7 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
-    os.environ.update(slurm.ranks(os.environ))
+    os.environ.update(slurm.ranks(os.environ) or mpi.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
@@ -68,6 +68,7 @@ def _launch(config: RunConfig, command: str) -> int:
             got=f"cluster.nodes={config.cluster.nodes} and no RANK in the environment",
             remedy="put srun before the command, or set cluster.nodes=1",
         )
+    slurm.check_alone(os.environ, config.cluster.ranks_per_node)
     config = preparation.decide(config)
     vocab_size = preparation.preflight(config)
     if config.megatron:

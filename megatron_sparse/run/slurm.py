@@ -29,11 +29,19 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
     batch job has SLURM_PROCID too, but SLURM_STEP_NUM_TASKS is 1 or missing there.
 
     Raises:
-        ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first.
+        ConfigError: MASTER_ADDR is not set, and Slurm does not say which node is the first; or
+            SLURM_LOCALID is missing.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == 1:
         return {}
+    if "SLURM_LOCALID" not in environment:
+        raise ConfigError(
+            "Slurm does not say which of its node's ranks this one is",
+            expected="SLURM_LOCALID, as srun sets it",
+            got="no such variable",
+            remedy="start the ranks with srun itself, and pass its variables on",
+        )
     address = environment.get("MASTER_ADDR")
     port = FIRST_PORT + int(environment.get("SLURM_JOB_ID", "0")) % PORTS
     return {
@@ -43,6 +51,27 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": address or hosts(environment)[0],
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
+
+
+def check_alone(environment: Mapping[str, str], ranks: int) -> None:
+    """Refuses a job of several tasks of which only this process has been started.
+
+    Args:
+        environment: of the launcher.
+        ranks: that it is about to start, on this node alone.
+
+    Raises:
+        ConfigError: the job has more nodes, or another number of tasks.
+    """
+    tasks = int(environment.get("SLURM_NTASKS", "1"))
+    nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
+    if "SLURM_PROCID" in environment and tasks > 1 and (nodes > 1 or tasks != ranks):
+        raise ConfigError(
+            "this job has tasks that nobody has started",
+            expected=f"srun before the command: {tasks} tasks on {nodes} nodes",
+            got=f"{ranks} ranks on one node, without srun",
+            remedy="put srun before the command, or ask Slurm for one task on one node",
+        )
 
 
 def hosts(environment: Mapping[str, str]) -> list[str]:

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import provenance, slurm
+from megatron_sparse.run import mpi, provenance, slurm
 from megatron_sparse.run.composition import compose
 from tests.commands import stand_in
 
@@ -40,6 +41,39 @@ def scontrol(tmp_path, monkeypatch):
     return install
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
+
+
+class TestMpi:
+    """The variables of mpirun."""
+
+    @pytest.mark.parametrize(
+        ("given", "local_size"),
+        [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")],
+    )
+    def test_ranks(self, given, local_size):
+        found = mpi.ranks(given | {local_size: "4"})
+        port = int(found.pop("MASTER_PORT"))
+        assert slurm.FIRST_PORT <= port < slurm.FIRST_PORT + slurm.PORTS
+        place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+        assert found == place | {"MASTER_ADDR": "127.0.0.1"}
+        meeting = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+        assert mpi.ranks(given | {local_size: "2"} | meeting) == place
+        with pytest.raises(ConfigError, match="where to meet"):
+            mpi.ranks(given | {local_size: "2"})
+        with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
+            mpi.ranks({key: value for key, value in given.items() if "LOCAL" not in key})
+
+    @pytest.mark.parametrize("given", [{}, OPEN_MPI | {"RANK": "0"}, {"PMI_SIZE": "1"}])
+    def test_nothing_where_it_is_not_needed(self, given):
+        assert mpi.ranks(given) == {}
+
+
 class TestSlurm:
     """Slurm's variables and scontrol."""
 
@@ -65,6 +99,19 @@ class TestSlurm:
         monkeypatch.setenv("PATH", "")
         with pytest.raises(ConfigError, match="no scontrol on PATH"):
             slurm.ranks(STEP)
+
+    def test_without_a_local_number_it_is_one_typed_error(self):
+        with pytest.raises(ConfigError, match="SLURM_LOCALID"):
+            slurm.ranks({key: value for key, value in STEP.items() if key != "SLURM_LOCALID"})
+
+    @pytest.mark.parametrize(
+        ("tasks", "nodes", "is_refused"), [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
+    )
+    def test_tasks_that_nobody_has_started(self, tasks, nodes, is_refused):
+        """A batch script has SLURM_PROCID too; two ranks are about to be started."""
+        job = {"SLURM_PROCID": "0", "SLURM_NTASKS": str(tasks), "SLURM_JOB_NUM_NODES": str(nodes)}
+        with pytest.raises(ConfigError, match="srun before") if is_refused else nullcontext():
+            slurm.check_alone(job, 2)
 
     def test_requeue(self, scontrol, monkeypatch):
         waits = []
@@ -177,6 +224,7 @@ class TestProvenance:
 
 PROGRAM = """
 import os, sys
+from contextlib import nullcontext
 from pathlib import Path
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.rank_log import rank_log
