@@ -19,13 +19,15 @@ _NAMES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 """Rank, ranks, and the same on this host."""
+_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID")
+"""What names the job, the same for all of its ranks; the first that is set."""
 
 
 def ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torch reads, for a process that mpirun started.
 
     Empty if they are set already, and for a single process. On one host the ranks meet over
-    loopback, at a port that follows from the process that started them all.
+    loopback, at a port that follows from the job, or from the process that started them all.
 
     Raises:
         ConfigError: ranks are on several hosts and nobody says where to meet, or a variable is
@@ -43,7 +45,7 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
                 remedy="start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, "
                 "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
             )
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(str(os.getppid()))}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(environment)}
         if environment.get(local_size) != environment[size]:
             if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
                 raise ConfigError(
@@ -62,5 +64,7 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
     return {}
 
 
-def _port(job: str) -> str:
+def _port(environment: Mapping[str, str]) -> str:
+    named = [environment[name] for name in _JOBS if name in environment]
+    job = named[0] if named else str(os.getppid())
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
