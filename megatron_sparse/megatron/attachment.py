@@ -29,6 +29,7 @@ from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.megatron import few_tokens
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
     GroupBuckets,
@@ -124,7 +125,7 @@ class Attachment:
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
-        self.unit = ResidualUnit(chunks)
+        self.unit = ResidualUnit(chunks, self._take_residuals_out)
         for group in self.groups:
             key = id(group.process_group)
             if key not in self._reducers:
@@ -302,6 +303,13 @@ class Attachment:
     def _check_nccl(self) -> None:
         if self.nccl_health is not None:
             self.nccl_health.check("the optimizer's step")
+
+    def _take_residuals_out(self) -> None:
+        """Makes the step's sums those of its gradients alone. Collective."""
+        if self._optimizer is not None:
+            few_tokens.take_residuals_out(
+                self.groups, self.reducer, self.residuals, self.config.compression.leak
+            )
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
