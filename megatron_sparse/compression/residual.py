@@ -136,7 +136,7 @@ class ResidualStore:
                 lacking[name].sub_(self._undo_copies[name])
         return lacking
 
-    def commit(self, unit_change: torch.Tensor | None = None) -> None:
+    def commit(self, unit_change: torch.Tensor | None = None, share: float | None = None) -> None:
         """The optimizer took the step: every pending selection is final.
 
         Where gradients are divided by a number that is known only after the selection (a step's
@@ -147,12 +147,21 @@ class ResidualStore:
         Args:
             unit_change: fp32 or fp64 scalar on the residual's device: the last step's unit in units
                 of this step's; None if the unit is the same.
+            share: of the change that the pending selections made, which stays; the rest is
+                forgotten. None for all of it. Needs undo copies.
 
         Raises:
             SelectionError: the unit changes and there is no undo copy.
         """
         if self._is_apart:
             self.rollback()
+        if share is not None:
+            for name, existed in self._pending.items():
+                residual_N = self._residuals[name]
+                if existed:
+                    torch.lerp(self._undo_copies[name], residual_N, share, out=residual_N)
+                else:
+                    residual_N.mul_(share)
         if unit_change is not None:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)

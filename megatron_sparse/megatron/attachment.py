@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOpti
 from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
+from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
@@ -67,6 +68,7 @@ class Attachment:
         residuals: error feedback of every bucket.
         planner: chooses the scheme of each bucket; holds the switch `enabled`.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
+        usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
         unit: the unit of the residuals' values: loss scale, and division by tokens.
         alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
         nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
@@ -91,6 +93,7 @@ class Attachment:
         self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
+        self.usual_norm = UsualNorm()
         self.parameters = ParameterGathers(sink)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         check_attachable(self.groups)
@@ -274,6 +277,7 @@ class Attachment:
         enabled: bool,
         loss_scale: float | None,
         gradient_factor: float | None,
+        norms: Sequence[float],
         planner: dict[str, Any],
     ) -> None:
         """Restores a checkpoint's state.
@@ -285,11 +289,13 @@ class Attachment:
             enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
             gradient_factor: part of the residuals' unit.
+            norms: see `UsualNorm`.
             planner: the planner's state, empty for none.
         """
         for group in self.groups:
             self.residuals.load(map(self.reducer(group).part, group.buckets), residuals)
         self.step = step
+        self.usual_norm = UsualNorm(norms)
         self.parameters.forget()
         self.planner.enabled = enabled
         self.planner.load_state_dict(planner)
@@ -316,7 +322,10 @@ class Attachment:
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
-            self.residuals.commit(unit_change)
+            share = None
+            if self.residuals.undo:
+                share = self.usual_norm.share(grad_norm, self.step)
+            self.residuals.commit(unit_change, share)
         else:
             self.residuals.rollback()
         self.step += 1

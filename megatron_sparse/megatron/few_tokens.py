@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +71,8 @@ def _shared_embedding_added_up(groups: Sequence[GroupBuckets]) -> Iterator[None]
 
     Megatron has added up their gradients already.
     """
-    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    # Torch has a number in place of a group for ranks that are not in it.
+    embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
     gradients = [
         parameter.main_grad
         for group in groups

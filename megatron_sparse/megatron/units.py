@@ -18,7 +18,6 @@ import torch
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
-
 FEW_TOKENS = 0.5
 """A step with less than this share of the last step's tokens has few."""
 
