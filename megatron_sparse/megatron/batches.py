@@ -114,12 +114,11 @@ def loss_function(
     Returns:
         The sum, the number of tokens (int), and both as `lm loss` for the log.
     """
-    args: Any = get_args()
     mask = loss_mask.view(-1).float()
     loss = torch.sum(losses.view(-1).float() * mask)
     n_tokens = mask.sum().detach().to(torch.int)
     logged = torch.cat([loss.detach().view(1), n_tokens.view(1)])
-    return loss * spikes.injected(args.seed, args.curr_iteration), n_tokens, {"lm loss": logged}
+    return loss * spikes.injected(get_args), n_tokens, {"lm loss": logged}
 
 
 def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model: Any) -> Any:

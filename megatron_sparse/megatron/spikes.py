@@ -17,8 +17,9 @@ import os
 import random
 import re
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from statistics import median
+from typing import Any
 
 from megatron_sparse.errors import ConfigError
 
@@ -78,8 +79,11 @@ class UsualNorm:
         return usual / norm
 
 
-def injected(seed: int, iteration: int) -> float:
-    """The factor on the loss in an iteration, the same on every rank: see `SPIKES`.
+def injected(arguments: Callable[[], Any]) -> float:
+    """The factor on the loss in this iteration, the same on every rank: see `SPIKES`.
+
+    Args:
+        arguments: returns Megatron's; called only if the variable is set.
 
     Raises:
         ConfigError: the variable cannot be read.
@@ -90,5 +94,6 @@ def injected(seed: int, iteration: int) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?):(0?\.\d+)", given)
     if found is None:
         raise ConfigError(f"{SPIKES} cannot be read", expected="FACTOR:SHARE", got=repr(given))
-    drawn = random.Random(f"{seed}:{iteration}").random()
+    args = arguments()
+    drawn = random.Random(f"{args.seed}:{args.curr_iteration}").random()
     return float(found[1]) if drawn < float(found[2]) else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,12 +85,16 @@ def test_it_would_without_the_guard_and_does_without_an_undo_copy(ranks, run):
 
 def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):
     monkeypatch.setenv(SPIKES, "100:0.05")
-    drawn = [injected(1, iteration) for iteration in range(2000)]
-    assert drawn == [injected(1, iteration) for iteration in range(2000)]
+
+    def at(iteration):
+        return injected(lambda: SimpleNamespace(seed=1, curr_iteration=iteration))
+
+    drawn = [at(iteration) for iteration in range(2000)]
+    assert drawn == [at(iteration) for iteration in range(2000)]
     assert set(drawn) == {1.0, 100.0}
     assert 60 < drawn.count(100.0) < 140
     monkeypatch.setenv(SPIKES, "often")
     with pytest.raises(ConfigError, match="FACTOR:SHARE"):
-        injected(1, 1)
+        at(1)
     monkeypatch.delenv(SPIKES)
-    assert injected(1, 1) == 1.0
+    assert at(1) == 1.0
