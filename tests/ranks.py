@@ -14,6 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import DEADLINE_S
+
 START_METHOD = "spawn"
 
 
@@ -21,7 +23,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = DEADLINE_S,
     linger_s: float = 5.0,
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on every rank, inside a gloo world.
@@ -106,7 +108,7 @@ def _rank_main(
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=DEADLINE_S / 2),
         )
         # Bytes, not tensors: a queue shares a tensor's memory, which dies with the rank.
         results.put((rank, pickle.dumps(function(rank, world_size, *args)), None))

@@ -6,6 +6,7 @@ Imports megatron only when it trains, because on a CPU `cpu_mode` has to come fi
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import sys
 import warnings
@@ -39,6 +40,23 @@ _KNOWN_NOISE = (
 )
 
 
+@contextmanager
+def _own_lines() -> Iterator[None]:
+    """Shows what the plugin logs from INFO on, once, whatever handlers Megatron gives the root."""
+    logger, handler = logging.getLogger("megatron_sparse"), logging.StreamHandler()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+@_own_lines()
 def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     """Trains on this rank until `training.iterations`, or until `training.save_signal`.
 

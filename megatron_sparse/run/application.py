@@ -29,6 +29,7 @@ from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, SweepError
 from megatron_sparse.run import composition, launch, preparation, sweep
+from megatron_sparse.run.interrupt import quick_end
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 _MODES = {
@@ -62,6 +63,7 @@ def train(arguments: Sequence[str]) -> None:
         MegatronSparseError: the configuration or the run is wrong, or runs of a sweep failed.
         SystemExit: with the exit code of a rank that failed; also after Hydra's own flags.
     """
+    quick_end.register()
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])
     check_flags(arguments)

@@ -23,7 +23,7 @@ from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.run.rank_report import read_report
 
-WORKER = "megatron_sparse.run.worker"
+RANK = "megatron_sparse.run.rank"
 _TAIL_LINES = 30
 
 
@@ -40,7 +40,11 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
-    os.environ.update(slurm.ranks(os.environ) or mpi.ranks(os.environ))
+    # mpirun first: inside a job of Slurm its ranks inherit the variables of the task above them.
+    of_mpirun = mpi.ranks(os.environ)
+    if of_mpirun:
+        interrupt.end_with_parent()
+    os.environ.update(of_mpirun or slurm.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
@@ -118,7 +122,7 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
     )
     try:
         with interrupt.saving(saves):
-            elastic_launch(settings, sys.executable)("-u", "-m", WORKER, str(run_dir / CONFIG_FILE))
+            elastic_launch(settings, sys.executable)("-u", "-m", RANK, str(run_dir / CONFIG_FILE))
     except ChildFailedError as error:
         return _report(*error.get_first_failure(), run_dir)
     except SignalException as error:

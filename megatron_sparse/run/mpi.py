@@ -26,8 +26,9 @@ _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID"
 def ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that torch reads, for a process that mpirun started.
 
-    Empty if they are set already, and for a single process. On one host the ranks meet over
-    loopback, at a port that follows from the job, or from the process that started them all.
+    Empty if they are set already, for a single process, and for a task of srun. On one host the
+    ranks meet over loopback, at a port that follows from the job, or from the process that started
+    them all.
 
     Raises:
         ConfigError: ranks are on several hosts and nobody says where to meet, or a variable is
@@ -37,6 +38,8 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
         if "RANK" in environment or int(environment.get(size, "1")) == 1:
             continue
         missing = [name for name in (rank, local_rank) if name not in environment]
+        if missing and "SLURM_PROCID" in environment:
+            continue  # srun sets those of PMI, too
         if missing:
             raise ConfigError(
                 f"mpirun has set {size} and not {', '.join(missing)}",

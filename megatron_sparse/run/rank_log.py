@@ -75,7 +75,7 @@ def _redirected(target: int) -> Iterator[None]:
     os.close(target)
     try:
         yield
-    except (MegatronSparseError, SystemExit):
+    except (MegatronSparseError, SystemExit, KeyboardInterrupt):
         raise
     except BaseException:
         traceback.print_exc()

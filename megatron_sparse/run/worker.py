@@ -1,8 +1,4 @@
-"""The process of one rank: `python -m megatron_sparse.run.worker runs/NAME/config.yaml`.
-
-The launcher starts ranks with this command. A rank that torchrun or srun started calls
-`run_started` instead.
-"""
+"""What one rank does: `main`, where the launcher started it (`rank`), else `run_started`."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
-from megatron_sparse.run.interrupt import SIGINT, end_with_parent
+from megatron_sparse.run.interrupt import SIGINT, end_with_parent, quick_end
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -43,10 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
     config = None
-    end_with_parent()
     try:
         from megatron_sparse.megatron import training
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         config = composition.load(path)
         _survive_early_signals(config)
         with _nccl_errors(config):
@@ -57,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
+        quick_end.after_ctrl_c = True
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, SystemExit | GeneratorExit):
@@ -86,28 +83,17 @@ def run_started(config: RunConfig, command: str) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     _survive_early_signals(config)
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != config.cluster.world_size:
-        raise ConfigError(
-            "the number of ranks is not the configuration's",
-            expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
-            got=f"{world_size} ranks were started",
-            remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
-        )
-    config = preparation.decide(config)
-    os.environ.update(preparation.rank_environment(config))
-    cluster = config.cluster
-    os.environ.update(node_of_cluster(os.environ, cluster.nodes, cluster.ranks_per_node))
     store, rank = _meet()
     run_dir = None
     held = ExitStack()
     try:
+        config = _prepared(config)
         run_dir = _agree_on_folder(config, command, store, rank, held)
         if run_dir is None:
             return 0
         from megatron_sparse.megatron import training
 
-        with rank_log(run_dir, rank, world_size), _nccl_errors(config):
+        with rank_log(run_dir, rank, config.cluster.world_size), _nccl_errors(config):
             stopped_at = training.train(config, run_dir, store)
         _after(config, stopped_at, rank)
     except MegatronSparseError as error:
@@ -121,6 +107,7 @@ def run_started(config: RunConfig, command: str) -> int:
     except KeyboardInterrupt:
         if rank == 0 and run_dir is not None:
             print(resume.go_on(config, run_dir, command), file=sys.stderr)
+        quick_end.after_ctrl_c = True
         return 128 + signal.SIGINT
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, SystemExit | GeneratorExit) or run_dir is None:
@@ -134,6 +121,27 @@ def run_started(config: RunConfig, command: str) -> int:
     finally:
         held.close()
     return 0
+
+
+def _prepared(config: RunConfig) -> RunConfig:
+    """The configuration without `auto`; sets this rank's environment.
+
+    Raises:
+        ConfigError: it is one for another number of ranks, or this machine cannot run it.
+    """
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != config.cluster.world_size:
+        raise ConfigError(
+            "the number of ranks is not the configuration's",
+            expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
+            got=f"{world_size} ranks were started",
+            remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
+        )
+    config = preparation.decide(config)
+    os.environ.update(preparation.rank_environment(config))
+    cluster = config.cluster
+    os.environ.update(node_of_cluster(os.environ, cluster.nodes, cluster.ranks_per_node))
+    return config
 
 
 def _meet() -> tuple[Any, int]:
@@ -255,7 +263,3 @@ def _agree_on_folder(
     run_dir = Path(answer)
     run_dir.mkdir(parents=True, exist_ok=True)  # nodes may not share a disk
     return run_dir
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 N = 3
 TIMEOUT_S = 10.0
-SLACK_S = 4.0
+SLACK_S = 60.0
 """Additional seconds for a machine that runs several worlds at once."""
 WORLDS_AT_ONCE = 4
 OPERATIONS = ("exchange with ranks", "all_gather", "all_reduce")
@@ -163,7 +163,7 @@ def test_a_damaged_message_is_an_error_on_every_rank(posts):
         for kind in ("header", "size", "truncate"):
             at = 0 if kind == "size" else posts[name][1] - 1
             cases.append((name, Fault(kind, 1, at)))
-    by_rank = run_ranks(one_after_another, N, cases, TIMEOUT_S, timeout_s=240)
+    by_rank = run_ranks(one_after_another, N, cases, TIMEOUT_S)
     for index, case in enumerate(cases):
         results = [results[index] for results in by_rank]
         if not results[1]["struck"]:
@@ -189,7 +189,6 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
                 N,
                 [(name, what) for name in NAMES],
                 2.0,
-                timeout_s=240,
             )
             for what in kinds
         ]

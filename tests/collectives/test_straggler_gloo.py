@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 N = 4
 LATE = 2
 TIMEOUT_S = 3.0
-SLACK_S = 4.0
+SLACK_S = 60.0
 """What a loaded machine adds to a timeout."""
 NAMES = ("straggler", "straggler_direct")
 CASES = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext.reports import HostCopy
+from tests.waiting import DEADLINE_S
 
 
 class Event:
@@ -20,7 +21,7 @@ class Event:
         self._over.set()
 
     def synchronize(self) -> None:
-        self._over.wait(10)
+        self._over.wait(DEADLINE_S)
         if self._fails:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -47,7 +48,7 @@ def test_one_thread_on_the_right_device_waits_for_all(monkeypatch: pytest.Monkey
     assert not any(each.is_set() for each in woken)
     for event in events:
         event.end()
-    assert all(each.wait(10) for each in woken), "an error of the device wakes too"
+    assert all(each.wait(DEADLINE_S) for each in woken), "an error of the device wakes too"
     with pytest.raises(RuntimeError, match="illegal memory access"):
         copies[1].finish()
     assert devices == [("megatron_sparse_report", torch.device("cpu"))] * 3
@@ -64,7 +65,7 @@ def test_the_thread_outlives_a_device_that_fails(monkeypatch: pytest.MonkeyPatch
         event, woken = Event(), threading.Event()
         event.end()
         copy_behind(event).when_ready(woken.set)
-        assert woken.wait(10)
+        assert woken.wait(DEADLINE_S)
 
 
 def test_what_is_there_wakes_at_once() -> None:

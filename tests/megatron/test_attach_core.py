@@ -40,7 +40,7 @@ def _matrix(rank):
 
 @pytest.fixture(scope="module")
 def matrix():
-    return train_ranks(_matrix, 2, timeout_s=280)
+    return train_ranks(_matrix, 2)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -178,7 +178,7 @@ def _by_step(records):
 
 @pytest.fixture(scope="module")
 def events():
-    return train_ranks(_events, 2, timeout_s=200)
+    return train_ranks(_events, 2)
 
 
 @pytest.mark.parametrize("distributed", [False, True])

@@ -25,7 +25,7 @@ def _losses(rank):
 
 def test_the_average_is_that_of_megatron_without_the_plugin():
     """Two ranks: halves are exact and two numbers have one sum, so equal to the bit."""
-    for results in train_ranks(_losses, 2, timeout_s=200):
+    for results in train_ranks(_losses, 2):
         for form in (results[:3], results[3:]):
             losses, weights = form[0]
             for other, other_weights in form[1:]:

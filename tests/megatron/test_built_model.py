@@ -34,7 +34,7 @@ def _counts(rank: int, world_size: int) -> dict[str, int]:
 
 def test_each_element_counts_once():
     """On four ranks, all of which get the same number."""
-    ranks = run_ranks(_counts, 4, timeout_s=240)
+    ranks = run_ranks(_counts, 4)
     assert all(counts == ranks[0] for counts in ranks)
     attention = 4 * (HIDDEN * HIDDEN + HIDDEN)
     mlp = 8 * HIDDEN * HIDDEN + 5 * HIDDEN

@@ -38,7 +38,7 @@ def _all_schemes(rank):
 
 def test_every_scheme_trains_a_megatron_model_to_the_same_bits():
     """At density 1 residuals stay empty, and the sum of two numbers has only one rounding."""
-    for results in train_ranks(_all_schemes, 2, timeout_s=280):
+    for results in train_ranks(_all_schemes, 2):
         for (op, scheme), weights in results.items():
             if scheme is not None and op not in SCHEMES[scheme].ops:
                 assert f"{scheme} cannot do the {op}" in weights

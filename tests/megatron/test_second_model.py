@@ -74,7 +74,7 @@ def _build_twice(rank, world_size, run_dir):
 
 
 def test_the_plugin_follows_to_the_next_model(tmp_path):
-    (found,) = run_ranks(_build_twice, 1, tmp_path, timeout_s=240)
+    (found,) = run_ranks(_build_twice, 1, tmp_path)
     attached, lines = found["first"]
     assert attached
     assert not any("another model" in line for line in lines), "the hook runs twice for one model"

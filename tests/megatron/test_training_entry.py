@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -267,6 +268,26 @@ class TestOwnedFlags:
         assert errors({"data_path": ["0.5", "a", "0.5", "b"], "swiglu": True}) == []
 
 
+def test_what_the_plugin_logs_is_shown_once(tmp_path, monkeypatch, capfd):
+    """Megatron gives the root logger a handler, unless it has one; its level is WARNING."""
+
+    def find_data(config):
+        for logger in ("megatron_sparse", "megatron_sparse.telemetry.run", "another"):
+            logging.getLogger(logger).info("%s says so", logger)
+        raise DatasetError("no data", expected="some", got="none")
+
+    monkeypatch.setattr(training, "find_data", find_data)
+    logger = logging.getLogger("megatron_sparse")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    with pytest.raises(DatasetError):
+        training.train(compose(["data=mock"]), tmp_path)
+    assert capfd.readouterr().err.splitlines() == [
+        "megatron_sparse says so",
+        "megatron_sparse.telemetry.run says so",
+    ]
+    assert (logger.level, logger.propagate, logger.handlers) == before
+
+
 def test_dropout_is_that_of_attention_too():
     flags = model_flags(compose(["model.dropout=0.1"]).model)
     assert (flags["hidden_dropout"], flags["attention_dropout"]) == (0.1, 0.1)
@@ -355,7 +376,7 @@ class TestLauncher:
     """A failing rank gives one error, with the right exit code, and soon."""
 
     def launch(self, monkeypatch, tmp_path, failure: str) -> int:
-        monkeypatch.setattr(launch, "WORKER", "tests.megatron.failing_worker")
+        monkeypatch.setattr(launch, "RANK", "tests.megatron.failing_worker")
         monkeypatch.setenv("FAILURE", failure)
         monkeypatch.chdir(ROOT)
         for name in ("RANK", "SLURM_PROCID"):
@@ -449,4 +470,5 @@ class TestRuns:
         assert not (tmp_path / "it.1").exists()
 
         done = run(*torchrun, *common, "cluster.ranks_per_node=4")
+        assert done.stderr.count("error: the number of ranks is not") == 1
         assert "2 ranks were started" in done.stderr

@@ -17,13 +17,14 @@ from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
 from tests.ranks import run_ranks
+from tests.waiting import DEADLINE_S
 
 AT_TARGET = {"value_bits": None, "warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 """Prunes from the first step on, and few enough parameters are kept whole for a small model."""
 
 
 def train_ranks(
-    body: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float
+    body: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = DEADLINE_S
 ) -> list[Any]:
     """`run_ranks` in the CPU mode; the function is called with the rank and `arguments`."""
     return run_ranks(_in_cpu_mode, world_size, body, *arguments, timeout_s=timeout_s)

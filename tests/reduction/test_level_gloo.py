@@ -106,6 +106,6 @@ def test_four_ranks_as_two_nodes(scheme, op, has_gathers):
         straggler=straggler,
         **overrides,
     )
-    for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers, timeout_s=300.0):
+    for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers):
         assert exact == [True] * len(NUMELS) * STEPS
         assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"

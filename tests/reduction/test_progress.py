@@ -13,6 +13,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE, Gate
 from megatron_sparse.reduction.progress import ProgressThread
+from tests.waiting import DEADLINE_S, until
 
 
 class ManualWork:
@@ -54,20 +55,13 @@ def _job(name, log, works):
     return job
 
 
-def _until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "the progress thread did not get there"
-        time.sleep(0.001)
-
-
 def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
     log = []
     first, second = [ManualWork(), ManualWork()], [ManualWork()]
     a = progress.submit("a", _job("a", log, first), StageTimer())
     b = progress.submit("b", _job("b", log, second), StageTimer())
     second[0].event.set()
-    _until(lambda: "b select" in log)
+    until(lambda: "b select" in log)
     assert "b post0" not in log
     first[0].event.set()
     b.wait()
@@ -120,9 +114,9 @@ def test_each_gate_is_passed_in_the_order_of_the_launch(progress):
 
     def ends(name, stage, then):
         works[name, stage].event.set()
-        _until(lambda: log and log[-1] == then)
+        until(lambda: log and log[-1] == then)
 
-    _until(lambda: log == ["a inside"])
+    until(lambda: log == ["a inside"])
     ends("a", "inside", "b inside")
     assert log == ["a inside", "a across", "b inside"]
     ends("b", "inside", "c across")
@@ -156,7 +150,7 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
         time.sleep(asleep_s)
 
     pending = progress.submit("a", job, StageTimer())
-    _until(lambda: posted)
+    until(lambda: posted)
     time.sleep(waited_s)
     work.event.set()
     pending.wait()
@@ -207,10 +201,10 @@ def test_close_does_not_wait_for_peers_that_never_come():
     log = []
     posted = progress.submit("a", _job("a", log, [ManualWork()]), StageTimer())
     queued = progress.submit("b", _job("b", log, [ManualWork()]), StageTimer())
-    _until(lambda: "b post0" in log)
+    until(lambda: "b post0" in log)
     start_s = time.monotonic()
     progress.close()
-    assert time.monotonic() - start_s < 30  # It is one second; the machine may be loaded.
+    assert time.monotonic() - start_s < DEADLINE_S
     assert progress.broken, "the group has operations under way and must not be used again"
     with pytest.raises(CommunicationError, match="bucket a: the reducer was closed while"):
         posted.wait()
@@ -228,7 +222,7 @@ def test_close_after_an_error_is_immediate(progress):
         failing.wait()
     start_s = time.monotonic()
     progress.close()
-    assert time.monotonic() - start_s < 10
+    assert time.monotonic() - start_s < 30  # the deadline of its operations is later
 
 
 def test_close_ends_the_thread_after_pending_jobs():

@@ -18,6 +18,7 @@ from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
 from tests.reduction.reducers import integers, reducer_of, residual_of
 from tests.straggler.settings import section_for
+from tests.waiting import DEADLINE_S
 
 NUMEL = 12 * 1009
 CASES = list(
@@ -139,7 +140,7 @@ def _matrix(rank, world_size, cases):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
-    by_rank = run_ranks(_matrix, world_size, CASES, timeout_s=240)
+    by_rank = run_ranks(_matrix, world_size, CASES)
     for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True):
         op, _, _, density, scheme = case
         for step in range(2):
@@ -255,7 +256,7 @@ def _killed_peer(rank, world_size, scheme, report):
 
     import torch.distributed as dist
 
-    progress = ProgressThread(torch.device("cpu"), 5)
+    progress = ProgressThread(torch.device("cpu"), DEADLINE_S)
     reducer, _ = make_reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
     dist.barrier()
     if rank == 1:
@@ -280,5 +281,5 @@ def test_a_killed_peer_is_a_typed_error_within_the_timeout(tmp_path, scheme, ope
     with pytest.raises(AssertionError, match=r"no answer from ranks \[1\]|exit codes"):
         run_ranks(_killed_peer, 2, scheme, str(report))
     seconds, text = report.read_text().split("\n", 1)
-    assert float(seconds) < 15
+    assert float(seconds) < DEADLINE_S
     assert f"bucket b: {operation} failed" in text

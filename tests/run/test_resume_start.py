@@ -390,6 +390,33 @@ class TestEnd:
             sleeper.kill()
         assert signal.getsignal(signal.SIGINT) is before
 
+    def test_ctrl_c_leaves_no_traceback_while_a_rank_starts(self, tmp_path):
+        rank = subprocess.Popen(
+            [sys.executable, "-X", "importtime", "-m", launch.RANK, str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+        assert rank.stderr is not None
+        with rank.stderr as said:
+            assert any("| " in line and "torch.version" in line for line in said)
+            rank.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" not in said.read()
+        assert rank.wait() == -signal.SIGINT
+
+    def test_the_launcher_collects_no_garbage_as_it_ends(self):
+        script = (
+            "import atexit, gc\n"
+            "from megatron_sparse.run import application\n"
+            "application._hydra = lambda *arguments: None\n"
+            "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+            "application.train([])\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        assert int(done.stdout) > 100_000
+
     def test_ctrl_c_saves_and_says_how_to_go_on(self, tmp_path):
         """A whole run; without the key the same end finds the checkpoint of `save_interval`."""
         command = [sys.executable, str(ROOT / "scripts/train.py"), *SMALL, *RUN]

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import pytest
 
@@ -18,6 +18,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import preparation, run_lock
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.run_lock import LOCK_FILE, STALE_S, locked
+from tests.waiting import DEADLINE_S, is_gone, until
 
 HOLD = """
 import sys, time
@@ -104,21 +105,14 @@ def test_a_holder_gives_signs_of_life(tmp_path, monkeypatch):
     path = tmp_path / LOCK_FILE
     with locked(tmp_path):
         os.utime(path, (0, 0))
-        deadline_s = time.monotonic() + 30
-        while path.stat().st_mtime == 0 and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        assert path.stat().st_mtime > 0
+        until(lambda: path.stat().st_mtime > 0)
 
 
 @pytest.mark.parametrize("launcher", ["", "1234567"], ids=["killed later", "killed before"])
 def test_ranks_end_with_a_launcher_that_was_killed(launcher):
     process, rank = started(LAUNCHER, launcher)
     process.send_signal(signal.SIGKILL if rank else 0)
-    process.wait(30)
+    process.wait(DEADLINE_S)
     assert bool(rank) is (launcher == "")
-    deadline_s = time.monotonic() + 5
-    with suppress(ProcessLookupError):
-        while rank and time.monotonic() < deadline_s:
-            os.kill(int(rank), 0)
-            time.sleep(0.05)
-        assert not rank, "the rank outlives its launcher"
+    if rank:
+        until(lambda: is_gone(int(rank)))

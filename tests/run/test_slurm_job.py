@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import mpi, provenance, slurm
+from megatron_sparse.run import launch, mpi, provenance, slurm
 from megatron_sparse.run.composition import compose
 from tests.commands import stand_in
 
@@ -72,6 +73,20 @@ class TestMpi:
     @pytest.mark.parametrize("given", [{}, OPEN_MPI | {"RANK": "0"}, {"PMI_SIZE": "1"}])
     def test_nothing_where_it_is_not_needed(self, given):
         assert mpi.ranks(given) == {}
+
+    def test_under_slurm(self, monkeypatch):
+        """Slurm sets PMI's variables itself; mpirun's ranks inherit those of the task above."""
+        assert mpi.ranks(STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == {}
+        for name, value in (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(launch.interrupt, "end_with_parent", lambda: None)
+        monkeypatch.setattr(
+            launch.worker, "run_started", lambda *_: int(os.environ.pop("WORLD_SIZE"))
+        )
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        assert launch.run(RunConfig(), "train") == 4
 
 
 class TestSlurm:

@@ -11,6 +11,7 @@ import pytest
 from megatron_sparse.transport import peer_links
 from megatron_sparse.transport.liveness import PeerLiveness
 from megatron_sparse.transport.peer_links import PeerLinks, own_hosts
+from tests.waiting import DEADLINE_S, until
 
 
 @pytest.fixture
@@ -25,25 +26,18 @@ def star(monkeypatch):
         end.close(goodbye=True)
 
 
-def _until(condition):
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not become true"
-        time.sleep(0.01)
-
-
 def test_a_broken_connection_tells_all_ranks_of_a_death(star):
     star[2].close(goodbye=False)
-    _until(lambda: 2 in star[0].lost and 2 in star[1].lost)
+    until(lambda: 2 in star[0].lost and 2 in star[1].lost)
     liveness = PeerLiveness(star[1], [0, 1, 2], timeout_s=10)
-    _until(lambda: liveness.trouble() is not None)
+    until(lambda: liveness.trouble() is not None)
     assert liveness.trouble() == "rank 2 has died: its connection to rank 0 is gone"
     assert PeerLiveness(star[1], [0, 1], timeout_s=10).await_trouble() is None, "not of this group"
 
 
 def test_the_death_of_the_first_rank_is_noticed_too(star):
     star[0].close(goodbye=False)
-    _until(lambda: 0 in star[1].lost and 0 in star[2].lost)
+    until(lambda: 0 in star[1].lost and 0 in star[2].lost)
 
 
 def test_a_rank_that_says_goodbye_is_not_lost(star):
@@ -55,24 +49,24 @@ def test_a_rank_that_says_goodbye_is_not_lost(star):
 
 def test_a_failure_is_passed_on_and_names_the_rank_of_the_group(star):
     star[2].announce("has given up: bucket b: no")
-    _until(lambda: star[1].lost)
+    until(lambda: star[1].lost)
     liveness = PeerLiveness(star[1], [1, 2], timeout_s=10)
     assert liveness.await_trouble() == "rank 1 (global rank 2) has given up: bucket b: no"
 
 
 def test_a_rank_that_joins_later_learns_of_earlier_losses(star):
     star[2].announce("has given up")
-    _until(lambda: star[0].lost)
+    until(lambda: star[0].lost)
     late = PeerLinks(3)
     late.join(0, star[0].invite())
-    _until(lambda: 2 in late.lost)
+    until(lambda: 2 in late.lost)
     late.close(goodbye=True)
 
 
 def test_silence_is_trouble_only_after_half_of_the_timeout(star, monkeypatch):
     # Rank 2's thread keeps its connection and sends nothing, like a stopped process.
     monkeypatch.setattr(star[2], "_beat", lambda: None)
-    _until(lambda: star[1].silent_s.get(2, 0) > 0.3)
+    until(lambda: star[1].silent_s.get(2, 0) > 0.3)
     liveness = PeerLiveness(star[1], [0, 1, 2], timeout_s=10)
     assert liveness.trouble() is None, "below half of the timeout"
     monkeypatch.setattr(liveness, "_silence_s", 0.3)
@@ -83,11 +77,9 @@ def test_silence_is_trouble_only_after_half_of_the_timeout(star, monkeypatch):
 def test_ranks_report_their_last_operation(star):
     for end in star:
         PeerLiveness(end, [0, 1, 2], timeout_s=10).note(f"all_gather number {end.rank}")
-    asked, text = PeerLiveness(star[1], [0, 1, 2], timeout_s=10), ""
-    deadline_s = time.monotonic() + 10  # the notes take their time on a loaded machine
-    while text.count("posted") < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-        text = asked.whereabouts()
+    asked = PeerLiveness(star[1], [0, 1, 2], timeout_s=10)
+    until(lambda: asked.whereabouts().count("posted") == 2)
+    text = asked.whereabouts()
     assert "rank 0 is at all_gather number 0, posted" in text
     assert "rank 2 is at all_gather number 2, posted" in text
     assert "rank 1" not in text
@@ -96,12 +88,12 @@ def test_ranks_report_their_last_operation(star):
 @pytest.mark.parametrize("handshake", [{"hello": 2, "token": "wrong"}, ["hello"], "\xff garbage"])
 def test_a_wrong_handshake_closes_the_connection(star, handshake):
     port = star[0].invite()["port"]
-    with socket.create_connection(("localhost", port), timeout=5) as stranger:
+    with socket.create_connection(("localhost", port), timeout=DEADLINE_S) as stranger:
         stranger.sendall(json.dumps(handshake).encode() + b"\n")
-        stranger.settimeout(5)
+        stranger.settimeout(DEADLINE_S)
         assert stranger.recv(100) == b"", "the connection is closed"
     star[2].announce("has given up")
-    _until(lambda: list(star[0].lost) == [2])
+    until(lambda: list(star[0].lost) == [2])
 
 
 def test_joining_with_a_wrong_invitation_is_an_error(star):

@@ -16,6 +16,7 @@ from megatron_sparse.transport import ProcessGroupTransport, nccl_communicator, 
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary, loaded_nccl
 from tests import fake_nccl
+from tests.waiting import DEADLINE_S, until
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 GPU = torch.device("cuda:0")
@@ -136,7 +137,7 @@ def test_all_ranks_join_and_leave(fake: Any) -> None:
 def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
     began_s = time.monotonic()
     raised = make(fake, 3, 2, timeout_s=1)
-    assert 1 <= time.monotonic() - began_s < 15
+    assert 1 <= time.monotonic() - began_s < DEADLINE_S
     assert all(isinstance(each, CommunicationError) for each in raised)
     assert all("all 3 ranks within scheme.timeout_s (1 s)" in str(each) for each in raised)
 
@@ -151,7 +152,7 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
     time.sleep(0.3)
     communicator.check()
     communicator.deadlines[0].over = True
-    _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
     with pytest.raises(CommunicationError, match="sum of bucket b failed"):
         communicator.check()
     with (
@@ -168,11 +169,11 @@ def test_an_abort_waits_for_a_call_that_is_being_posted(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum of bucket b") as require:
         communicator.deadlines[0].over = True
-        _until(lambda: communicator._error is not None)
+        until(lambda: communicator._error is not None)
         time.sleep(0.2)
         assert not fake.fake_nccl_is_aborted(communicator.words[2].item())
         require(nccl_library.SUCCESS)
-    _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
     communicator.close(broken=True)
 
 
@@ -182,7 +183,7 @@ def test_an_abort_frees_a_call_that_nccl_keeps(fake: Any, monkeypatch: pytest.Mo
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum of bucket b"):
         communicator.deadlines[0].over = True
-        _until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+        until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
     communicator.close(broken=True)
 
 
@@ -195,7 +196,7 @@ def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.Mo
         lambda device: devices.setdefault(threading.current_thread().name, device),
     )
     (communicator,) = make(fake, 1, 1)
-    _until(lambda: "megatron_sparse_nccl" in devices)
+    until(lambda: "megatron_sparse_nccl" in devices)
     communicator.close()
     assert devices["megatron_sparse_nccl"] == GPU
 
@@ -206,7 +207,7 @@ def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> N
     Event.fails = True
     with communicator.call("sum of bucket b") as require:
         require(nccl_library.SUCCESS)
-    _until(lambda: communicator._error is not None)
+    until(lambda: communicator._error is not None)
     with pytest.raises(CommunicationError, match="illegal memory access"):
         communicator.check()
     assert fake.fake_nccl_is_aborted(communicator.words[2].item())
@@ -218,7 +219,7 @@ def test_a_completed_call_has_no_deadline(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum") as require:
         require(nccl_library.SUCCESS)
-    _until(lambda: not communicator._pending)
+    until(lambda: not communicator._pending)
     communicator.deadlines[0].over = True
     fake.fake_nccl_notice(communicator.words[2].item(), 6)
     time.sleep(0.3)
@@ -234,7 +235,7 @@ def test_closing_a_broken_group_waits_for_nothing(fake: Any) -> None:
         require(nccl_library.SUCCESS)
     began_s = time.monotonic()
     communicator.close(broken=True)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < DEADLINE_S
     assert fake.fake_nccl_is_aborted(communicator.words[2].item())
 
 
@@ -247,10 +248,3 @@ def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(fake: Any) 
     time.sleep(0.3)
     communicator.check()
     communicator.close()
-
-
-def _until(condition: Any, within_s: float = 15) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come"
-        time.sleep(0.01)

@@ -1,0 +1,25 @@
+"""`python -m megatron_sparse.run.rank runs/NAME/config.yaml`: the process of one rank.
+
+The launcher starts it. Importing the rest takes seconds, in which Ctrl-C must not leave a
+traceback, nor a launcher that is killed its ranks. So this module imports little.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from importlib import import_module
+
+from megatron_sparse.run.interrupt import end_with_parent, quick_end
+
+
+def main() -> None:
+    """Runs the rank, and exits with its code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
+    quick_end.register()
+    sys.exit(import_module("megatron_sparse.run.worker").main())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A run whose ranks only write into its folder, started in each way that a run can be.
+
+`start` is for a process of its own. Everything but Megatron is the product's: the folder's lock,
+torch's agent, the ranks' meeting. mpirun and srun are stand-ins that set their variables.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.megatron import checkpoint_fit, training
+from megatron_sparse.run import launch, rank
+from megatron_sparse.run.composition import compose
+from tests.run.test_launch import checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+MARKS = "writers"
+"""In a run's folder: a line of START, rank and process for each time a rank has written."""
+START = "FAULT_JOB_START"
+FIRST, LAST = "first", "last"
+RANKS = 2
+
+
+def train(config: Any, run_dir: Path, store: Any = None) -> None:
+    """In place of Megatron's loop. The first start saves a checkpoint and goes on for ever."""
+    name, own = os.environ[START], os.environ["RANK"]
+    if name == FIRST and own == "0":
+        checkpoint(run_dir, 1)
+    for _ in range(10**9 if name == FIRST else 3):
+        with (run_dir / MARKS).open("a") as marks:
+            marks.write(f"{name} {own} {os.getpid()}\n")
+        time.sleep(0.01)
+
+
+def _run(overrides: list[str]) -> int:
+    try:
+        return launch.run(compose(overrides), "megatron-sparse train")
+    except MegatronSparseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _torchrun(overrides: list[str]) -> int:
+    from torch.distributed.run import main
+
+    main(["--standalone", f"--nproc-per-node={RANKS}", "-m", __name__, *overrides])
+    return 0
+
+
+def _tasks(variables: Callable[[int], dict[str, str]], overrides: list[str]) -> int:
+    """Forks the ranks, hands INT and TERM on to them, and waits for them."""
+    tasks = []
+    for number in range(RANKS):
+        task = os.fork()
+        if task == 0:
+            os.environ.update(variables(number))
+            code = _run(overrides)
+            sys.stdout.flush()
+            os._exit(code)
+        tasks.append(task)
+
+    def hand_on(received: int, frame: object) -> None:
+        for task in tasks:
+            os.kill(task, received)
+
+    signal.signal(signal.SIGINT, hand_on)
+    signal.signal(signal.SIGTERM, hand_on)
+    return max(os.waitstatus_to_exitcode(os.waitpid(task, 0)[1]) % 256 for task in tasks)
+
+
+def _mpirun(overrides: list[str]) -> int:
+    job, of = f"job{os.getpid()}", "OMPI_COMM_WORLD"
+    sizes = {f"{of}_SIZE": str(RANKS), f"{of}_LOCAL_SIZE": str(RANKS), "PMIX_NAMESPACE": job}
+    return _tasks(lambda n: sizes | {f"{of}_RANK": str(n), f"{of}_LOCAL_RANK": str(n)}, overrides)
+
+
+def _srun(overrides: list[str]) -> int:
+    step = {"SLURM_STEP_NUM_TASKS": str(RANKS), "SLURM_JOB_ID": str(os.getpid())}
+    step["MASTER_ADDR"] = "127.0.0.1"
+    return _tasks(lambda n: step | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, overrides)
+
+
+LAUNCHERS = {"local": _run, "torchrun": _torchrun, "mpirun": _mpirun, "srun": _srun}
+
+
+def start(launcher: str, name: str, overrides: list[str], output: str) -> None:
+    """Starts the run and exits with its code.
+
+    Args:
+        launcher: of `LAUNCHERS`.
+        name: `FIRST`, or of a start that ends by itself; empty for a run that really trains.
+        overrides: of the configuration.
+        output: file to which the run's output is appended.
+    """
+    log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(ROOT)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if name:
+        os.environ[START] = name
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _stand_in()
+    sys.exit(LAUNCHERS[launcher](overrides))
+
+
+def _stand_in() -> None:
+    if START not in os.environ:
+        return
+    launch.RANK = __name__
+    training.train = train
+    checkpoint_fit.check = lambda *_: None  # it imports Megatron
+
+
+if __name__ == "__main__":
+    # A rank that torch's agent has started: the launcher's, or torchrun's.
+    from tests.run import fault_job
+
+    fault_job._stand_in()
+    if sys.argv[1].endswith(".yaml"):
+        rank.main()
+    sys.exit(fault_job._run(sys.argv[1:]))

@@ -1,0 +1,166 @@
+"""Signal x launcher x resume: ranks end soon, and a run's folder never has two writers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_sparse.megatron.arguments import CHECKPOINTS
+from megatron_sparse.megatron.checkpoint_folder import TRACKER
+from megatron_sparse.run.run_lock import LOCK_FILE
+from tests.megatron.test_pretrain import SMALL
+from tests.run import fault_job
+from tests.run.fault_job import FIRST, LAST, LAUNCHERS, MARKS, RANKS
+from tests.waiting import DEADLINE_S, is_gone, until
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+RESUMES = ("never", "auto", "must")
+# Each pair of values occurs in one case at least.
+CASES = [
+    pytest.param(launcher, SIGNALS[(i + j) % 3], resume, id=f"{launcher}-{resume}")
+    for i, launcher in enumerate(LAUNCHERS)
+    for j, resume in enumerate(RESUMES)
+]
+ENDED_S = 5.0
+"""Ranks end that soon on a machine that is not loaded."""
+pytestmark = pytest.mark.timeout(3 * DEADLINE_S)
+
+
+def marks(run_dir: Path) -> list[tuple[str, str, int]]:
+    """Start, rank and process for each time a rank has written."""
+    path = run_dir / MARKS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(name, rank, int(process)) for name, rank, process in map(str.split, lines)]
+
+
+class Folder:
+    """A folder of runs, and the processes started in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.run_dir = path / "mine"
+        self.output = path / "output"
+        self._words = ["model=gpt_tiny", "data=mock", "tracking=off", "cluster.device=cpu"]
+        self._words += [f"cluster.ranks_per_node={RANKS}", "name=mine", f"runs_dir={path}"]
+        # Forked from a process that has imported everything, so that a start takes no seconds.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([fault_job.__name__])
+        self._started: list[Any] = []
+
+    def start(self, launcher: str, name: str, resume: str, *overrides: str) -> Any:
+        words = [*self._words, f"resume={resume}", *overrides]
+        process = self._context.Process(
+            target=fault_job.start, args=(launcher, name, words, str(self.output))
+        )
+        process.start()
+        self._started.append(process)
+        return process
+
+    def ranks(self) -> dict[str, int]:
+        return {rank: process for _, rank, process in marks(self.run_dir)}
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def clear(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.join()
+        for process in self.ranks().values():
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    found = Folder(tmp_path)
+    yield found
+    found.clear()
+
+
+def stop(launcher: str, process: Any, ranks: list[int], received: signal.Signals) -> None:
+    """Signals the launcher; Slurm itself signals each task of a step."""
+    for each in ranks if launcher == "srun" else [process.pid]:
+        os.kill(each, received)
+
+
+@pytest.mark.parametrize(("launcher", "received", "resume"), CASES)
+def test_a_stopped_run_and_the_next_start(folder, launcher, received, resume):
+    first = folder.start(launcher, FIRST, resume="never")
+    until(lambda: len(folder.ranks()) == RANKS or first.exitcode is not None)
+    assert first.exitcode is None, folder.said()
+    ranks = folder.ranks()
+
+    second = folder.start("local", "second", resume)
+    until(lambda: second.exitcode is not None)
+    holder = json.loads((folder.run_dir / LOCK_FILE).read_text())["pid"]
+    assert holder == (first.pid if launcher == "local" else ranks["0"])
+    assert second.exitcode == 2, folder.said()
+    assert f"process {holder} on {socket.gethostname()}" in folder.said()
+
+    stop(launcher, first, list(ranks.values()), received)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
+    until(lambda: all(map(is_gone, ranks.values())), ENDED_S * max(1.0, load))
+    until(lambda: first.exitcode is not None)
+    if launcher != "torchrun":  # which prints its own
+        assert "Traceback" not in folder.said()
+
+    last = folder.start(launcher, LAST, resume)
+    until(lambda: last.exitcode is not None)
+    assert last.exitcode == 0, folder.said()
+    by_folder = {path.name: marks(path) for path in folder.run_dir.parent.glob("mine*")}
+    writers = {
+        name: [start for start, _ in groupby(start for start, _, _ in found)]
+        for name, found in by_folder.items()
+    }
+    if resume == "never":
+        assert writers == {"mine.1": [FIRST], "mine": [LAST]}
+    else:
+        assert writers == {"mine": [FIRST, LAST]}
+        assert "resumed at 1 of" in folder.said()
+    assert {rank for _, rank, _ in by_folder["mine"]} == {"0", "1"}
+
+
+ITERATIONS = 12
+TRAINED = (
+    *SMALL,
+    "scheme=agsparse",
+    f"training.iterations={ITERATIONS}",
+    "training.save_interval=1",
+)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "received", "resume"),
+    [
+        ("local", signal.SIGKILL, "auto"),
+        ("torchrun", signal.SIGTERM, "must"),
+        ("mpirun", signal.SIGINT, "auto"),
+    ],
+)
+def test_a_real_training_writes_each_iteration_once(folder, launcher, received, resume):
+    """It is stopped after its first checkpoint, and goes on at once from the last complete one."""
+    first = folder.start(launcher, "", "never", *TRAINED)
+    tracker = folder.run_dir / CHECKPOINTS / TRACKER
+    until(lambda: tracker.exists() or first.exitcode is not None)
+    assert first.exitcode is None, folder.said()
+    os.kill(first.pid, received)
+    until(lambda: first.exitcode is not None)
+    last = folder.start(launcher, "", resume, *TRAINED)
+    until(lambda: last.exitcode is not None)
+    assert last.exitcode == 0, folder.said()
+    (at,) = re.findall(rf"resumed at (\d+) of {ITERATIONS}", folder.said())
+    assert 1 <= int(at) < ITERATIONS
+    lines = (folder.run_dir / "breakdown.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == list(range(1, ITERATIONS + 1))
+    assert [path.name for path in folder.run_dir.parent.glob("mine*")] == ["mine"]

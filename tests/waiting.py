@@ -1,0 +1,30 @@
+"""Waiting for something to become true. An idle machine takes moments, an overloaded one minutes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+DEADLINE_S = 300.0
+"""The limit of a wait whose length is not what a test is about."""
+
+
+def until(condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
+    """Returns when the condition holds.
+
+    Raises:
+        AssertionError: it does not within the limit.
+    """
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"it has not come within {within_s:.0f} s"
+        time.sleep(0.005)
+
+
+def is_gone(process: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for has, too."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
