@@ -1,4 +1,4 @@
-"""Waiting for something to become true. An idle machine takes moments, an overloaded one minutes."""
+"""Waiting for something to become true: on a quiet machine for moments, else for minutes."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
@@ -272,6 +273,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
         how = "plain Megatron, without the plugin"
     elif not config.compression.enabled:
         how = "compression off"
+        if config.compression.density != CompressionConfig.density:
+            how += f": compression.density={config.compression.density:g} has no effect"
     elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
     else:
