@@ -39,6 +39,11 @@ HYBRID = (
 
 
 def run(script: Path, *flags: str) -> str:
+    """The output, on two ranks, of a script that takes Megatron's flags."""
+    return start(script, *MODEL.split(), *CPU.split(), *flags)
+
+
+def start(script: Path, *arguments: str) -> str:
     """The script's output on two ranks."""
     command = [
         sys.executable,
@@ -51,9 +56,7 @@ def run(script: Path, *flags: str) -> str:
         "--rdzv-endpoint",
         "localhost:0",
         str(script),
-        *MODEL.split(),
-        *CPU.split(),
-        *flags,
+        *arguments,
     ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -113,3 +116,16 @@ def test_the_two_lines_with_a_hybrid_model():
     assert "comm/wire_ratio" in output
     assert len(losses(output)) == 4
     assert "GPTModel IS DEPRECATED" not in output, "Megatron prints it for the other model"
+
+
+@pytest.mark.timeout(900)
+def test_a_loop_with_attach_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    script = ROOT / "examples" / "attach_core.py"
+
+    def steps(folder: str, until: int) -> list[str]:
+        output = start(script, "--steps", str(until), "--folder", str(tmp_path / folder))
+        return [line for line in output.splitlines() if line.startswith("step ")]
+
+    stopped = steps("resumed", 3)
+    assert len(stopped) == 3
+    assert stopped + steps("resumed", 5) == steps("whole", 5)
