@@ -1,4 +1,4 @@
-"""Waiting for something to become true. An idle machine takes moments, an overloaded one minutes."""
+"""Waiting for something to become true: moments on an idle machine, minutes on a busy one."""
 
 from __future__ import annotations
 
