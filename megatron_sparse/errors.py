@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class MegatronSparseError(Exception):
     """Base of all errors that megatron_sparse raises on purpose.
@@ -107,3 +109,22 @@ class StorageError(MegatronSparseError):
 
 class CheckpointError(MegatronSparseError):
     """The plugin's part of a checkpoint is missing, damaged, or belongs to another layout."""
+
+
+def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
+    """Raises all errors in one; a single one as it is, and nothing if there is none.
+
+    Args:
+        title: of several.
+        errors: found in one place, so that the user can mend all of them at once.
+
+    Raises:
+        MegatronSparseError: of the first one's kind.
+    """
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        lines = [f"{each.what}: {each.remedy or each.got}" for each in errors]
+        raise type(errors[0])(
+            f"{title}, for {len(errors)} reasons", got="\n    " + "\n    ".join(lines)
+        )

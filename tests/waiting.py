@@ -1,4 +1,4 @@
-"""Waiting for something to become true: moments on an idle machine, minutes on a busy one."""
+"""Waiting for something to become true: on a quiet machine for moments, else for minutes."""
 
 from __future__ import annotations
 

@@ -46,6 +46,7 @@ class ResidualStore:
 
     def __init__(self, dtype: torch.dtype, *, undo: bool, outcome: Outcome) -> None:
         self._goes_on = False
+        self._is_apart = False
         self.dtype = dtype
         self.undo = undo
         self.outcome = outcome
@@ -82,6 +83,7 @@ class ResidualStore:
         """
         name = bucket.name
         self._buckets[name] = bucket
+        self._is_apart = False
         if name in self._pending and self._goes_on:
             return self._residuals[name]
         if name in self._pending:
@@ -112,7 +114,29 @@ class ResidualStore:
         """Another pass adds to the step: the next selections come on top of the pending ones."""
         self._goes_on = True
 
-    def commit(self, unit_change: torch.Tensor | None = None) -> None:
+    def take_apart(self, leak: float) -> dict[str, torch.Tensor]:
+        """Residuals have no part in this step: `commit` leaves them as they were before it.
+
+        To be called between the sums and `commit` or `rollback`. Needs undo copies, and one buffer
+        of a residual's size for each pending selection while the result lives.
+
+        Args:
+            leak: the factor with which unsent values entered the residuals.
+
+        Returns:
+            For each bucket, what this rank must add to the sum so that it is the sum of gradients
+            alone: new residual - old residual, fp32 [N]. With a leak, up to the rounding of values
+            that were sent.
+        """
+        self._is_apart = True
+        lacking = {}
+        for name, existed in self._pending.items():
+            lacking[name] = self._residuals[name].float() / (leak or 1.0)
+            if existed:
+                lacking[name].sub_(self._undo_copies[name])
+        return lacking
+
+    def commit(self, unit_change: torch.Tensor | None = None, share: float | None = None) -> None:
         """The optimizer took the step: every pending selection is final.
 
         Where gradients are divided by a number that is known only after the selection (a step's
@@ -123,10 +147,21 @@ class ResidualStore:
         Args:
             unit_change: fp32 or fp64 scalar on the residual's device: the last step's unit in units
                 of this step's; None if the unit is the same.
+            share: of the change that the pending selections made, which stays; the rest is
+                forgotten. None for all of it. Needs undo copies.
 
         Raises:
             SelectionError: the unit changes and there is no undo copy.
         """
+        if self._is_apart:
+            self.rollback()
+        if share is not None:
+            for name, existed in self._pending.items():
+                residual_N = self._residuals[name]
+                if existed:
+                    torch.lerp(self._undo_copies[name], residual_N, share, out=residual_N)
+                else:
+                    residual_N.mul_(share)
         if unit_change is not None:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)
@@ -162,7 +197,7 @@ class ResidualStore:
             )
         for name in list(self._pending):
             self._restore(name)
-        self._goes_on = False
+        self._goes_on = self._is_apart = False
 
     def _restore(self, name: str) -> None:
         existed = self._pending.pop(name)

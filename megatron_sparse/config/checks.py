@@ -21,7 +21,7 @@ def one_of(key: str, value: object, choices: Sequence[object]) -> None:
             raise gone
         raise ConfigError(
             f"{key} is unknown",
-            expected=" | ".join(map(str, choices)),
+            expected=" | ".join("null" if each is None else str(each) for each in choices),
             got=repr(value),
             remedy=f"set {key} to one of these",
         )

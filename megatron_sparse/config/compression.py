@@ -103,8 +103,7 @@ class CompressionConfig:
         is_flag("compression.enabled", self.enabled)
         one_of("compression.level", self.level, LEVELS)
         in_range("compression.density", self.density, 0, 1, low_open=True)
-        if self.value_bits is not None:
-            one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS))
+        one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS, None))
         in_range("compression.leak", self.leak, 0, 1)
         in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)

@@ -11,6 +11,7 @@ Every section is a dataclass that checks itself when it is made, so a wrong valu
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -120,8 +121,7 @@ class SchemeConfig:
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        if self.wire_dtype is not None:
-            one_of("scheme.wire_dtype", self.wire_dtype, DTYPES)
+        one_of("scheme.wire_dtype", self.wire_dtype, (*DTYPES, None))
         one_of("scheme.format", self.format, MESSAGE_FORMATS)
         if isinstance(self.capacity, str) and self.capacity != "auto":
             raise ConfigError(
@@ -143,8 +143,7 @@ class SchemeConfig:
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
             in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
         is_flag("scheme.watch_peers", self.watch_peers)
-        if self.sum_bits is not None:
-            one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS))
+        one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS, None))
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.nccl_engine", self.nccl_engine)
         is_flag("scheme.deterministic", self.deterministic)
@@ -205,6 +204,15 @@ class SparseConfig:
     parameters: ParametersConfig = field(default_factory=ParametersConfig)
 
     def __post_init__(self) -> None:
+        for each in dataclasses.fields(self):
+            section, made = getattr(self, each.name), each.default_factory
+            if not isinstance(section, made):  # type: ignore[arg-type]
+                raise ConfigError(
+                    f"{each.name} is not a section",
+                    expected=f"a {made.__name__}",  # type: ignore[union-attr]
+                    got=repr(section),
+                    remedy=f"write {made.__name__}(...)",  # type: ignore[union-attr]
+                )
         priced = self.scheme.name == "auto" and self.planner.cluster is not None
         if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
             raise ConfigError(
@@ -342,9 +350,11 @@ class SparseConfig:
             elif gone := _removed_option(key):
                 raise gone
             else:
+                known = sorted(compression | scheme | {"scheme", *SECTIONS})
+                meant = difflib.get_close_matches(key, known, 1)
                 raise ConfigError(
                     f"unknown option {key!r}",
-                    expected=", ".join(sorted(compression | scheme | {"scheme", *SECTIONS})),
+                    expected=f"{meant[0]}?" if meant else ", ".join(known),
                     got=key,
                     remedy="see megatron_sparse/config/sparse.py for what each option does",
                 )

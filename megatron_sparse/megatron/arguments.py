@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -171,9 +172,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(
-            "Megatron refuses a flag",
-            expected="what the flag takes",
-            got=message,
+            f"Megatron refuses a flag: {message}",
             remedy="correct the key of this name, most likely in the megatron: section",
         )
 
@@ -183,6 +182,33 @@ def megatron_parser() -> argparse.ArgumentParser:
     from megatron.training.arguments import add_megatron_arguments
 
     return add_megatron_arguments(_Parser(prog="megatron", allow_abbrev=False, add_help=False))
+
+
+def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Names in Megatron's arguments of what a key of ours owns, each with that key."""
+    actions = _actions(parser)
+    return {
+        actions[_flag(name)].dest: key
+        for name, key in OWNED_FLAGS.items()
+        if _flag(name) in actions
+    }
+
+
+def refusal_of(error: Exception) -> ConfigError:
+    """What Megatron's parser or validation has raised, as a typed error."""
+    if isinstance(error, ConfigError):
+        return error
+    return ConfigError(
+        "Megatron refuses these settings",
+        expected="settings that fit together",
+        got=str(error) or _assertion(error),
+        remedy="change the setting that the message names, or its key in the megatron: section",
+    )
+
+
+def _assertion(error: BaseException) -> str:
+    """The source line of Megatron's assertion, which has no message of its own."""
+    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 def command_line(
@@ -273,9 +299,9 @@ def _look_up(
     ]
     raise ConfigError(
         f"megatron.{key} is no flag of Megatron-LM",
-        expected="the name of a flag" + (f"; close to it: {', '.join(close)}" if close else ""),
+        expected="the name of a flag without its dashes, with _ for -",
         got=key,
-        remedy="write the flag without its dashes, with _ for -",
+        remedy=f"close to it: {', '.join(close)}" if close else "leave it out",
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.megatron import few_tokens
 from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
 from megatron_sparse.megatron.buckets import (
     GroupBuckets,
@@ -41,6 +42,7 @@ from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOpti
 from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
 from megatron_sparse.megatron.pieces import in_pieces
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
+from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
@@ -66,6 +68,7 @@ class Attachment:
         residuals: error feedback of every bucket.
         planner: chooses the scheme of each bucket; holds the switch `enabled`.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
+        usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
         unit: the unit of the residuals' values: loss scale, and division by tokens.
         alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
         nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
@@ -90,6 +93,7 @@ class Attachment:
         self.sink = sink
         self.step = 0
         self.grad_norm: float | None = None
+        self.usual_norm = UsualNorm()
         self.parameters = ParameterGathers(sink)
         self.groups = collect(chunks, ParameterFilter(config.compression))
         check_attachable(self.groups)
@@ -124,7 +128,7 @@ class Attachment:
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
-        self.unit = ResidualUnit(chunks)
+        self.unit = ResidualUnit(chunks, self._take_residuals_out)
         for group in self.groups:
             key = id(group.process_group)
             if key not in self._reducers:
@@ -273,6 +277,7 @@ class Attachment:
         enabled: bool,
         loss_scale: float | None,
         gradient_factor: float | None,
+        norms: Sequence[float],
         planner: dict[str, Any],
     ) -> None:
         """Restores a checkpoint's state.
@@ -284,11 +289,13 @@ class Attachment:
             enabled: see the attribute of this name.
             loss_scale: part of the residuals' unit.
             gradient_factor: part of the residuals' unit.
+            norms: see `UsualNorm`.
             planner: the planner's state, empty for none.
         """
         for group in self.groups:
             self.residuals.load(map(self.reducer(group).part, group.buckets), residuals)
         self.step = step
+        self.usual_norm = UsualNorm(norms)
         self.parameters.forget()
         self.planner.enabled = enabled
         self.planner.load_state_dict(planner)
@@ -303,12 +310,22 @@ class Attachment:
         if self.nccl_health is not None:
             self.nccl_health.check("the optimizer's step")
 
+    def _take_residuals_out(self) -> None:
+        """Makes the step's sums those of its gradients alone. Collective."""
+        if self._optimizer is not None:
+            few_tokens.take_residuals_out(
+                self.groups, self.reducer, self.residuals, self.config.compression.leak
+            )
+
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
-            self.residuals.commit(unit_change)
+            share = None
+            if self.residuals.undo:
+                share = self.usual_norm.share(grad_norm, self.step)
+            self.residuals.commit(unit_change, share)
         else:
             self.residuals.rollback()
         self.step += 1

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.compression.parameters import ParameterFilter
@@ -151,9 +152,16 @@ def check_supported(chunk: Any) -> None:
             "a model chunk cannot be attached to",
             expected="megatron.core.distributed.DistributedDataParallel",
             got=f"{type(chunk).__module__}.{type(chunk).__qualname__}",
-            remedy="attach after the DDP wrap, and without --use-megatron-fsdp, --use-custom-fsdp "
-            "and --use-torch-fsdp2",
+            remedy=_remedy_for(chunk),
         )
+
+
+def _remedy_for(chunk: Any) -> str:
+    if isinstance(chunk, torch.nn.parallel.DistributedDataParallel):
+        return "register the hook for PyTorch's own DDP: megatron_sparse.ddp_hook, docs/ddp.md"
+    if isinstance(chunk, FSDPModule):
+        return "FSDP2 shards its gradients without buckets: use DDP, Megatron's or PyTorch's own"
+    return "attach after the DDP wrap, and without --use-megatron-fsdp and --use-torch-fsdp2"
 
 
 def _bucket(

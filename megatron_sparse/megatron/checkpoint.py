@@ -73,6 +73,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
             enabled=attachment.enabled,
             loss_scale=None,
             gradient_factor=None,
+            norms=(),
             planner={},
         )
         logger.warning(
@@ -87,6 +88,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         enabled=saved.enabled,
         loss_scale=saved.loss_scale,
         gradient_factor=saved.gradient_factor,
+        norms=saved.norms,
         planner=saved.planner,
     )
     lines = _restore_masters(attachment, saved)

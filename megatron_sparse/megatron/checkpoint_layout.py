@@ -93,6 +93,7 @@ class Saved:
     enabled: bool
     loss_scale: float | None
     gradient_factor: float | None
+    norms: list[float]
     data_size: int
     mode: str
     planner: dict[str, Any] = field(default_factory=dict)
@@ -153,6 +154,7 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
         "enabled": attachment.enabled,
         "loss_scale": attachment.unit.loss_scale,
         "gradient_factor": None if factor is None else float(factor),
+        "norms": list(attachment.usual_norm.norms),
         "mode": attachment.config.compression.residual_checkpoint,
     }
 

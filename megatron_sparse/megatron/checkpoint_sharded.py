@@ -143,6 +143,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         header["enabled"],
         header["loss_scale"],
         header["gradient_factor"],
+        header.get("norms", []),
         header["data_size"],
         header["mode"],
     )

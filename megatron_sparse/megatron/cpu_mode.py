@@ -20,8 +20,10 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -86,6 +88,31 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def record_event(self, event: Any = None) -> _Event:
+        return event or _Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Event:
+    """An event on that stream: passed when it is recorded."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._recorded_s - self._recorded_s) * 1e3
+
 
 @dataclass(frozen=True)
 class Patch:
@@ -139,6 +166,18 @@ def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Also converts a tensor that is on the CPU already."""
+
+    @functools.wraps(original)
+    def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return original(tensor, as_numpy, record_stream)
+
+    return run
+
+
 _STREAM = _Stream()
 _PROPERTIES = SimpleNamespace(name="cpu", major=8, minor=0)
 
@@ -164,6 +203,11 @@ CORE_PATCHES = (
         "torch.cuda.Stream",
         _put(_Stream),
         "training.models.dist_utils: the stream on which the model is wrapped in DDP",
+    ),
+    Patch(
+        "torch.cuda.Event",
+        _put(_Event),
+        "core.transformer.moe.token_dispatcher: counts of tokens that are copied to the host",
     ),
     Patch(
         "torch.cuda.current_stream",
@@ -216,6 +260,11 @@ TRAINING_PATCHES = (
         lambda original: functools.partial(original, allow_no_cuda=True),
         "pretrain calls it without allow_no_cuda and stops where there is no GPU",
     ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        _as_numpy,
+        "the all-to-all of tokens: its sizes become numbers only on their way from a GPU",
+    ),
 )
 
 _mode: CudaToCpu | None = None
@@ -256,6 +305,21 @@ def enable() -> None:
     )
     _mode = CudaToCpu()
     _mode.__enter__()  # for the life of the process
+
+
+@contextmanager
+def properties() -> Iterator[None]:
+    """Lets Megatron ask for a GPU's architecture, in the block, where there is none.
+
+    For a launcher, which does not train and may have imported megatron.
+    """
+    original = torch.cuda.get_device_properties
+    if not torch.cuda.is_available():
+        torch.cuda.get_device_properties = _always(_PROPERTIES)(original)
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_properties = original
 
 
 def enable_training() -> None:

@@ -74,24 +74,25 @@ OWNED_FLAGS: Mapping[str, str] = {
 """The key for each flag, both with `_` and without leading dashes."""
 
 
-def check_owned(megatron: Mapping[str, Any]) -> None:
-    """Refuses flags in the `megatron:` section that a key of ours owns.
+def errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
+    """One for each flag in the `megatron:` section that a key of ours owns; it names the key.
 
     Args:
         megatron: the section.
-
-    Raises:
-        ConfigError: names the key to use instead.
     """
+    found = []
     for flag, value in megatron.items():
         name = flag.replace("-", "_")
         key = OWNED_FLAGS.get(name)
         if name == "data_path" and isinstance(value, list) and len(value) > 1:
             continue  # a blend, which no key of ours can say
         if key is not None:
-            raise ConfigError(
-                f"megatron.{flag} is set by {key}",
-                expected=f"the value in {key}",
-                got=f"megatron.{flag}={value}",
-                remedy=f"leave megatron.{flag} out and set {key}",
+            found.append(
+                ConfigError(
+                    f"megatron.{flag} is set by {key}",
+                    expected=f"the value in {key}",
+                    got=f"megatron.{flag}={value}",
+                    remedy=f"leave megatron.{flag} out and set {key}",
+                )
             )
+    return found

@@ -128,20 +128,18 @@ def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) ->
         )
 
 
-def check_section(section: Mapping[str, Any]) -> None:
-    """Checks the `megatron:` section of a run.
-
-    Raises:
-        ConfigError: it turns a refused setting on.
-    """
-    for refusal in REFUSALS:
-        if section.get(refusal.key):
-            raise ConfigError(
-                f"megatron.{refusal.key} {refusal.reason}",
-                expected=refusal.expected,
-                got=f"megatron.{refusal.key}={section[refusal.key]}",
-                remedy="leave the key out, or train without the plugin: plugin=false",
-            )
+def section_errors(section: Mapping[str, Any]) -> list[ConfigError]:
+    """One for each refused setting that the `megatron:` section of a run turns on."""
+    return [
+        ConfigError(
+            f"megatron.{refusal.key} {refusal.reason}",
+            expected=refusal.expected,
+            got=f"megatron.{refusal.key}={section[refusal.key]}",
+            remedy="leave the key out, or train without the plugin: plugin=false",
+        )
+        for refusal in REFUSALS
+        if section.get(refusal.key)
+    ]
 
 
 def check_arguments(arguments: Any, mode: str) -> None:

@@ -185,6 +185,18 @@ def prepare_host(device: str) -> None:
 
     if device == "cpu":
         cpu_mode.enable()
+    import_host()
+    if device == "cpu":
+        cpu_mode.enable_training()
+    repairs.apply()
+
+
+def import_host() -> None:
+    """Imports `megatron.training`.
+
+    Raises:
+        DependencyError: megatron-core with its training loop is not installed.
+    """
     try:
         import_module("megatron.training")
     except ModuleNotFoundError as error:
@@ -194,9 +206,6 @@ def prepare_host(device: str) -> None:
             got=error,
             remedy="pip install 'megatron-sparse[train]'",
         ) from None
-    if device == "cpu":
-        cpu_mode.enable_training()
-    repairs.apply()
 
 
 def _parse(command_line: list[str]) -> Any:
@@ -208,12 +217,7 @@ def _parse(command_line: list[str]) -> Any:
     try:
         return parse_and_validate_args()
     except (AssertionError, ValueError) as error:
-        raise ConfigError(
-            "Megatron refuses these settings",
-            expected="settings that fit together",
-            got=str(error) or _assertion(error),
-            remedy="change the setting that the message names, or its key in the megatron: section",
-        ) from error
+        raise arguments.refusal_of(error) from error
     except Exception as error:
         if "wandb" not in sys.modules or not isinstance(error, sys.modules["wandb"].Error):
             raise
@@ -234,13 +238,6 @@ def model_config_of(megatron_args: Any) -> Any:
     if megatron_args.hybrid_layer_pattern is not None:
         return hybrid_config_from_args(megatron_args)
     return gpt_config_from_args(megatron_args)
-
-
-def _assertion(error: BaseException) -> str:
-    """The source line of Megatron's assertion, which has no message of its own."""
-    import traceback
-
-    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:

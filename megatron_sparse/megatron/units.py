@@ -3,19 +3,23 @@
 fp16 gradients carry the loss scale, which changes after some steps. With a loss per token gradients
 are summed undivided and then multiplied by one over the step's tokens, a number that
 `finalize_model_grads` knows only after the buckets were sent. Residuals are converted after each
-step in which one of the two has changed.
+step in which one of the two has changed. Where the step has so few tokens that old residuals would
+swamp it, they are taken out of its sums (`few_tokens`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
+
+FEW_TOKENS = 0.5
+"""A step with less than this share of the last step's tokens has few."""
 
 
 class ResidualUnit:
@@ -25,6 +29,8 @@ class ResidualUnit:
 
     Args:
         chunks: Megatron's DDP-wrapped model chunks.
+        on_few_tokens: called before the sums of a step with few tokens are multiplied by their
+            factor.
 
     Attributes:
         loss_scale: of the residuals; None without loss scaling.
@@ -32,7 +38,8 @@ class ResidualUnit:
             device; None if it uses none.
     """
 
-    def __init__(self, chunks: Iterable[Any]) -> None:
+    def __init__(self, chunks: Iterable[Any], on_few_tokens: Callable[[], None]) -> None:
+        self._on_few_tokens = on_few_tokens
         self.loss_scale: float | None = None
         self.gradient_factor: torch.Tensor | None = None
         self._new_factor: torch.Tensor | None = None
@@ -56,9 +63,19 @@ class ResidualUnit:
 
         def scale_gradients(factor: torch.Tensor) -> None:
             self._new_factor = factor
+            if chunk is self._chunks[0] and self._has_few_tokens(float(factor)):
+                self._on_few_tokens()
             original(factor)
 
         chunk.scale_gradients = scale_gradients
+
+    def _has_few_tokens(self, factor: float) -> bool:
+        """Whether residuals of the last step would enter this one far too large.
+
+        Megatron divides by one token where there is none.
+        """
+        before = self.gradient_factor
+        return factor >= 1.0 or (before is not None and float(before) < FEW_TOKENS * factor)
 
     def end_step(self, accepted: bool) -> torch.Tensor | None:
         """Takes over the factor of a step that was accepted.

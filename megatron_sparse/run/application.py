@@ -8,6 +8,7 @@ not end the others, see `sweep`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import shlex
 import sys
@@ -18,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -27,7 +29,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, SweepError
+from megatron_sparse.errors import (
+    ConfigError,
+    DependencyError,
+    MegatronSparseError,
+    SweepError,
+    raise_together,
+)
 from megatron_sparse.run import composition, launch, preparation, sweep
 from megatron_sparse.run.interrupt import quick_end
 
@@ -84,6 +92,7 @@ def train(arguments: Sequence[str]) -> None:
     except HydraException as error:
         raise composition.config_error(error) from None
     _check_secrets(with_values)
+    _check_each_run(with_values)
     folder = _sweep_folder(with_values)
     # A job of Slurm imports the package from the same place as this process.
     os.environ.update(preparation.package_path())
@@ -104,12 +113,17 @@ def check_flags(arguments: Sequence[str]) -> None:
     flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
     for flag in flags:
         if flag not in (*_FLAGS, *_MODES):
-            meant = composition.closest_key(flag.strip("-").replace("-", "_"))
+            word = flag.strip("-")
+            near = difflib.get_close_matches(
+                word, [each.strip("-") for each in (*_FLAGS, *_MODES)], 1
+            )
+            meant = f"--{near[0]}" if near else composition.closest_key(word.replace("-", "_"))
             raise ConfigError(
                 f"train has no flag {flag}",
-                expected="SECTION.KEY=VALUE, or a flag of Hydra's, such as --multirun or --cfg",
+                expected="a key and its value, as compression.density=0.01, or a flag of Hydra's, "
+                "such as --multirun or --cfg",
                 got=flag,
-                remedy=f"did you mean {meant}=VALUE?"
+                remedy=f"did you mean {meant}{'' if near else '=VALUE'}?"
                 if meant
                 else "write keys without dashes; megatron-sparse train --help shows them",
             )
@@ -188,6 +202,27 @@ def _check_secrets(overrides: Sequence[str]) -> None:
                 got=f"{key}=***",
                 remedy=f"export {key.rpartition('.')[2]} in the environment instead",
             )
+
+
+def _check_each_run(overrides: Sequence[str]) -> None:
+    """Composes every run of a sweep, so that a wrong value is told before the first one trains.
+
+    Raises:
+        ConfigError: values are refused.
+    """
+    of_runs = [text for text in overrides if not text.lstrip("+~").startswith("hydra")]
+    parsed = OverridesParser.create().parse_overrides(of_runs)
+    refused: dict[str, MegatronSparseError] = {}
+    try:
+        (runs,) = BasicSweeper.split_arguments(parsed, None)
+    except HydraException as error:
+        raise composition.config_error(error) from None
+    for run in runs:
+        try:
+            composition.compose(run)
+        except MegatronSparseError as error:
+            refused.setdefault(str(error), error)
+    raise_together("values of the sweep are refused", list(refused.values()))
 
 
 def _sweep_folder(overrides: Sequence[str]) -> Path:

@@ -208,12 +208,14 @@ def config_error(error: Exception) -> ConfigError:
             return _unknown_key(str(found.full_key or ""))
     several = re.match("Ambiguous value for argument '(.+)'", str(error))
     if several:
-        given = several[1].replace("@_global_", "")  # which `hydra_overrides` has added
+        # `hydra_overrides` has added these.
+        given = several[1].replace("@_global_", "").lstrip("+")
+        key, _, value = given.partition("=")
         return ConfigError(
-            f"{given.partition('=')[0]} has several values",
+            f"{key} has several values",
             expected="one value, or --multirun for a run of each",
             got=given,
-            remedy="add --multirun; in a text with a comma quote it: 'key=\"a,b\"'",
+            remedy=f"add --multirun; or, as one text with a comma, quote it: '{key}=\"{value}\"'",
         )
     named = re.match(
         r"Could not (?:override|append to|delete from config)[^']*'([^']+)'", str(error)
@@ -232,7 +234,8 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     group, _, option = name.removesuffix(".yaml").rpartition("/")
     if gone := removed(group, option):
         return gone
-    meant = _closest(option, options)
+    parts = [o for o in options if any(len(p) > 3 and p in option for p in o.split("_"))]
+    meant = " or ".join(parts) or _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
         expected=" | ".join(options) or "a file of that name",
@@ -278,10 +281,12 @@ def _unknown_key(key: str) -> ConfigError:
 
 def _wrong_type(error: ValidationError) -> ConfigError:
     key = str(error.full_key or "")
+    percent = re.search(r"'([\d.]+)%'", str(error))
     return ConfigError(
         f"{key or 'a section'} has the wrong type",
         expected=_keys(RunConfig).get(key, "a section of keys"),
         got=_first_line(error),
+        remedy=f"write {float(percent[1]) / 100:g}" if percent else None,
     )
 
 

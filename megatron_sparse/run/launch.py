@@ -18,7 +18,6 @@ from typing import Any
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments
 from megatron_sparse.run import interrupt, mpi, preparation, resume, slurm, worker
 from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
@@ -74,9 +73,7 @@ def _launch(config: RunConfig, command: str) -> int:
         )
     slurm.check_alone(os.environ, config.cluster.ranks_per_node)
     config = preparation.decide(config)
-    vocab_size = preparation.preflight(config)
-    if config.megatron:
-        check_megatron_section(config)
+    vocab_size = preparation.preflight(config, in_launcher=True)
     start = preparation.check_start(config, vocab_size, in_rank=False)
     if start.is_done(config):
         print(resume.describe(config, start), flush=True)
@@ -91,20 +88,6 @@ def _launch(config: RunConfig, command: str) -> int:
     if code > 128 or (code and resume.has_saved(run_dir)):
         print(resume.go_on(config, run_dir, command), file=sys.stderr, flush=True)
     return code
-
-
-def check_megatron_section(config: RunConfig) -> None:
-    """Checks the keys of `megatron:` against Megatron's parser, which takes 5 s to import.
-
-    For the launcher only: in a rank on a CPU, `cpu_mode` must be enabled before that import.
-
-    Raises:
-        ConfigError: a key is no flag, or its value is refused.
-    """
-    from megatron_sparse.megatron import training
-
-    training.silence_known_noise()
-    arguments.command_line({}, config.megatron, arguments.megatron_parser())
 
 
 def _run_agent(config: RunConfig, run_dir: Path) -> int:

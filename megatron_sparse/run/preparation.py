@@ -11,6 +11,7 @@ import os
 from contextlib import ExitStack
 from pathlib import Path
 
+from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
@@ -18,8 +19,8 @@ from megatron_sparse.megatron import (
     arguments,
     checkpoint_fit,
     checkpoint_folder,
-    owned_flags,
     refusals,
+    section,
 )
 from megatron_sparse.planner.configured import basis, planner_of, with_swept_thresholds
 from megatron_sparse.run import composition, provenance
@@ -68,8 +69,12 @@ def with_precision(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, training=training)
 
 
-def preflight(config: RunConfig) -> int:
+def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
     """Finds mistakes in the configuration before training starts; returns the vocabulary's size.
+
+    Args:
+        config: the run; device and precision are decided.
+        in_launcher: also asks Megatron about the `megatron:` section, which imports it.
 
     Raises:
         CheckpointError: there is no checkpoint in `training.load`.
@@ -81,21 +86,24 @@ def preflight(config: RunConfig) -> int:
     """
     from megatron_sparse.megatron import training
 
-    owned_flags.check_owned(config.megatron)
+    asks = in_launcher and bool(config.megatron)
+    if not asks:
+        section.check_quickly(config)
     _check_packages(config)
     if config.plugin:
         # Reads the planner's files, and checks what must hold between the sections.
         planner_of(with_swept_thresholds(config.sparse), logs=False)
         _check_device(config)
-        refusals.check_section(config.megatron)
         refusals.check_checkpoints(
             config.megatron,
             config.compression.residual_checkpoint,
             saves=bool(config.training.save_interval or config.training.save_signal),
         )
     refusals.check_optimizer(config)
-    vocab_size, _ = training.find_data(config)
+    vocab_size, data_prefix = training.find_data(config)
     arguments.check_load(config)
+    if asks:
+        section.check(config, vocab_size, data_prefix, rank_environment(config))
     return vocab_size
 
 
@@ -265,6 +273,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
         how = "plain Megatron, without the plugin"
     elif not config.compression.enabled:
         how = "compression off"
+        if config.compression.density != CompressionConfig.density:
+            how += f": compression.density={config.compression.density:g} has no effect"
     elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
     else:

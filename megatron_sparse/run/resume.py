@@ -158,7 +158,8 @@ def describe(config: RunConfig, start: Start) -> str:
     if start.is_done(config):
         return (
             f"nothing left to do: the checkpoint of {config.name} has iteration {start.iteration} "
-            f"of {total}; raise training.iterations to train on"
+            f"of {total}; to train on, raise training.iterations and, because that changes the "
+            "learning rate's schedule, set megatron.override_opt_param_scheduler=true"
         )
     if not start.own:
         return f"starts from {start.checkpoint} at iteration {start.iteration} of {total}"

@@ -182,3 +182,39 @@ def test_a_checkpoint_does_not_see_a_pending_selection():
     assert torch.equal(store.settled(bucket), torch.ones(4))
     store.commit()
     assert torch.equal(store.settled(bucket), torch.full((4,), 2.0))
+
+
+def test_of_a_spike_a_share_of_the_change_stays():
+    store, bucket, new = _store(), _bucket("a"), _bucket("b")
+    store.begin(bucket).fill_(1.0)
+    store.commit()
+    store.begin(bucket).fill_(101.0)
+    store.begin(new).fill_(50.0)  # its first selection: it was zero before
+    store.commit(share=0.25)
+    assert (store["a"] == 26.0).all()
+    assert (store["b"] == 12.5).all()
+
+
+@pytest.mark.parametrize("leak", [1.0, 0.5])
+def test_apart_the_sum_is_that_of_the_gradient_and_the_residual_is_as_before(leak):
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(1.0)
+    store.commit()
+    whole_N = torch.arange(bucket.numel) + 1.0  # the gradient and the residual of 1
+    kept_N = whole_N > 5
+    store.begin(bucket).copy_(torch.where(kept_N, 0, leak * whole_N))
+    sent_N = torch.where(kept_N, whole_N, 0)
+    assert torch.equal(sent_N + store.take_apart(leak)["b"], torch.arange(bucket.numel))
+    store.commit(torch.tensor(3.0))
+    assert (store["b"] == 3.0).all()  # in this step's unit
+
+
+def test_the_step_after_one_apart_is_a_usual_one():
+    store, bucket = _store(), _bucket()
+    store.begin(bucket).fill_(1.0)
+    store.take_apart(1.0)
+    store.commit()
+    assert not store["b"].any()
+    store.begin(bucket).fill_(2.0)
+    store.commit()
+    assert (store["b"] == 2.0).all()

@@ -80,6 +80,7 @@ def load_and_go_on(folder, **options):
         logger.removeHandler(handler)
     result = {
         "step": attachment.step,
+        "norms": list(attachment.usual_norm.norms),
         "stores": pruned_stores(attachment),
         "messages": messages,
         "goes on": model.step()[1],

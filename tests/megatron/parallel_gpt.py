@@ -46,6 +46,7 @@ class Layout:
         optimizer: `adam` or `muon`.
         layer_wise: each matrix belongs to one rank's Muon, the rest to the distributed optimizer;
             as --optimizer muon with --use-distributed-optimizer.
+        per_token: the loss is a sum over tokens, as with --calculate-per-token-loss.
         aligned: gradients of a chunk are synchronised when the schedule says so
             (`grad_sync_func`), as with --overlap-grad-reduce in an interleaved pipeline.
     """
@@ -69,6 +70,7 @@ class Layout:
     hybrid: bool = False
     optimizer: str = "adam"
     layer_wise: bool = False
+    per_token: bool = False
 
 
 @contextmanager
@@ -143,7 +145,13 @@ class ShardedSequenceNorm(torch.nn.Module):
 
 
 class ParallelGPT:
-    """See the module's docstring. The same weights and data in every run of a layout."""
+    """See the module's docstring. The same weights and data in every run of a layout.
+
+    Attributes:
+        counted: tokens of each sequence that enter the loss.
+    """
+
+    counted = SEQUENCE
 
     def __init__(self, layout: Layout, seed: int = 7) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -212,6 +220,7 @@ class ParallelGPT:
             context_parallel_size=layout.context,
             expert_model_parallel_size=layout.expert,
             sequence_parallel=layout.sequence_parallel,
+            calculate_per_token_loss=layout.per_token,
             **moe,
         )
 
@@ -346,7 +355,10 @@ class ParallelGPT:
         length = tokens.shape[1]
         mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
 
-        def loss_of(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of(losses: torch.Tensor) -> tuple[Any, ...]:
+            if self.layout.per_token:
+                some = losses[:, : self.counted].float()
+                return some.sum(), torch.tensor(some.numel()), {"loss": some.detach().sum()}
             # Not the result itself: the schedule divides that in place.
             loss = losses.float().mean()
             return loss / parts, {"loss": loss.detach().clone()}

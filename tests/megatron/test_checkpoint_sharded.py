@@ -24,6 +24,8 @@ from tests.ranks import run_ranks
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one, of which a launch takes ten seconds."""
 
+NORMS = [1.5, 2.5]
+"""Of gradients before the checkpoint."""
 REFUSED = {
     "version": "was written by another version",
     "files": "was written by another version",
@@ -52,6 +54,7 @@ def _save_all(rank, world_size, folder):
     for _ in range(STEPS):
         model.step()
     held = pruned_stores(attachment)
+    attachment.usual_norm.norms.extend(NORMS)
     for mode in MODES:
         save(attachment, Path(folder, mode), mode)
     numel = gradient_numel(attachment)
@@ -120,6 +123,7 @@ def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
         for case in ("full", "other buckets"):
             result = results[case]
             assert result["step"] == STEPS
+            assert result["norms"] == NORMS
             assert result["stores"].keys() == held.keys()
             assert all(torch.equal(result["stores"][name], held[name]) for name in held)
             assert result["goes on"] is True

@@ -25,8 +25,10 @@ PLUGIN = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
 CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
-COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16))
+COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16), (0, 0), (13, 7), (8, 7))
 """Tokens of each sequence that count, by step and rank; of four ranks two have the same."""
+FEW = (1, 3, 5)
+"""Steps with less than half of the tokens of the step before."""
 AT_NODE = {"level": "node"}
 
 
@@ -171,7 +173,7 @@ def _per_token_step(model, attachment, n_tokens):
     del attachment.launch
     got = torch.cat([bucket.grad_N.double() for bucket in attachment.buckets])
     model.optimizer.step()
-    factor = 1.0 / float(count)  # to which Megatron has added the other ranks' tokens
+    factor = 1.0 / max(float(count), 1.0)  # to which Megatron has added the other ranks' tokens
     return {
         "old": _sum(old) * (0.0 if unit is None else float(unit)),
         "old, unit ignored": _sum(old) * factor,
@@ -321,12 +323,25 @@ def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes
     for rank in request.getfixturevalue(group):
         for step, report in enumerate(rank["per token"][overlap]):
             error = report["old"] + report["computed"] - report["got"] - report["new"]
-            largest = float(report["computed"].abs().max())
+            largest = float(max(report[name].abs().max() for name in ("computed", "old")))
             # Each of a dozen fp32 operations rounds by at most 6e-8 of the largest value in it.
             assert float(error.abs().max()) < 1e-6 * largest
             if step:
                 ignored = float((report["old, unit ignored"] - report["old"]).abs().max())
                 assert ignored > 1e-3 * largest
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("group", ["ranks", "nodes"])
+def test_a_step_with_few_tokens_is_that_of_its_gradients_alone(group, overlap, request):
+    """Residuals of earlier steps would count as many times as there are fewer tokens."""
+    for rank in request.getfixturevalue(group):
+        for step in FEW:
+            report = rank["per token"][overlap][step]
+            largest = float(max(report[name].abs().max() for name in ("computed", "old")))
+            for sent, expected in (("got", "computed"), ("new", "old")):
+                error = float((report[sent] - report[expected]).abs().max())
+                assert error < 1e-6 * largest, (step, sent)  # as above
 
 
 def test_a_loss_per_token_keeps_undo_copies_and_its_factor(ranks):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_sparse.megatron.spikes import SPIKES
+
 PLAIN, DENSE, SGD_DENSE = "plain", "dense", "sgd_dense"
 WARMUP_SHARE, RAMP_SHARE, LONG_RAMP_SHARE = 0.15, 0.3, 0.7
 """Shares of a run's iterations: those synchronised densely, and those in which the density falls to
@@ -68,6 +70,17 @@ def _in_bits(percent: int, bits: int) -> Setting:
     return Setting(name, label, overrides, tier=3, curve=f"{bits} bits")
 
 
+def _spiked(factor: int) -> tuple[Setting, ...]:
+    """The same with a loss that is `factor` times too large in 0.5 % of the iterations."""
+    spikes, dense = f"cluster.env.{SPIKES}='{factor}:0.005'", f"dense_x{factor}"
+    of = {"dense": "compression=dense", "topk1": _TOPK99, "topk5": "compression=topk95"}
+    of["safe"] = "preset=safe"
+    return tuple(
+        Setting(f"{name}_x{factor}", f"{name}, {factor} x", (given, spikes), baseline=dense, tier=3)
+        for name, given in of.items()
+    )
+
+
 def _preset(name: str, ramp: float) -> Setting:
     return Setting(name, f"preset {name}", (f"preset={name}",), ramp=ramp, curve=_PRESETS)
 
@@ -95,6 +108,8 @@ CONVERGENCE = (
     Setting("noramp", "1 %, warm-up, no ramp", (_TOPK99,), ramp=0, tier=3),
     Setting("longramp", "1 %, ramp of 70 %", (_TOPK99,), ramp=LONG_RAMP_SHARE, tier=3),
     Setting(SGD_DENSE, "SGD, dense", ("compression=dense", *_SGD), baseline=SGD_DENSE, tier=3),
+    *_spiked(100),
+    *_spiked(1000),
     Setting("sgd_topk1", "SGD, 1 %", (_TOPK99, *_SGD), baseline=SGD_DENSE, tier=3),
 )
 TIME_TO_LOSS = (

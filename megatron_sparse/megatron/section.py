@@ -1,0 +1,166 @@
+"""Checks the `megatron:` section of a run before a rank starts; all its mistakes at once.
+
+The quick checks need no import of megatron, and a rank makes them too. The launcher also asks
+Megatron: its parser knows each flag and value, and its own validation, run with the section and
+without, shows which key changes what a key of our own sections has set: by another name of the same
+flag (`use_rotary_position_embeddings`), or by a file (`yaml_cfg`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_sparse.config.run import RunConfig
+from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, raise_together
+from megatron_sparse.megatron import arguments, owned_flags, refusals
+
+_IGNORED = {"rampup_batch_size": "megatron.step_batch_size_schedule"}
+"""Flags that megatron-core 0.19 takes and ignores, and what does the same."""
+_OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
+_DATA = "data"
+"""Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
+_TITLE = "the megatron: section cannot be used"
+
+
+def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
+    """What is wrong by the names of the section's keys alone."""
+    section = config.megatron
+    found: list[MegatronSparseError] = [*owned_flags.errors(section)]
+    if config.plugin:
+        found += refusals.section_errors(section)
+    if find_spec("transformer_engine") is None:
+        found += [
+            DependencyError(
+                f"megatron.{name}={value} needs Transformer Engine",
+                expected="NVIDIA's package transformer_engine, which needs a GPU",
+                got="no such package",
+                remedy="install it, or leave the key out",
+            )
+            for name, value in section.items()
+            if value == "transformer_engine" or (value and name in _OF_TRANSFORMER_ENGINE)
+        ]
+    found += [
+        ConfigError(
+            f"megatron.{name} has no effect in Megatron-LM",
+            expected="a flag that does something",
+            got=f"megatron.{name}={section[name]}",
+            remedy=f"leave it out, or set {other}",
+        )
+        for name, other in _IGNORED.items()
+        if section.get(name) is not None
+    ]
+    return found
+
+
+def check_quickly(config: RunConfig) -> None:
+    """Raises what `quick_errors` finds.
+
+    Raises:
+        ConfigError: names every key, and what to set instead.
+    """
+    raise_together(_TITLE, quick_errors(config))
+
+
+def check(
+    config: RunConfig,
+    vocab_size: int,
+    data_prefix: Path | None,
+    environment: Mapping[str, str],
+) -> None:
+    """Checks the section with Megatron's parser and validation, whose import takes 5 s.
+
+    Args:
+        config: the run; device and precision are decided.
+        vocab_size: of the data.
+        data_prefix: of the indexed dataset; None takes Megatron's mock data.
+        environment: of the ranks.
+
+    Raises:
+        MegatronSparseError: names every key that is refused, and what to set instead.
+    """
+    from megatron_sparse.megatron import training
+
+    training.silence_known_noise()
+    training.import_host()
+    parser = arguments.megatron_parser()
+    found, section = quick_errors(config), config.megatron
+    for key, value in section.items():
+        try:
+            arguments.command_line({}, {key: value}, parser)
+        except ConfigError as error:
+            found.append(error)
+    raise_together(_TITLE, found)
+    # The folder is a placeholder: nothing is written.
+    derived = arguments.derived_flags(
+        config, Path("run"), vocab_size=vocab_size, data_prefix=data_prefix
+    )
+    words = arguments.command_line(derived, {}, parser)
+    ranks = config.cluster.nodes * config.cluster.ranks_per_node
+    variables = {**environment, "RANK": "0", "WORLD_SIZE": str(ranks)}
+    given, without = vars(parser.parse_args(words)), _validated(words, variables)
+    if isinstance(without, ConfigError):
+        raise without
+    # What Megatron computes may follow from the section, as the width of an MLP from `swiglu`.
+    owned = {_DATA: "data.prefix"} | {
+        dest: key
+        for dest, key in arguments.owned_dests(parser).items()
+        if given[dest] == without.get(dest)
+    }
+
+    def errors(name: str, keys: Iterable[str]) -> list[MegatronSparseError]:
+        words = arguments.command_line(derived, {key: section[key] for key in keys}, parser)
+        found = _validated(words, variables)
+        if isinstance(found, ConfigError):
+            refused = f"Megatron refuses {name}: {found.got}"
+            return [ConfigError(refused, remedy="correct it, or leave it out")]
+        return [
+            ConfigError(
+                f"{name} changes what {key} has set",
+                expected=without.get(dest),
+                got=found.get(dest),
+                remedy=f"leave it out, and set {key}",
+            )
+            for dest, key in owned.items()
+            if found.get(dest) != without.get(dest)
+        ]
+
+    together = errors("the megatron: section", section)
+    if together:
+        alone = [errors(f"megatron.{key}={section[key]}", [key]) for key in section]
+        raise_together(_TITLE, list(itertools.chain.from_iterable(alone)) or together)
+
+
+def _validated(
+    words: Sequence[str], variables: Mapping[str, str]
+) -> dict[str, object] | ConfigError:
+    """Megatron's arguments after its validation, and its data; or its refusal."""
+    from megatron.training import arguments as host
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    from megatron_sparse.megatron import cpu_mode
+
+    words_before, environment = sys.argv, dict(os.environ)
+    make_globals = host.set_global_variables
+    sys.argv = [sys.argv[0], *words]
+    os.environ |= variables
+    host.set_global_variables = lambda args: None
+    try:
+        with cpu_mode.properties(), contextlib.redirect_stdout(io.StringIO()):
+            args = host.parse_and_validate_args()
+            # A blend in `data_path` is allowed: no key of ours can say it.
+            data = get_blend_and_blend_per_split(args) if args.data_path is None else None
+    except Exception as error:  # of any kind: an assertion, a file that is missing
+        return arguments.refusal_of(error)
+    finally:
+        host.set_global_variables = make_globals
+        sys.argv = words_before
+        os.environ.clear()
+        os.environ.update(environment)
+    return {_DATA: data or (None, None), **vars(args)}

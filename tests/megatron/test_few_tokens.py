@@ -1,0 +1,75 @@
+"""A step with few tokens, in layouts where its second sum crosses more than one group.
+
+Learning rates are zero, so that Megatron alone sees the same gradients.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.megatron.parallel_gpt import SEQUENCE, Layout, ParallelGPT
+from tests.megatron.test_parallel import AT_TARGET, OVERLAP, SHARDED, WORLD_SIZE
+from tests.megatron.train_ranks import in_each_layout, running, train_ranks
+
+COUNTS = (SEQUENCE, SEQUENCE, 1, 0)
+"""Tokens of a sequence that count, by step."""
+LAYOUTS = {
+    "tied": Layout(pipeline=2, tied=True, microbatches=2, per_token=True, ddp=OVERLAP),
+    "tied_shards": Layout(pipeline=2, tied=True, per_token=True, ddp=SHARDED | OVERLAP),
+    "instances": Layout(instances=2, per_token=True, ddp=SHARDED),
+    "experts": Layout(expert=2, experts=4, per_token=True, ddp=OVERLAP),
+}
+
+
+def _train(layout, **plugin):
+    """Each step's norm, gradients and residuals."""
+    steps = []
+    with running(layout, **(AT_TARGET | plugin if plugin else {})) as run:
+        assert isinstance(run.model, ParallelGPT)
+        for group in run.model.optimizer.param_groups:
+            group["lr"] = 0.0
+        for run.model.counted in COUNTS:
+            run.model.gradients()
+            gradients = [
+                parameter.main_grad.clone()
+                for chunk in run.model.chunks
+                for parameter in chunk.module.parameters()
+            ]
+            norm = run.model.optimizer.step()[1]
+            unit = run.attachment.unit.of_gradient() if plugin else 1.0
+            residuals = {name: view * unit for name, view in run.residuals().items()}
+            steps.append({"norm": norm, "gradients": gradients, "residuals": residuals})
+    return steps
+
+
+def _report(layout):
+    plain = _train(layout)
+    sparse = _train(layout, scheme="direct", density=0.1, level="rank")
+    return {"plain": plain, "sparse": sparse}
+
+
+def _all(rank):
+    return in_each_layout(LAYOUTS, _report)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return train_ranks(_all, WORLD_SIZE, timeout_s=500.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(ranks, layout):
+    for rank in ranks:
+        plain, sparse = rank[layout]["plain"], rank[layout]["sparse"]
+        assert sparse[1]["norm"] != pytest.approx(plain[1]["norm"], rel=1e-3)  # it is pruned
+        assert any(residual.any() for residual in sparse[1]["residuals"].values())
+        for step in (2, 3):
+            # Two ranks' residuals of about the gradient's size are added and taken away again.
+            assert sparse[step]["norm"] == pytest.approx(plain[step]["norm"], rel=1e-5, abs=1e-5)
+        if not layout.endswith("s"):
+            for got, expected in zip(sparse[2]["gradients"], plain[2]["gradients"], strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+            for name, residual in sparse[step]["residuals"].items():
+                before = sparse[1]["residuals"][name]
+                torch.testing.assert_close(residual, before, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,100 @@
+"""A gradient far above what is usual does not come back from the residual."""
+
+from __future__ import annotations
+
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from megatron_sparse.megatron.spikes import FACTOR, FEWEST, SPIKES, WINDOW, UsualNorm, injected
+from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
+
+SMALL = SmallGPTConfig(layers=1, hidden=32, sequence=16, micro_batch=2)
+PLUGIN = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
+
+
+def test_a_norm_far_above_the_median_counts_as_the_median():
+    usual = UsualNorm([1.0] * FEWEST)
+    assert usual.share(FACTOR, 1) is None
+    assert usual.share(10.0, 2) == 0.1
+    assert usual.spikes == 1
+    for step in range(3, WINDOW):
+        usual.share(10.0, step)
+    assert usual.share(10.0, WINDOW) is None  # that is usual now
+    assert len(usual.norms) == WINDOW
+
+
+@pytest.mark.parametrize("norm", [None, 0.0, float("nan"), float("inf")])
+def test_an_unknown_norm_is_no_spike_and_does_not_count(norm):
+    usual = UsualNorm([1.0] * FEWEST)
+    assert usual.share(norm, 1) is None
+    assert list(usual.norms) == [1.0] * FEWEST
+
+
+def test_too_few_norms_make_no_median():
+    usual = UsualNorm([1.0] * (FEWEST - 1))
+    assert usual.share(1000.0, 1) is None
+
+
+def _norms(rank, *, guarded, undo):
+    """Norms of 25 usual steps, and of 8 after a step whose gradient is 1000 times too large."""
+    with running(SMALL, **PLUGIN, undo=undo) as run:
+        norms = []
+        for step in range(34):
+            if not guarded:
+                run.attachment.usual_norm = UsualNorm()
+            if step == 25:
+                run.model.optimizer.scale_loss = lambda loss: loss * 1000.0
+            run.model.gradients(run.model.batch())
+            vars(run.model.optimizer).pop("scale_loss", None)
+            norms.append(run.model.optimizer.step()[1])
+        return norms[:25], norms[25], norms[26:], run.attachment.usual_norm.spikes
+
+
+def _all(rank):
+    return {
+        (guarded, undo): _norms(rank, guarded=guarded, undo=undo)
+        for guarded, undo in ((True, "always"), (False, "always"), (True, "auto"))
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return train_ranks(_all, 2, timeout_s=500.0)
+
+
+def test_a_spike_does_not_come_back(ranks):
+    for rank in ranks:
+        before, spike, after, spikes = rank[True, "always"]
+        assert spike > 100 * median(before)
+        assert max(after) < FACTOR * median(before)
+        assert spikes == 1
+        assert before == rank[False, "always"][0]  # bit for bit, as nothing was a spike
+
+
+@pytest.mark.parametrize("run", [(False, "always"), (True, "auto")])
+def test_it_would_without_the_guard_and_does_without_an_undo_copy(ranks, run):
+    for rank in ranks:
+        before, _, after, spikes = rank[run]
+        assert max(after) > 20 * median(before)
+        assert spikes == 0
+
+
+def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):
+    monkeypatch.setenv(SPIKES, "100:0.05")
+
+    def at(iteration):
+        return injected(lambda: SimpleNamespace(seed=1, curr_iteration=iteration))
+
+    drawn = [at(iteration) for iteration in range(2000)]
+    assert drawn == [at(iteration) for iteration in range(2000)]
+    assert set(drawn) == {1.0, 100.0}
+    assert 60 < drawn.count(100.0) < 140
+    monkeypatch.setenv(SPIKES, "often")
+    with pytest.raises(ConfigError, match="FACTOR:SHARE"):
+        at(1)
+    monkeypatch.delenv(SPIKES)
+    assert at(1) == 1.0
