@@ -1,10 +1,17 @@
-"""The order of the tests: what takes long comes first, so that no process is left with it alone."""
+"""The order of the tests: what takes long comes first, so that no process is left with it alone.
+
+Hypothesis sets no time limit: an example of a test takes long where the machine is busy.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 LONG = ("megatron", "integration", "cuda_emulator", "run", "bench", "reduction")
 """Folders whose files take minutes: they start ranks, Megatron, Slurm or the emulator."""

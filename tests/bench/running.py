@@ -11,6 +11,7 @@ import pytest
 from megatron_sparse.bench.exchange import frame
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.run import local_ranks
+from tests.waiting import DEADLINE_S
 
 
 def run_cli(bench: str, *arguments: str) -> int:
@@ -26,7 +27,7 @@ def run_cli(bench: str, *arguments: str) -> int:
 def run_process(bench: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """`megatron-sparse bench` as a process of its own, which starts ranks."""
     command = local_ranks.command_line(["bench", bench, *arguments])
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 
 def run_loopback(ranks: int, bench: str, *arguments: str) -> int:

@@ -26,6 +26,7 @@ from tests.collectives.fault_ranks import (
 )
 from tests.collectives.faults import Fault
 from tests.ranks import _rank_main, run_ranks
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
@@ -82,7 +83,7 @@ def _worlds(cases, folder, numel=NUMEL):
 
 def _survivors(fault, place, processes):
     """Waits for the survivors' reports and ends."""
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + DEADLINE_S
     collected = {}
     for rank in set(range(N)) - {fault.victim}:
         report = place / f"rank{rank}.json"
@@ -92,7 +93,7 @@ def _survivors(fault, place, processes):
             time.sleep(0.05)
         collected[rank] = json.loads(report.read_text())
     for rank in collected:
-        processes[rank].join(TIMEOUT_S + 10)
+        processes[rank].join(DEADLINE_S)
         assert processes[rank].exitcode == 0, f"{fault}: rank {rank} does not end by itself"
     return collected
 

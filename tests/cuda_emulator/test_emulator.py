@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_emulator.compilation import FLAGS, HERE, compile_library, find_gxx
+from tests.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.skipif(find_gxx() is None, reason="the emulator needs g++")
 
@@ -32,7 +33,11 @@ def outcomes(program: Path, case: str) -> list[str]:
     """The outcome of each schedule."""
     return [
         subprocess.run(
-            [program, case, *schedule], capture_output=True, text=True, check=True, timeout=60
+            [program, case, *schedule],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
         ).stdout.strip()
         for schedule in SCHEDULES
     ]

@@ -350,7 +350,7 @@ def test_the_example_learns_at_density_one_percent(tmp_path):
         "PYTHONPATH": str(ROOT),
     }
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
     )
     output = result.stdout + result.stderr
     assert result.returncode == 0, output[-5000:]

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(900)
 
@@ -95,7 +97,7 @@ def test_a_rehearsal_sees_a_missing_module(tmp_path: Path) -> None:
         env=hidden,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=DEADLINE_S,
     )
     assert done.returncode != 0
     assert "No module named 'omegaconf' on a bare machine" in done.stdout

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_sparse.run import local_ranks
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 NETBED = ROOT / "scripts" / "netbed.sh"
@@ -58,7 +59,7 @@ def start(line: str, **more) -> subprocess.Popen[str]:
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, stdout, stderr."""
     try:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -84,7 +85,7 @@ def sleepers(mark: str) -> list[str]:
 
 def wait_for(mark: str, number: int, run: subprocess.Popen[str]) -> None:
     """Returns once there are so many sleepers; ends the run if that never happens."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + DEADLINE_S
     while len(sleepers(mark)) != number:
         if time.monotonic() > deadline:
             run.kill()
@@ -174,8 +175,8 @@ class TestRanks:
         command = shlex.join(["--", sys.executable, "-c", talk])
         code, limited, err = finish(start(f"--ranks 2 --mbit 100 {command}"))
         assert code == 0, err
-        # The bucket holds 0.13 MB. On a busy machine only the queue limits the time from above.
-        assert 0.3 < float(limited) < 5
+        # The bucket holds 0.13 MB. A busy machine is slower, within reason.
+        assert 0.3 < float(limited) < 30
         code, free, err = finish(start(f"--ranks 2 --mbit 0 {command}"))
         assert code == 0, err
         assert float(free) < float(limited)
@@ -186,13 +187,11 @@ class TestEnds:
     """Every way to end leaves nothing behind."""
 
     def test_the_first_code_that_is_not_zero(self, mark):
-        begin = time.monotonic()
         fail = f"'[ $RANK = 1 ] && exit 5; sleep {mark}'"
         code, _, err = finish(start(f"--ranks 3 --grace 1 -- sh -c {fail}"))
         assert code == 5
         assert "rank 1 ended with code 5" in err
         assert "2 of 3 ranks did not end in time" in err
-        assert time.monotonic() - begin < 20
         assert not processes_with(mark)
 
     def test_a_killed_rank_ends_the_others_and_their_children(self, mark):
@@ -325,7 +324,7 @@ class TestMistakes:
             text=True,
             preexec_fn=drop,
             cwd="/",
-            timeout=30,
+            timeout=DEADLINE_S,
         )
         assert run.returncode == 2
         assert "expected: root" in run.stderr
@@ -339,7 +338,7 @@ class TestMistakes:
             capture_output=True,
             text=True,
             env={"PATH": str(tmp_path)},
-            timeout=30,
+            timeout=DEADLINE_S,
         )
         assert run.returncode == 2
         assert "no tc" in run.stderr

@@ -16,6 +16,7 @@ import pytest
 
 from tests import commands
 from tests.commands import stand_in
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
@@ -81,7 +82,7 @@ def bare(checkout: Path) -> Bare:
 
 def bash(command: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
     run = ["bash", "-c", command]
-    return subprocess.run(run, cwd=cwd, env=env, text=True, capture_output=True, timeout=120)
+    return subprocess.run(run, cwd=cwd, env=env, text=True, capture_output=True, timeout=DEADLINE_S)
 
 
 def is_one_error(done: Done, *words: str) -> None:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import DEADLINE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 BED = str(ROOT / "scripts" / "slurm_bed.sh")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setsid")
@@ -199,7 +201,7 @@ def bed(tmp_path_factory) -> Iterator[Bed]:
         yield Bed(parent / "bed", tmp_path_factory.mktemp("runs"))
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(DEADLINE_S)
         process.stdout.close()
         process.stderr.close()
         shutil.rmtree(parent)

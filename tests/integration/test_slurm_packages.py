@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import stand_in
+from tests.waiting import DEADLINE_S
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "system_packages.sh"
 TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
@@ -47,7 +48,7 @@ def machine(tmp_path: Path):
             env={"PATH": str(folder)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=DEADLINE_S,
         )
         calls = tmp_path / "calls"
         return done, calls.read_text().splitlines() if calls.exists() else []

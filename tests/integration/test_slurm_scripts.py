@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import stand_in
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,7 +41,7 @@ def test_only_a_lost_node_starts_a_job_again(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=DEADLINE_S,
         env=os.environ
         | {
             "PATH": f"{tmp_path}:{os.environ['PATH']}",

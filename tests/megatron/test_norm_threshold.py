@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,9 @@ SETTINGS = {
 
 def _skip_above(optimizer: Any, norm: float) -> None:
     """Only the last of chained optimizers gets the threshold; Megatron then skips all of them."""
-    optimizer.chained_optimizers[-1].config.grad_norm_skip_threshold = norm
+    last = optimizer.chained_optimizers[-1]
+    last.config = copy.copy(last.config)  # it may be that of the others
+    last.config.grad_norm_skip_threshold = norm
 
 
 def _weights(run: Run) -> dict[str, torch.Tensor]:

@@ -193,8 +193,8 @@ def test_measurements_are_positive():
     assert link.beta_s > 0
     speeds = complete(price.measure_coders(Echo(), torch.bfloat16, ("rans", "packed")))
     for speed in speeds.values():
-        assert 0 < speed.encode_s < 1e-6
-        assert 0 < speed.decode_s < 1e-6
+        assert 0 < speed.encode_s < 1e-4
+        assert 0 < speed.decode_s < 1e-4
         assert math.isfinite(speed.encode_s)
 
 

@@ -36,6 +36,7 @@ from megatron_sparse.run import (
 )
 from megatron_sparse.run.composition import compose
 from tests.megatron.test_pretrain import ROOT, SMALL, TIMEOUT_S, train
+from tests.waiting import DEADLINE_S
 
 RUN = (
     "cluster.ranks_per_node=1",
@@ -95,7 +96,7 @@ class TestWhatIsLeft:
                 ranks.submit(worker._agree_on_folder, config, "train", store, rank, ExitStack())
                 for rank in range(2)
             ]
-            assert [end.result(60) for end in ended] == [None, None]
+            assert [end.result(DEADLINE_S) for end in ended] == [None, None]
 
     def test_some_iterations(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
@@ -385,7 +386,7 @@ class TestEnd:
                 assert sleeper.poll() is None
                 assert sleeper.pid in interrupt.children(os.getpid())
                 signal.raise_signal(signal.SIGINT)
-            assert sleeper.wait(10) == -signal.SIGKILL
+            assert sleeper.wait(DEADLINE_S) == -signal.SIGKILL
         finally:
             sleeper.kill()
         assert signal.getsignal(signal.SIGINT) is before

@@ -17,6 +17,7 @@ from megatron_sparse.megatron import arguments
 from megatron_sparse.run import launch, mpi, provenance, slurm
 from megatron_sparse.run.composition import compose
 from tests.commands import stand_in
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = {
@@ -267,7 +268,7 @@ class TestRankLog:
             [sys.executable, "-c", PROGRAM, str(rank), kind, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=DEADLINE_S,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         return done.stdout, done.stderr, (tmp_path / "logs" / f"rank{rank}.log").read_text()

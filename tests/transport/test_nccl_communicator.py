@@ -72,7 +72,7 @@ def make(fake: Any, ranks: int, come: int, timeout_s: float = 30) -> list[Any]:
         def broadcast(text: bytes) -> bytes:
             if rank == 0:
                 told.append(text.ljust(1024))
-            heard.wait(30)
+            heard.wait(DEADLINE_S)
             return told[0]
 
         def deadline(name: str) -> Deadline:

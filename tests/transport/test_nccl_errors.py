@@ -24,6 +24,7 @@ from megatron_sparse.transport.nccl_errors import (
     as_typed,
     check_environment,
 )
+from tests.waiting import DEADLINE_S
 
 CPU = torch.device("cpu")
 ErrorType = _distributed_c10d.ErrorType
@@ -98,7 +99,7 @@ def on_ranks(calls: list[Callable[[Any], None]]) -> list[BaseException | None]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE_S)
     return raised
 
 
