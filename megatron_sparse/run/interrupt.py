@@ -12,7 +12,10 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +24,8 @@ SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
+STUCK_S = 4.0
+"""Seconds after Ctrl-C at which a rank ends that is still waiting for others."""
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "MEGATRON_SPARSE_LAUNCHER"
 """In the environment of ranks: the process number of the launcher that started them."""
@@ -113,6 +118,27 @@ def end_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):  # it was gone before
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_where_stuck() -> None:
+    """From now on Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
+
+    Python raises KeyboardInterrupt only when that returns, and where the other ranks have gone it
+    does not. Main thread only. Does nothing while SIGINT has another handler, as Megatron's.
+    """
+    signals, written = socket.socketpair()
+    written.setblocking(False)
+    signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        with signals, written:
+            while received := signals.recv(1):
+                if received[0] == signal.SIGINT:
+                    time.sleep(STUCK_S)
+                    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, name="megatron_sparse_ctrl_c", daemon=True).start()
 
 
 def children(parent: int) -> list[int]:

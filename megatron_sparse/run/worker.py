@@ -16,7 +16,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
-from megatron_sparse.run.interrupt import SIGINT, end_with_parent, quick_end
+from megatron_sparse.run.interrupt import SIGINT, end_where_stuck, end_with_parent, quick_end
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -82,6 +82,7 @@ def run_started(config: RunConfig, command: str) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
+    end_where_stuck()
     _survive_early_signals(config)
     store, rank = _meet()
     run_dir = None

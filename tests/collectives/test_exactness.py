@@ -91,7 +91,7 @@ def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):
                 assert torch.equal(result, wanted), case
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     which=st.sampled_from(BY_FORM),
     n=st.integers(1, 9),

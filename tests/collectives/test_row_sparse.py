@@ -258,7 +258,7 @@ def test_damage_is_named():
         assert _refused(_damaged(SECTIONS_AT + 4 * position, "<i", value)) == "row indices"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_decoder_trusts_nothing(flips):
     data = bytearray(_record()[2].numpy().tobytes())

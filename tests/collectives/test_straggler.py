@@ -64,7 +64,7 @@ def test_exact_for_more_ranks(name, op, n):
         assert_exact(case, _run(case)[0])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     which=st.sampled_from(BOTH),
     n=st.integers(1, 9),
@@ -79,7 +79,7 @@ def test_exact_for_any_size_and_density(which, n, straggler, numel, density, dty
     assert_exact(case, _run(case)[0])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     which=st.sampled_from(BOTH),
     n=st.integers(2, 8),

@@ -21,7 +21,7 @@ from tests.cuda_ext.test_prune import check
     st.sampled_from([1.0, 0.9]),
     st.integers(-1, 2**63 - 1),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_floats_equal_the_oracle(
     values, dtype, residual_dtype, wire, threshold, chance, leak, key
 ):

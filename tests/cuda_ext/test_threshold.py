@@ -123,7 +123,7 @@ def test_the_kept_fraction_is_near_the_density():
 
 
 @given(st.integers(1, 2**40), st.integers(1, 50), st.integers(0, 2**63 - 1))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_positions_ascend_inside_of_the_range(numel, samples, key):
     expected = oracle.sample_positions(numel, samples, key)
     assert all(0 <= p < numel for p in expected)
@@ -136,7 +136,6 @@ def test_positions_ascend_inside_of_the_range(numel, samples, key):
     ),
     st.floats(1e-6, 0.999),
 )
-@settings(deadline=None)
 def test_threshold_of_samples_follows_the_same_rule(values, density):
     magnitudes = torch.tensor(values, dtype=torch.float32)
     got = ops.threshold_of_samples(magnitudes, density)

@@ -221,7 +221,7 @@ def test_overflow_in_any_chunk_with_any_number_of_threads(form):
     st.integers(0, 60),
     st.sampled_from(["coo", "linear", "paper", "adaptive", "dense"]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_nothing_is_lost(values, threshold, pieces, most, form):
     grad_N, residual_N = torch.tensor(values) / 4, torch.tensor(values[::-1]) / 4
     segments = segments_of(cases.cut(len(values), pieces, seed=len(values)))
@@ -257,7 +257,7 @@ def test_the_bytes_do_not_depend_on_the_thread_count(name, pruned):
     st.integers(0, 15),
     st.sampled_from(list(SPECS)),
 )
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces, dense, name):
     """Also against `prune_` and `encode` themselves."""
     grad_N = torch.tensor(values).to(dtype)
@@ -283,7 +283,7 @@ def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces,
     st.sampled_from(list(FORMS)),
     st.integers(0, 31),
 )
-@settings(deadline=None, max_examples=250)
+@settings(max_examples=250)
 def test_round_trip(values, pieces, value_dtype, form, dense):
     grad_N = torch.tensor(values, dtype=torch.float32).to(cases.DTYPES[value_dtype])
     offsets = cases.cut(len(values), pieces, seed=len(values))

@@ -236,7 +236,7 @@ def test_indices_must_ascend_across_the_chunks_of_threads():
 
 @given(st.binary(max_size=300))
 @example(b"")
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_random_bytes(data):
     assert refused(data, TWO, BASE) is not None
 
@@ -247,7 +247,7 @@ bytes_changed = st.lists(
 
 
 @given(bytes_changed)
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_random_damage_of_two_records(changes):
     """Any result except a crash is allowed: `refused` checks that the oracle agrees."""
     good = two_records()
@@ -259,7 +259,7 @@ def test_random_damage_of_two_records(changes):
 
 
 @given(st.sampled_from([*PLAIN, *RICE_FORMS]), bytes_changed)
-@settings(deadline=None, max_examples=450)
+@settings(max_examples=450)
 def test_random_damage_under_a_valid_checksum(form, changes):
     case, good = damage.plain(form) if isinstance(form, str) else damage.rice(*form)
     data, most = bytearray(good), len(good) if isinstance(form, str) else TABLE + 1500

@@ -48,7 +48,7 @@ def _decode(record, h, partition, dtype, rank=0):
     return hash_bitmap.decode(record, PartitionRecord(h, partition, dtype, **WHERE), rank=rank)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     st.integers(0, 900),
     st.integers(1, 12),
@@ -231,7 +231,7 @@ def test_a_record_of_another_hash_or_with_a_tail_is_refused():
     _assert_refused(record, "(hash|partition)", paper, same_size[0])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 1500), st.integers(1, 255), st.booleans())
 def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
     """Any one byte: in a header it is found; in the values or the padding it cannot be found."""

@@ -40,7 +40,7 @@ def _form(record):
     return struct.unpack_from("<I", record.numpy(), 68)[0]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 3000),
     st.integers(1, 5),
@@ -134,7 +134,7 @@ def test_a_pull_is_never_pairs():
         )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_damaged_byte_is_refused_or_changes_entries_of_this_partition(at, flip):
     record = RECORD.clone()

@@ -35,7 +35,7 @@ def _entries(numel, count, seed, dtype=torch.float32):
     return indices, cases.make("special", count, dtype, seed)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 5000), st.integers(0, 2**63 - 1))
 def test_permutation_is_a_bijection_and_the_oracles(numel, seed):
     elements = torch.arange(numel)
@@ -63,7 +63,7 @@ def test_permutation_of_the_largest_segments(numel):
     assert int(h.position_in_partition(elements).max()) < numel // 65_536 + 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 700), st.integers(1, 130), st.integers(0, 2**63 - 1), st.sampled_from(HASHES))
 def test_elements_and_positions_follow_from_one_another(numel, partitions, seed, kind):
     h = kind(numel, partitions, seed)
@@ -144,7 +144,7 @@ def test_contiguous_blocks_do_not_balance_clustered_rows():
     assert (indices * 16 // 2**21).bincount(minlength=16).max() == 2**15
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(1, 400),
     st.integers(1, 20),

@@ -170,7 +170,7 @@ scaled = st.builds(
 
 @codecs
 @given(floats | scaled, st.sampled_from(QUANTISED), st.booleans())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_conservation_of_any_floats(codec, values, value_dtype, whole):
     """Bit for bit but for the sign of a zero; a group that holds what is too large becomes NaN."""
     whole = whole and value_dtype in (3, 4)
@@ -340,7 +340,7 @@ def test_the_parameter_is_the_best_and_wire_has_the_same():
     st.sampled_from(list(RICE.values())),
     st.sampled_from(["first", "last", "even", "one of each", "random"]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_a_slot_holds_every_record(chunks, short, runs, value_dtype, shape):
     """`rice_payload_bytes` is enough for k entries wherever they lie."""
     numel = 4096 * chunks - short

@@ -27,7 +27,7 @@ def _pairs(num_rows, count, width, dtype, seed):
     return indices, rows
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 80),
     st.integers(0, 20),
@@ -65,7 +65,7 @@ def test_single_rows_keep_their_bits(dtype):
     cases.assert_same_bits(wide.view(-1), got.rows_KD.view(-1), "expand")
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(index_sets)
 def test_union_match_and_expand_equal_the_oracles(sets):
     merged = row_sparse.union(sets, 61)

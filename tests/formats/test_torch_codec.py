@@ -37,7 +37,7 @@ def _encode(codec, grad, offsets, keep, nnz, code, step=9):
     return out[: int(sizes.sum())], sizes
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=6),
     st.sampled_from([0.0, 0.02, 0.3, 1.0]),

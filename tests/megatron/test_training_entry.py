@@ -372,6 +372,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.usefixtures("parser")  # the first import of Megatron sets variables of torch
 class TestLauncher:
     """A failing rank gives one error, with the right exit code, and soon."""
 

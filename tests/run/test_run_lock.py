@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +36,17 @@ from megatron_sparse.run.interrupt import end_with_parent
 end_with_parent()
 print(os.getpid(), flush=True)
 time.sleep(600)
+"""
+STUCK = """
+import signal
+from datetime import timedelta
+from torch.distributed import HashStore
+from megatron_sparse.run import interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupt.STUCK_S = 0.5
+interrupt.end_where_stuck()
+print("waits", flush=True)
+HashStore().wait(["an answer"], timedelta(seconds=600))
 """
 LAUNCHER = f"""
 import os, subprocess, sys
@@ -116,3 +128,12 @@ def test_ranks_end_with_a_launcher_that_was_killed(launcher):
     assert bool(rank) is (launcher == "")
     if rank:
         until(lambda: is_gone(int(rank)))
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_one_that_has_gone():
+    process, said = started(STUCK)
+    assert said == "waits"
+    status = Path(f"/proc/{process.pid}/stat")
+    until(lambda: status.read_text().rpartition(")")[2].split()[0] == "S")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(DEADLINE_S) == 128 + signal.SIGINT

@@ -135,7 +135,7 @@ def test_visits_do_not_mix_and_old_keys_are_deleted(counters):
     assert store.num_keys() <= 6
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(2, 5),
     st.lists(st.floats(0, 0.004), min_size=5, max_size=5),
