@@ -84,6 +84,8 @@ def run_started(config: RunConfig, command: str) -> int:
         end_with_parent()
     end_where_stuck()
     _survive_early_signals(config)
+    if _is_of_other_size(config):
+        return ConfigError.exit_code
     store, rank = _meet()
     run_dir = None
     held = ExitStack()
@@ -124,20 +126,31 @@ def run_started(config: RunConfig, command: str) -> int:
     return 0
 
 
+def _is_of_other_size(config: RunConfig) -> bool:
+    """Whether other ranks were started than the configuration names; rank 0 says it for all.
+
+    Raises:
+        ConfigError: they were, and this is rank 0.
+    """
+    started = int(os.environ["WORLD_SIZE"])
+    if started == config.cluster.world_size:
+        return False
+    if os.environ["RANK"] != "0":
+        return True
+    raise ConfigError(
+        "the number of ranks is not the configuration's",
+        expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
+        got=f"{started} ranks were started",
+        remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
+    )
+
+
 def _prepared(config: RunConfig) -> RunConfig:
     """The configuration without `auto`; sets this rank's environment.
 
     Raises:
-        ConfigError: it is one for another number of ranks, or this machine cannot run it.
+        ConfigError: this machine cannot run it.
     """
-    world_size = int(os.environ["WORLD_SIZE"])
-    if world_size != config.cluster.world_size:
-        raise ConfigError(
-            "the number of ranks is not the configuration's",
-            expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
-            got=f"{world_size} ranks were started",
-            remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
-        )
     config = preparation.decide(config)
     os.environ.update(preparation.rank_environment(config))
     cluster = config.cluster

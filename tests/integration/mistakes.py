@@ -155,9 +155,9 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         Mistake("train data=mock cluster.device=cuda cluster.ranks_per_node=512", "512"),
         Mistake(
             "train data=mock",
-            "1 ranks were started",
-            ranks={"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"},
-            note="under torchrun --nproc-per-node 1",
+            "4 ranks were started",
+            ranks={"RANK": "0", "WORLD_SIZE": "4"},
+            note="under torchrun --nproc-per-node 4",
         ),
         Mistake(
             "train data=mock cluster.ranks_per_node=1",
