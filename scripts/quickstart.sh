@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a small model with compressed gradients on this machine, starting from a bare checkout:
 # makes an environment, prepares a corpus from texts that are already installed, runs two ranks
-# (gloo on CPU, NCCL on GPUs), and prints the bytes sent beside those of dense synchronisation.
+# (gloo on CPU, NCCL on GPUs), prints the bytes sent beside those of dense synchronisation, and
+# writes a report.
 #
 #   bash scripts/quickstart.sh [starcoder|gpt] [HYDRA-OVERRIDE...]
 #
@@ -37,6 +38,19 @@ setup_environment "${extras[@]}"
 say "corpus: data/$kind"
 "$PYTHON" -W ignore -m megatron_sparse.megatron.corpus --kind "$kind" --out "data/$kind"
 
+runs=runs
+for override in "$@"; do
+  case $override in
+    name=*) name=${override#name=} ;;
+    runs_dir=*) runs=${override#runs_dir=} ;;
+  esac
+done
 say "training"
 "$PYTHON" scripts/train.py "model=${family}_tiny" experiment=quickstart "data=$kind" "name=$name" "$@"
-say "done: the run is in runs/$name"
+
+say "report"
+"$PYTHON" -m megatron_sparse.cli.main report "$runs/$name" --output "$runs/$name/report.html"
+
+say "done: the run is in $runs/$name; next, the same model without compression, and both compared:
+  $PYTHON scripts/train.py model=${family}_tiny experiment=quickstart data=$kind scheme=dense name=dense
+  $PYTHON -m megatron_sparse.cli.main report $runs/$name runs/dense"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ MULTIRUN = "multirun"
 _SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
 _RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_share")
 """Of a run's `summary.json`; its documentation is docs/reading-the-breakdown.md."""
+_RUN_COLUMNS = 24
+"""Characters of a run in the table."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,29 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
                 got=error,
                 remedy="give --csv another path",
             ) from None
-    table = Table(title=f"{len(found)} runs in {folder}")
-    for column in found[0]:
-        table.add_column(column, overflow="fold")
-    for row in found:
-        table.add_row(*(escape(_cell(value)) for value in row.values()))
-    Console().print(table)
+    console = Console(highlight=False)
+    console.print(f"{len(found)} runs in {folder}", markup=False)
+    for table in _tables(found, console.width):
+        console.print(table)
+
+
+def _tables(found: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
+    """Tables of as many runs side by side as fit, with a row for each setting and result.
+
+    Rows that are empty in every run are left out.
+    """
+    shown = [key for key in found[0] if any(row[key] not in (None, "") for row in found)]
+    each = max(1, (width - max(map(len, shown))) // (_RUN_COLUMNS + 2))
+    for first in range(0, len(found), each):
+        some = found[first : first + each]
+        table = Table(box=None, pad_edge=False, show_header=False)
+        table.add_column(no_wrap=True)
+        for _ in some:
+            table.add_column(overflow="fold", max_width=_RUN_COLUMNS)
+        for key in shown:
+            style = "bold" if key == "name" else None
+            table.add_row(key, *(escape(_cell(row[key])) for row in some), style=style)
+        yield table
 
 
 def _cell(value: object) -> str:

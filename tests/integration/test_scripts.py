@@ -6,9 +6,11 @@ The stand-ins replace the slow programs (pip, pytest, training); the shell code 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -372,16 +374,33 @@ def test_linters_that_cannot_be_installed_are_named(checkout: Path, recorded: Pa
             "model=starcoder_tiny experiment=quickstart data=code name=quickstart "
             "compression.density=0.05",
         ),
+        (
+            "name=mine",
+            "code",
+            "model=starcoder_tiny experiment=quickstart data=code name=mine name=mine",
+        ),
     ],
 )
 def test_quickstart(checkout: Path, recorded: Path, arguments: str, kind: str, train: str) -> None:
     done = run_script(f"quickstart.sh {arguments}", checkout)
     assert done.returncode == 0, done.stderr
+    run = f"runs/{train.rpartition(' name=')[2].split()[0]}"
     assert recorded.read_text().splitlines() == [
         "setup train strict=",
         f"python -W ignore -m megatron_sparse.megatron.corpus --kind {kind} --out data/{kind}",
         f"python scripts/train.py {train}",
+        f"python -m megatron_sparse.cli.main report {run} --output {run}/report.html",
     ]
+    assert "scheme=dense name=dense" in done.stdout
+    assert f"megatron_sparse.cli.main report {run} runs/dense" in done.stdout
+
+
+def test_the_quickstarts_install_can_write_its_report() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    names = {re.split("[>=<]", requirement)[0] for requirement in extras["train"]}
+    assert {"matplotlib", "jinja2"} <= names
 
 
 def test_quickstart_on_gpus_builds_the_cuda_part(checkout: Path, recorded: Path) -> None:

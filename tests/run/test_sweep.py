@@ -167,6 +167,19 @@ class TestTable:
         assert line["name"] == row["name"] == "a"
         assert float(line["loss_last"]) == row["loss_last"] == 2.0
 
+    @pytest.mark.parametrize("columns", [80, 100])
+    def test_settings_are_rows_and_words_are_whole(self, tmp_path, capsys, monkeypatch, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for name, scheme in (("a", "direct"), ("b", "zen"), ("c", "agsparse"), ("d", "dense")):
+            made_run(tmp_path, f"run_{name}", f"scheme={scheme}", loss=2.0)
+        assert run("sweep", tmp_path) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines[1:])) <= columns
+        found = [word for line in lines if line.startswith("name ") for word in line.split()[1:]]
+        assert found == ["run_a", "run_b", "run_c", "run_d"]
+        schemes = [line.split()[1:] for line in lines if line.startswith("scheme.name")]
+        assert [s for row in schemes for s in row] == ["direct", "zen", "agsparse", "dense"]
+
     def test_mistakes_are_typed(self, tmp_path):
         with pytest.raises(ConfigError, match="there are no runs"):
             sweep.rows(tmp_path)
