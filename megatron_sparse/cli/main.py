@@ -7,6 +7,8 @@ its message goes to stderr, its exit code to the shell, and no traceback is prin
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,7 +19,7 @@ from megatron_sparse.bench.options import command
 from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import bench
 from megatron_sparse.config.redaction import redact_text
-from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.errors import MegatronSparseError, StorageError
 from megatron_sparse.version import __version__
 
 app = typer.Typer(
@@ -88,6 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # The message may quote the command line, and the log of a job keeps it.
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        # Only what is printed has no name.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        print("error: the disk that the output is written to is full", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write
+        sys.exit(StorageError.exit_code)
 
 
 def _print_version(asked: bool) -> None:

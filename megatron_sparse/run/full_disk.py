@@ -17,6 +17,7 @@ from megatron_sparse.errors import StorageError
 
 PROBE_BYTES = 1 << 20
 """Written to find out whether a folder's disk takes more; a report or a tracker is smaller."""
+SHARED = Path("/dev/shm")
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = tuple(os.strerror(code).lower() for code in _CODES)
 
@@ -35,8 +36,23 @@ def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
         # Workers of Megatron's that write in parallel hand their error on as a text.
         said = next((line for line in lines if any(w in line.lower() for w in _WORDS)), None)
         if said is not None:
-            return storage_error(folder, said.strip())
+            # Also where the memory is full that processes share, as workers of loaders do.
+            return probe(folder) or _shared_memory() or storage_error(folder, said.strip())
     return probe(folder)
+
+
+def _shared_memory() -> StorageError | None:
+    """An error if the memory that processes share takes no more."""
+    full = probe(SHARED) if SHARED.is_dir() else None
+    if full is None:
+        return None
+    return StorageError(
+        f"the memory that processes share is full: {SHARED}",
+        expected="space for the batches that data workers hand over",
+        got=full.got,
+        remedy="free it, enlarge it (docker run --shm-size=8g), or load data in the ranks "
+        "themselves: megatron.num_workers=0",
+    )
 
 
 def probe(folder: Path) -> StorageError | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -25,6 +26,8 @@ from megatron_sparse.run.rank_report import read_report
 
 RANK = "megatron_sparse.run.rank"
 _TAIL_LINES = 30
+FEW_FILES, MANY_FILES = 256, 65536
+"""Open files: one of two ranks of the smallest model has 170; a rank of a large job thousands."""
 
 
 def run(config: RunConfig, command: str) -> int:
@@ -40,6 +43,7 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
+    raise_file_limit()
     # mpirun first: inside a job of Slurm its ranks inherit the variables of the task above them.
     of_mpirun = mpi.ranks(os.environ)
     if of_mpirun:
@@ -48,6 +52,25 @@ def run(config: RunConfig, command: str) -> int:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
+
+
+def raise_file_limit() -> None:
+    """Lets this process, and the ranks that it starts, open as many files as the system allows.
+
+    Raises:
+        ConfigError: that is too few for a rank, which opens connections to all others.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or soft < min(hard, MANY_FILES):
+        soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft < FEW_FILES:
+        raise ConfigError(
+            "this process may open too few files",
+            expected=f"{FEW_FILES} or more, the connections between ranks included",
+            got=soft,
+            remedy="raise the hard limit: ulimit -Hn, or LimitNOFILE of the service",
+        )
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from megatron_sparse import SparseConfig
-from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.run import application, preparation
+from megatron_sparse import DDPState, SparseConfig
+from megatron_sparse.errors import ConfigError, HostError, StorageError
+from megatron_sparse.run import application, full_disk, launch, preparation
 from megatron_sparse.run.composition import compose
 
 MEANT = {
@@ -72,3 +75,46 @@ def test_attach_names_what_serves_another_wrapper():
     )
     with pytest.raises(HostError, match=r"megatron_sparse\.ddp_hook"):
         check_supported(wrapped)
+
+
+def test_the_limit_of_open_files_is_raised_and_a_low_one_refused(monkeypatch):
+    limits = [(256, 4096)]
+    monkeypatch.setattr(launch.resource, "getrlimit", lambda of: limits[-1])
+    monkeypatch.setattr(launch.resource, "setrlimit", lambda of, to: limits.append(to))
+    launch.raise_file_limit()
+    assert limits[-1] == (4096, 4096)
+    limits.append((64, 64))
+    with pytest.raises(ConfigError, match="may open too few files"):
+        launch.raise_file_limit()
+
+
+def test_output_on_a_full_disk_is_one_error():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_sparse.cli.main", "schedule", "--ranks", "4"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == StorageError.exit_code
+    assert done.stderr == "error: the disk that the output is written to is full\n"
+
+
+def test_full_shared_memory_is_not_taken_for_the_disk(tmp_path, monkeypatch):
+    told = RuntimeError("unable to write to file </torch_1>: No space left on device (28)")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    assert "the disk is full" in str(full_disk.as_storage_error(told, tmp_path))
+    monkeypatch.setattr(full_disk, "SHARED", shared)
+    full = full_disk.storage_error(shared, "no space")
+    monkeypatch.setattr(full_disk, "probe", lambda folder: full if folder == shared else None)
+    assert "num_workers=0" in str(full_disk.as_storage_error(told, tmp_path))
+
+
+def test_ddp_that_calls_no_hook_is_refused():
+    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
+        torch.nn.parallel.DistributedDataParallel
+    )
+    vars(wrapped)["_use_python_reducer"] = True
+    with pytest.raises(HostError, match="calls no communication hook"):
+        DDPState(wrapped)
