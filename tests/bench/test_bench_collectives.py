@@ -111,6 +111,11 @@ class TestVirtual:
         for row in run_virtual(5, dtypes=[dtype], schemes=["dense", "direct", "agsparse"]):
             assert row["wrong"] == 0
 
+    def test_what_has_no_rows_in_few_bits_is_named(self, capsys):
+        asked = sweep(schemes=["direct", "zen"], value_bits=[4])
+        CollectiveBench.check(asked, 2, virtual=True)
+        assert "no rows in few bits: zen\n" in capsys.readouterr().out
+
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
     @pytest.mark.parametrize("sum_bits", [None, 4])
     def test_values_in_few_bits_are_right_and_fewer_bytes(self, dtype, sum_bits):
@@ -131,12 +136,12 @@ class TestVirtual:
             assert wire[op, "direct", None] > wire[op, "direct", 8] > wire[op, "direct", 2]
             # Those that have only whole values, or only some bits.
             assert {bits for _, name, bits in wire if name in ("dense", "zen")} == {None}
-            assert {bits for _, name, bits in wire if name == "dense_q"} == {None, 8}
-            assert wire[op, "dense_q", None] < wire[op, "dense_q", 8], "4 bits where none are given"
+            assert {bits for _, name, bits in wire if name == "dense_q"} == {4, 8}
+            assert wire[op, "dense_q", 4] < wire[op, "dense_q", 8]
         counted = [r["sum_bits"] for r in rows if r["scheme"] == "direct" and r["value_bits"] == 8]
         assert counted == [sum_bits, None], "a reduce-scatter gathers no sums"
         if sum_bits:
-            least = wire["all_reduce", "dense_q", None]
+            least = wire["all_reduce", "dense_q", 4]
             assert least < (0.2 if dtype == "fp32" else 0.4) * wire["all_reduce", "dense", None]
 
     def test_a_value_of_few_bits_that_is_off_by_a_level_is_counted(self, monkeypatch):

@@ -46,7 +46,7 @@ class Case:
         dtype: of the gradient: fp32, bf16 or fp16.
         density: target of the selection; 1 for dense schemes.
         numel: elements, a multiple of the number of ranks.
-        value_bits: as `compression.value_bits`; None: values travel whole.
+        value_bits: in which values travel, as `compression.value_bits`; None: whole.
         sum_bits: as `scheme.sum_bits`.
         level: as `compression.level`: rank or node.
     """
@@ -81,9 +81,6 @@ class Case:
         """
         known = SCHEMES.get(self.scheme)
         form = "auto" if known and known.own_format else sweep.message_format
-        bits = self.value_bits
-        if known is not None and known.sends_whole:
-            bits = dense_value_bits(bits)
         pinned = None
         if skips_straggler(self.scheme):
             pinned = StragglerConfig(mode="pinned", rank=straggler)
@@ -92,7 +89,7 @@ class Case:
                 scheme=self.scheme,
                 level=self.level,
                 density=self.density,
-                value_bits=bits,
+                value_bits=self.value_bits,
                 sum_bits=self.sum_bits,
                 warmup_iters=0,
                 ramp_iters=0,
@@ -189,9 +186,21 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
             "bench collectives: there is nothing to measure",
             expected="a scheme that has the collective operation",
             got=f"{', '.join(sweep.schemes)} for {', '.join(sweep.ops)}",
-            remedy="leave out --op, or choose another --scheme",
+            remedy="leave out --op, or choose another --scheme or --value-bits",
         )
     return cases
+
+
+def left_out(sweep: CollectiveSweep) -> str | None:
+    """A line about schemes that have no rows in few bits, though they were asked for; or None."""
+    names = [
+        scheme
+        for scheme in sweep.schemes
+        if (known := SCHEMES.get(scheme)) is not None
+        and known.own_format is not None
+        and any(bits != WHOLE_BITS for bits in sweep.value_bits)
+    ]
+    return f"# values in full only, no rows in few bits: {', '.join(names)}" if names else None
 
 
 def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
@@ -211,7 +220,11 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
             known, bits = SCHEMES.get(scheme), None if given == WHOLE_BITS else given
             if _runs(scheme, op, bits) and (level == RANK or not _is_for_ranks(scheme)):
                 density = 1.0 if known is not None and known.takes_all else target
-                own = None if known is not None and known.takes is Input.DENSE else bits
+                own = bits
+                if known is not None and known.sends_whole:
+                    own = dense_value_bits(bits)  # it has no values in full
+                elif known is not None and known.takes is Input.DENSE:
+                    own = None
                 sum_bits = _sum_bits(sweep, scheme, op, bits)
                 yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
 

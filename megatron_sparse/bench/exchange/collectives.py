@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of
+from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of, left_out
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
@@ -78,6 +78,8 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
                 remedy="leave out --nccl-engine",
             )
         cases_of(cases, ranks)
+        if line := left_out(cases):
+            print(line, flush=True)
 
     def rows(self, progress: Progress) -> Iterator[TableRow]:
         """See `Bench`."""

@@ -55,7 +55,7 @@ class CaseRow(TableRow):
         carried_by: the scheme that did it: another than `scheme` only for `auto` and `rule`.
         dtype: of the gradient, and of the values sent unless they have `value_bits`.
         density: as asked for.
-        value_bits: as asked for; null: values travel whole.
+        value_bits: in which values travel; null: whole.
         sum_bits: of gathered sums; null: they travel whole.
         count: elements.
         bytes: of the gradient.
