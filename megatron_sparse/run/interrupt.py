@@ -120,25 +120,32 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_where_stuck() -> None:
-    """From now on Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
+@contextmanager
+def ending_where_stuck() -> Iterator[None]:
+    """In the block Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
 
     Python raises KeyboardInterrupt only when that returns, and where the other ranks have gone it
     does not. Main thread only. Does nothing while SIGINT has another handler, as Megatron's.
     """
     signals, written = socket.socketpair()
     written.setblocking(False)
-    signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+    left = threading.Event()
 
     def watch() -> None:
-        with signals, written:
+        with signals:
             while received := signals.recv(1):
-                if received[0] == signal.SIGINT:
-                    time.sleep(STUCK_S)
+                if received[0] == signal.SIGINT and not left.wait(STUCK_S):
                     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, name="megatron_sparse_ctrl_c", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        written.close()
 
 
 def children(parent: int) -> list[int]:

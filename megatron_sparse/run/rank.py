@@ -10,16 +10,17 @@ import signal
 import sys
 from importlib import import_module
 
-from megatron_sparse.run.interrupt import end_where_stuck, end_with_parent, quick_end
+from megatron_sparse.run.interrupt import end_with_parent, ending_where_stuck, quick_end
 
 
 def main() -> None:
     """Runs the rank, and exits with its code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
-    end_where_stuck()
     quick_end.register()
-    sys.exit(import_module("megatron_sparse.run.worker").main())
+    with ending_where_stuck():
+        code = import_module("megatron_sparse.run.worker").main()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
-from megatron_sparse.run.interrupt import SIGINT, end_where_stuck, end_with_parent, quick_end
+from megatron_sparse.run.interrupt import SIGINT, end_with_parent, ending_where_stuck, quick_end
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -67,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+@ending_where_stuck()
 def run_started(config: RunConfig, command: str) -> int:
     """Runs a rank that torchrun or srun started; rank 0 makes the run's folder.
 
@@ -82,7 +83,6 @@ def run_started(config: RunConfig, command: str) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    end_where_stuck()
     _survive_early_signals(config)
     if _is_of_other_size(config):
         return ConfigError.exit_code

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import preparation, run_lock
+from megatron_sparse.run import interrupt, preparation, run_lock
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.run_lock import LOCK_FILE, STALE_S, locked
 from tests.waiting import DEADLINE_S, is_gone, until
@@ -44,9 +44,9 @@ from torch.distributed import HashStore
 from megatron_sparse.run import interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 interrupt.STUCK_S = 0.5
-interrupt.end_where_stuck()
-print("waits", flush=True)
-HashStore().wait(["an answer"], timedelta(seconds=600))
+with interrupt.ending_where_stuck():
+    print("waits", flush=True)
+    HashStore().wait(["an answer"], timedelta(seconds=600))
 """
 LAUNCHER = f"""
 import os, subprocess, sys
@@ -137,3 +137,9 @@ def test_ctrl_c_ends_a_rank_that_waits_for_one_that_has_gone():
     until(lambda: status.read_text().rpartition(")")[2].split()[0] == "S")
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGINT
+
+
+def test_after_the_run_ctrl_c_belongs_to_the_caller_again():
+    with interrupt.ending_where_stuck():
+        assert signal.set_wakeup_fd(-1) >= 0
+    assert signal.set_wakeup_fd(-1) == -1
