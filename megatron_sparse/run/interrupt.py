@@ -134,9 +134,9 @@ def ending_where_stuck() -> Iterator[None]:
     def watch() -> None:
         with signals:
             while received := signals.recv(1):
-                if received[0] == signal.SIGINT and not left.wait(STUCK_S):
-                    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                        os._exit(128 + signal.SIGINT)
+                is_stuck = received[0] == signal.SIGINT and not left.wait(STUCK_S)
+                if is_stuck and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, name="megatron_sparse_ctrl_c", daemon=True).start()
     try:
