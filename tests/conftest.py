@@ -6,12 +6,12 @@ missing where `scripts/gpu_check.sh` runs.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-if find_spec("hypothesis") is not None:
+with suppress(ModuleNotFoundError):
     from hypothesis import settings
 
     settings.register_profile("suite", deadline=None)
