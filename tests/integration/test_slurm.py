@@ -290,7 +290,7 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
         "--multirun",
         "hydra/launcher=submitit_slurm",
         *TRAINING,
-        "model.num_attention_heads=4,7",
+        "+megatron.lr_decay_style=cosine,unheard",
         "cluster.ranks_per_node=2",
         f"runs_dir={folder}",
         "hydra.launcher.timeout_min=10",
@@ -312,9 +312,9 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
     assert table.returncode == 0, table.stderr
     lines = (folder / "table.jsonl").read_text().splitlines()
     works, cannot = map(json.loads, lines)
-    assert (works["name"], works["state"]) == ("run_num_attention_heads-4", "finished")
-    assert (cannot["name"], cannot["state"]) == ("run_num_attention_heads-7", "failed")
-    assert "num_attention_heads" in cannot["error"]
+    assert (works["name"], works["state"]) == ("run_lr_decay_style-cosine", "finished")
+    assert (cannot["name"], cannot["state"]) == ("run_lr_decay_style-unheard", "failed")
+    assert "lr-decay-style" in cannot["error"]
     assert works["iterations"] == ITERATIONS
     # The same training as the undisturbed job's, on one node instead of two.
     assert works["loss_last"] == undisturbed.losses()[ITERATIONS]
