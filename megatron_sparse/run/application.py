@@ -160,15 +160,17 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         name = sweep.run_name(name, swept, list(job.overrides.task))
         config: RunConfig = dataclasses.replace(composition.from_hydra(composed), name=name)
         code = launch.run(config, command)
-        problem = f"a rank ended with code {code}" if code else ""
+        if code:
+            problem = _OTHER_RANK if "RANK" in os.environ else f"a rank ended with code {code}"
     except MegatronSparseError as error:
         code, problem = error.exit_code, redact_text(str(error))
         print(f"error: {problem}", file=sys.stderr, flush=True)
     except SystemExit as error:
         code, problem = int(error.code or 0), _OTHER_RANK
-    # A rank without an error of its own leaves the outcome to rank 0.
-    if os.environ.get("RANK", "0") == "0" or (code and problem != _OTHER_RANK):
-        sweep.Outcome(name, code, problem).write(Path(job.runtime.output_dir))
+    has_reason = code != 0 and problem != _OTHER_RANK
+    if has_reason or os.environ.get("RANK", "0") == "0":
+        outcome = sweep.Outcome(name, code, problem)
+        outcome.write(Path(job.runtime.output_dir), replace=has_reason or code == 0)
 
 
 def _check_launcher(arguments: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,20 @@ class Outcome:
     exit_code: int
     error: str
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, replace: bool = True) -> None:
         """Writes it into a folder of the sweep.
+
+        Args:
+            folder: of one run; made if missing.
+            replace: False: an outcome that another rank has written there stays.
 
         Raises:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / OUTCOME_FILE).write_text(json.dumps(asdict(self)) + "\n", "utf-8")
+        mode = "w" if replace else "x"
+        with suppress(FileExistsError), (folder / OUTCOME_FILE).open(mode) as file:
+            file.write(json.dumps(asdict(self)) + "\n")
 
 
 def swept_keys(overrides: Sequence[str]) -> list[str]:

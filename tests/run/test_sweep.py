@@ -110,6 +110,19 @@ class TestMultirun:
         codes = {o.name: o.exit_code for o in sweep.outcomes(tmp_path / "sweep")}
         assert codes == {"run_scheme-dense": 2, "run_scheme-zen": 7, "run_scheme-direct": 0}
 
+    def test_a_rank_without_a_reason_leaves_the_reason_of_another(self, monkeypatch, tmp_path):
+        """In a job of Slurm, where another rank may report first."""
+        reason = sweep.Outcome("run_scheme-zen", 2, "no data")
+
+        def refused_elsewhere(config):
+            monkeypatch.setenv("RANK", "0")
+            (folder,) = (tmp_path / "sweep" / sweep.MULTIRUN).glob("*/*")
+            reason.write(folder)
+            return 2
+
+        with pytest.raises(SweepError, match="run_scheme-zen: no data"):
+            self.sweep(monkeypatch, tmp_path, refused_elsewhere, "scheme=choice(zen)")
+
     def test_an_earlier_sweep_of_the_same_folder_does_not_count(self, monkeypatch, tmp_path):
         sweep.Outcome("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
         assert self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
