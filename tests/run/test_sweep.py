@@ -116,7 +116,7 @@ class TestMultirun:
 
         def refused_elsewhere(config):
             monkeypatch.setenv("RANK", "0")
-            (folder,) = (tmp_path / "sweep" / sweep.MULTIRUN).glob("*/*")
+            (folder,) = (tmp_path / "sweep" / sweep.MULTIRUN).glob("*/0")
             reason.write(folder)
             return 2
 
