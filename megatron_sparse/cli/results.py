@@ -46,13 +46,19 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", callback=figures_folder, help="Also write every chart as PNG."),
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Compare the others with this run; default: the first one."
+        ),
+    ] = None,
 ) -> None:
     """Prints the files that it has written. A run may still be going on."""
     require("jinja2", "makes the page", "figures")
     require_figures()
     from megatron_sparse.report import page
 
-    for path in page.run(runs, output, png):
+    for path in page.run(runs, output, png, baseline):
         print(path)
 
 

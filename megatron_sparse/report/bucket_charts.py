@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.report import exposed, theme
 from megatron_sparse.report.charts import (
+    TARGET_NOTE,
     Chart,
     legend_below,
+    mark_target,
     short,
     stacked_areas,
     stacked_bars,
@@ -38,20 +41,42 @@ def charts_of(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     """
     end = "" if len(runs) == 1 else f", {label_of(run, runs)}"
     suffix = "" if len(runs) == 1 else f"-{run.key.lower()}"
-    by_bucket = exposed.chart(run.exposed, len(run.iterations.number), suffix, end)
+
+    def mark(axes: Axes) -> None:
+        mark_target(axes, run.iterations.target_begins)
+        # The same scales for all runs.
+        first, last = (axes.get_xlim()[0], max(one.iterations.number[-1] for one in runs))
+        axes.set_xlim(first, max(last, axes.get_xlim()[1]))
+
+    top = max(one.exposed.top() for one in runs)
+    by_bucket = exposed.chart(run.exposed, len(run.iterations.number), suffix, end, top, mark)
     found = {
-        "exposed": [*([] if by_bucket is None else [by_bucket]), _breakdown(run, suffix, end)],
+        "exposed": [
+            *([] if by_bucket is None else [by_bucket]),
+            _breakdown(run, suffix, end, _slowest_ms(runs), mark),
+        ],
         "buckets": [],
         "sparsity": [],
     }
     if run.buckets:
-        found["buckets"] = [_buckets(run, suffix, end)]
+        found["buckets"] = [_buckets(run, suffix, end, runs)]
     if run.profiles:
-        found["sparsity"] = [_densification(run, suffix, end), _skewness(run, suffix, end)]
+        profiles = [profile for one in runs for profile in one.profiles.values()]
+        found["sparsity"] = [
+            _densification(run, suffix, end, profiles),
+            _skewness(run, suffix, end, profiles),
+        ]
     return found
 
 
-def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
+def _slowest_ms(runs: Sequence[RunData]) -> float:
+    """The end of a scale of iterations' times."""
+    return max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
+
+
+def _breakdown(
+    run: RunData, suffix: str, end: str, top: float, mark: Callable[[Axes], None]
+) -> Chart:
     columns = run.iterations
 
     def draw(axes: Axes) -> None:
@@ -64,8 +89,9 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
             thin[REST][0],
             {stage: y for stage, (_, y) in thin.items()},
             [theme.STAGES[stage].light for stage in thin],
-            float(np.percentile(columns.iteration_ms, 98)) * 1.15,
+            top,
         )
+        mark(axes)
         axes.set_ylabel("ms")
         legend_below(axes, 4)
 
@@ -73,8 +99,9 @@ def _breakdown(run: RunData, suffix: str, end: str) -> Chart:
     return Chart(
         f"breakdown{suffix}",
         f"Where the time went (ms){end}",
-        note + thinned_note([len(columns.number)]),
+        note + TARGET_NOTE + thinned_note([len(columns.number)]),
         draw,
+        kind="breakdown" if suffix else "",
     )
 
 
@@ -85,9 +112,13 @@ def slowest(run: RunData, most: int) -> list[BucketMedians]:
     return [bucket for bucket in run.buckets.values() if bucket.name in names]
 
 
-def _buckets(run: RunData, suffix: str, end: str) -> Chart:
+def _buckets(run: RunData, suffix: str, end: str, runs: Sequence[RunData]) -> Chart:
     shown = slowest(run, MOST_BUCKETS)
     predicted = any(bucket.predicted_us is not None for bucket in shown)
+    # Bars and scales of all runs are alike.
+    shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
+    places = max(map(len, shown_of))
+    times_us = [max(b.measured_us, b.predicted_us or 0.0) for of in shown_of for b in of]
 
     def draw(axes: Axes) -> None:
         parts = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
@@ -103,6 +134,8 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
                 color=theme.INK.light,
                 label="predicted",
             )
+        axes.set_ylim(max(places, 2) - 0.5, -0.5)
+        axes.set_xlim(0, max(times_us) / 1e3 * 1.05 or 1.0)
         legend_below(axes, 4)
 
     count = max(bucket.count for bucket in shown)
@@ -119,7 +152,8 @@ def _buckets(run: RunData, suffix: str, end: str) -> Chart:
         f"Buckets, stage by stage (ms){end}",
         note,
         draw,
-        AXIS_IN + 0.2 + BAR_IN * max(len(shown), 2),
+        AXIS_IN + 0.2 + BAR_IN * max(places, 2),
+        "buckets" if suffix else "",
     )
 
 
@@ -141,7 +175,11 @@ def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]])
     legend_below(axes)
 
 
-def _densification(run: RunData, suffix: str, end: str) -> Chart:
+def _densification(
+    run: RunData, suffix: str, end: str, profiles: Sequence[SparsityProfile]
+) -> Chart:
+    highest = max(p.sum_density(k) for p in profiles for k in p.densification)
+
     def draw(axes: Axes) -> None:
         values = [
             {k: profile.sum_density(k) * 100 for k in profile.densification}
@@ -149,22 +187,28 @@ def _densification(run: RunData, suffix: str, end: str) -> Chart:
         ]
         _profile_lines(axes, run, values)
         axes.set(xlabel="ranks in the sum", ylabel="non-zero %")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, highest * 105)
 
     note = (
         f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): constant "
         "if ranks share all elements, proportional to k if they share none."
     )
-    return Chart(f"densification{suffix}", f"How sums fill up{end}", note, draw)
+    kind = "densification" if suffix else ""
+    return Chart(f"densification{suffix}", f"How sums fill up{end}", note, draw, kind=kind)
 
 
-def _skewness(run: RunData, suffix: str, end: str) -> Chart:
+def _skewness(run: RunData, suffix: str, end: str, profiles: Sequence[SparsityProfile]) -> Chart:
+    highest = max((s for p in profiles for s in p.skewness.values()), default=1.0)
+
     def draw(axes: Axes) -> None:
         _profile_lines(axes, run, [profile.skewness for profile in run.profiles.values()])
-        axes.set(xlabel="partitions", ylabel="densest / mean")
+        axes.set(xlabel="partitions", ylabel="densest / mean", ylim=(0.95, highest * 1.05))
 
     note = (
         "Density of the densest of p equal ranges over the mean density (ZEN, definition 5): 1 if "
         "the elements are spread evenly."
     )
-    return Chart(f"skewness{suffix}", f"How unevenly non-zeros are spread{end}", note, draw)
+    kind = "skewness" if suffix else ""
+    return Chart(
+        f"skewness{suffix}", f"How unevenly non-zeros are spread{end}", note, draw, kind=kind
+    )

@@ -34,6 +34,8 @@ MOST_POINTS = 200
 MOST_LETTERS = 22
 """Letters of a name in a chart; tables have the full name."""
 
+TARGET_NOTE = " A dotted vertical line: the target density begins."
+
 _STYLE: Any = {
     # Text stays text: it can be searched, and takes the page's font.
     "svg.fonttype": "none",
@@ -73,6 +75,7 @@ class Chart:
         note: how to read the chart.
         draw: draws it onto empty axes.
         height_in: height of the picture in inches.
+        kind: charts of one kind after another, one for each run, begin a row of the page.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Chart:
     note: str
     draw: Callable[[Axes], None]
     height_in: float = HEIGHT_IN
+    kind: str = ""
 
     def svg(self) -> str:
         """An `<svg>` element whose colours are the page's variables and whose ids are unique.
@@ -226,6 +230,12 @@ def stacked_bars(
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms")
+
+
+def mark_target(axes: Axes, begins: int | None, colour: str = theme.INK.light) -> None:
+    """A dotted vertical line where the target density begins; none for None."""
+    if begins is not None:
+        axes.axvline(begins - 0.5, color=colour, linestyle=(0, (1, 2)), linewidth=1.2, zorder=3)
 
 
 def legend_below(axes: Axes, columns: int = 3) -> None:

@@ -1,12 +1,12 @@
 """Exposed communication of a run: how much of an iteration, in which buckets, since when.
 
-The first section of a report. Time is exposed if the training thread waits for a bucket; the waits
-for all buckets add up to the stage `host_wait`.
+The first section of a report. Time is exposed if the training thread waits, for a bucket or for
+gathered parameters: `telemetry.quantities.exposed_share` is the definition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,14 @@ from megatron_sparse.report.charts import (
     stacked_areas,
     thinned_note,
 )
-from megatron_sparse.telemetry.quantities import against_dense, ms, percent, rate
+from megatron_sparse.telemetry.quantities import (
+    against_dense,
+    at_target,
+    of_all,
+    percent,
+    rate,
+    scope,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +41,7 @@ LEAST_EXPLAINED = 0.5
 """The part of the share's variance that a change must explain; noise explains little anywhere."""
 LEAST_ITERATIONS = 5
 MOST_LEVELS = 4
-REST = "other buckets"
+REST, PARAMETERS = "other buckets", "parameters"
 
 
 class ExposedTimes:
@@ -43,16 +50,25 @@ class ExposedTimes:
     Args:
         number: the iterations' numbers, ascending.
         iteration_ms: their times.
+        param_wait_ms: their waits for parameters.
     """
 
-    def __init__(self, number: np.ndarray, iteration_ms: np.ndarray) -> None:
+    def __init__(
+        self, number: np.ndarray, iteration_ms: np.ndarray, param_wait_ms: np.ndarray
+    ) -> None:
         parts = min(len(number), MOST_POINTS)
+
+        def sums(values: np.ndarray) -> np.ndarray:
+            return np.array([piece.sum() for piece in np.array_split(values, parts)])
+
         self._interval_of: dict[int, int] = {}
         for index, piece in enumerate(np.array_split(number, parts)):
             self._interval_of |= dict.fromkeys(piece.tolist(), index)
         self.number = np.array([piece.mean() for piece in np.array_split(number, parts)])
-        self._total_ms = np.array([piece.sum() for piece in np.array_split(iteration_ms, parts)])
+        self._total_ms = sums(iteration_ms)
         self._waits_ms: dict[str, np.ndarray] = {}
+        if param_wait_ms.any():
+            self._waits_ms[PARAMETERS] = sums(param_wait_ms)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Adds a line of `buckets.jsonl`; one of an iteration that is unknown adds nothing."""
@@ -62,9 +78,14 @@ class ExposedTimes:
             waits_ms[index] += line["exposed_us"] / 1e3
 
     def shares(self) -> dict[str, np.ndarray]:
-        """For each bucket and interval, the wait for it over the iterations' time."""
+        """For each bucket, and for parameters: by interval the waits over the iterations' time."""
         total_ms = np.where(self._total_ms > 0, self._total_ms, np.inf)
         return {name: waits_ms / total_ms for name, waits_ms in self._waits_ms.items()}
+
+    def top(self) -> float:
+        """The end of a chart's scale, in percent."""
+        total = np.sum(list(self.shares().values()), axis=0) * 100
+        return max(float(np.percentile(total, 98)) * 1.15, 1.0)
 
 
 @dataclass(frozen=True)
@@ -73,14 +94,14 @@ class Level:
 
     Attributes:
         first: its first iteration.
-        share: its median.
+        share: of its time: the sum of the waits over the sum of the times.
     """
 
     first: int
     share: float
 
 
-def levels_of(number: np.ndarray, share: np.ndarray) -> list[Level]:
+def levels_of(number: np.ndarray, share: np.ndarray, iteration_ms: np.ndarray) -> list[Level]:
     """The levels of a share, the latest first: at most `MOST_LEVELS`.
 
     The run is cut in two where that explains most of the variance, and its later part again,
@@ -89,23 +110,26 @@ def levels_of(number: np.ndarray, share: np.ndarray) -> list[Level]:
     Args:
         number: the iterations' numbers.
         share: one value for each; NaN is left out.
+        iteration_ms: their times, which weigh the shares.
 
     Returns:
         Levels without gaps; a single one where nothing has clearly changed; none without values.
 
     Example:
         >>> share = np.repeat([0.4, 0.1], 50)
-        >>> [(level.first, float(level.share)) for level in levels_of(np.arange(1, 101), share)]
+        >>> levels = levels_of(np.arange(1, 101), share, np.ones(100))
+        >>> [(level.first, round(level.share, 6)) for level in levels]
         [(51, 0.1), (1, 0.4)]
     """
     known = np.isfinite(share)
-    number, share = number[known], share[known]
+    number, share, iteration_ms = number[known], share[known], iteration_ms[known]
     levels: list[Level] = []
     while len(share):
         cut = _cut(share) if len(levels) < MOST_LEVELS - 1 else None
         end = len(share) if cut is None else cut
-        levels.insert(0, Level(int(number[0]), float(np.median(share[:end]))))
-        number, share = number[end:], share[end:]
+        mean = float(np.average(share[:end], weights=iteration_ms[:end]))
+        levels.insert(0, Level(int(number[0]), mean))
+        number, share, iteration_ms = number[end:], share[end:], iteration_ms[end:]
     return levels
 
 
@@ -140,9 +164,10 @@ def sentences(
         times: waits by bucket.
         levels: of the exposed share, the latest first.
     """
+    steady = at_target(summary)
     said = [
-        f"{percent(summary['exposed_share'])} of an iteration is exposed communication: "
-        f"{ms(summary['stage_ms']['host_wait'])} of {ms(summary['iteration_ms'])} ms (medians)."
+        f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
+        f"{of_all(steady)}, means of {scope(summary)}."
     ]
     if len(levels) > 1:
         *later, first = levels
@@ -156,7 +181,7 @@ def sentences(
         worst = sorted(totals, key=lambda name: -totals[name])[:2]
         named = " and ".join(f"{short(name)} ({totals[name] / whole:.0%})" for name in worst)
         when = f" from iteration {since} on" if since else ""
-        said.append(f"Of {len(totals)} buckets, the longest waits{when} are for {named}.")
+        said.append(f"The longest waits{when} are for {named}.")
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         said.append(f"Throughput: {speed}.")
     if summary.get("world_size") != 1:
@@ -165,7 +190,14 @@ def sentences(
     return said
 
 
-def chart(times: ExposedTimes, length: int, suffix: str, end: str) -> Chart | None:
+def chart(
+    times: ExposedTimes,
+    length: int,
+    suffix: str,
+    end: str,
+    top: float,
+    mark: Callable[[Axes], None],
+) -> Chart | None:
     """The share of exposed time by bucket over the run, stacked; None without any bucket's waits.
 
     Args:
@@ -173,6 +205,8 @@ def chart(times: ExposedTimes, length: int, suffix: str, end: str) -> Chart | No
         length: number of iterations.
         suffix: of the chart's name, for several runs.
         end: of its title, for several runs.
+        top: of the scale.
+        mark: draws what all charts over iterations have.
     """
     shares = times.shares()
     if not shares:
@@ -187,19 +221,20 @@ def chart(times: ExposedTimes, length: int, suffix: str, end: str) -> Chart | No
         colours = [theme.of_run(index).light for index in range(len(areas))]
         if rest:
             colours[-1] = theme.MUTED.light
-        total = np.sum(list(percents.values()), axis=0)
-        top = max(float(np.percentile(total, 98)) * 1.15, 1.0)
         stacked_areas(axes, times.number, percents, colours, top)
+        mark(axes)
         axes.set_ylabel("% of the iteration")
         legend_below(axes)
 
     note = (
-        "The training thread waits for the buckets in the order of their launch; areas add up to "
-        "the exposed share. The scale ends a little above 98 % of the values."
+        "The training thread waits for the buckets in the order of their launch, and for gathered "
+        "parameters; areas add up to the exposed share. The scale ends a little above 98 % of the "
+        "values."
     )
     return Chart(
         f"exposed{suffix}",
         f"Exposed by bucket (% of the iteration){end}",
         note + thinned_note([length]),
         draw,
+        kind="exposed" if suffix else "",
     )

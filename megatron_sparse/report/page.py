@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,14 @@ class Section:
     folds: list[tuple[str, str]] = field(default_factory=list)
 
 
-def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
+def run(
+    folders: Sequence[Path], output: Path, png: Path | None, baseline: Path | None = None
+) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: folders of the runs; the first run is the baseline for comparisons.
+        folders: folders of the runs.
+        baseline: the run that the others are compared with, shown first; None takes the first.
         output: the page; its folder is made if needed.
         png: folder for a PNG of every chart; None writes none.
 
@@ -66,6 +70,9 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
         DependencyError: matplotlib is missing.
     """
+    if baseline is not None:
+        others = [folder for folder in folders if folder.resolve() != baseline.resolve()]
+        folders = [baseline, *others]
     if not 1 <= len(folders) <= MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",
@@ -99,6 +106,10 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     for one in runs:
         for section, more in bucket_charts.charts_of(one, runs).items():
             charts.setdefault(section, []).extend(more)
+    for found in charts.values():
+        # Of several runs, the same chart of each side by side.
+        kinds = list(dict.fromkeys(chart.kind for chart in found))
+        found.sort(key=lambda chart: kinds.index(chart.kind))
     with_buckets = [one for one in runs if one.buckets]
     profiled = [one for one in runs if one.profiles]
     delayed = [one for one in runs if one.readiness]
@@ -109,7 +120,9 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             [_answer(one, runs) for one in runs],
             [*charts["exposed"], *charts["iteration"]],
         ),
-        Section("summary", "Summary", tables=[tables.summary_table(runs)]),
+        Section(
+            "summary", "Summary", tables.comparability(runs), tables=[tables.summary_table(runs)]
+        ),
         Section(
             "loss",
             "Loss",
@@ -161,7 +174,8 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
 
 def _answer(one: RunData, runs: Sequence[RunData]) -> str:
     """How much of the run's iterations is exposed, in which buckets, since when."""
-    levels = exposed.levels_of(one.iterations.number, one.iterations.exposed_share)
+    columns = one.iterations
+    levels = exposed.levels_of(columns.number, columns.exposed_share, columns.iteration_ms)
     text = " ".join(exposed.sentences(one.summary, one.exposed, levels))
     return text if len(runs) == 1 else f"{run_charts.label_of(one, runs)}. {text}"
 
@@ -214,9 +228,12 @@ def _shown(section: Section) -> dict[str, Any]:
         "lead": section.lead,
         "absent": section.absent,
         "tables": section.tables,
-        "charts": [
-            {"name": c.name, "title": c.title, "note": c.note, "svg": Markup(c.svg())}
-            for c in section.charts
+        "rows": [
+            [
+                {"name": c.name, "title": c.title, "note": c.note, "svg": Markup(c.svg())}
+                for c in charts
+            ]
+            for _, charts in groupby(section.charts, key=lambda chart: chart.kind)
         ],
         "folds": [{"title": title, "text": text} for title, text in section.folds],
     }

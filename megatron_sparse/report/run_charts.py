@@ -1,4 +1,4 @@
-"""Charts with a line or a bar for each run: loss, bytes, time, medians of stages, stragglers."""
+"""Charts with a line or a bar for each run: loss, bytes, time, means of stages, stragglers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import numpy as np
 from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.report import theme
 from megatron_sparse.report.charts import (
+    TARGET_NOTE,
     Chart,
     legend_below,
+    mark_target,
     short,
     stacked_bars,
     thinned,
@@ -19,7 +21,7 @@ from megatron_sparse.report.charts import (
 )
 from megatron_sparse.report.run_data import RunData
 from megatron_sparse.straggler.detector import delay_cdf, delay_s, last_rank
-from megatron_sparse.telemetry.quantities import thread_parts
+from megatron_sparse.telemetry.quantities import at_target, thread_parts
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -36,7 +38,7 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     found = {
         "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
         "bytes": [_wire_ratio(sending), _sent(sending)] if sending else [],
-        "time": _stage_medians(runs),
+        "time": _stage_means(runs),
         "exposed": _exposed_share(runs),
         "iteration": [_iteration_time(runs)],
         "stragglers": [],
@@ -63,6 +65,7 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
         handles += axes.plot(
             x, y, color=theme.of_run(run.index).light, marker="o" if single else None
         )
+        mark_target(axes, run.iterations.target_begins, theme.of_run(run.index).light)
     axes.set_xlabel("iteration")
     _legend(axes, handles, runs)
 
@@ -77,7 +80,7 @@ def _loss(runs: Sequence[RunData]) -> Chart:
         _lines(axes, runs, [run.iterations.loss for run in runs])
         axes.set_ylabel("loss")
 
-    note = "Training loss; iterations without a finite logged loss are left out."
+    note = "Training loss; iterations without a finite logged loss are left out." + TARGET_NOTE
     return Chart("loss", "Training loss", note + thinned_note(_lengths(runs)), draw)
 
 
@@ -94,7 +97,7 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
 
     note = (
         "Bytes that the writing rank sent, headers included, over the bytes that each rank of a "
-        "dense ring would send. The scale is logarithmic."
+        "dense ring would send. The scale is logarithmic." + TARGET_NOTE
     )
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
 
@@ -131,7 +134,10 @@ def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
         axes.set_ylim(0, max(highest * 115, 1.0))
         axes.set_ylabel("% of the iteration")
 
-    note = "The training thread waits for synchronisation in this part of an iteration."
+    note = (
+        "The training thread waits for gradients or parameters in this part of an iteration."
+        + TARGET_NOTE
+    )
     return [
         Chart(
             "exposed-share",
@@ -162,7 +168,7 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
 
     note = (
         "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
-        "above the time of 98 % of the iterations."
+        "above the time of 98 % of the iterations." + TARGET_NOTE
     )
     if dense:
         note += " Dotted: the estimate of what dense synchronisation would have taken."
@@ -171,23 +177,27 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
     )
 
 
-def _stage_medians(runs: Sequence[RunData]) -> list[Chart]:
+def _stage_means(runs: Sequence[RunData]) -> list[Chart]:
+    steady = [at_target(run.summary) for run in runs]
     return [
         _stacked(
             "thread-stages",
-            "An iteration of the training thread (ms, median)",
+            "An iteration of the training thread (ms, mean)",
             "Stages of the training thread follow one another; host_wait and param_wait are the "
             "exposed waits for gradients and parameters, other is the rest of the iteration.",
             runs,
-            [thread_parts(run.summary["stage_ms"], run.summary["iteration_ms"]) for run in runs],
+            [
+                thread_parts(figures["stage_ms_mean"], figures["iteration_ms_mean"])
+                for figures in steady
+            ],
         ),
         _stacked(
             "bucket-stages",
-            "Its buckets, summed (ms, median)",
+            "Its buckets, summed (ms, mean)",
             "Stages of all buckets, which may run in parallel with the training thread and with "
             "each other: do not add them to the training thread's.",
             runs,
-            [{s: run.summary["stage_ms"][s] for s in BUCKET_STAGES} for run in runs],
+            [{s: figures["stage_ms_mean"][s] for s in BUCKET_STAGES} for figures in steady],
         ),
     ]
 

@@ -32,6 +32,7 @@ from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import Iterations, RunHistory
 from megatron_sparse.telemetry.lines import read_lines
+from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EVERY, SUMMARY_FILE
 
@@ -84,7 +85,7 @@ class RunData:
         profiles: sparsity of the gradients, by bucket.
         profiled: origin of the profiles, in words.
         readiness: the ranks' waits for one another, by bucket.
-        exposed: the training thread's waits for each bucket, over the run.
+        exposed: the training thread's waits for each bucket and for parameters, over the run.
         command: the command that started the run; empty if unknown.
         config: configuration values by dotted key.
         gaps: sentences about missing data.
@@ -128,7 +129,9 @@ def load_run(folder: Path, index: int) -> RunData:
     command, config = load_config(folder, gaps)
     summary = _load_summary(folder, history, config, gaps)
     plan, profiles = _load_plan(folder, gaps)
-    exposed = ExposedTimes(iterations.number, iterations.iteration_ms)
+    exposed = ExposedTimes(
+        iterations.number, iterations.iteration_ms, iterations.stage_ms["param_wait"]
+    )
     profiled = "sampled by the planner"
     if not profiles and (folder / GRADIENTS).is_dir():
         profiles, profiled = _recorded_profiles(folder, gaps)
@@ -223,12 +226,10 @@ def _load_summary(
             f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover "
             "the iterations so far"
         )
-    known = {
-        "name": config.get("name"),
-        "target_density": config.get("compression.density"),
-        "planner_cluster": config.get("planner.cluster"),
-    }
-    return {**known, **found, **history.summary()}
+    known = {"name": config.get("name"), "planner_cluster": config.get("planner.cluster")}
+    totals = history.summary()
+    asked = config.get("compression.density", found.get("target_density"))
+    return {**known, **found, **totals, "target_density": target_density(asked, totals)}
 
 
 def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:

@@ -12,13 +12,17 @@ from megatron_sparse.report.bucket_charts import slowest
 from megatron_sparse.report.run_charts import label_of
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.telemetry.quantities import (
+    PHASE_COLUMNS,
+    QUANTITIES,
+    at_target,
     delay_cells,
     hours,
     ms,
+    of_all,
     percent,
+    phase_rows,
     rate,
     size,
-    traffic_rows,
 )
 from megatron_sparse.telemetry.readiness import statistics_of
 
@@ -49,36 +53,47 @@ class Table:
 
 def summary_table(runs: Sequence[RunData]) -> Table:
     """A column for each run."""
+
+    def of(name: str) -> tuple[str, Callable[[RunData], str]]:
+        quantity = QUANTITIES[name]
+        return quantity.label, lambda run: quantity.cell(run.summary)
+
+    gathers = any(run.summary["param_dense_bytes"] for run in runs)
+    baseline = runs[0]
     rows: list[tuple[str, Callable[[RunData], str]]] = [
         ("iterations", _iterations),
         ("ranks", lambda run: _ranks(run.summary)),
-        ("loss, first to last", _losses),
+        of("loss_first"),
+        of("loss_last"),
         ("schemes at the end", _schemes),
-        ("target density", _target_density),
-        ("density sent", lambda run: percent(at_target(run)["density"])),
-        ("bytes sent / dense", lambda run: percent(at_target(run)["wire_ratio"])),
-        ("bytes sent, whole run", lambda run: _traffic(run.summary)),
-        ("iteration, ms", lambda run: ms(at_target(run)["iteration_ms"])),
-        ("exposed, ms", lambda run: ms(run.summary["stage_ms"]["host_wait"])),
-        ("exposed / iteration", lambda run: percent(run.summary["exposed_share"])),
-        ("overlapped, ms", lambda run: ms(run.summary["overlapped_ms"])),
+        of("target_density"),
+        of("target_begins"),
+        of("density"),
+        of("wire_ratio"),
+        ("bytes sent, whole run", lambda run: _traffic(run.summary, "")),
+        of("iteration_ms"),
+        of("iteration_ms_p95"),
+        *([(f"against {baseline.key}", _against(baseline))] if len(runs) > 1 else []),
+        of("exposed_share"),
+        ("exposed, mean ms", lambda run: of_all(at_target(run.summary))),
+        of("overlapped_ms"),
+        *(
+            [
+                ("parameters sent, whole run", lambda run: _traffic(run.summary, "param_")),
+                of("total_wire_ratio"),
+            ]
+            if gathers
+            else []
+        ),
         ("throughput", _rate),
         ("hours saved over dense", _saved),
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
-    if any(run.summary["param_dense_bytes"] for run in runs):
-        rows[12:12] = [
-            ("parameters sent, whole run", _gathered),
-            ("all bytes sent / dense", lambda run: percent(run.summary["total_wire_ratio"])),
-            ("waits for parameters, ms", lambda run: ms(run.summary["stage_ms"]["param_wait"])),
-        ]
     note = (
-        "Density, bytes / dense and iteration time are those at the target density, after warm-up "
-        "and ramp, if the run has reached it. Milliseconds are medians."
+        "Densities, bytes / dense and times are those at the target density, after warm-up and "
+        "ramp, if the run has reached it; all else is of the whole run."
     )
-    if len(runs) > 1:
-        rows.insert(9, (f"against {runs[0].key}", lambda run: _against(run, runs[0])))
     return Table(
         "",
         ["", *(label_of(run, runs) for run in runs)],
@@ -88,9 +103,46 @@ def summary_table(runs: Sequence[RunData]) -> Table:
     )
 
 
-def at_target(run: RunData) -> dict[str, Any]:
-    """The summary of the iterations at the target density; of all iterations if there are none."""
-    return run.summary["phases"].get("target", run.summary)
+_UNLIKE = {
+    "model": "another model",
+    "data": "other data",
+    "training.global_batch_size": "another batch size",
+    "cluster.nodes": "another number of nodes",
+    "cluster.ranks_per_node": "another number of ranks",
+    "cluster.device": "another device",
+}
+"""Keys, or sections, whose difference forbids comparing times and losses; and how it is called."""
+
+
+def unlike(run: RunData, baseline: RunData) -> list[str]:
+    """Why times and losses of two runs cannot be compared, in words; empty where they can."""
+    found = {
+        words
+        for key in {*run.config, *baseline.config}
+        for prefix, words in _UNLIKE.items()
+        if key == prefix or key.startswith(f"{prefix}.")
+        if run.config.get(key) != baseline.config.get(key)
+    }
+    return [words for words in _UNLIKE.values() if words in found]
+
+
+def comparability(runs: Sequence[RunData]) -> list[str]:
+    """Sentences about runs of another model, other data or another length than the first run."""
+    baseline, said = runs[0], []
+    for run in runs[1:]:
+        name, first = f"Run {run.key}", f"run {baseline.key}"
+        if words := unlike(run, baseline):
+            said.append(
+                f"{name} has {' and '.join(words)}, unlike {first}: "
+                "do not compare their losses and times."
+            )
+        done, other = run.summary["iterations"], baseline.summary["iterations"]
+        if done != other:
+            said.append(
+                f"{name} is {done} iterations long, {first} {other}: "
+                "compare losses of the same iteration, not the last ones."
+            )
+    return said
 
 
 def _iterations(run: RunData) -> str:
@@ -104,34 +156,15 @@ def _ranks(summary: Any) -> str:
     return f"{summary['world_size']}, {summary.get('device', UNKNOWN)}"
 
 
-def _losses(run: RunData) -> str:
-    first, last = run.summary["loss_first"], run.summary["loss_last"]
-    return UNKNOWN if first is None else f"{first:.4f} to {last:.4f}"
-
-
 def _schemes(run: RunData) -> str:
     counts = Counter(bucket.scheme for bucket in run.buckets.values())
     return ", ".join(f"{scheme} x {n}" for scheme, n in counts.most_common()) or UNKNOWN
 
 
-def _target_density(run: RunData) -> str:
-    """The target density; unknown if compression was off all the time."""
-    is_off = set(run.summary["phases"]) == {"off"}
-    return UNKNOWN if is_off else percent(run.summary.get("target_density"))
-
-
-def _gathered(run: RunData) -> str:
-    """Bytes of gathered parameters, sent and raw on a ring."""
-    dense = run.summary["param_dense_bytes"]
-    if not dense:
-        return UNKNOWN
-    sent = run.summary["param_wire_bytes"]
-    return f"{size(sent)} of {size(dense)} ({percent(sent / dense)})"
-
-
-def _traffic(traffic: Any) -> str:
-    sent, dense = size(traffic["wire_bytes"]), size(traffic["dense_bytes"])
-    return f"{sent} of {dense}"
+def _traffic(traffic: Any, half: str) -> str:
+    """Bytes of the gradients (`half` is empty) or of the parameters (`param_`)."""
+    sent, dense = traffic[f"{half}wire_bytes"], traffic[f"{half}dense_bytes"]
+    return f"{size(sent)} of {size(dense)} ({percent(sent / dense)})" if dense else UNKNOWN
 
 
 def _rate(run: RunData) -> str:
@@ -158,19 +191,26 @@ def _versions(run: RunData) -> str:
     )
 
 
-def _against(run: RunData, first: RunData) -> str:
-    own, other = at_target(run)["iteration_ms"], at_target(first)["iteration_ms"]
-    if run is first:
-        return UNKNOWN
-    return UNKNOWN if not own or not other else f"{own / other:.2f} times as long"
+def _against(baseline: RunData) -> Callable[[RunData], str]:
+    """How long an iteration takes, in iterations of the baseline."""
+    quantity = QUANTITIES["iteration_ms"]
+
+    def cell(run: RunData) -> str:
+        if run is baseline:
+            return "the baseline"
+        if words := unlike(run, baseline):
+            return f"not compared: {', '.join(words)}"
+        own_ms, other_ms = quantity.of(run.summary), quantity.of(baseline.summary)
+        return f"{own_ms / other_ms:.2f} times as long" if own_ms and other_ms else UNKNOWN
+
+    return cell
 
 
 def phase_table(run: RunData, runs: Sequence[RunData]) -> Table:
     """Traffic and time by phase."""
+    headers = [header for header, _ in PHASE_COLUMNS.values()]
     return Table(
-        f"Bytes by phase, {label_of(run, runs)}",
-        ["phase", "iterations", "dense", "sent", "sent / dense", "density", "ms / iteration"],
-        traffic_rows(run.summary),
+        f"Bytes by phase, {label_of(run, runs)}", ["phase", *headers], phase_rows(run.summary)
     )
 
 

@@ -27,6 +27,7 @@ from megatron_sparse.run import composition
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.telemetry import load_summary
+from megatron_sparse.telemetry.quantities import QUANTITIES
 from megatron_sparse.telemetry.run import SUMMARY_FILE
 
 OUTCOME_FILE = "outcome.json"
@@ -34,7 +35,7 @@ MULTIRUN = "multirun"
 """The folder, in the runs' folder, for files that belong to no single run."""
 _SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
 _RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_share")
-"""Of a run's `summary.json`; its documentation is docs/reading-the-breakdown.md."""
+"""Of a run's `summary.json`, as its final table and `report` show them."""
 _RUN_COLUMNS = 24
 """Characters of a run in the table."""
 
@@ -181,7 +182,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
                 "iterations": summary.get("iterations"),
             }
             | {key: config.get(key) for key in differing}
-            | {key: summary.get(key) for key in _RESULTS}
+            | {key: QUANTITIES[key].of(summary) if summary else None for key in _RESULTS}
             | {"error": outcome.error if outcome else ""}
         )
     return found
@@ -250,12 +251,14 @@ def _tables(found: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
             table.add_column(overflow="fold", max_width=_RUN_COLUMNS)
         for key in shown:
             style = "bold" if key == "name" else None
-            table.add_row(key, *(escape(_cell(row[key])) for row in some), style=style)
+            table.add_row(key, *(escape(_cell(key, row[key])) for row in some), style=style)
         yield table
 
 
-def _cell(value: object) -> str:
+def _cell(key: str, value: object) -> str:
     if value is None:
         return "-"
+    if key in QUANTITIES:
+        return QUANTITIES[key].text(value)
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text.splitlines()[0] if text else ""

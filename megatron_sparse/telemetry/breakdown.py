@@ -25,7 +25,7 @@ from megatron_sparse.recording import (
 )
 from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
 from megatron_sparse.telemetry.metrics import METRICS
-from megatron_sparse.telemetry.quantities import REST, thread_parts
+from megatron_sparse.telemetry.quantities import REST, exposed_share, thread_parts
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -111,18 +111,23 @@ class IterationBreakdown:
 
     @property
     def exposed_ms(self) -> float:
-        """Milliseconds for which the training thread waited for gradients."""
+        """Milliseconds for which the training thread waited, for gradients and parameters."""
+        return self.grad_exposed_ms + self.param_exposed_ms
+
+    @property
+    def grad_exposed_ms(self) -> float:
+        """Those of `exposed_ms` that were for gradients."""
         return self.stage_ms["host_wait"]
 
     @property
     def param_exposed_ms(self) -> float:
-        """Milliseconds for which the training thread waited for gathered parameters."""
+        """Those of `exposed_ms` that were for gathered parameters."""
         return self.stage_ms["param_wait"]
 
     @property
     def exposed_share(self) -> float | None:
-        """exposed_ms / iteration_ms; None for an iteration without duration."""
-        return self.exposed_ms / self.iteration_ms if self.iteration_ms else None
+        """`quantities.exposed_share` of the iteration; None for one without duration."""
+        return exposed_share(self.stage_ms, self.iteration_ms)
 
     @property
     def other_ms(self) -> float:
@@ -168,7 +173,7 @@ class IterationBreakdown:
             if metric.attribute and (self.param_gathers or not metric.of_gathers)
         }
         named |= {f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()}
-        # Without the waits: they are `comm/exposed_ms` and `params/exposed_ms`.
+        # Without the waits: they are `comm/grad_exposed_ms` and `params/exposed_ms`.
         busy = [stage for stage in STAGES if stage not in WAITS]
         named |= {f"breakdown/{stage}_ms": self.stage_ms[stage] for stage in busy}
         for name, value in self.extra.items():

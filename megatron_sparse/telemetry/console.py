@@ -12,32 +12,24 @@ from rich.table import Table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.telemetry.quantities import (
+    ITERATION,
+    PHASE_COLUMNS,
+    QUANTITIES,
     REST,
+    STAGE_MEANINGS,
     against_dense,
+    at_target,
     ms,
+    of_all,
     percent,
+    phase_rows,
     rate,
+    scope,
     size,
     thread_parts,
-    traffic_rows,
 )
 
 _SUMMARY_FILE = "summary.json"
-
-# Short enough for the last column of a table of 80 columns.
-_MEANING = {
-    "forward_backward": "passes, bucket launches included",
-    "optimizer": "clipping and step",
-    "host_wait": "exposed: waits for gradients",
-    "param_wait": "exposed: waits for parameters",
-    REST: "data, logging, checkpoints",
-    "threshold": "sample and threshold",
-    "prune": "error feedback, selection, message",
-    "encode": "sums anew; dense values narrowed",
-    "network": "transfers and waits for peers",
-    "decode": "adding received messages",
-    "profile": "sampling the sparsity at times",
-}
 
 
 def load_summary(run_dir: Path) -> dict[str, Any]:
@@ -83,33 +75,44 @@ def print_summary(
     head = f"{name}: {summary['iterations']} iterations{skipped}, {ranks}, {summary['device']}"
     # markup=False: a run's name may hold brackets.
     console.print(head, style="bold", markup=False)
+    cells = {name: quantity.cell(summary) for name, quantity in QUANTITIES.items()}
     if summary["loss_first"] is not None:
-        console.print(f"loss {summary['loss_first']:.4f} -> {summary['loss_last']:.4f}")
-    console.print(
-        f"density: target {percent(summary['target_density'])}, "
-        f"sent {percent(_reached_density(summary))}"
-    )
+        console.print(f"loss {cells['loss_first']} -> {cells['loss_last']}")
+    target = cells["target_density"]
+    begins = f" from iteration {cells['target_begins']} on" if summary["target_begins"] else ""
+    aim = "no target" if target == "-" else f"target {target}{begins}"
+    console.print(f"density: {aim}, sent {cells['density']}")
     console.print()
     console.print(_traffic_table(summary))
     console.print()
-    iteration_ms, gathers = summary["iteration_ms"], bool(summary["param_dense_bytes"])
-    title = f"an iteration of the training thread: {ms(iteration_ms)} ms (median)"
-    parts = thread_parts(summary["stage_ms"], iteration_ms, gathers=gathers)
-    console.print(_stage_table(title, parts, iteration_ms))
+    steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
+    of_thread, of_buckets = (
+        {
+            column: parts_of(steady[f"stage_ms{column}"], steady[f"iteration_ms{column}"])
+            for column in ("_mean", "", "_p95")
+        }
+        for parts_of in (
+            lambda stage_ms, whole: (
+                thread_parts(stage_ms, whole, gathers=gathers) | {ITERATION: whole}
+            ),
+            lambda stage_ms, _: {stage: stage_ms[stage] for stage in BUCKET_STAGES},
+        )
+    )
+    whole_ms = steady["iteration_ms_mean"]
+    title = f"an iteration of the training thread: {scope(summary)}"
+    console.print(_stage_table(title, of_thread, whole_ms))
     console.print()
     title = "its buckets, summed; beside the thread's stages or inside them"
-    parts = {stage: summary["stage_ms"][stage] for stage in BUCKET_STAGES}
-    console.print(_stage_table(title, parts, iteration_ms))
+    console.print(_stage_table(title, of_buckets, whole_ms))
     console.print()
     console.print(
-        f"synchronisation: {ms(summary['stage_ms']['host_wait'])} ms exposed "
-        f"({percent(summary['exposed_share'])}), "
-        f"{ms(summary['overlapped_ms'])} ms overlapped with compute"
+        f"exposed: {cells['exposed_share']}, {of_all(steady)}; "
+        f"{cells['overlapped_ms']} ms overlapped with compute"
     )
     if gathers:
         console.print(
-            f"parameters: {ms(summary['stage_ms']['param_wait'])} ms exposed; all bytes, "
-            f"gradients' and parameters', wire/dense {percent(summary['total_wire_ratio'])}"
+            "all bytes, gradients' and parameters', wire/dense: "
+            f"{percent(summary['total_wire_ratio'])}"
         )
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         console.print(f"throughput: {speed}")
@@ -128,40 +131,34 @@ def print_summary(
         console.print(f"memory of this rank: {parts_text}")
 
 
-def _reached_density(summary: dict[str, Any]) -> float | None:
-    """The density sent at the target: the ramp's densities would distort the comparison."""
-    return summary["phases"].get("target", summary)["density"]
-
-
 def _traffic_table(summary: dict[str, Any]) -> Table:
-    table = _table("gradient bytes sent by this rank")
+    halves = ", and parameters" if summary["param_dense_bytes"] else ""
+    table = _table(f"bytes sent by this rank: gradients by phase{halves}")
     table.add_column("phase")
-    for header in ("iterations", "dense", "wire", "wire/dense", "density", "ms/iter"):
+    for header, _ in PHASE_COLUMNS.values():
         table.add_column(header, justify="right")
-    for row in traffic_rows(summary):
-        # One phase needs no total.
-        if row[0] != "all" or len(summary["phases"]) != 1:
-            table.add_row(*row, style="bold" if row[0] == "all" else None)
-    if summary["param_dense_bytes"]:
-        table.title = "bytes sent by this rank: gradients by phase, and parameters"
-        dense_bytes, wire_bytes = summary["param_dense_bytes"], summary["param_wire_bytes"]
-        ratio = percent(wire_bytes / dense_bytes)
-        table.add_row("parameters", "", size(dense_bytes), size(wire_bytes), ratio, "", "")
+    for row in phase_rows(summary):
+        table.add_row(*row, style="bold" if row[0] == "all" else None)
     return table
 
 
 def _stage_table(
-    title: str, stage_ms: dict[str, float | None], iteration_ms: float | None
+    title: str, stage_ms: dict[str, dict[str, float | None]], iteration_ms: float | None
 ) -> Table:
+    """Stages by `_mean`, median (the empty key) and `_p95`; shares are those of the means."""
     table = _table(title)
     # The same widths in both tables align their columns.
-    table.add_column("stage", min_width=max(map(len, _MEANING)))
-    table.add_column("ms", justify="right", min_width=10)
-    table.add_column("share", justify="right", min_width=7)
+    table.add_column("stage", min_width=max(map(len, STAGE_MEANINGS)))
+    for header in ("mean ms", "share", "median", "p95"):
+        table.add_column(header, justify="right", min_width=8)
     table.add_column("", no_wrap=True, overflow="ellipsis")
-    for stage, time_ms in stage_ms.items():
-        share = time_ms / iteration_ms if iteration_ms and time_ms is not None else None
-        table.add_row(stage, ms(time_ms), percent(share), _MEANING[stage])
+    for stage, mean_ms in stage_ms["_mean"].items():
+        share = mean_ms / iteration_ms if iteration_ms and mean_ms is not None else None
+        middle, high = (ms(stage_ms[column].get(stage)) for column in ("", "_p95"))
+        if stage == REST:
+            middle = high = ""  # of what remains of medians there is no median
+        cells = (ms(mean_ms), percent(share), middle, high)
+        table.add_row(stage, *cells, STAGE_MEANINGS[stage])
     return table
 
 

@@ -52,7 +52,7 @@ class Panel:
 ITERATION_PARTS = (
     "breakdown/forward_backward_ms",
     "breakdown/optimizer_ms",
-    "comm/exposed_ms",
+    "comm/grad_exposed_ms",
     "params/exposed_ms",
     "breakdown/other_ms",
 )
@@ -66,6 +66,10 @@ def _stages(stages: tuple[str, ...]) -> tuple[str, ...]:
 SECTIONS: dict[str, tuple[Panel, ...]] = {
     "Communication time": (
         Panel("Exposed communication over the iteration", ("comm/exposed_share",)),
+        Panel(
+            "Exposed: all, gradients' part, parameters' part (ms)",
+            ("comm/exposed_ms", "comm/grad_exposed_ms", "params/exposed_ms"),
+        ),
         Panel("Exposed by bucket (ms)", ("bucket/<bucket>/exposed_ms",)),
         Panel("An iteration's parts, stacked (ms)", ITERATION_PARTS, "stacked-area"),
         Panel(

@@ -10,30 +10,25 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from megatron_sparse.recording import STAGES
+from megatron_sparse.recording import STAGES, WAITS
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.quantities import exposed_share
 
 PHASES = ("warmup", "ramp", "target", "off")
-
-_COUNTS = (
-    "dense_bytes",
-    "message_bytes",
-    "wire_bytes",
-    "inside_bytes",
-    "nnz",
-    "numel",
-    "skipped",
-    "param_dense_bytes",
-    "param_wire_bytes",
+_FLOATS = (
+    "iteration_ms",
+    "overlapped_ms",
+    "loss",
+    "dense_iteration_ms",
+    "tokens_per_s",
+    "model_tflop_per_s",
 )
-_FLOATS = ("iteration_ms", "overlapped_ms")
-_UNSURE = ("loss", "dense_iteration_ms", "tokens_per_s", "model_tflop_per_s")
-"""Numbers that an iteration may lack; NaN in the column."""
+"""Columns of numbers that may be missing (NaN); all others count."""
 _SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "param_dense_bytes", "param_wire_bytes")
 MS_PER_HOUR = 3.6e6
 
@@ -44,6 +39,15 @@ def _median(values: np.ndarray) -> float | None:
 
 def _median_known(values: np.ndarray) -> float | None:
     return _median(values[np.isfinite(values)])
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _high(values: np.ndarray) -> float | None:
+    """The 95th percentile."""
+    return float(np.percentile(values, 95)) if values.size else None
 
 
 def _ratio(part: int, whole: int) -> float | None:
@@ -99,7 +103,17 @@ class Iterations:
     def exposed_share(self) -> np.ndarray:
         """Exposed time over the iteration's; NaN for an iteration without duration."""
         known_ms = np.where(self.iteration_ms > 0, self.iteration_ms, np.nan)
-        return self.stage_ms["host_wait"] / known_ms
+        return sum(self.stage_ms[stage] for stage in WAITS) / known_ms
+
+    @property
+    def target_begins(self) -> int | None:
+        """The first iteration at the target density after others; None if there is none.
+
+        A dense run, which leaves nothing out, has none.
+        """
+        sparse = self.nnz < self.numel
+        (at_target,) = np.nonzero((self.phase == PHASES.index("target")) & sparse)
+        return int(self.number[at_target[0]]) if at_target.size and at_target[0] else None
 
     @property
     def wire_ratio(self) -> np.ndarray:
@@ -112,9 +126,10 @@ class RunHistory:
 
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {
-            name: array("q") for name in ("number", "phase", *_COUNTS)
+            field.name: array("d" if field.name in _FLOATS else "q")
+            for field in fields(Iterations)
+            if field.name != "stage_ms"
         }
-        self._columns |= {name: array("d") for name in (*_FLOATS, *_UNSURE)}
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
         self._saved_ms = 0.0
 
@@ -128,14 +143,10 @@ class RunHistory:
 
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
-        columns = self._columns
-        columns["number"].append(row.iteration)
-        columns["phase"].append(PHASES.index(row.phase))
-        for name in (*_COUNTS, *_FLOATS):
-            columns[name].append(getattr(row, name))
-        for name in _UNSURE:
-            value = getattr(row, name)
-            columns[name].append(math.nan if value is None else value)
+        known = row.__dict__ | {"number": row.iteration, "phase": PHASES.index(row.phase)}
+        for name, column in self._columns.items():
+            value = known[name]
+            column.append(math.nan if value is None else value)
         self._saved_ms += _saved_ms(row.dense_iteration_ms, row.iteration_ms)
         for stage, column in self._stages.items():
             column.append(row.stage_ms[stage])
@@ -158,35 +169,31 @@ class RunHistory:
     def summary(self) -> dict[str, Any]:
         """The numbers of `summary.json`; docs/reading-the-breakdown.md explains each field.
 
-        Times, shares and rates are medians over iterations (the first ones compile and allocate),
-        except `stage_ms_total` and `against_dense`. Bytes and densities are sums and ratios of
-        sums.
+        Rates are medians over iterations, because the first ones compile and allocate; times are
+        given as means, medians and 95th percentiles. Shares, bytes and densities are sums and
+        ratios of sums.
         """
         c = self.iterations()
         losses = c.loss[np.isfinite(c.loss)]
-        everything = _traffic(c, np.ones(len(c.number), dtype=bool))
         return {
             "skipped": int(c.skipped.sum()),
             "loss_first": float(losses[0]) if losses.size else None,
             "loss_last": float(losses[-1]) if losses.size else None,
-            **everything,
+            **_figures(c, np.ones(len(c.number), dtype=bool)),
             "phases": {
-                phase: _traffic(c, c.phase == number)
+                phase: _figures(c, c.phase == number)
                 for number, phase in enumerate(PHASES)
                 if (c.phase == number).any()
             },
-            "exposed_share": _median_known(c.exposed_share),
-            "overlapped_ms": _median(c.overlapped_ms),
+            "target_begins": c.target_begins,
             "tokens_per_s": _median_known(c.tokens_per_s),
             "model_tflop_per_s": _median_known(c.model_tflop_per_s),
             "against_dense": _against_dense(c.dense_iteration_ms, c.iteration_ms),
-            "stage_ms": {stage: _median(column) for stage, column in c.stage_ms.items()},
-            "stage_ms_total": {stage: float(c.stage_ms[stage].sum()) for stage in STAGES},
         }
 
 
-def _traffic(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
-    """Bytes, densities and time of the chosen iterations."""
+def _figures(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
+    """Bytes, densities and times of the chosen iterations."""
 
     def total(name: str) -> int:
         return int(getattr(c, name)[chosen].sum())
@@ -194,6 +201,9 @@ def _traffic(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
     sums, numel = {name: total(name) for name in _SUMMED}, total("numel")
     both_dense = sums["dense_bytes"] + sums["param_dense_bytes"]
     both_wire = sums["wire_bytes"] + sums["param_wire_bytes"]
+    iteration_ms = c.iteration_ms[chosen]
+    stage_ms = {stage: column[chosen] for stage, column in c.stage_ms.items()}
+    means = {stage: _mean(times) for stage, times in stage_ms.items()}
     return {
         "iterations": int(chosen.sum()),
         **sums,
@@ -201,5 +211,12 @@ def _traffic(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
         "total_wire_ratio": _ratio(both_wire, both_dense),
         "density": _ratio(total("nnz"), numel),
         "bits_per_element": _ratio(8 * total("message_bytes"), numel),
-        "iteration_ms": _median(c.iteration_ms[chosen]),
+        "iteration_ms": _median(iteration_ms),
+        "iteration_ms_mean": _mean(iteration_ms),
+        "iteration_ms_p95": _high(iteration_ms),
+        "exposed_share": exposed_share(means, _mean(iteration_ms)),
+        "overlapped_ms": _mean(c.overlapped_ms[chosen]),
+        "stage_ms": {stage: _median(times) for stage, times in stage_ms.items()},
+        "stage_ms_mean": means,
+        "stage_ms_p95": {stage: _high(times) for stage, times in stage_ms.items()},
     }

@@ -26,7 +26,16 @@ from rich.text import Text
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.isolated import Isolated
-from megatron_sparse.telemetry.quantities import REST, ms, percent, rate, size, thread_parts
+from megatron_sparse.telemetry.quantities import (
+    REST,
+    exposed_share,
+    ms,
+    of_all,
+    percent,
+    rate,
+    size,
+    thread_parts,
+)
 
 FRAMES_PER_S = 5
 WINDOW = 20
@@ -135,20 +144,21 @@ class Progress:
         last = self.latest
         sent = size(last.wire_bytes + last.param_wire_bytes)
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
+        # A dense run has no target.
+        dense = last.phase == "target" and last.density == 1.0
+        phase = "nothing left out" if dense else _PHASES[last.phase]
         return (
             f"{loss}wire/dense {percent(last.total_wire_ratio)} ({sent})  "
-            f"density {percent(last.density)} ({_PHASES[last.phase]})"
+            f"density {percent(last.density)} ({phase})"
         )
 
     def traffic(self) -> str:
-        """Exposed and overlapped time of the synchronisation; the exposed share."""
-        exposed_ms = self.mean_ms(lambda b: b.exposed_ms)
-        share = f" ({exposed_ms / self.iteration_ms:.0%})" if self.iteration_ms else ""
+        """Exposed communication with its parts, and the overlapped time: means."""
+        means = self._means_ms(STEP_STAGES)
+        share = percent(exposed_share(means, self.iteration_ms))
+        figures = {"stage_ms_mean": means, "iteration_ms_mean": self.iteration_ms}
         overlapped = ms(self.mean_ms(lambda b: b.overlapped_ms))
-        text = f"synchronisation: {ms(exposed_ms)} ms exposed{share}, {overlapped} ms overlapped"
-        if self.latest.param_gathers:
-            text += f"; parameters {ms(self.mean_ms(lambda b: b.param_exposed_ms))} ms exposed"
-        return text
+        return f"exposed: {share}, {of_all(figures)}; {overlapped} ms overlapped"
 
     def pace(self) -> str:
         """Time of an iteration, tokens per second, and the estimate of dense, where known."""

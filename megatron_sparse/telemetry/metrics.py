@@ -76,7 +76,8 @@ METRICS = (
     Metric("breakdown/dense_iteration_ms", "ms", "estimate of the iteration with dense"),
     Metric("breakdown/<stage>_ms", "ms", "one stage; stages of buckets are summed over buckets"),
     Metric("breakdown/other_ms", "ms", "the rest of the iteration: in no stage of the thread"),
-    Metric("comm/exposed_ms", "ms", "the training thread waited for gradients"),
+    Metric("comm/exposed_ms", "ms", "the training thread waited, for gradients and parameters"),
+    Metric("comm/grad_exposed_ms", "ms", "the part of it for gradients"),
     Metric("comm/exposed_share", "", "exposed time over the iteration's time"),
     Metric(
         "comm/saved_hours",
@@ -93,7 +94,7 @@ METRICS = (
     Metric("comm/wire_ratio", "", "wire bytes over dense bytes, gradients only"),
     Metric("comm/bits_per_element", "", "bits of this rank's own messages for each element"),
     Metric("comm/total_wire_ratio", "", "wire bytes over dense bytes, gradients and parameters"),
-    Metric("params/exposed_ms", "ms", "the training thread waited for gathered parameters"),
+    Metric("params/exposed_ms", "ms", "the part of `comm/exposed_ms` for gathered parameters"),
     Metric("params/dense_bytes", "B", "bytes of parameters in a raw all-gather on a ring"),
     Metric("params/wire_bytes", "B", "bytes of parameters that this rank sent"),
     Metric("params/wire_ratio", "", "the parameters' wire bytes over their dense bytes"),

@@ -1,15 +1,58 @@
-"""What tables, the console and reports show alike: numbers as text, parts of an iteration, rows."""
+"""The quantities of a run: how each is computed, named and written, in every table and report.
+
+`QUANTITIES` is the one list of what a summary shows; the final table, `report` and `sweep` take
+their labels, values and units from it. Curves over the iterations are in `metrics`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_sparse.recording import STEP_STAGES
+from megatron_sparse.recording import STEP_STAGES, WAITS
 from megatron_sparse.straggler.detector import DelayStatistics
 
-REST = "other"
+ITERATION, REST = "iteration", "other"
 """The part of an iteration that no stage of the training thread accounts for."""
+STAGE_MEANINGS = {
+    "forward_backward": "passes, launches",
+    "optimizer": "clipping and step",
+    "host_wait": "exposed: gradients",
+    "param_wait": "exposed: parameters",
+    REST: "data, logging, saving",
+    ITERATION: "the whole",
+    "threshold": "sample and threshold",
+    "prune": "residual, selection",
+    "encode": "sums, dense values",
+    "network": "transfers and waits",
+    "decode": "adding what came",
+    "profile": "sampling the sparsity",
+}
+"""Short enough for the last column of a table of 80 columns."""
+
+
+def exposed_share(stage_ms: Mapping[str, Any], iteration_ms: float | None) -> float | None:
+    """Exposed communication: the thread's waits over the iteration's time.
+
+    The one definition, for an iteration as for a run: waits for gradients and for parameters
+    together. Of several iterations, pass sums or means, never medians: the sum of all waits over
+    the sum of all times.
+
+    Args:
+        stage_ms: milliseconds by stage.
+        iteration_ms: of the whole.
+
+    Returns:
+        The share; None without a time.
+
+    Example:
+        >>> exposed_share({"host_wait": 10.0, "param_wait": 5.0, "optimizer": 20.0}, 100.0)
+        0.15
+    """
+    if not iteration_ms:
+        return None
+    return sum(stage_ms[stage] for stage in WAITS) / iteration_ms
 
 
 def ms(time_ms: float | None) -> str:
@@ -109,7 +152,7 @@ def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
 def thread_parts(
     stage_ms: Mapping[str, Any], iteration_ms: float | None, *, gathers: bool = True
 ) -> dict[str, Any]:
-    """The training thread's stages and, as `REST`, what no stage accounts for.
+    """The training thread's stages and, as `REST`, the time that no stage accounts for.
 
     Args:
         stage_ms: milliseconds by stage: of an iteration, or means or medians; None: unknown.
@@ -128,27 +171,124 @@ def thread_parts(
     return parts | {REST: max(0.0, iteration_ms - sum(parts.values()))}
 
 
-def traffic_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    """The gradients' bytes by phase and of all: phase, iterations, dense, sent, ratio, density, ms.
+def at_target(summary: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a summary at the target density; the whole if the run was never there."""
+    return summary["phases"].get("target", summary)
+
+
+def scope(summary: Mapping[str, Any]) -> str:
+    """The iterations that `at_target` covers, in words.
+
+    Example:
+        >>> scope({"phases": {"target": {"iterations": 70, "density": 0.1}}})
+        '70 iterations at the target density'
+    """
+    figures = at_target(summary)
+    where = ""
+    if "target" in summary["phases"]:
+        where = " after the ramp" if figures["density"] == 1.0 else " at the target density"
+    return f"{figures['iterations']} iterations{where}"
+
+
+def target_density(configured: float | None, summary: Mapping[str, Any]) -> float | None:
+    """The density that a run was to reach; None if it leaves nothing out, as a dense run does.
+
+    Args:
+        configured: `compression.density`, which a dense run has, too.
+        summary: of its iterations.
+    """
+    phases = summary["phases"]
+    found = phases.get("target") or phases.get("off")
+    return None if found and found["density"] in (1.0, None) else configured
+
+
+def of_all(figures: Mapping[str, Any]) -> str:
+    """Mean waits beside the mean iteration, and the two halves' parts if both waited."""
+    grad_ms, param_ms = (figures["stage_ms_mean"][stage] for stage in WAITS)
+    if grad_ms is None:
+        return "-"
+    halves = f" (gradients {ms(grad_ms)}, parameters {ms(param_ms)})" if param_ms else ""
+    return f"{ms(grad_ms + param_ms)} of {ms(figures['iteration_ms_mean'])} ms{halves}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number that a summary gives of a run.
+
+    Attributes:
+        name: its field in `summary.json`.
+        label: its name in tables, with the unit.
+        text: writes a value.
+        steady: taken from the iterations at the target density, see `at_target`.
+    """
+
+    name: str
+    label: str
+    text: Callable[[Any], str]
+    steady: bool = True
+
+    def of(self, summary: Mapping[str, Any]) -> Any:
+        """Its value; None where the summary has none."""
+        return (at_target(summary) if self.steady else summary).get(self.name)
+
+    def cell(self, summary: Mapping[str, Any]) -> str:
+        """Its value as text, `-` for None."""
+        value = self.of(summary)
+        return "-" if value is None else self.text(value)
+
+
+QUANTITIES = {
+    quantity.name: quantity
+    for quantity in (
+        Quantity("loss_first", "first loss", "{:.4f}".format, steady=False),
+        Quantity("loss_last", "last loss", "{:.4f}".format, steady=False),
+        Quantity("target_density", "target density", percent, steady=False),
+        Quantity("target_begins", "reached in iteration", str, steady=False),
+        Quantity("density", "density sent", percent),
+        Quantity("wire_ratio", "bytes sent / dense", percent),
+        Quantity("total_wire_ratio", "with parameters / dense", percent),
+        Quantity("iteration_ms", "iteration, median ms", ms),
+        Quantity("iteration_ms_p95", "iteration, p95 ms", ms),
+        Quantity("exposed_share", "exposed / iteration", percent),
+        Quantity("overlapped_ms", "overlapped, mean ms", ms),
+    )
+}
+"""Of a summary, by name."""
+PHASE_COLUMNS = {
+    "iterations": ("iters", str),
+    "dense_bytes": ("dense", size),
+    "wire_bytes": ("wire", size),
+    "wire_ratio": ("/dense", percent),
+    "density": ("density", percent),
+    "iteration_ms": ("median ms", ms),
+    "exposed_share": ("exposed", percent),
+}
+"""Of a phase: field, header, and how a value is written."""
+
+
+def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
+    """A row with the `PHASE_COLUMNS` for each phase, for all, and for what is not of a phase.
 
     Args:
         summary: of a run.
     """
-    rows = [
-        [
-            phase,
-            str(row["iterations"]),
-            size(row["dense_bytes"]),
-            size(row["wire_bytes"]),
-            percent(row["wire_ratio"]),
-            percent(row["density"]),
-            ms(row["iteration_ms"]),
-        ]
-        for phase, row in [*summary["phases"].items(), ("all", summary)]
-    ]
+
+    def row(name: str, figures: Mapping[str, Any]) -> list[str]:
+        cells = [text(figures[key]) if key in figures else "" for key, (_, text) in columns]
+        return [name, *cells]
+
+    columns = PHASE_COLUMNS.items()
+    rows = [row(phase, figures) for phase, figures in summary["phases"].items()]
+    if len(rows) != 1:  # one phase needs no total
+        rows.append(row("all", summary))
+    dense_bytes = summary["dense_bytes"]
     if inside_bytes := summary["inside_bytes"]:
-        ratio = percent(inside_bytes / summary["dense_bytes"])
-        rows.append(["of it inside nodes", "", "", size(inside_bytes), ratio, "", ""])
+        inside = {"wire_bytes": inside_bytes, "wire_ratio": inside_bytes / dense_bytes}
+        rows.append(row("in nodes", inside))
+    if dense_bytes := summary["param_dense_bytes"]:
+        sent = summary["param_wire_bytes"]
+        gathered = {"dense_bytes": dense_bytes, "wire_bytes": sent}
+        rows.append(row("params", gathered | {"wire_ratio": sent / dense_bytes}))
     return rows
 
 

@@ -33,6 +33,7 @@ from megatron_sparse.telemetry.live import open_view
 from megatron_sparse.telemetry.machine import machine, versions
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
 from megatron_sparse.telemetry.profiling import IterationTraces
+from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
     load_readiness,
@@ -350,12 +351,12 @@ class RunTelemetry:
             logger.error("no more JSON lines are written in this run: %s", error)
 
     def _summary(self) -> dict[str, Any]:
-        compression = self._config.get("compression") or {}
+        compression, found = self._config.get("compression") or {}, self._history.summary()
         return {
             "name": self._name,
-            **self._history.summary(),
+            **found,
             "stragglers": self._straggler_summary(),
-            "target_density": compression.get("density"),
+            "target_density": target_density(compression.get("density"), found),
             "planner_cluster": (self._config.get("planner") or {}).get("cluster"),
             **(self._machine or machine()),
             "versions": versions(),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from megatron_sparse.report import charts, page, tables, theme
 from megatron_sparse.report.run_data import WINDOW, load_run
@@ -156,14 +157,15 @@ def test_numbers_of_the_summary(run, tmp_path):
     runs = [load_run(run, 0), load_run(other, 1)]
     table = cells(tables.summary_table(runs))
     assert table["iterations"] == ["12", "12"]
-    assert table["loss, first to last"] == ["9.0000 to 0.7500"] * 2
+    assert (table["first loss"], table["last loss"]) == (["9.0000"] * 2, ["0.7500"] * 2)
     assert table["target density"] == ["1.00%", "5.00%"]
+    assert table["reached in iteration"] == ["3", "3"]
     # 3 buckets of 12,000 and 60,000 bytes against 600,000, at the target.
     assert table["bytes sent / dense"] == ["2.00%", "10.00%"]
     assert table["density sent"] == ["1.00%", "5.00%"]
     assert table["schemes at the end"] == ["direct x 3"] * 2
-    assert table["against A"] == ["-", "1.00 times as long"]
-    assert table["exposed, ms"] == ["10.00", "10.00"]
+    assert table["against A"] == ["the baseline", "1.00 times as long"]
+    assert table["exposed, mean ms"] == ["10.00 of 100.00 ms"] * 2
     assert table["exposed / iteration"] == ["10.00%", "10.00%"]
     assert table["throughput"] == ["-", "-"]
     assert table["hours saved over dense"] == ["- (no planner.cluster)"] * 2
@@ -177,9 +179,48 @@ def test_gathers_of_parameters_are_shown_beside_gradients(run, tmp_path):
     assert table["parameters sent, whole run"] == ["1.53 MiB of 3.43 MiB (44.44%)", "-"]
     # Gradients: 3 buckets of 600,000 bytes twice, then 3 of 12,000 ten times.
     all_bytes = (2 * 1_800_000 + 10 * 36_000 + 1_600_000) / (12 * 1_800_000 + 3_600_000)
-    assert table["all bytes sent / dense"][0] == f"{all_bytes:.2%}"
-    assert table["waits for parameters, ms"] == ["4.00", "0.00"]
-    assert "all bytes sent / dense" not in cells(tables.summary_table([load_run(run, 0)]))
+    assert load_run(gathered, 0).summary["total_wire_ratio"] == pytest.approx(all_bytes)
+    assert table["exposed, mean ms"][0] == "14.00 of 100.00 ms (gradients 10.00, parameters 4.00)"
+    assert table["exposed / iteration"] == ["14.00%", "10.00%"]
+    assert "with parameters / dense" not in cells(tables.summary_table([load_run(run, 0)]))
+
+
+def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
+    model = {"model": {"num_layers": 4}}
+    other = make_run(tmp_path / "other", "other", iterations=9, config=model)
+    runs = [load_run(run, 0), load_run(other, 1)]
+    deeper, shorter = tables.comparability(runs)
+    assert deeper.startswith("Run B has another model, unlike run A:")
+    assert shorter.startswith("Run B is 9 iterations long, run A 12:")
+    table = cells(tables.summary_table(runs))
+    assert table["against A"][1] == "not compared: another model"
+    assert not tables.comparability([runs[0], runs[0]])
+
+
+def test_the_baseline_is_shown_first(run, tmp_path):
+    others = [make_run(tmp_path / name, name, iterations=3) for name in ("b", "c")]
+    output = tmp_path / "report.html"
+    assert commands.run("report", run, *others, "--baseline", others[1], "--output", output) == 0
+    page_text = output.read_text()
+    assert page_text.index("A: c") < page_text.index("B: one") < page_text.index("C: b")
+    assert "against A" in page_text
+
+
+def test_charts_of_several_runs_share_their_scales(run, tmp_path):
+    slow = make_run(tmp_path / "slow", "slow", iterations=20, buckets=6)
+    runs = [load_run(run, 0), load_run(slow, 1)]
+    found = {chart.name: chart for section in page.sections_of(runs) for chart in section.charts}
+    for kind in ("exposed", "breakdown", "buckets"):
+        first, second = (drawn_axes(found[f"{kind}-{key}"]) for key in "ab")
+        assert first.get_xlim() == pytest.approx(second.get_xlim()), kind
+        assert first.get_ylim() == pytest.approx(second.get_ylim()), kind
+        assert found[f"{kind}-a"].height_in == found[f"{kind}-b"].height_in
+
+
+def drawn_axes(chart):
+    axes = Figure().subplots()
+    chart.draw(axes)
+    return axes
 
 
 def test_a_run_without_compression_asked_for_no_density(tmp_path):

@@ -23,7 +23,8 @@ def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None
     (folder / name).mkdir(parents=True)
     save(config, folder / name / preparation.CONFIG_FILE, "command")
     if loss is not None:
-        summary = {"iterations": 5, "loss_last": loss, "wire_ratio": 0.1, "iteration_ms": 2.0}
+        steady = {"wire_ratio": 0.1, "iteration_ms": 2.0}
+        summary = {"iterations": 5, "loss_last": loss, "phases": {"target": steady}}
         (folder / name / "summary.json").write_text(json.dumps(summary))
 
 
@@ -153,6 +154,7 @@ class TestTable:
         ]
         assert (rows["b"]["scheme.name"], rows["b"]["compression.leak"]) == ("zen", 0.9)
         assert (rows["b"]["loss_last"], rows["c"]["loss_last"]) == (3.0, None)
+        assert rows["b"]["wire_ratio"] == 0.1
         assert rows["d"]["error"].startswith("no data")
 
     def test_a_repeated_run_counts_by_its_last_result(self, tmp_path):

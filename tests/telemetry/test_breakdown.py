@@ -93,6 +93,7 @@ def test_iteration_without_buckets():
         "comm/inside_bytes": 0.0,
         "comm/inside_ms": 0.0,
         "comm/exposed_ms": 0.0,
+        "comm/grad_exposed_ms": 0.0,
         "comm/exposed_share": 0.0,
         "comm/overlapped_ms": 0.0,
         "comm/host_cpu_ms": 0.0,
@@ -119,7 +120,8 @@ def test_gathers_of_parameters_are_counted_beside_gradients():
     assert (b.param_dense_bytes, b.param_wire_bytes) == (1800, 900)
     assert b.param_gathers == {"raw": 1, "exact": 2}
     assert (b.wire_ratio, b.total_wire_ratio) == (100 / 1200, 1000 / 3000)
-    assert (b.exposed_ms, b.param_exposed_ms, b.other_ms) == (10.0, 20.0, 70.0)
+    assert (b.exposed_ms, b.grad_exposed_ms, b.param_exposed_ms) == (30.0, 10.0, 20.0)
+    assert (b.exposed_share, b.other_ms) == (0.3, 70.0)
     scalars = b.scalars()
     assert scalars["params/wire_ratio"] == 0.5
     assert scalars["params/exposed_ms"] == 20.0
@@ -241,7 +243,7 @@ def test_the_parts_of_an_iteration_add_up():
     scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1, gathers=gathers).scalars()
     parts = [scalars[name] for name in ITERATION_PARTS]
     assert sum(parts) == pytest.approx(scalars["breakdown/iteration_ms"])
-    assert scalars["comm/exposed_share"] == pytest.approx(0.2)
+    assert scalars["comm/exposed_share"] == pytest.approx(0.4)
     assert scalars["breakdown/other_ms"] == pytest.approx(10.0)
 
 
@@ -269,7 +271,7 @@ def test_no_number_has_two_names():
     b = iteration_breakdown(
         1,
         records,
-        {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231},
+        {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231, "param_wait": 0.003},
         iteration_s=0.11,
         loss=2.5,
         grad_norm=1.25,

@@ -10,9 +10,14 @@ import pytest
 
 from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import print_summary
+from megatron_sparse.telemetry.history import RunHistory
+from megatron_sparse.telemetry.quantities import exposed_share
+
+STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 0.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.25), strict=True))
 
 
-def traffic(iterations, dense_bytes, wire_bytes, density, iteration_ms):
+def figures(iterations, dense_bytes, wire_bytes, density, iteration_ms, stage_ms=STAGE_MS):
+    """Of iterations that were all alike but for the slowest, half as long again."""
     return {
         "iterations": iterations,
         "dense_bytes": dense_bytes,
@@ -20,24 +25,30 @@ def traffic(iterations, dense_bytes, wire_bytes, density, iteration_ms):
         "wire_ratio": wire_bytes / dense_bytes,
         "density": density,
         "iteration_ms": iteration_ms,
+        "iteration_ms_mean": iteration_ms,
+        "iteration_ms_p95": 1.5 * iteration_ms,
+        "exposed_share": exposed_share(stage_ms, iteration_ms),
+        "overlapped_ms": 31.25,
+        "stage_ms": stage_ms,
+        "stage_ms_mean": stage_ms,
+        "stage_ms_p95": {stage: 1.5 * time_ms for stage, time_ms in stage_ms.items()},
     }
 
 
-STAGE_MS = dict(zip(STAGES, (70.0, 10.0, 15.0, 0.0, 1.5, 2.0, 0.5, 40.0, 6.0, 0.25), strict=True))
 SUMMARY = {
     "name": "demo [1]",
-    **traffic(100, 100 * 2**20, 30 * 2**20, 0.25, 100.0),
+    **figures(100, 100 * 2**20, 30 * 2**20, 0.25, 105.0),
     "inside_bytes": 0,
     "param_dense_bytes": 0,
     "skipped": 2,
     "loss_first": 9.25,
     "loss_last": 4.5,
     "phases": {
-        "warmup": traffic(20, 20 * 2**20, 20 * 2**20, 1.0, 120.0),
-        "ramp": traffic(30, 30 * 2**20, 8 * 2**20, 0.125, 110.5),
-        "target": traffic(50, 50 * 2**20, 2 * 2**20, 0.0103, 95.25),
+        "warmup": figures(20, 20 * 2**20, 20 * 2**20, 1.0, 120.0),
+        "ramp": figures(30, 30 * 2**20, 8 * 2**20, 0.125, 110.5),
+        "target": figures(50, 50 * 2**20, 2 * 2**20, 0.0103, 100.0),
     },
-    "exposed_share": 0.15,
+    "target_begins": 51,
     "tokens_per_s": 20_480.0,
     "model_tflop_per_s": None,
     "against_dense": {
@@ -47,10 +58,7 @@ SUMMARY = {
         "saved_hours": 7.5,
     },
     "planner_cluster": "mine.yaml",
-    "overlapped_ms": 31.25,
     "memory_bytes": {"residual": 4 * 2**20, "undo": 4 * 2**20, "messages": 3 * 2**19},
-    "stage_ms": STAGE_MS,
-    "stage_ms_total": {stage: 100 * time_ms for stage, time_ms in STAGE_MS.items()},
     "target_density": 0.01,
     "world_size": 4,
     "device": "cpu",
@@ -59,32 +67,33 @@ SUMMARY = {
 EXPECTED = """\
 run demo [1]: 100 iterations, 2 skipped, 4 ranks, cpu
 loss 9.2500 -> 4.5000
-density: target 1.00%, sent 1.03%
+density: target 1.00% from iteration 51 on, sent 1.03%
 
-gradient bytes sent by this rank
-phase   iterations       dense       wire  wire/dense  density  ms/iter
-warmup          20   20.00 MiB  20.00 MiB     100.00%  100.00%   120.00
-ramp            30   30.00 MiB   8.00 MiB      26.67%   12.50%   110.50
-target          50   50.00 MiB   2.00 MiB       4.00%    1.03%    95.25
-all            100  100.00 MiB  30.00 MiB      30.00%   25.00%   100.00
+bytes sent by this rank: gradients by phase
+phase   iters       dense       wire   /dense  density  median ms  exposed
+warmup     20   20.00 MiB  20.00 MiB  100.00%  100.00%     120.00   12.50%
+ramp       30   30.00 MiB   8.00 MiB   26.67%   12.50%     110.50   13.57%
+target     50   50.00 MiB   2.00 MiB    4.00%    1.03%     100.00   15.00%
+all       100  100.00 MiB  30.00 MiB   30.00%   25.00%     105.00   14.29%
 
-an iteration of the training thread: 100.00 ms (median)
-stage                     ms    share
-forward_backward       70.00   70.00%  passes, bucket launches included
-optimizer              10.00   10.00%  clipping and step
-host_wait              15.00   15.00%  exposed: waits for gradients
-other                   5.00    5.00%  data, logging, checkpoints
+an iteration of the training thread: 50 iterations at the target density
+stage              mean ms     share    median       p95
+forward_backward     70.00    70.00%     70.00    105.00  passes, launches
+optimizer            10.00    10.00%     10.00     15.00  clipping and step
+host_wait            15.00    15.00%     15.00     22.50  exposed: gradients
+other                 5.00     5.00%                      data, logging, saving
+iteration           100.00   100.00%    100.00    150.00  the whole
 
 its buckets, summed; beside the thread's stages or inside them
-stage                     ms    share
-threshold               1.50    1.50%  sample and threshold
-prune                   2.00    2.00%  error feedback, selection, message
-encode                  0.50    0.50%  sums anew; dense values narrowed
-network                40.00   40.00%  transfers and waits for peers
-decode                  6.00    6.00%  adding received messages
-profile                 0.25    0.25%  sampling the sparsity at times
+stage              mean ms     share    median       p95
+threshold             1.50     1.50%      1.50      2.25  sample and threshold
+prune                 2.00     2.00%      2.00      3.00  residual, selection
+encode                0.50     0.50%      0.50      0.75  sums, dense values
+network              40.00    40.00%     40.00     60.00  transfers and waits
+decode                6.00     6.00%      6.00      9.00  adding what came
+profile               0.25     0.25%      0.25      0.38  sampling the sparsity
 
-synchronisation: 15.00 ms exposed (15.00%), 31.25 ms overlapped with compute
+exposed: 15.00%, 15.00 of 100.00 ms; 31.25 ms overlapped with compute
 throughput: 20,480 tokens/s
 dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h
 memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
@@ -111,17 +120,18 @@ def test_a_run_that_gathers_parameters_shows_both_halves():
         "param_dense_bytes": 80 * 2**20,
         "param_wire_bytes": 20 * 2**20,
         "total_wire_ratio": 50 / 180,
-        "stage_ms": STAGE_MS | {"param_wait": 4.0},
+        "phases": {
+            "target": figures(50, 2**20, 2**19, 0.01, 100.0, STAGE_MS | {"param_wait": 4.0})
+        },
     }
     lines = printed(edited(**gathered), 80)
     assert "bytes sent by this rank: gradients by phase, and parameters" in lines
-    (row,) = [line.split() for line in lines if line.startswith("parameters ")]
-    assert row == ["parameters", "80.00", "MiB", "20.00", "MiB", "25.00%"]
+    (row,) = [line.split() for line in lines if line.startswith("params ")]
+    assert row == ["params", "80.00", "MiB", "20.00", "MiB", "25.00%"]
     (stage,) = [line.split()[:3] for line in lines if line.startswith("param_wait")]
     assert stage == ["param_wait", "4.00", "4.00%"]
-    assert "parameters: 4.00 ms exposed; all bytes, gradients' and parameters', wire/dense" in str(
-        lines
-    )
+    assert "exposed: 19.00%, 19.00 of 100.00 ms (gradients 15.00, parameters 4.00);" in str(lines)
+    assert "all bytes, gradients' and parameters', wire/dense: 27.78%" in lines
     assert max(map(len, lines)) <= 80
 
 
@@ -143,7 +153,7 @@ def test_narrow_lines_fit_and_keep_the_verdict(width):
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())
     assert "loss 9.2500 -> 4.5000" in text
-    assert "15.00 ms exposed (15.00%), 31.25 ms overlapped with compute" in text
+    assert "exposed: 15.00%, 15.00 of 100.00 ms; 31.25 ms overlapped with compute" in text
 
 
 def test_what_dense_would_have_taken_is_said_or_why_it_is_unknown():
@@ -164,12 +174,18 @@ def test_one_phase_needs_no_total():
 
 def test_a_run_that_was_never_at_its_target_shows_what_it_sent():
     phases = {"warmup": SUMMARY["phases"]["warmup"], "ramp": SUMMARY["phases"]["ramp"]}
-    assert "density: target 1.00%, sent 25.00%" in printed(edited(phases=phases), 80)
+    assert "density: target 1.00%, sent 25.00%" in printed(
+        edited(phases=phases, target_begins=None), 80
+    )
 
 
 def test_small_densities_keep_two_digits():
-    assert "density: target 0.01%, sent 1.03%" in printed(edited(target_density=1e-4), 80)
-    assert "density: target 0.0012%, sent 1.03%" in printed(edited(target_density=1.2e-5), 80)
+    assert "density: target 0.01% from iteration 51 on, sent 1.03%" in printed(
+        edited(target_density=1e-4), 80
+    )
+    assert "density: target 0.0012% from iteration 51 on, sent 1.03%" in printed(
+        edited(target_density=1.2e-5), 80
+    )
 
 
 def test_sizes_beyond_the_largest_unit():
@@ -180,10 +196,8 @@ def test_sizes_beyond_the_largest_unit():
 
 
 def test_a_run_without_an_iteration():
-    known = ("loss_first", "loss_last", "wire_ratio", "density", "iteration_ms", "exposed_share")
-    more = ("name", "tokens_per_s", "against_dense", "overlapped_ms", "target_density")
-    nothing = dict.fromkeys((*known, *more))
-    zero = {"iterations": 0, "skipped": 0, "dense_bytes": 0, "wire_bytes": 0, "world_size": 1}
-    lines = printed(edited(**nothing, **zero, phases={}, stage_ms=dict.fromkeys(STAGES)), 80)
-    assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: target -, sent -"]
+    alone = {"name": None, "world_size": 1, "device": "cpu", "versions": {}, "memory_bytes": {}}
+    nothing = RunHistory().summary() | {"target_density": None, "planner_cluster": None}
+    lines = printed(alone | nothing, 80)
+    assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: no target, sent -"]
     assert "other" not in " ".join(line.split(" ")[0] for line in lines)

@@ -47,11 +47,12 @@ def test_titles_tell_the_unit():
 
 
 def test_the_first_row_is_exposed_communication_how_much_where_and_since_when():
-    share, by_bucket, parts = dashboard.SECTIONS["Communication time"][:3]
+    share, halves, by_bucket, parts = dashboard.SECTIONS["Communication time"][:4]
     assert share.metrics == ("comm/exposed_share",)
+    assert halves.metrics == ("comm/exposed_ms", "comm/grad_exposed_ms", "params/exposed_ms")
     assert by_bucket.metrics == ("bucket/<bucket>/exposed_ms",)
     assert parts.plot == "stacked-area"
-    assert {"comm/exposed_ms", "breakdown/other_ms"} < set(parts.metrics)
+    assert {"comm/grad_exposed_ms", "breakdown/other_ms"} < set(parts.metrics)
 
 
 def test_the_specification_has_the_panels(tmp_path, capsys):

@@ -79,7 +79,7 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
     ]
     bars = [line.count("━") for line in lines[4:8]]
     assert bars[0] > bars[2] > bars[1] > bars[3]
-    assert lines[8] == "synchronisation: 15.00 ms exposed (15%), 25.00 ms overlapped"
+    assert lines[8] == "exposed: 15.00%, 15.00 of 100.00 ms; 25.00 ms overlapped"
     assert lines[9] == "buckets, ms: network 40.00"
 
 
@@ -104,7 +104,7 @@ def test_it_shows_both_halves_where_parameters_are_gathered():
     progress.add(breakdown(1, param_gathers={"exact": 1}, **gathered), now_s=1.0)
     text = "\n".join(drawn(progress, 120))
     assert "wire/dense 26.56% (544.00 KiB)" in text
-    assert "parameters 5.00 ms exposed" in text
+    assert "20.00 of 100.00 ms (gradients 15.00, parameters 5.00)" in text
     assert "param_wait" in text
     assert "param_wait" not in "\n".join(drawn(progressed(), 120))
 

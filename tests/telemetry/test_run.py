@@ -97,10 +97,12 @@ def test_summary_of_a_run(tmp_path):
         assert summary[key] == sum(phase[key] for phase in summary["phases"].values())
     assert summary["dense_bytes"] == 6 * 2 * 6000
     assert summary["wire_ratio"] == summary["wire_bytes"] / summary["dense_bytes"]
-    # medians over iterations 1..6 of 2 buckets x i ms, i ms, and 100 i ms
-    assert summary["stage_ms"]["prune"] == 7.0
-    assert summary["stage_ms_total"]["prune"] == 42.0
+    # Of iterations 1..6: 2 buckets x i ms, i ms, and 100 i ms; iteration 6 is the longest of three.
+    assert summary["stage_ms"]["prune"] == summary["stage_ms_mean"]["prune"] == 7.0
     assert summary["stage_ms"]["host_wait"] == 3.5
+    assert target["stage_ms_p95"]["host_wait"] == pytest.approx(5.9)
+    assert target["exposed_share"] == pytest.approx(15 / 1500)
+    assert summary["target_begins"] == 4
     assert summary["iteration_ms"] == pytest.approx(350.0, rel=1e-12)  # 0.1 * 3 is not exact
     assert target["iteration_ms"] == pytest.approx(500.0, rel=1e-12)
     assert (summary["target_density"], summary["world_size"]) == (0.01, 1)
