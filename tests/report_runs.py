@@ -45,7 +45,7 @@ def make_run(
         dense = iteration <= 2
         for bucket in range(buckets):
             record = BucketRecord(
-                f"dense{bucket}.0",
+                f"group{bucket}.0",
                 iteration - 1,
                 "dense" if dense else "direct",
                 "warmup" if dense else "target",
@@ -67,7 +67,7 @@ def make_run(
         if gathers:
             method, sent = ("raw", 300) if dense else ("exact", 100)
             telemetry.record_gather(
-                GatherRecord("dense0.0", iteration - 1, method, 100_000, 300_000, sent * 1000)
+                GatherRecord("group0.0", iteration - 1, method, 100_000, 300_000, sent * 1000)
             )
             telemetry.record_stage("param_wait", 0.004)
         telemetry.record_stage("forward_backward", 0.06)
@@ -81,7 +81,7 @@ def make_run(
         profile = SparsityProfile.uniform(100_000, density, 4).to_dict()
         rows = [
             {
-                "bucket": f"dense{bucket}.0",
+                "bucket": f"group{bucket}.0",
                 "numel": 100_000,
                 "op": "all_reduce",
                 "world_size": 4,

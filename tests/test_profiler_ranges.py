@@ -148,7 +148,7 @@ def test_a_second_profiler_is_reported_and_training_goes_on(tmp_path, caplog):
 
 
 def test_a_gather_has_a_row_with_its_stages():
-    gather = GatherRecord("dense0.0", 3, "exact", 10, 40, wire_bytes=8, launched_s=1.0)
+    gather = GatherRecord("group0.0", 3, "exact", 10, 40, wire_bytes=8, launched_s=1.0)
     gather.finished_s = 1.5
     gather.timer.spans.append(("decode", 1.25, 1.375))
     timeline = Timeline(0)
@@ -158,8 +158,8 @@ def test_a_gather_has_a_row_with_its_stages():
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
-    whole, stage = spans["dense0.0 parameters"], spans["decode"]
-    assert rows[whole["tid"]] == "dense0.0 parameters"
+    whole, stage = spans["group0.0 parameters"], spans["decode"]
+    assert rows[whole["tid"]] == "group0.0 parameters"
     assert stage["tid"] == whole["tid"] != spans["optimizer"]["tid"]
     assert (whole["ts"], whole["dur"]) == (0.5e6, 0.5e6)
     assert (stage["ts"], stage["dur"]) == (0.75e6, 0.125e6)

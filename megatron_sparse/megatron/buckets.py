@@ -54,7 +54,7 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
         for buffer in [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
             index_of.update(buffer.param_index_map)
         kinds = (
-            ("dense", chunk.bucket_groups),
+            ("group", chunk.bucket_groups),
             ("expert", getattr(chunk, "expert_parallel_bucket_groups", [])),
         )
         for kind, groups in kinds:

@@ -106,6 +106,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     for one in runs:
         for section, more in bucket_charts.charts_of(one, runs).items():
             charts.setdefault(section, []).extend(more)
+    charts["exposed"] += charts["iteration"]
     for found in charts.values():
         # Of several runs, the same chart of each side by side.
         kinds = list(dict.fromkeys(chart.kind for chart in found))
@@ -118,7 +119,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             "exposed",
             "Exposed communication",
             [_answer(one, runs) for one in runs],
-            [*charts["exposed"], *charts["iteration"]],
+            charts["exposed"],
         ),
         Section(
             "summary", "Summary", tables.comparability(runs), tables=[tables.summary_table(runs)]

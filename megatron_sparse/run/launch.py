@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
@@ -22,6 +23,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import interrupt, mpi, preparation, resume, slurm, worker
 from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
+from megatron_sparse.run.rank_log import log_path
 from megatron_sparse.run.rank_report import read_report
 
 RANK = "megatron_sparse.run.rank"
@@ -114,11 +116,7 @@ def _launch(config: RunConfig, command: str) -> int:
 
 
 def _run_agent(config: RunConfig, run_dir: Path) -> int:
-    from torch.distributed.elastic.multiprocessing import (
-        DefaultLogsSpecs,
-        SignalException,
-        Std,
-    )
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -127,29 +125,28 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
     silent = logging.NullHandler()
     agent_log.addHandler(silent)
     agent_log.propagate, before = False, agent_log.propagate
-    ranks = config.cluster.ranks_per_node
-    # Megatron prints iterations on the last rank, which therefore gets the terminal.
-    quiet = dict.fromkeys(range(ranks - 1), Std.ALL)
+    logs = log_path(run_dir, 0).parent
     saves = config.training.save_signal == interrupt.SIGINT
     settings = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=ranks,
+        nproc_per_node=config.cluster.ranks_per_node,
         run_id=config.name,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(run_dir / "logs"), redirects=quiet),
         shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
     try:
-        with interrupt.saving(saves):
+        logs.mkdir(exist_ok=True)
+        with TemporaryDirectory(prefix="reports_", dir=logs) as reports, interrupt.saving(saves):
+            settings.logs_specs = DefaultLogsSpecs(log_dir=reports)
             elastic_launch(settings, sys.executable)("-u", "-m", RANK, str(run_dir / CONFIG_FILE))
     except ChildFailedError as error:
         return _report(*error.get_first_failure(), run_dir)
     except SignalException as error:
-        print(f"stopped by {error.sigval.name}; see {run_dir / 'logs'}", file=sys.stderr)
+        print(f"stopped by {error.sigval.name}; see {logs}", file=sys.stderr)
         return 128 + error.sigval
     except (OSError, ValueError) as error:
         # The agent's own files are on the run's disk, too.
@@ -176,7 +173,7 @@ def _report(rank: int, failure: Any, run_dir: Path) -> int:
         print(f"error: {full}", file=sys.stderr)
         return full.exit_code
     print(f"error: rank {rank} failed: {message}", file=sys.stderr)
-    log = Path(failure.error_file).with_name("stderr.log")
+    log = log_path(run_dir, rank)
     if log.is_file():
         lines = log.read_text("utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         print(f"the end of {log}:", *lines, sep="\n", file=sys.stderr)

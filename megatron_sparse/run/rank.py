@@ -6,11 +6,14 @@ traceback, nor a launcher that is killed its ranks. So this module imports littl
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from megatron_sparse.run.interrupt import end_with_parent, ending_where_stuck, quick_end
+from megatron_sparse.run.rank_log import rank_log
 
 
 def main() -> None:
@@ -18,8 +21,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
     quick_end.register()
-    with ending_where_stuck():
-        code = import_module("megatron_sparse.run.worker").main()
+    run_dir = Path(sys.argv[1]).parent
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        with rank_log(run_dir, rank, ranks), ending_where_stuck():
+            code = import_module("megatron_sparse.run.worker").main()
+    except Exception:
+        code = 1  # the log has the traceback, and the launcher shows the log's end
     sys.exit(code)
 
 

@@ -1,6 +1,5 @@
 """One log for each rank: what it prints goes to RUN/logs/rankR.log.
 
-For ranks that srun or torchrun started; torch's agent writes the logs of our own launcher's ranks.
 The redirection is below Python, on the file descriptors, so that the log has the last words of C++
 libraries after a crash.
 """
@@ -17,10 +16,13 @@ from pathlib import Path
 
 from megatron_sparse.errors import MegatronSparseError
 
-LOGS = "logs"
-"""The folder of the logs, in the run's folder."""
 TEE_S = 10
 """Seconds that `tee` may take to write the rest."""
+
+
+def log_path(run_dir: Path, rank: int) -> Path:
+    """The log of a rank of the run in that folder."""
+    return run_dir / "logs" / f"rank{rank}.log"
 
 
 @contextmanager
@@ -36,9 +38,8 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
         rank: of this process.
         world_size: ranks.
     """
-    folder = run_dir / LOGS
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank{rank}.log"
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(exist_ok=True)
     if rank < world_size - 1:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         with _redirected(log):

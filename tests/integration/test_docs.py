@@ -180,7 +180,7 @@ def workplace(tmp_path, monkeypatch):
                     values[rank::64] = 1.0
                     writer = GradientDumpWriter(folder, [5], rank=rank, world_size=2)
                     for kind in ("gradient", "selected"):
-                        writer.write("dense0.0", 5, kind, values)
+                        writer.write("group0.0", 5, kind, values)
 
     return prepare
 

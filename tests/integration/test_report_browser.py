@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse.report import page, theme
-from tests.integration import browser
+from tests.integration import browser, figures
 from tests.report_runs import make_run
 
 PROGRAM = browser.find()
@@ -144,3 +144,15 @@ class Picture:
     def share(self, colour: tuple[int, ...]) -> float:
         """Of the pixels that have this colour."""
         return float((self._pixels == colour).all(axis=-1).mean())
+
+
+def test_the_pictures_of_the_docs_are_drawn_again(tmp_path):
+    runs = [make_run(tmp_path / "dense", "dense", density=1.0), make_run(tmp_path / "thin", "thin")]
+    figures.draw(runs, tmp_path)
+    shot = Picture(tmp_path / "report.png")
+    assert shot.width == figures.WIDTH
+    paper = shot.pixel(figures.WIDTH - 1, figures.HEIGHT - 1)
+    assert 0.5 < shot.share(paper) < 0.97
+    view = (tmp_path / "live-view.svg").read_text("utf-8")
+    assert "thin,&#160;iteration&#160;8" in view
+    assert "http" not in view.replace("http://www.w3.org", "")

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import sys
 import time
 
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron import training
-from megatron_sparse.run import worker
+from megatron_sparse.run import rank
 
 
 def _fail(*args):
@@ -22,4 +21,4 @@ def _fail(*args):
 
 if __name__ == "__main__":
     training.train = _fail
-    sys.exit(worker.main())
+    rank.main()

@@ -30,15 +30,15 @@ def group(values: Any = BF16, *, sharded: bool = True, ranks: int = 4) -> GroupB
     )
     process_group = SimpleNamespace(size=lambda: ranks)
     return GroupBuckets(
-        host, cast(Any, process_group), [cast(Any, SimpleNamespace(name="dense0.0"))]
+        host, cast(Any, process_group), [cast(Any, SimpleNamespace(name="group0.0"))]
     )
 
 
 REASONS = [
     (group(sharded=False), "without the distributed optimizer"),
     (group(ranks=1), "on one data-parallel rank"),
-    (group(None), "bucket dense0.0 has no parameter buffer"),
-    (group(BYTES), "bucket dense0.0 holds torch.uint8 parameters"),
+    (group(None), "bucket group0.0 has no parameter buffer"),
+    (group(BYTES), "bucket group0.0 holds torch.uint8 parameters"),
 ]
 
 
@@ -98,7 +98,7 @@ def test_one_line_says_why_a_gather_stays_raw(lone_rank, caplog):
         plan([group(sharded=False)], "auto")
         plan([group(BYTES)], "raw")
     assert [record.message for record in caplog.records] == [
-        "parameters.method=auto: raw, bucket dense0.0 holds torch.uint8 parameters"
+        "parameters.method=auto: raw, bucket group0.0 holds torch.uint8 parameters"
     ]
 
 
@@ -107,7 +107,7 @@ def test_megatrons_own_gather_is_timed():
     waited = SimpleNamespace(wait=lambda: time.sleep(0.02))
     gathers.timed(own, 3, waited, time.perf_counter() - 100.0).wait()
     (record,) = sink.records
-    assert (record.bucket, record.step, record.method) == ("dense0.0", 3, "raw")
+    assert (record.bucket, record.step, record.method) == ("group0.0", 3, "raw")
     assert record.wire_bytes == record.dense_bytes == 12, "three quarters of 16 bytes"
     assert 0.02 <= gathers.waited_s < 50.0, "from the wait on, if Megatron's handle waits"
     gathers.timed(own, 3, None, time.perf_counter() - 100.0).wait()

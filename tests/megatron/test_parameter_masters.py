@@ -23,7 +23,7 @@ PIECES = (ParameterSlice("a", 10, 40, True), ParameterSlice("b", 48, 100, True))
 
 
 def _bucket(rank, *, expert=False):
-    bucket = Bucket("dense0.0", torch.zeros(100), PIECES, CollectiveOp.REDUCE_SCATTER, 2)
+    bucket = Bucket("group0.0", torch.zeros(100), PIECES, CollectiveOp.REDUCE_SCATTER, 2)
     shard = torch.arange(50.0 * rank, 50.0 * rank + 50)
     gather = SimpleNamespace(shard=(50 * rank, 50 * rank + 50), own_shard=shard)
     group = SimpleNamespace(expert=expert)

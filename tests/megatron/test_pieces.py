@@ -25,7 +25,7 @@ def bucket(device: str = "cuda", op: CollectiveOp = CollectiveOp.ALL_REDUCE, ran
         ParameterSlice(f"w{end}", start * MILLION, end * MILLION, keep=end == 11)
         for start, end in zip(starts, ENDS, strict=True)
     )
-    return Bucket("dense0.0", grad_N, parameters, op, ranks, Reduction.AVG)
+    return Bucket("group0.0", grad_N, parameters, op, ranks, Reduction.AVG)
 
 
 def cut(whole: Bucket, **overrides: Any) -> list[Bucket]:
@@ -37,7 +37,7 @@ def test_pieces_end_with_the_parameter_that_fills_them(scheme: str) -> None:
     whole = bucket()
     pieces = cut(whole, scheme=scheme)
     assert [piece.numel for piece in pieces] == [50 * MILLION, 47 * MILLION, 35 * MILLION]
-    assert [piece.name for piece in pieces] == ["dense0.0.0", "dense0.0.1", "dense0.0.2"]
+    assert [piece.name for piece in pieces] == ["group0.0.0", "group0.0.1", "group0.0.2"]
     assert [piece.grad_N.storage_offset() for piece in pieces] == [0, 50 * MILLION, 97 * MILLION]
     found, base = [], 0
     for piece in pieces:

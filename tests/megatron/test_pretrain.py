@@ -91,6 +91,9 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     """A run of five iterations, and one that stops after three and resumes from its checkpoint."""
     flags = (*AT_TARGET, *_flags(overlap, distributed), "training.save_interval=3")
     whole = train(tmp_path, "whole", *flags)
+    logs = {path.name: path.read_text() for path in (whole / "logs").iterdir()}
+    assert sorted(logs) == ["rank0.log", "rank1.log"]
+    assert f"iteration {ITERATIONS:8}/" in logs["rank1.log"], "the losses"
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["iterations"] == ITERATIONS
     assert summary["phases"]["target"]["iterations"] == ITERATIONS - 2

@@ -53,7 +53,7 @@ class Group:
         self.gathers = []
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard, device=device)
-            bucket = Bucket("dense0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
+            bucket = Bucket("group0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
             way = self.way(coder, verify_every, nodes is not None)
             self.gathers.append(
                 self.kind(

@@ -125,7 +125,7 @@ def test_ranks_that_disagree_about_the_step_are_told():
     group = Group()
     with pytest.raises(CommunicationError) as caught:
         group.gather([0, 0, 1, 0])
-    assert "bucket dense0.0" in str(caught.value)
+    assert "bucket group0.0" in str(caught.value)
     assert "step" in str(caught.value)
 
 

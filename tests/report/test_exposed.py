@@ -151,14 +151,14 @@ def test_the_first_section_of_one_run(run):
     assert "10.00% of an iteration is exposed communication: 10.00 of 100.00 ms" in first.lead[0]
     svg = first.charts[0].svg()
     assert "other buckets" in svg
-    assert svg.count("dense") >= exposed.MOST_BUCKETS
+    assert svg.count("group") >= exposed.MOST_BUCKETS
     assert "other" in first.charts[1].svg(), "the parts add up to the iteration"
 
 
 def test_several_runs_are_compared_first(run, tmp_path):
     other = load_run(make_run(tmp_path / "two", "two"), 1)
-    assert names([run, other])[:2] == ["exposed-share", "exposed-a"]
-    assert names([run, other])[2:5] == ["exposed-b", "breakdown-a", "breakdown-b"]
+    assert names([run, other])[:3] == ["exposed-share", "iteration-time", "exposed-a"]
+    assert names([run, other])[3:] == ["exposed-b", "breakdown-a", "breakdown-b"]
 
 
 def test_without_times_of_buckets_the_share_alone_is_drawn(tmp_path):

@@ -241,7 +241,7 @@ def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
 
 def test_numbers_of_the_buckets(run):
     data = load_run(run, 0)
-    assert cells(tables.bucket_table(data, [data]))["dense1.0"] == [
+    assert cells(tables.bucket_table(data, [data]))["group1.0"] == [
         "100,000",
         "direct",
         "1.00%",
@@ -261,7 +261,7 @@ def test_numbers_of_stragglers_and_sparsity(run):
     # 10 steps of 3 buckets; rank 1 comes 2 ms after the last of the others.
     delays = cells(tables.straggler_table([data]))["one"]
     assert delays == ["30", "2.00", "2.00", "2.00", "1", "100%", "100%"]
-    row = cells(tables.sparsity_table(data, [data]))["dense0.0"]
+    row = cells(tables.sparsity_table(data, [data]))["group0.0"]
     assert row[1] == "1.00%"
     # Four ranks that select independently: 1 - 0.99^4.
     assert row[3] == "3.94%"
@@ -397,7 +397,7 @@ def test_many_buckets(tmp_path):
     count = tables.MOST_BUCKETS + 5
     data = load_run(make_run(tmp_path / "run", "run", buckets=count, iterations=3), 0)
     table = tables.bucket_table(data, [data])
-    assert [row[0] for row in table.rows] == [f"dense{i}.0" for i in range(5, count)]
+    assert [row[0] for row in table.rows] == [f"group{i}.0" for i in range(5, count)]
     assert "5 faster buckets are left out" in table.note
     assert "5 more buckets" in tables.sparsity_table(data, [data]).note
     assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")

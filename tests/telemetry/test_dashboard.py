@@ -25,7 +25,7 @@ def all_panels():
 
 def example(name: str) -> str:
     """A name of the family, as a run would log it."""
-    return name.replace("<bucket>", "chunk0.dense1.0").replace("<scheme>", "ssar_rd")
+    return name.replace("<bucket>", "chunk0.group1.0").replace("<scheme>", "ssar_rd")
 
 
 def test_every_panel_names_logged_values():

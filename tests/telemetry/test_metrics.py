@@ -26,7 +26,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "tracking.md"
 UNITS = {"ms": "_ms", "B": "_bytes"}
 
 
-def record(name="dense0.0", **fields):
+def record(name="group0.0", **fields):
     stage_us = {"network": 2000.0, "prune": 500.0}
     return bucket_record(name, stage_us=stage_us, **({"density": 0.02, "nnz": 30} | fields))
 
@@ -43,8 +43,8 @@ def test_units_are_suffixes():
 
 def test_every_stage_is_known_and_other_names_are_not():
     assert all(known(f"breakdown/{stage}_ms") for stage in (*STAGES, "other"))
-    assert known("bucket/chunk1.dense0.0/threshold")
-    for name in ("bucket/dense0.0/thresholds", "comm/exposed", "xcomm/exposed_ms", "threshold"):
+    assert known("bucket/chunk1.group0.0/threshold")
+    for name in ("bucket/group0.0/thresholds", "comm/exposed", "xcomm/exposed_ms", "threshold"):
         assert not known(name), name
 
 
@@ -59,27 +59,27 @@ def test_bucket_scalars():
         host_cpu_us=1500.0,
         exposed_s=0.125,
     )
-    late = ReadinessRecord("dense0.0", 1, (0.25, 0.0, 0.0))
-    assert bucket_scalars([made], {"dense0.0": 0.125}, [late]) == {
-        "bucket/dense0.0/exposed_ms": 125.0,
-        "bucket/dense0.0/network_ms": 2.0,
-        "bucket/dense0.0/sync_ms": 500.0,
-        "bucket/dense0.0/measured_ms": 2.5,
-        "bucket/dense0.0/predicted_ms": 4.0,
-        "bucket/dense0.0/host_cpu_ms": 1.5,
-        "bucket/dense0.0/dense_bytes": 4000.0,
-        "bucket/dense0.0/wire_bytes": 240.0,
-        "bucket/dense0.0/density": 0.03,
-        "bucket/dense0.0/target_density": 0.02,
-        "bucket/dense0.0/threshold": 0.125,
-        "bucket/dense0.0/straggler": 2.0,
+    late = ReadinessRecord("group0.0", 1, (0.25, 0.0, 0.0))
+    assert bucket_scalars([made], {"group0.0": 0.125}, [late]) == {
+        "bucket/group0.0/exposed_ms": 125.0,
+        "bucket/group0.0/network_ms": 2.0,
+        "bucket/group0.0/sync_ms": 500.0,
+        "bucket/group0.0/measured_ms": 2.5,
+        "bucket/group0.0/predicted_ms": 4.0,
+        "bucket/group0.0/host_cpu_ms": 1.5,
+        "bucket/group0.0/dense_bytes": 4000.0,
+        "bucket/group0.0/wire_bytes": 240.0,
+        "bucket/group0.0/density": 0.03,
+        "bucket/group0.0/target_density": 0.02,
+        "bucket/group0.0/threshold": 0.125,
+        "bucket/group0.0/straggler": 2.0,
         # Two ranks were ready at the same time and waited only for each other: a delay of 0.
-        "bucket/dense0.0/delay_ms": pytest.approx(0.0),
+        "bucket/group0.0/delay_ms": pytest.approx(0.0),
     }
     # Unknown values are left out, not 0.
     left = bucket_scalars([record(numel=0, nnz=0)], {}, [])
     for name in ("predicted_ms", "threshold", "straggler", "density"):
-        assert f"bucket/dense0.0/{name}" not in left
+        assert f"bucket/group0.0/{name}" not in left
 
 
 def test_thresholds_are_medians_over_pruned_ranges():
