@@ -12,8 +12,11 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 FLAGS = (
     "--headless",
@@ -36,6 +39,25 @@ def find() -> str | None:
     """The program; None if it is not installed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, names)), None)
+
+
+@contextlib.contextmanager
+def opened(scratch: Path) -> Iterator[Browser]:
+    """A browser; the test is skipped where there is none.
+
+    Args:
+        scratch: a folder for the browser's own files.
+    """
+    program = find()
+    if program is None:
+        pytest.skip("no chromium: bash scripts/system_packages.sh installs it")
+    profile = scratch / "profile"
+    profile.mkdir()
+    browser = Browser(program, profile)
+    try:
+        yield browser
+    finally:
+        browser.close()
 
 
 class Browser:

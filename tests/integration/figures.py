@@ -58,19 +58,11 @@ def draw(runs: Sequence[Path], folder: Path) -> None:
         folder: for the pictures.
     """
     (folder / "live-view.svg").write_text(live_view(runs[1]), "utf-8")
-    program = browser.find()
-    assert program is not None, "no chromium: bash scripts/system_packages.sh installs it"
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, browser.opened(Path(scratch)) as tab:
         (written,) = page.run(runs, Path(scratch) / "report.html", None)
-        profile = Path(scratch) / "profile"
-        profile.mkdir()
-        tab = browser.Browser(program, profile)
-        try:
-            tab.open(written, WIDTH, 900)
-            upper = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
-            tab.screenshot(folder / "report.png", upper)
-        finally:
-            tab.close()
+        tab.open(written, WIDTH, 900)
+        upper = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
+        tab.screenshot(folder / "report.png", upper)
 
 
 def live_view(run: Path) -> str:

@@ -15,11 +15,6 @@ from megatron_sparse.report import page, theme
 from tests.integration import browser, figures
 from tests.report_runs import make_run
 
-PROGRAM = browser.find()
-pytestmark = pytest.mark.skipif(
-    PROGRAM is None, reason="no chromium: bash scripts/system_packages.sh installs it"
-)
-
 DESK, PHONE = (1280, 900), (360, 740)
 # Elements that are wider than the screen, except inside a part that scrolls by itself.
 TOO_WIDE = """
@@ -43,12 +38,8 @@ def report(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory) -> Iterator[browser.Browser]:
-    assert PROGRAM is not None
-    profile = tmp_path_factory.mktemp("browser") / "profile"
-    profile.mkdir()
-    opened = browser.Browser(PROGRAM, profile)
-    yield opened
-    opened.close()
+    with browser.opened(tmp_path_factory.mktemp("browser")) as tab:
+        yield tab
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import megatron_sparse
+from tests.integration import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG_MODULES = ("sparse", "compression", "tracking", "run")
@@ -47,6 +48,26 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
     )
     for page in site.rglob("*.html"):
         assert not loaded.search(page.read_text("utf-8")), page.relative_to(site)
+
+
+# Tables that are wider than the part of the page that shows them, or scrolls them on a phone.
+CUT = """
+[...document.querySelectorAll('article table')]
+  .filter(e => !e.closest('.highlight'))
+  .map(e => [e.closest('.md-typeset__scrollwrap'), e.scrollWidth])
+  .filter(([box, width]) => !box || width > (SCROLLS ? box.scrollWidth : box.clientWidth)).length
+"""
+
+
+@pytest.mark.parametrize(("width", "scrolls"), [(1280, False), (360, True)])
+def test_no_table_is_cut(site: Path, tmp_path: Path, width: int, scrolls: bool) -> None:
+    pages = sorted(site.rglob("index.html"))
+    with browser.opened(tmp_path) as tab:
+        for page in pages:
+            tab.open(page, width, 900)
+            assert tab.value(CUT.replace("SCROLLS", str(scrolls).lower())) == 0, page
+            assert tab.value("document.documentElement.scrollWidth") <= width, page
+    assert len(pages) > 30
 
 
 def test_every_public_name_has_an_entry(site: Path) -> None:
