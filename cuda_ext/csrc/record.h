@@ -34,6 +34,11 @@ MS_INLINE int64_t tiles_of(int64_t numel) {
   return (numel + kPiciTile - 1) / kPiciTile;
 }
 
+// The most tiles of segments, each of which can end in a partial one.
+MS_INLINE int64_t most_tiles(int64_t numel, int64_t segments) {
+  return numel / kPiciTile + segments;
+}
+
 // Byte offsets from the end of the header.
 struct Sections {
   int64_t indices;  // COO's or blocks' indices, Pici's prefix; Pici's words lie at 0
