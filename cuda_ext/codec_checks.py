@@ -23,10 +23,16 @@ from megatron_sparse.wire import (
     FORMAT_RICE,
     HEADER_BYTES,
     RECORD_ALIGNMENT,
+    RICE_BITS,
+    RICE_SPANS,
     VALUE_BYTES,
+    pad16,
+    rice_payload_bytes,
+    rice_whole_payload_bytes,
 )
 
-_TILE, _CHUNK = 4096, 8 * 4096
+_TILE, _CHUNK, _SLACK = 4096, 8 * 4096, 64
+_BF16, _Q8, _Q4 = 1, 3, 4
 _PAPER_ORDER = 16  # beside the format code, for the native op
 
 
@@ -66,8 +72,61 @@ def scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
 def _scratch_capacity(segment_offsets: bytes, value_dtype: int) -> int:
     numel_S = _numel(segment_offsets)
     bitmaps = (numel_S + _TILE - 1) // _TILE * (2 * _TILE // 8)
-    values = numel_S * VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * 64
+    values = numel_S * VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * _SLACK
     return int((bitmaps + values).sum())
+
+
+def rice_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """The most bytes that a message of these segments takes, whatever its chunks and values.
+
+    Kept segments are in bf16 where values are quantised. A raw record never exceeds a dense one.
+
+    Example:
+        >>> rice_capacity(torch.tensor([0, 5]), 0)  # as `message_capacity`
+        80
+    """
+    check_flat("rice_capacity", "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
+    return _rice_capacity(segment_offsets.numpy().tobytes(), value_dtype)
+
+
+@lru_cache(TABLES)
+def _rice_capacity(segment_offsets: bytes, value_dtype: int) -> int:
+    total = 0
+    for numel in _numel(segment_offsets).tolist():
+        if value_dtype in RICE_BITS:
+            # The smallest chunks have the most rows; the largest ones the most bits for a position.
+            sizes = [rice_payload_bytes(numel, numel, value_dtype, RICE_SPANS[0])]
+            sizes += [rice_payload_bytes(numel, numel, value_dtype, span) for span in RICE_SPANS]
+            sizes += [rice_whole_payload_bytes(numel, value_dtype, RICE_SPANS[0])]
+            sizes += [pad16(numel * VALUE_BYTES[_BF16])]
+            payload = max(sizes)
+        else:
+            payload = pad16(numel * VALUE_BYTES[value_dtype])
+        total += HEADER_BYTES + payload
+    return total
+
+
+def rice_scratch_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
+    """Bytes of scratch that the encoders take at most, whatever their chunks.
+
+    Two bitmaps, the packed values and the coded gaps; memory is touched only where there are
+    entries.
+
+    Example:
+        >>> rice_scratch_capacity(torch.tensor([0, 5]), 0)  # twice 512, 20, 64 and 528
+        1636
+    """
+    check_flat("rice_scratch", "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
+    return _rice_scratch_capacity(segment_offsets.numpy().tobytes(), value_dtype)
+
+
+@lru_cache(TABLES)
+def _rice_scratch_capacity(segment_offsets: bytes, value_dtype: int) -> int:
+    numel_S = _numel(segment_offsets)
+    tiles_S = -(-numel_S // _TILE)
+    value_bytes = VALUE_BYTES[0 if value_dtype in RICE_BITS else value_dtype]
+    bitmaps = 3 * tiles_S * (_TILE // 8)
+    return int((bitmaps + numel_S * value_bytes + tiles_S * (_SLACK + 16)).sum())
 
 
 def _numel(segment_offsets: bytes) -> np.ndarray:
@@ -82,39 +141,65 @@ def record_kind(spec: RecordSpec) -> int:
 
 
 def check_encode(
-    op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
-) -> int:
-    """Checks the arguments of both encoders; returns the native op's kind."""
+    op: str,
+    grad_N: torch.Tensor,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    *,
+    is_rice: bool,
+) -> None:
+    """Checks the arguments of all encoders; the spec's format counts only if it is not Rice."""
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
-    check_code(op, "value_dtype", spec.value_dtype)
+    if is_rice and grad_N.device == CPU:
+        return  # the compiled op checks the rest
+    if is_rice:
+        _check_rice(op, spec)
+    else:
+        check_code(op, "value_dtype", spec.value_dtype)
     if spec.step < 0:
         raise refusal(op, "step is out of range", "0 or more", spec.step)
     code, size = spec.record_format, spec.block_size
-    if not FORMAT_ADAPTIVE <= code < FORMAT_HASH_BITMAP:
+    if not (is_rice or FORMAT_ADAPTIVE <= code < FORMAT_HASH_BITMAP):
         expected = "-1 (adaptive) or a format code from 0 to 3"
         raise refusal(op, "record_format is unknown", expected, code)
-    if not (64 <= size <= _TILE and size.bit_count() == 1):
+    if not (is_rice or (64 <= size <= _TILE and size.bit_count() == 1)):
         raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", size)
-    return record_kind(spec)
+
+
+def _check_rice(op: str, spec: RecordSpec) -> None:
+    if not 0 <= spec.value_dtype <= max(RICE_BITS):
+        expected = "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)"
+        raise refusal(op, "value_dtype is unknown", expected, spec.value_dtype)
+    if spec.log2_span not in RICE_SPANS:
+        raise refusal(op, "log2_span is out of range", "12 to 24", spec.log2_span)
+    if spec.without_indices and spec.value_dtype not in (_Q8, _Q4):
+        what = "a value of every element needs other values"
+        raise refusal(op, what, "3 (q8) or 4 (q4)", spec.value_dtype)
 
 
 def check_scratch(
-    op: str, scratch: torch.Tensor | None, segment_offsets: torch.Tensor, value_dtype: int
-) -> torch.Tensor:
-    """The CPU encoders' scratch; allocates it if the caller gave none."""
+    op: str,
+    scratch: torch.Tensor | None,
+    segment_offsets: torch.Tensor,
+    value_dtype: int,
+    device: torch.device,
+    *,
+    is_rice: bool,
+) -> torch.Tensor | None:
+    """The encoders' scratch; on the CPU allocates it if the caller gave none, CUDA takes none."""
+    if device != CPU:
+        if scratch is not None:
+            raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
+        return None
     if scratch is None:
-        return torch.empty(scratch_capacity(segment_offsets, value_dtype), dtype=torch.uint8)
+        capacity = rice_scratch_capacity if is_rice else scratch_capacity
+        return torch.empty(capacity(segment_offsets, value_dtype), dtype=torch.uint8)
     check_flat(op, "scratch", scratch, (torch.uint8,), device=CPU)
     return scratch
-
-
-def refuse_scratch(op: str, scratch: torch.Tensor | None) -> None:
-    """Refuses scratch for a CUDA call, whose allocator is fast."""
-    if scratch is not None:
-        raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
 
 
 def check_slots[T: (torch.Tensor, None)](

@@ -33,13 +33,13 @@ def results(
     """The bytes and the non-zero elements of each segment, from an encoder's report.
 
     Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
-    `reports` checks it later, and they stay on its device.
+    `reports` checks it later, and they stay on its device; the CPU's are there at once.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
             was written.
     """
-    if reports is None:
+    if reports is None or report.device.type == "cpu":
         report = report.cpu()
         check_report(op, report, segment_offsets)
     else:

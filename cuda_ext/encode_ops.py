@@ -2,7 +2,8 @@
 
 A message is one record for each segment, back to back (docs/wire-format.md). The caller selects a
 format by a code of `wire`, for example `FORMAT_ADAPTIVE`. Where the sparse record would not be
-smaller, the record is dense, so a message never exceeds `message_capacity`.
+smaller, the record is dense, so a message never exceeds `message_capacity`; records of format Rice
+have the sizes of `rice_capacity`.
 
 Neither the bytes nor the errors depend on the device. Tables of offsets and flags, and the results,
 are always on the CPU. So a CUDA call waits once for the device (`codec_cuda`), unless the caller
@@ -10,6 +11,8 @@ passes `Reports`, which collect the call's status for later.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -31,11 +34,11 @@ from megatron_sparse.cuda_ext.codec_checks import (
     check_scratch,
     check_slots,
     compare_counts,
-    refuse_scratch,
+    record_kind,
 )
 from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.wire import FORMAT_BLOCKS
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_RICE, RICE_BITS
 
 
 def encode(
@@ -76,45 +79,19 @@ def encode(
         ExtensionError: the arguments do not fit together, `out` or a slot is too small, or the
             counts are not the gradient's.
     """
-    check_flat("encode", "grad", grad_N, GRAD_DTYPES)
-    kind = check_encode("encode", grad_N, segments, spec, out)
+    op, on_cpu = "encode", grad_N.device == CPU
+    check_flat(op, "grad", grad_N, GRAD_DTYPES)
+    given = record_arguments(op, grad_N, segments, spec, out, scratch)
     if nnz_S is not None:
-        check_flat("encode", "nnz", nnz_S, (torch.int64,), segments.dense.numel())
-    if check_device("encode", "grad", grad_N) == "cuda":
-        refuse_scratch("encode", scratch)
-        out = check_slots("encode", segments.slots, segments.dense.numel(), out)
-        report = call(
-            "encode_records",
-            grad_N,
-            *codec_cuda.segment_tables(grad_N.device, segments, kind),
-            spec.value_dtype,
-            spec.step,
-            _blocks_only(spec),
-            out,
-            codec_cuda.on_device(segments.slots, grad_N.device),
-        )
-        sizes_S, found_S = codec_cuda.results("encode", report, segments.offsets, reports)
-        if reports is None and nnz_S is not None:
-            compare_counts(found_S, nnz_S.cpu())
-        return sizes_S
-    if nnz_S is None:
-        raise refusal("encode", "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
-    check_flat("encode", "nnz", nnz_S, (torch.int64,), device=CPU)
-    scratch = check_scratch("encode", scratch, segments.offsets, spec.value_dtype)
-    return call(
-        "encode",
-        grad_N,
-        segments.offsets,
-        segments.dense,
-        nnz_S,
-        spec.value_dtype,
-        spec.step,
-        out,
-        scratch,
-        kind,
-        spec.block_size,
-        segments.slots,
-    )
+        count = segments.dense.numel()
+        check_flat(op, "nnz", nnz_S, (torch.int64,), count, CPU if on_cpu else None)
+    elif on_cpu:
+        raise refusal(op, "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
+    report = call(op, grad_N, *given, nnz_S if on_cpu else None)
+    sizes_S, found_S = codec_cuda.results(op, report, segments.offsets, reports)
+    if not on_cpu and reports is None and nnz_S is not None:
+        compare_counts(found_S, nnz_S.cpu())
+    return sizes_S
 
 
 def prune_encode(
@@ -163,55 +140,151 @@ def prune_encode(
         >>> prune_encode(g, pruning, Segments(whole, no), RecordSpec(1, step=0), out)
         (tensor([80]), tensor([8]))
     """
-    op, device = "prune_encode", grad_N.device
+    given = (grad_N, pruning, segments, spec, out, scratch, reports)
+    return _prune_encode("prune_encode", *given, is_rice=False)
+
+
+def rice_encode(
+    values_N: torch.Tensor,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+    residual_N: torch.Tensor | None = None,
+    *,
+    reports: Reports | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes the message of any pruned vector: records of format Rice, or dense where smaller.
+
+    Args:
+        values_N: fp32, bf16 or fp16 on the CPU or a CUDA device; only read. The elements that are
+            not zero are sent, and in kept segments, or with `spec.without_indices`, all elements.
+        segments: the pieces of the vector, and where their records go.
+        spec: of `FORMAT_RICE`.
+        out: uint8 on the gradient's device, aligned to 16 bytes if that is CUDA; `rice_capacity`
+            bytes always suffice, and with slots as many as they take. Mutated.
+        scratch: uint8, `rice_scratch_capacity` bytes, aligned to 8. Mutated. None allocates it.
+            None for CUDA.
+        residual_N: fp32 [N], for quantised values: it is added to every element that is sent, whose
+            place in it then receives the difference between the sum and the value that was sent.
+            Mutated there; other elements stay. None loses the difference.
+        reports: receives the report of a CUDA call, which then does not wait.
+
+    Returns:
+        int64 bytes of each record, and int64 non-zero elements of each segment; on the CPU, or with
+        `reports` on the gradient's device.
+
+    Raises:
+        ExtensionError: the arguments do not fit together, or `out` is too small; the residual is
+            then as it was.
+    """
+    op = "rice_encode"
+    check_flat(op, "grad", values_N, GRAD_DTYPES)
+    if residual_N is not None:
+        check_flat(op, "residual", residual_N, (torch.float32,), values_N.numel(), values_N.device)
+        if spec.value_dtype not in RICE_BITS:
+            raise refusal(op, "a residual needs quantised values", "3 to 6", spec.value_dtype)
+    given = record_arguments(op, values_N, segments, spec, out, scratch, is_rice=True)
+    report = call("encode", values_N, *given, None, residual_N)
+    return codec_cuda.results(op, report, segments.offsets, reports)
+
+
+def rice_prune_encode(
+    grad_N: torch.Tensor,
+    pruning: Pruning,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None = None,
+    *,
+    reports: Reports | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Error feedback, pruning, quantising and coding in one pass over gradient and residual.
+
+    Quantised: for what is sent, the residual becomes `x - sent`, x being gradient + residual; in
+    fp32 exactly, so that `sent + residual == x` (docs/wire-format.md has the exceptions). A group
+    of values with NaN, infinity or a magnitude of 2^120 or more is sent as NaN, and its residual
+    becomes 0. Raw values: as `prune_encode`.
+
+    Args:
+        grad_N: on the CPU or a CUDA device; only read.
+        pruning: the selection's arguments. Its residual is mutated.
+        segments: the pieces of the gradient, and where their records go.
+        spec: of `FORMAT_RICE`.
+        out: as `rice_encode`'s; with slots as many bytes as those need. Mutated.
+        scratch: as `rice_encode`'s.
+        reports: as `rice_encode`'s.
+
+    Returns:
+        As `rice_encode`. Neither results nor bytes depend on the number of threads.
+
+    Raises:
+        ExtensionError: arguments that do not fit together; the residual is as it was.
+    """
+    given = (grad_N, pruning, segments, spec, out, scratch, reports)
+    return _prune_encode("rice_prune_encode", *given, is_rice=True)
+
+
+def _prune_encode(
+    op: str,
+    grad_N: torch.Tensor,
+    pruning: Pruning,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None,
+    reports: Reports | None,
+    *,
+    is_rice: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    device = grad_N.device
     ranges = check_selection(op, grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets)
     check_limits(op, pruning, ranges, device)
-    kind = check_encode(op, grad_N, segments, spec, out)
-    if check_device(op, "grad", grad_N) == "cuda":
-        refuse_scratch(op, scratch)
-        out = check_slots(op, segments.slots, segments.dense.numel(), out)
+    given = record_arguments(op, grad_N, segments, spec, out, scratch, is_rice=is_rice)
+    if device.type == "cuda":
         check_capacity(op, segments, spec, out, pruning.capacity_S)
-        report = call(
-            "prune_encode_records",
-            grad_N,
-            pruning.residual_N,
-            codec_cuda.on_device(pruning.range_offsets, device),
-            pruning.thresholds_R,
-            pruning.leak,
-            pruning.key,
-            *codec_cuda.segment_tables(device, segments, kind),
-            spec.value_dtype,
-            spec.step,
-            _blocks_only(spec),
-            out,
-            codec_cuda.on_device(pruning.capacity_S, device),
-            codec_cuda.on_device(segments.slots, device),
-            pruning.tie_chances_R,
-        )
-        return codec_cuda.results(op, report, segments.offsets, reports)
-    scratch = check_scratch(op, scratch, segments.offsets, spec.value_dtype)
-    return call(
-        op,
+    report = call(
+        "prune_encode",
         grad_N,
+        *given,
         pruning.residual_N,
-        pruning.range_offsets,
+        codec_cuda.on_device(pruning.range_offsets, device),
         pruning.thresholds_R,
-        segments.offsets,
-        segments.dense,
-        pruning.leak,
-        spec.value_dtype,
-        pruning.key,
-        spec.step,
-        out,
-        scratch,
-        kind,
-        spec.block_size,
-        pruning.capacity_S,
-        segments.slots,
         pruning.tie_chances_R,
+        pruning.leak,
+        pruning.key,
+        codec_cuda.on_device(pruning.capacity_S, device),
     )
+    return codec_cuda.results(op, report, segments.offsets, reports)
 
 
-def _blocks_only(spec: RecordSpec) -> int:
-    """The block size for the CUDA encoders, which count blocks where it is not 0."""
-    return spec.block_size if spec.record_format == FORMAT_BLOCKS else 0
+def record_arguments(
+    op: str,
+    grad_N: torch.Tensor,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    scratch: torch.Tensor | None,
+    *,
+    is_rice: bool = False,
+) -> tuple[Any, ...]:
+    """Checks what all encoders get; returns the native ops' arguments behind the gradient."""
+    device, count = grad_N.device, segments.dense.numel()
+    check_encode(op, grad_N, segments, spec, out, is_rice=is_rice)
+    if check_device(op, "grad", grad_N) == "cuda":
+        out = check_slots(op, segments.slots, count, out)
+    scratch = check_scratch(
+        op, scratch, segments.offsets, spec.value_dtype, device, is_rice=is_rice
+    )
+    kind = FORMAT_RICE if is_rice else record_kind(spec)
+    return (
+        *codec_cuda.segment_tables(device, segments, kind),
+        spec.value_dtype,
+        spec.step,
+        spec.block_size if kind == FORMAT_BLOCKS else 0,
+        spec.log2_span if is_rice else 0,
+        spec.without_indices,
+        out,
+        codec_cuda.on_device(segments.slots, device),
+        scratch,
+    )

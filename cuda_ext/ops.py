@@ -22,16 +22,20 @@ from megatron_sparse.cuda_ext.arguments import (
     check_selection,
     refusal,
 )
-from megatron_sparse.cuda_ext.codec_checks import message_capacity, scratch_capacity
-from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
-from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode
-from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
-from megatron_sparse.cuda_ext.rice_ops import (
+from megatron_sparse.cuda_ext.codec_checks import (
+    message_capacity,
     rice_capacity,
+    rice_scratch_capacity,
+    scratch_capacity,
+)
+from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
+from megatron_sparse.cuda_ext.encode_ops import (
+    encode,
+    prune_encode,
     rice_encode,
     rice_prune_encode,
-    rice_scratch_capacity,
 )
+from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 
 __all__ = [
     "GRAD_DTYPES",

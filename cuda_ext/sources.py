@@ -54,7 +54,6 @@ CPU_BINDINGS = (
     "prune.cpp",
     "threshold.cpp",
     "encode.cpp",
-    "prune_encode.cpp",
     "place.cpp",
     "decode.cpp",
     "decode_records.cpp",
@@ -92,9 +91,7 @@ CUDA_UNITS = (
 )
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
 CUDA_BINDINGS = (
-    "prune_encode",
     "encode",
-    "rice_encode",
     "decode",
     "hash_bitmap",
     "row_sparse",

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "dtypes.h"
 #include "rice.h"
@@ -35,7 +36,7 @@ using torch::stable::Tensor;
 
 inline constexpr int64_t kMaxNumel = int64_t{1} << 40;  // of a bucket
 
-inline int dtype_code(const Tensor& tensor, const char* name) {
+inline int dtype_code(const Tensor& tensor, std::string_view name) {
   switch (tensor.scalar_type()) {
     case ScalarType::Float:
       return kFp32;
@@ -50,12 +51,18 @@ inline int dtype_code(const Tensor& tensor, const char* name) {
   return -1;
 }
 
-inline void check_flat(const Tensor& tensor, const char* name) {
+inline bool is_beside(const Tensor& tensor, const Tensor& other) {
+  return tensor.is_cpu() == other.is_cpu() &&
+         (tensor.is_cpu() || tensor.get_device_index() == other.get_device_index());
+}
+
+inline void check_flat(const Tensor& tensor, std::string_view name) {
   MS_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), name << " has the wrong shape",
            "a contiguous 1-D tensor", "a tensor of " << tensor.dim() << " dimensions");
 }
 
-inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtype, int64_t numel) {
+inline void check_vector(const Tensor& tensor, std::string_view name, ScalarType dtype,
+                         int64_t numel) {
   check_flat(tensor, name);
   MS_CHECK(tensor.scalar_type() == dtype, name << " has the wrong dtype",
            "scalar type " << static_cast<int>(dtype),
@@ -64,19 +71,19 @@ inline void check_vector(const Tensor& tensor, const char* name, ScalarType dtyp
            tensor.numel());
 }
 
-inline void check_dtype_code(int64_t code, const char* name) {
+inline void check_dtype_code(int64_t code, std::string_view name) {
   MS_CHECK(code >= kFp32 && code <= kFp16, name << " is unknown", "0 (fp32), 1 (bf16) or 2 (fp16)",
            code);
 }
 
 // A dtype of the values in messages: those of check_dtype_code, and Rice's quantised ones.
-inline void check_message_dtype(int64_t code, const char* name) {
+inline void check_message_dtype(int64_t code, std::string_view name) {
   MS_CHECK(code >= kFp32 && code <= kQ2, name << " is unknown",
            "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)", code);
 }
 
 // Offsets that cut [first, last) into consecutive pieces; a CPU tensor.
-inline const int64_t* check_offsets(const Tensor& offsets, const char* name) {
+inline const int64_t* check_offsets(const Tensor& offsets, std::string_view name) {
   check_vector(offsets, name, ScalarType::Long, -1);
   MS_CHECK(offsets.is_cpu(), name << " is on the wrong device", "cpu", "another");
   MS_CHECK(offsets.numel() >= 1, name << " is empty", "at least one offset", 0);
@@ -92,7 +99,7 @@ inline const int64_t* check_offsets(const Tensor& offsets, const char* name) {
 
 // The most non-zero elements of each segment; a CPU tensor. Null without a limit.
 inline const int64_t* check_capacity(const std::optional<Tensor>& capacity, int64_t segments,
-                                     const char* name) {
+                                     std::string_view name) {
   if (!capacity.has_value()) return nullptr;
   check_vector(*capacity, name, ScalarType::Long, segments);
   MS_CHECK(capacity->is_cpu(), name << " is on the wrong device", "cpu", "another");
@@ -105,7 +112,7 @@ inline const int64_t* check_capacity(const std::optional<Tensor>& capacity, int6
 
 // Where records begin, and the end of the last one, from 0 on; a CPU tensor. Null without one.
 inline const int64_t* check_slots(const std::optional<Tensor>& slots, int64_t records,
-                                  const char* name) {
+                                  std::string_view name) {
   if (!slots.has_value()) return nullptr;
   check_vector(*slots, name, ScalarType::Long, records + 1);
   const int64_t* at = check_offsets(*slots, name);
@@ -116,7 +123,7 @@ inline const int64_t* check_slots(const std::optional<Tensor>& slots, int64_t re
   return at;
 }
 
-inline void check_cut(const int64_t* at, int64_t pieces, int64_t numel, const char* name) {
+inline void check_cut(const int64_t* at, int64_t pieces, int64_t numel, std::string_view name) {
   MS_CHECK(at[0] == 0 && at[pieces] == numel, name << " does not cut the whole bucket",
            "0 to " << numel, at[0] << " to " << at[pieces]);
 }

@@ -53,7 +53,7 @@ void launch_batch(const DecodeArguments* calls, int groups, const SumPlan& plan,
     batch.call[i] = call;
     batch.work[i] = lay_out_decode_workspace(call.workspace, call.segment_count);
     // Each segment's last tile may be short.
-    tiles = std::max(tiles, call.acc_numel / kPiciTile + call.segment_count);
+    tiles = std::max(tiles, most_tiles(call.acc_numel, call.segment_count));
     segments += call.segment_count;
   }
   const auto grid = [stream](int64_t blocks, int64_t most, int rows, int threads) {

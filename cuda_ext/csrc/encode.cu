@@ -10,7 +10,7 @@ namespace {
 template <class Value>
 void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,
                          const SpoiledBy& spoiled) {
-  const int64_t tiles = a.numel / kPiciTile + a.segment_count;
+  const int64_t tiles = most_tiles(a.numel, a.segment_count);
   const cudaLaunchConfig_t all = grid_for((tiles + kPlaceWarps - 1) / kPlaceWarps,
                                           multiprocessors() * 8, kPlaceThreads, stream);
   cudaLaunchKernelEx(&all, place_kernel<Value>, work, a, spoiled);

@@ -22,7 +22,7 @@ template <class Source>
 void launch_compact(const EncodeArguments& a, const Source& source, const Workspace& work,
                     cudaStream_t stream) {
   const cudaLaunchConfig_t config =
-      grid_for(a.numel / kPiciTile + a.segment_count, multiprocessors() * Source::kBlocks,
+      grid_for(most_tiles(a.numel, a.segment_count), multiprocessors() * Source::kBlocks,
                kCompactThreads, stream);
   cudaLaunchKernelEx(&config, compact_kernel<Source>, source, work, a.segment_offsets,
                      a.segment_count, a.value_dtype, a.block_size);

@@ -62,8 +62,7 @@ struct WorkspaceShape {
 
 inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
   const int64_t numel = shape.numel, segment_count = shape.segment_count;
-  // Each segment can end in a partial tile.
-  const int64_t tiles = numel / kPiciTile + segment_count;
+  const int64_t tiles = most_tiles(numel, segment_count);
   Workspace w = {};
   w.rice = shape.rice;
   w.value_capacity = numel < shape.most_values ? numel : shape.most_values;

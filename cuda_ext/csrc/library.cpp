@@ -13,24 +13,16 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "sample_threshold(Tensor grad, Tensor? residual, Tensor range_offsets, Tensor densities, "
       "int samples, Tensor keys) -> (Tensor, Tensor, Tensor)");
   m.def(
-      "encode(Tensor grad, Tensor segment_offsets, Tensor segment_dense, Tensor nnz, "
-      "int value_dtype, int step, Tensor(a!) out, Tensor(b!) scratch, int kind, int block_size, "
-      "Tensor? slots=None) -> Tensor");
+      "encode(Tensor grad, Tensor segment_offsets, Tensor segment_kinds, int value_dtype, "
+      "int step, int block_size, int log2_span, bool without_indices, Tensor(a!) out, "
+      "Tensor? slots=None, Tensor(b!)? scratch=None, Tensor? nnz=None, "
+      "Tensor(c!)? residual=None) -> Tensor");
   m.def(
-      "prune_encode(Tensor grad, Tensor(a!) residual, Tensor range_offsets, Tensor thresholds, "
-      "Tensor segment_offsets, Tensor segment_dense, float leak, int wire_dtype, int key, "
-      "int step, Tensor(b!) out, Tensor(c!) scratch, int kind, int block_size, "
-      "Tensor? capacity=None, Tensor? slots=None, Tensor? tie_chances=None) -> (Tensor, Tensor)");
-  m.def(
-      "encode_rice(Tensor grad, Tensor segment_offsets, Tensor segment_dense, int value_dtype, "
-      "int step, Tensor(a!) out, Tensor(b!) scratch, int log2_span, bool without_indices=False, "
-      "Tensor(c!)? residual=None, Tensor? slots=None) -> (Tensor, Tensor)");
-  m.def(
-      "prune_encode_rice(Tensor grad, Tensor(a!) residual, Tensor range_offsets, "
-      "Tensor thresholds, Tensor segment_offsets, Tensor segment_dense, float leak, "
-      "int value_dtype, int key, int step, Tensor(b!) out, Tensor(c!) scratch, int log2_span, "
-      "bool without_indices=False, Tensor? capacity=None, Tensor? slots=None, "
-      "Tensor? tie_chances=None) -> (Tensor, Tensor)");
+      "prune_encode(Tensor grad, Tensor segment_offsets, Tensor segment_kinds, int value_dtype, "
+      "int step, int block_size, int log2_span, bool without_indices, Tensor(a!) out, "
+      "Tensor? slots, Tensor(b!)? scratch, Tensor(c!) residual, Tensor range_offsets, "
+      "Tensor thresholds, Tensor? tie_chances, float leak, int key, Tensor? capacity=None) "
+      "-> Tensor");
   m.def(
       "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
       "int step, int base, bool fresh=False, Tensor? slots=None) -> Tensor");

@@ -100,17 +100,8 @@ int64_t indices_end(const Record& record) {
 
 }  // namespace
 
-bool is_kind(int64_t wanted) {
-  return wanted == kAdaptive || wanted == kKindDense || wanted == kKindCoo || wanted == kKindPici ||
-         wanted == kKindBlocks || wanted == kKindPiciPaper;
-}
-
-bool is_block_size(int64_t block_size) {
-  return block_size >= 64 && block_size <= kPiciTile && (block_size & (block_size - 1)) == 0;
-}
-
-Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
-                   SegmentCount count, int64_t block_size, int64_t value_bytes) {
+Record plan_record(uint8_t wanted, int64_t offset, int64_t numel, SegmentCount count,
+                   int64_t block_size, int64_t value_bytes) {
   const auto record_of = [&](uint8_t kind) {
     return Record{kind,
                   numel,
@@ -122,9 +113,9 @@ Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t nu
                   nullptr};
   };
   const Record dense = record_of(kKindDense);
-  if (always_dense || wanted == kKindDense) return dense;
-  Record sparse = record_of(static_cast<uint8_t>(wanted == kAdaptive ? kKindCoo : wanted));
-  if (wanted == kAdaptive) {
+  if (wanted == kKindDense) return dense;
+  Record sparse = record_of(wanted == kKindAdaptive ? uint8_t{kKindCoo} : wanted);
+  if (wanted == kKindAdaptive) {
     const Record pici = record_of(kKindPici);
     if (pici.at.payload < sparse.at.payload) sparse = pici;
   }

@@ -10,13 +10,6 @@
 
 namespace megatron_sparse {
 
-inline constexpr int64_t kAdaptive =
-    -1;  // instead of a RecordKind: the smallest of dense, COO, Pici
-
-// A kind that can be requested, and a block size for it.
-bool is_kind(int64_t wanted);
-bool is_block_size(int64_t block_size);  // a power of two from 64 to 4096
-
 struct Record {
   uint8_t kind;  // RecordKind
   int64_t numel;
@@ -31,8 +24,8 @@ struct Record {
 };
 
 // The requested kind, or dense if that is not larger. Ties of COO and Pici go to COO.
-Record plan_record(int64_t wanted, bool always_dense, int64_t offset, int64_t numel,
-                   SegmentCount count, int64_t block_size, int64_t value_bytes);
+Record plan_record(uint8_t wanted, int64_t offset, int64_t numel, SegmentCount count,
+                   int64_t block_size, int64_t value_bytes);
 
 // Writes a record's header; returns where its payload begins.
 uint8_t* write_header(const Record& record, int value_dtype, uint32_t step, uint8_t* out);

@@ -19,18 +19,16 @@ constexpr int64_t kTile = int64_t{1} << 15;
 Tensor prune_cpu(const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
                  const Tensor& thresholds, double leak, int64_t wire_dtype, int64_t key,
                  std::optional<Tensor> tie_chances) {
-  const PruneTypes types = check_prune(grad, residual, thresholds, tie_chances, leak, wire_dtype);
-  MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
-           "prune_: a tensor is on the wrong device", "all on the CPU", "another");
+  const PruneRequest request = {grad,        residual, range_offsets, thresholds,
+                                tie_chances, leak,     key,           wire_dtype};
+  const PruneTypes types = check_prune(request);
+  const int64_t* offsets = check_ranges(request);
   const int64_t numel = grad.numel(), range_count = thresholds.numel();
-  check_vector(range_offsets, "prune_: range_offsets", ScalarType::Long, range_count + 1);
-  const int64_t* offsets = check_offsets(range_offsets, "prune_: range_offsets");
-  check_cut(offsets, range_count, numel, "prune_: range_offsets");
 
   Tensor nnz = torch::stable::new_zeros(range_offsets, {range_count});
   int64_t* counts = static_cast<int64_t*>(nnz.mutable_data_ptr());
   const float* thresholds_data = static_cast<const float*>(thresholds.const_data_ptr());
-  const float* chances = chances_of(tie_chances);
+  const float* chances = request.chances();
   char* grad_data = static_cast<char*>(grad.mutable_data_ptr());
   char* residual_data = static_cast<char*>(residual.mutable_data_ptr());
   const int64_t grad_bytes = dtype_bytes(types.grad), residual_bytes = dtype_bytes(types.residual);

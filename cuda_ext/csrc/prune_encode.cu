@@ -42,7 +42,7 @@ void launch_limit(const EncodeArguments& a, const PruneArguments& p, const Works
       a.segment_count,   a.status,
       p.residual,        p.leak,
       p.key >= 0,        hash_seed(static_cast<uint64_t>(p.key), kDrawResidual)};
-  const int64_t tiles = a.numel / kPiciTile + a.segment_count;
+  const int64_t tiles = most_tiles(a.numel, a.segment_count);
   const cudaLaunchConfig_t config = grid_for((tiles + kLimitWarps - 1) / kLimitWarps,
                                              multiprocessors() * 8, kLimitThreads, stream);
   if (p.residual_dtype == kBf16) {

@@ -16,28 +16,21 @@ namespace megatron_sparse {
 
 class PrunePass {
  public:
-  // Checks all arguments; `staged` is the dtype of the staged values.
-  PrunePass(const Tensor& grad, const Tensor& residual, const Tensor& range_offsets,
-            const Tensor& thresholds, const std::optional<Tensor>& tie_chances, double leak,
-            int64_t staged, int64_t key)
+  // Checks all arguments; the request's wire_dtype is that of the staged values.
+  explicit PrunePass(const PruneRequest& request)
       : kernel_(kernels()),
-        types_(check_prune(grad, residual, thresholds, tie_chances, leak, staged)),
-        staged_(static_cast<int>(staged)),
-        stochastic_(key >= 0),
-        leak_(static_cast<float>(leak)),
-        seeds_(prune_seeds(key)),
-        range_count_(thresholds.numel()) {
-    MS_CHECK(grad.is_cpu() && residual.is_cpu() && thresholds.is_cpu(),
-             "prune_encode: a tensor is on the wrong device", "all on the CPU", "another");
-    check_vector(range_offsets, "prune_encode: range_offsets", ScalarType::Long, range_count_ + 1);
-    ranges_ = check_offsets(range_offsets, "prune_encode: range_offsets");
-    check_cut(ranges_, range_count_, grad.numel(), "prune_encode: range_offsets");
-    thresholds_ = static_cast<const float*>(thresholds.const_data_ptr());
-    chances_ = chances_of(tie_chances);
-    // The kernel only reads it; the one that prunes in place also uses PruneCall.
-    grad_ = static_cast<char*>(const_cast<void*>(grad.const_data_ptr()));
-    residual_ = static_cast<char*>(residual.mutable_data_ptr());
-  }
+        types_(check_prune(request)),
+        staged_(static_cast<int>(request.wire_dtype)),
+        stochastic_(request.key >= 0),
+        leak_(static_cast<float>(request.leak)),
+        seeds_(prune_seeds(request.key)),
+        range_count_(request.thresholds.numel()),
+        ranges_(check_ranges(request)),
+        thresholds_(static_cast<const float*>(request.thresholds.const_data_ptr())),
+        chances_(request.chances()),
+        // The kernel only reads it; the one that prunes in place also uses PruneCall.
+        grad_(static_cast<char*>(const_cast<void*>(request.grad.const_data_ptr()))),
+        residual_(static_cast<char*>(request.residual.mutable_data_ptr())) {}
 
   int residual_dtype() const { return types_.residual; }
   bool stochastic() const { return stochastic_; }

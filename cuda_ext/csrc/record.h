@@ -16,7 +16,7 @@ enum RecordKind : uint8_t {
   kKindPici = 2,  // linear order
   kKindBlocks = 3,
   kKindPiciPaper = 0x12,
-  kKindAdaptive = 0xff,  // of CUDA's encoders: the smallest of dense, COO and Pici
+  kKindAdaptive = 0xff,  // the smallest of dense, COO and Pici
 };
 inline constexpr uint8_t kFormatPici = 2;
 inline constexpr uint8_t kFormatBlocks = 3;
@@ -32,6 +32,21 @@ MS_INLINE int64_t round_up_16(int64_t bytes) {
 
 MS_INLINE int64_t tiles_of(int64_t numel) {
   return (numel + kPiciTile - 1) / kPiciTile;
+}
+
+// The most tiles of segments, each of which can end in a partial one.
+MS_INLINE int64_t most_tiles(int64_t numel, int64_t segments) {
+  return numel / kPiciTile + segments;
+}
+
+MS_INLINE bool is_block_size(int64_t size) {
+  return size >= 64 && size <= kPiciTile && (size & (size - 1)) == 0;
+}
+
+// Whether an encoder of records that are not Rice's takes a requested kind.
+MS_INLINE bool is_staged_kind(uint8_t kind, bool with_blocks) {
+  return kind == kKindDense || kind == kKindCoo || kind == kKindPici || kind == kKindPiciPaper ||
+         kind == kKindAdaptive || (kind == kKindBlocks && with_blocks);
 }
 
 // Byte offsets from the end of the header.

@@ -26,6 +26,11 @@ MS_INLINE constexpr bool is_quantised(int dtype) {
   return dtype >= kQ8;
 }
 
+// The dtype of values that are not quantised yet.
+MS_INLINE constexpr int staged_dtype(int dtype) {
+  return is_quantised(dtype) ? int{kFp32} : dtype;
+}
+
 // Bits of a quantised value's code.
 MS_INLINE constexpr int code_bits(int dtype) {
   return dtype == kQ8 ? 8 : dtype == kQ4 ? 4 : dtype == kQ3 ? 3 : 2;

@@ -6,20 +6,22 @@
 namespace megatron_sparse {
 namespace {
 
+int64_t chunk_slots(const EncodeArguments& a, const RiceArguments& rice) {
+  return (most_tiles(a.numel, a.segment_count) >> log2_tiles(rice)) + a.segment_count;
+}
+
 Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice) {
   const int64_t value_bytes = dtype_bytes(a.value_dtype);
   // As for other formats. How many quantised values a message has room for depends on them.
   const bool all = a.most_nnz != nullptr || is_quantised(rice.dtype);
-  const int64_t tiles = a.numel / kPiciTile + a.segment_count;
-  const int64_t slots = (tiles >> log2_tiles(rice)) + a.segment_count;
   return lay_out_workspace(
       a.workspace, {a.numel, a.segment_count, value_bytes, all ? a.numel : a.capacity / value_bytes,
-                    false, true, rice.without_indices ? 0 : slots});
+                    false, true, rice.without_indices ? 0 : chunk_slots(a, rice)});
 }
 
 template <int DTYPE>
 void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
-  const int64_t tiles = call.encode.numel / kPiciTile + call.encode.segment_count;
+  const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
   const cudaLaunchConfig_t config =
       grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
   cudaLaunchKernelEx(&config, rice_kernel<DTYPE>, work, call);
@@ -28,9 +30,8 @@ void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t str
 // The launches after compaction.
 void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
   if (!call.rice.without_indices) {
-    const int64_t tiles = call.encode.numel / kPiciTile + call.encode.segment_count;
-    const int64_t slots = (tiles >> log2_tiles(call.rice)) + call.encode.segment_count;
-    const cudaLaunchConfig_t config = grid_for(slots, multiprocessors() * 4, kRiceThreads, stream);
+    const cudaLaunchConfig_t config =
+        grid_for(chunk_slots(call.encode, call.rice), multiprocessors() * 4, kRiceThreads, stream);
     cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
   }
   switch (call.rice.dtype) {

@@ -28,6 +28,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext.codec_cuda import STATUS_WORDS
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
 from megatron_sparse.recording import StageTimer
@@ -39,6 +40,7 @@ from megatron_sparse.wire import HEADER_BYTES
 SECTOR_BYTES = 32
 """The least bytes that a GPU moves for one scattered element."""
 _WRITE_ONLY = ("copy_", "zero_", "fill_")
+_RESIDUAL = 11  # of the arguments of `prune_encode`
 _FREE = ("empty", "count_nonzero", "detach", "lift_fresh", "resize_")
 """Allocation; and the count of non-zeros, which the CUDA encoder does in its one pass."""
 
@@ -99,8 +101,10 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     name = func._schema.name.split("::")[1]
     if func.is_view or name.startswith(_FREE):
         return 0.0
-    if func.namespace == "megatron_sparse" and name == "encode":
-        return args[0].nbytes + float(result.sum())
+    if func.namespace == "megatron_sparse" and name in ("encode", "prune_encode"):
+        sizes_S = result[STATUS_WORDS:].view(2, -1)[0]
+        updated = args[_RESIDUAL].nbytes if name == "prune_encode" else 0
+        return args[0].nbytes + 2.0 * updated + float(sizes_S.sum())
     # args lacks arguments that have their default
     if func.namespace == "megatron_sparse" and name == "decode_add_":
         return _added_bytes(*args[:2], fresh=args[6:7] == (True,))
@@ -111,10 +115,6 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
             _added_bytes(args[0], records, fresh=fresh and number == 0)
             for number, records in enumerate(args[1])
         )
-    if func.namespace == "megatron_sparse" and name == "encode_rice":
-        return args[0].nbytes + float(result[0].sum())
-    if func.namespace == "megatron_sparse" and name in ("prune_encode", "prune_encode_rice"):
-        return args[0].nbytes + 2.0 * args[1].nbytes + float(result[0].sum())
     if func.namespace == "megatron_sparse" and name == "sample_threshold":
         grad_N, residual_N, samples = args[0], args[1], args[4]
         looked_at = SECTOR_BYTES * min(samples * (args[2].numel() - 1), grad_N.numel())

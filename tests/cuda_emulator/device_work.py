@@ -194,15 +194,11 @@ def encoding_work(emulator: Emulator) -> dict[str, Ledger]:
         kind = to_gpu(torch.tensor([COO if rice is None else FORMAT_RICE], dtype=torch.uint8))
         out = to_gpu(torch.empty(8 * RICE_NUMEL, dtype=torch.uint8))
         limit, residual = to_gpu(torch.tensor([threshold])), to_gpu(torch.zeros(RICE_NUMEL))
-        given = (to_gpu(grad_N), residual, whole, limit, 1.0, -1, whole, kind)
+        code, span, without_indices = rice or (0, 0, False)
+        records = (whole, kind, code, 0, 0, span, without_indices, out, None, None)
         with counting(ledger := Ledger()):
-            if rice is None:
-                emulator.call("prune_encode_records", *given, 0, 0, 0, out)
-            else:
-                code, span, without_indices = rice
-                emulator.call(
-                    "prune_encode_rice_records", *given, code, 0, span, without_indices, out
-                )
+            pruning = (residual, whole, limit, None, 1.0, -1)
+            emulator.call("prune_encode", to_gpu(grad_N), *records, *pruning)
         counts[name] = ledger
     return counts
 

@@ -8,9 +8,7 @@
 #include "hash_partition_cuda.cpp"
 #include "moves_cuda.cpp"
 #include "nccl_sum_cuda.cpp"
-#include "prune_encode_cuda.cpp"
 #include "prune_encode_kernel.cuh"
-#include "rice_encode_cuda.cpp"
 #include "row_sparse_cuda.cpp"
 #include "threshold_cuda.cpp"
 
@@ -152,9 +150,9 @@ EXPORT int64_t workspace_of_rice_encode(int64_t numel, int64_t segments, int val
                                         int64_t capacity, int log2_span, bool without_indices) {
   megatron_sparse::EncodeArguments call = {};
   call.numel = numel, call.segment_count = segments, call.capacity = capacity;
-  call.value_dtype = static_cast<int>(megatron_sparse::staged_dtype(value_dtype));
+  call.value_dtype = megatron_sparse::staged_dtype(value_dtype);
   return megatron_sparse::rice_encode_workspace_bytes(
-      call, megatron_sparse::check_rice(value_dtype, log2_span, without_indices));
+      call, {value_dtype, log2_span, without_indices, nullptr, megatron_sparse::kFp32, -1});
 }
 
 EXPORT int64_t workspace_of_threshold(int64_t ranges, int64_t numel, int64_t samples) {

@@ -316,13 +316,15 @@ def encode_raw(
     capacity, block_size = options.get("capacity", 40_000), options.get("block_size", 0)
     out = to_gpu(torch.full((capacity,), POISON, dtype=torch.uint8))
     report = emulator.call(
-        "encode_records",
+        "encode",
         to_gpu(values_N, options.get("shift", 0)),
         to_gpu(torch.tensor(segments)),
         to_gpu(torch.tensor(kinds, dtype=torch.uint8)),
         options.get("code", 0),
         STEP,
         block_size,
+        0,
+        False,
         out,
     ).tolist()
     return report[:4], report[4 : 4 + len(kinds)], out.cpu().numpy().tobytes()

@@ -136,14 +136,14 @@ def test_an_encoder_is_three_launches_and_a_fourth_for_limits(
     whole, slots = to_gpu(torch.tensor([0, numel])), to_gpu(torch.tensor([0, 4 * numel]))
     kinds = to_gpu(torch.tensor([COO], dtype=torch.uint8))
     out, grad = to_gpu(torch.empty(4 * numel, dtype=torch.uint8)), to_gpu(torch.randn(numel))
-    records = (whole, kinds, 0, 0, 0, out)
+    records = (whole, kinds, 0, 0, 0, 0, False, out, slots, None)
     with counting(ledger := Ledger()):
         if limits:
-            pruning = (to_gpu(torch.zeros(numel)), whole, to_gpu(torch.tensor([2.0])), 1.0, -1)
-            most = to_gpu(torch.tensor([300]))
-            emulator.call("prune_encode_records", grad, *pruning, *records, most, slots)
+            limit, most = to_gpu(torch.tensor([2.0])), to_gpu(torch.tensor([300]))
+            pruning = (to_gpu(torch.zeros(numel)), whole, limit, None, 1.0, -1, most)
+            emulator.call("prune_encode", grad, *records, *pruning)
         else:
-            emulator.call("encode_records", grad, *records, slots)
+            emulator.call("encode", grad, *records)
     assert (ledger.kernels, ledger.memsets) == (4 if limits else 3, 0)
 
 

@@ -49,7 +49,7 @@ enum Option : uint8_t {
   kQuantised = 32
 };
 
-constexpr int64_t kKinds[] = {kAdaptive,      kKindDense,  kKindCoo, kKindPici,
+constexpr uint8_t kKinds[] = {kKindAdaptive,  kKindDense,  kKindCoo, kKindPici,
                               kKindPiciPaper, kKindBlocks, kKindRice};
 
 // Counts for the summary.
@@ -205,14 +205,14 @@ std::unique_ptr<uint8_t[]> exact_copy(const std::vector<uint8_t>& content) {
 
 struct Encoding {
   int dtype;
-  int64_t kind;
+  uint8_t kind;
   int64_t block_size;
   bool expand_dense;  // dense records from what was staged, as prune_encode makes them
   fuzz_rice::Shape rice;
 };
 
 Encoding any_encoding(int dtype, std::minstd_rand& random) {
-  const int64_t kind = is_quantised(dtype) ? kKindRice : kKinds[random() % 7];
+  const uint8_t kind = is_quantised(dtype) ? kKindRice : kKinds[random() % 7];
   return {dtype, kind, 64ll << random() % 7, random() % 2 != 0,
           fuzz_rice::any_shape(dtype, random)};
 }
@@ -239,8 +239,8 @@ std::vector<uint8_t> encode(const std::vector<float>& grad, const int64_t* offse
   std::vector<Record> records;
   int64_t bytes = 0;
   for (int s = 0; s < 2; ++s) {
-    records.push_back(plan_record(how.kind, false, offsets[s], offsets[s + 1] - offsets[s],
-                                  counts[s], how.block_size, value_bytes));
+    records.push_back(plan_record(how.kind, offsets[s], offsets[s + 1] - offsets[s], counts[s],
+                                  how.block_size, value_bytes));
     bytes += records.back().bytes();
   }
   const std::unique_ptr<uint8_t[]> message(new uint8_t[bytes]);

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,13 +23,13 @@ from megatron_sparse.bench.codec.options import RICE_FORMS
 from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import codec_cuda, load, ops
 from megatron_sparse.cuda_ext.arguments import overload
-from megatron_sparse.cuda_ext.codec_checks import record_kind
+from megatron_sparse.cuda_ext.encode_ops import record_arguments
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, Segments
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import rice_message as rice_oracle
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_NAMES, HEADER_BYTES
+from megatron_sparse.wire import FORMAT_NAMES, HEADER_BYTES
 
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond an element."""
@@ -95,23 +96,22 @@ class DeviceCodec(Codec):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         load("cuda")
-        spec, device = self.spec, case.device
-        self.device_offsets = codec_cuda.on_device(self.offsets, device)
-        block_size = spec.block_size if spec.record_format == FORMAT_BLOCKS else 0
-        kinds = codec_cuda.record_kinds(self.segments.dense, record_kind(spec), device)
-        self.written = self.device_offsets, kinds, spec.value_dtype, STEP, block_size, self.out
+        self.device_offsets = codec_cuda.on_device(self.offsets, case.device)
+
+    def _written(self, op: str, grad_N: torch.Tensor) -> tuple[Any, ...]:
+        return record_arguments(op, grad_N, self.segments, self.spec, self.out, None)
 
     def prune_encode(
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
     ) -> Encoder:
         """As `Codec`'s."""
-        selected = self.device_offsets, self.threshold_R, leak, KEY
-        op = overload("prune_encode_records")
-        return partial(op, grad_N, residual_N, *selected, *self.written)
+        op, written = "prune_encode", self._written("prune_encode", grad_N)
+        selected = residual_N, self.device_offsets, self.threshold_R, None, leak, KEY
+        return partial(overload(op), grad_N, *written, *selected)
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """As `Codec`'s; the op counts for itself."""
-        return partial(overload("encode_records"), pruned_N, *self.written)
+        return partial(overload("encode"), pruned_N, *self._written("encode", pruned_N))
 
     def decode_add(self, acc_N: torch.Tensor, message: torch.Tensor) -> Action:
         """As `Codec`'s."""
