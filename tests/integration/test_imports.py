@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, Done, ended
+
 SOURCES = ("megatron_sparse", "cuda_ext", "triton_kernels", "configs")
 
 
-def check(checkout: Path) -> subprocess.CompletedProcess[str]:
+def check(checkout: Path) -> Done:
     """Runs the script of this checkout on another one."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts/check_imports.py"), str(checkout)],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    return ended([sys.executable, str(ROOT / "scripts/check_imports.py"), str(checkout)])
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import venv
@@ -18,9 +17,8 @@ import pytest
 
 from tests import commands
 from tests.commands import stand_in
-from tests.waiting import DEADLINE_S
+from tests.programs import ROOT, Done, ended
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
 )
@@ -28,9 +26,6 @@ SCRIPTS = sorted(
 COMMANDS = ("bash", "cut", "dirname", "grep", "head", "mkdir", "rm", "sleep", "tail")
 # The interpreter below the environment that runs the tests.
 BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-
-
-Done = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
@@ -83,8 +78,7 @@ def bare(checkout: Path) -> Bare:
 
 
 def bash(command: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
-    run = ["bash", "-c", command]
-    return subprocess.run(run, cwd=cwd, env=env, text=True, capture_output=True, timeout=DEADLINE_S)
+    return ended(["bash", "-c", command], cwd=cwd, env=env)
 
 
 def is_one_error(done: Done, *words: str) -> None:
