@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
+from megatron_sparse.parameters import lossy
 from megatron_sparse.parameters.lossy import SWAPPED_NUMEL, LossyGather, LossyWay
 from tests.parameters.gather_cases import SHARD, Group
 
@@ -261,8 +262,6 @@ def test_a_replica_that_was_written_is_found():
 
 
 def test_a_damaged_record_names_rank_and_field(monkeypatch):
-    from megatron_sparse.parameters import lossy
-
     original = lossy.encode_difference
     group = LossyGroup.started(verify_every=100)
     group.step()
