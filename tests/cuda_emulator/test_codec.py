@@ -57,6 +57,7 @@ from tests.cuda_emulator.emulator import (
     Emulator,
 )
 from tests.cuda_ext import cases
+from tests.cuda_ext.cases import scattered_grad as gradient
 
 # Empty, one element, a tile and one more, a tile and three less, a kept one, another end.
 SEGMENTS = segments_of([0, 0, 1, 4098, 8191, 8300, 9001], [0, 0, 0, 0, 1, 0])
@@ -77,11 +78,6 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def device(place: Place) -> Ops:
     """The codec of the device."""
     return Ops("CUDA", place)
-
-
-def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Mostly zeros, with the values that are difficult for codecs."""
-    return cases.pruned_grad(numel, density, dtype, seed, scattered=True)
 
 
 def hard_case(

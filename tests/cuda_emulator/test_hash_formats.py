@@ -15,7 +15,7 @@ from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from tests.cuda_emulator.device import Place
-from tests.cuda_emulator.test_hash_emulated import gradient
+from tests.cuda_ext.cases import scattered_grad as gradient
 from tests.formats.hash_cases import STEP, place_of
 
 HASHES = (PermutationHash, IndexSetHash)

@@ -282,14 +282,19 @@ def run_script(script: str, checkout: Path, **env: str) -> Done:
     return bash(f"bash scripts/{script}", checkout, inherited | {"LINT": "0", "PATH": path} | env)
 
 
+BEFORE_TESTS = [
+    "setup dev cuda strict=1",
+    "pre-commit install-hooks",
+    "pre-commit run --all-files",
+    "python -m megatron_sparse.cuda_ext.build",
+]
+
+
 def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) -> None:
     done = run_script("test.sh", checkout, MEGATRON_SPARSE_TEST_WORKERS="3")
     assert done.returncode == 0
     assert recorded.read_text().splitlines() == [
-        "setup dev cuda strict=1",
-        "pre-commit install-hooks",
-        "pre-commit run --all-files",
-        "python -m megatron_sparse.cuda_ext.build",
+        *BEFORE_TESTS,
         "packages",
         "python -m pytest -m not slow -n 3 --dist loadfile --no-loadscope-reorder",
         "fuzz 60",
@@ -300,12 +305,7 @@ def test_quick_loop_is_linters_and_tests_of_one_process(checkout: Path, recorded
     done = run_script("test.sh --quick -k zen", checkout, MEGATRON_SPARSE_TEST_WORKERS="2")
     assert done.returncode == 0
     *before, tests = recorded.read_text().splitlines()
-    assert before == [
-        "setup dev cuda strict=1",
-        "pre-commit install-hooks",
-        "pre-commit run --all-files",
-        "python -m megatron_sparse.cuda_ext.build",
-    ]
+    assert before == BEFORE_TESTS
     words = tests.split()
     assert words[:6] == ["python", "-m", "pytest", "-m", "not", "slow"]
     assert words[-7:] == ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-k", "zen"]
