@@ -54,6 +54,19 @@ RICE = {"fp32": 0, "bf16": 1, "fp16": 2, "q8": 3, "q4": 4, "q3": 5, "q2": 6}
 QUANTISED = tuple(RICE_BITS)
 RICE_NAMES = {code: name for name, code in RICE.items()}
 rice_dtypes = pytest.mark.parametrize("value_dtype", RICE.values(), ids=RICE)
+RICE_TYPES = [
+    (torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.bfloat16),
+]
+"""Dtypes of gradient and residual, for Rice records."""
+pruned_already = pytest.mark.parametrize(
+    ("value_dtype", "with_residual"),
+    [*((code, False) for code in RICE_NAMES), *((code, True) for code in QUANTISED)],
+)
+"""For `rice_encode`; a residual takes what quantised values lose."""
 POISON = 0xEE
 MARGIN = 64
 """Bytes behind every buffer that nothing may touch."""
@@ -78,6 +91,14 @@ def segments_of(offsets: Sequence[int] | torch.Tensor, dense: Sequence[int] = ()
     offsets = torch.as_tensor(offsets)
     flags = torch.tensor(dense or [0] * (offsets.numel() - 1), dtype=torch.uint8)
     return Segments(offsets, flags)
+
+
+BAD_RICE_SPECS = {
+    "value_dtype is unknown": rice_spec(7),
+    "log2_span is out of range": rice_spec(4, 11),
+    "a value of every element needs other values": rice_spec(5, without_indices=True),
+}
+"""By the error of an encoder."""
 
 
 def pruning_of(
@@ -380,6 +401,34 @@ def check(case: Case, *tested: Codec) -> Made:
             cases.assert_same_bits(made.residual_N, wanted.residual_N, f"{where}: residual")
     check_sums(case, wanted, *tested)
     return wanted
+
+
+def check_densities(
+    grad_N: torch.Tensor,
+    residual_N: torch.Tensor,
+    segments: Segments,
+    counts: Sequence[int],
+    spans: Sequence[int],
+    value_dtype: int,
+    *tested: Codec,
+) -> None:
+    """Rice records that keep so many elements; the spans take turns, from another for each dtype.
+
+    Args:
+        grad_N: the gradient.
+        residual_N: its residual.
+        segments: of the bucket.
+        counts: of elements that are kept; that of all for everything.
+        spans: `log2_span` of the records.
+        value_dtype: of Rice records.
+        tested: as of `check`.
+    """
+    numel = grad_N.numel()
+    ordered = (grad_N + residual_N).abs().sort().values
+    for turn, kept in enumerate(counts):
+        threshold = -1.0 if kept == numel else float(ordered[numel - kept - 1])
+        spec = rice_spec(value_dtype, spans[(turn + value_dtype) % len(spans)])
+        check(Case(grad_N, segments, spec, pruning_of(residual_N, threshold), what=kept), *tested)
 
 
 def check_sums(case: Case, made: Made, *tested: Codec) -> None:

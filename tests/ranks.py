@@ -115,3 +115,12 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def error_text(call: Callable[[], Any], kind: type[Exception]) -> str:
+    """The text of the error of this kind that a call raises; `no error` if it raises none."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"

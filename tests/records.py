@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_sparse.recording import BucketRecord
+from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, ReadinessRecord
 
 
 def bucket_record(
@@ -24,6 +24,32 @@ def bucket_record(
     for stage, time_us in (stage_us or {}).items():
         record.timer.add(stage, time_us)
     return record
+
+
+class Kept(NullSink):
+    """Keeps everything that it is told."""
+
+    def __init__(self) -> None:
+        self.buckets: list[BucketRecord] = []
+        self.gathers: list[GatherRecord] = []
+        self.readiness: list[ReadinessRecord] = []
+        self.stages: list[tuple[str, float]] = []
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """See `RecordSink`."""
+        self.buckets.append(record)
+
+    def record_gather(self, record: GatherRecord) -> None:
+        """See `RecordSink`."""
+        self.gathers.append(record)
+
+    def record_readiness(self, record: ReadinessRecord) -> None:
+        """See `RecordSink`."""
+        self.readiness.append(record)
+
+    def record_stage(self, stage: str, seconds: float) -> None:
+        """See `RecordSink`."""
+        self.stages.append((stage, seconds))
 
 
 class Sink:

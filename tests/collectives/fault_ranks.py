@@ -12,13 +12,10 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import NAMES
 from tests.collectives.faults import (
@@ -29,6 +26,7 @@ from tests.collectives.faults import (
     nap,
     stop_process,
 )
+from tests.reduction.reducers import at_target, reducer_of
 from tests.straggler.settings import section_for
 
 NUMEL = 12_000
@@ -56,16 +54,12 @@ class Side:
     ) -> None:
         import torch.distributed as dist
 
-        config = SparseConfig(
-            CompressionConfig(
-                density=1.0,
-                warmup_iters=0,
-                ramp_iters=0,
-                samples=500,
-                keep_below_numel=0,
-                value_bits=value_bits,
-            ),
-            SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s),
+        config = at_target(
+            scheme=scheme,
+            density=1.0,
+            value_bits=value_bits,
+            wire_dtype=wire_dtype,
+            timeout_s=timeout_s,
             # Not rank 0: it would finish first, and it informs the others of lost ranks.
             straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
@@ -80,14 +74,8 @@ class Side:
         }
         wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
         self.faulty = wrapped
-        self.reducer = GradientReducer(
-            config,
-            Groups(wrapped),
-            FixedPlanner(config.compression, config.scheme),
-            ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED),
-            NullSink(),
-            self.progress,
-        )
+        planner = FixedPlanner(config.compression, config.scheme)
+        self.reducer = reducer_of(config, Groups(wrapped), progress=self.progress, planner=planner)
 
     def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
         """Synchronises a bucket; returns the outcome and the time."""

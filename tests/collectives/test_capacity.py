@@ -20,7 +20,6 @@ from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
@@ -33,10 +32,11 @@ from tests.collectives.cases import (
     make_bucket,
     numel_for,
     parameters,
+    same_on_all_ranks,
     whole_sums,
 )
 from tests.ranks import run_ranks
-from tests.reduction.test_reducer_gloo import make_reducer
+from tests.reduction.test_reducer_gloo import two_steps
 
 CAPABLE = ("agsparse", "direct", "ssar_split_ag", "dsar_split_ag")
 """And `dense_q`, which prunes nothing: see test_dense_q.py."""
@@ -353,51 +353,25 @@ def test_auto_compares_sent_bytes_not_selected_elements():
 NUMEL = 4 * 3001
 
 
-def _train(rank, world_size, schemes):
-    """Two steps of each scheme: (result, what this rank sent, its bytes and non-zeros)."""
-    import torch.distributed as dist
+def _gradient(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(-9, 10, (NUMEL,), generator=generator).float()
 
-    progress = ProgressThread(torch.device("cpu"), 30)
-    results = []
-    for name, op in schemes:
-        reducer, records = make_reducer(
-            world_size, name, 0.05, None, progress, dist.group.WORLD, capacity=1.0
-        )
-        residuals = reducer.selector.residuals
-        carried = torch.zeros(NUMEL)
-        for step in range(2):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            grad = torch.randint(-9, 10, (NUMEL,), generator=generator).float()
-            bucket = Bucket("b", grad.clone(), parameters(NUMEL), op, world_size)
-            reducer.start(bucket, step).wait()
-            residuals.commit()
-            after = next(iter(residuals.tensors()))
-            part = (
-                bucket.grad_N
-                if op is CollectiveOp.ALL_REDUCE
-                else bucket.grad_N[bucket.shard(rank)]
-            )
-            record = records.buckets[-1]
-            results.append((part.clone(), grad + carried - after, record.wire_bytes, record.nnz))
-            carried = after.clone()
-        reducer.transport.close()
-    progress.close()
-    return results
+
+def _train(rank, world_size, schemes):
+    pieces = parameters(NUMEL)
+    return [two_steps(name, op, _gradient, pieces, 0.05, capacity=1.0) for name, op in schemes]
 
 
 def test_gloo_ranks_through_the_reducer():
     outcomes = run_ranks(_train, 2, BY_FORM)
-    for step, ranks in enumerate(zip(*outcomes, strict=True)):
-        name, op = BY_FORM[step // 2]
-        total = sum(sent for _, sent, _, _ in ranks)
-        parts = [part for part, _, _, _ in ranks]
-        if op is CollectiveOp.ALL_REDUCE:
-            assert all(torch.equal(part, total) for part in parts), (name, step)
-        else:
-            assert torch.equal(torch.cat(parts), total), (name, step)
-        case = Case(name, 2, op, numel=NUMEL)
-        assert [wire for _, _, wire, _ in ranks] == fixed_bytes(case, 0.05), (name, step)
-        # Half of the thresholds select more than the target density: some elements did not fit.
-        for _, sent, _, nnz in ranks:
-            assert 0 < nnz <= 0.05 * NUMEL + 2 * 5
-            assert int(sent.count_nonzero()) <= nnz
+    for (name, op), by_rank in zip(BY_FORM, zip(*outcomes, strict=True), strict=True):
+        for step, ranks in enumerate(zip(*by_rank, strict=True)):
+            parts, sent, records = zip(*ranks, strict=True)
+            assert torch.equal(same_on_all_ranks(op, list(parts)), sum(sent)), (name, step)
+            case = Case(name, 2, op, numel=NUMEL)
+            assert [record.wire_bytes for record in records] == fixed_bytes(case, 0.05), case
+            # Half of the thresholds select more than the target density: some did not fit.
+            for own, record in zip(sent, records, strict=True):
+                assert 0 < record.nnz <= 0.05 * NUMEL + 2 * 5
+                assert int(own.count_nonzero()) <= record.nnz

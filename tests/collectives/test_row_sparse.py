@@ -32,7 +32,7 @@ from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from megatron_sparse.wire import HEADER_BYTES, pad16
-from tests.ranks import run_ranks
+from tests.ranks import error_text, run_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 STEP = 5
@@ -303,27 +303,22 @@ def test_gloo_ranks_agree_with_the_dense_sum(world_size):
 def _disagree(rank, world_size):
     import torch.distributed as dist
 
-    shape, dtype, op, step = (10, 2), torch.float32, Reduction.SUM, 0
+    usual = {"shape": (10, 2), "dtype": torch.float32, "op": Reduction.SUM, "step": 0}
     texts = []
-    for what in ("rows", "columns", "dtype", "op", "step"):
-        other = (
-            (11, 2) if what == "rows" and rank else (10, 3) if what == "columns" and rank else shape
-        )
+    for other in (
+        {"shape": (11, 2)},
+        {"shape": (10, 3)},
+        {"dtype": torch.bfloat16},
+        {"op": Reduction.AVG},
+        {"step": 1},
+    ):
+        call = usual | (other if rank else {})
         progress = ProgressThread(torch.device("cpu"), 10)
         transport = ProcessGroupTransport(dist.group.WORLD, 10, torch.device("cpu"))
         reducer = RowSparseReducer(transport, NullSink(), progress)
-        gradient = _gradient(rank, *other, 4, torch.bfloat16 if what == "dtype" and rank else dtype)
-        pending = reducer.start(
-            "wte",
-            gradient,
-            Reduction.AVG if what == "op" and rank else op,
-            1 if what == "step" and rank else step,
-        )
-        try:
-            pending.wait()
-            texts.append("no error")
-        except CommunicationError as error:
-            texts.append(str(error))
+        gradient = _gradient(rank, *call["shape"], 4, call["dtype"])
+        pending = reducer.start("wte", gradient, call["op"], call["step"])
+        texts.append(error_text(pending.wait, CommunicationError))
         progress.close()
         transport.close(broken=True)
         dist.barrier()  # a group must not be made while a peer is still in the last one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -111,16 +112,8 @@ def _doubling(sizes, r):
     return sent
 
 
-def _direct(o, r, reduce):
-    return _split(o, r) + ((o.n - 1) * o.sums()[r] if reduce else 0)
-
-
-def _dense_q(o, r, reduce):
-    return _split(o, r) + ((o.n - 1) * o.sums(dense=True)[r] if reduce else 0)
-
-
-def _omnireduce(o, r, reduce):
-    return _split(o, r) + ((o.n - 1) * o.sums(blocks=True)[r] if reduce else 0)
+def _direct(o, r, reduce, **form):
+    return _split(o, r) + ((o.n - 1) * o.sums(**form)[r] if reduce else 0)
 
 
 def _zen(o, r, reduce):
@@ -190,6 +183,15 @@ def _rd_rounds(n):
     return 2 * (int(math.log2(active)) + (2 if n > active else 0))
 
 
+def _agreement_words(n, reduce):
+    """Of an agreement before each half."""
+    return (2 + n) * (2 if reduce else 1)
+
+
+def _paced_rounds(n, reduce):
+    return n + (n if reduce else 0)
+
+
 # scheme: (pairwise bytes of a rank, words that it all-gathers, rounds), for n > 1.
 COSTS = {
     "agsparse": (
@@ -197,27 +199,15 @@ COSTS = {
         lambda n, _: 2 + n,
         lambda n, _: n,
     ),
-    "direct": (
-        _direct,
-        lambda n, reduce: (2 + n) * (2 if reduce else 1),
-        lambda n, reduce: n + (n if reduce else 0),
-    ),
-    "dense_q": (
-        _dense_q,
-        lambda n, reduce: (2 + n) * (2 if reduce else 1),
-        lambda n, reduce: n + (n if reduce else 0),
-    ),
-    "omnireduce": (
-        _omnireduce,
-        lambda n, reduce: (2 + n) * (2 if reduce else 1),
-        lambda n, reduce: n + (n if reduce else 0),
-    ),
+    "direct": (_direct, _agreement_words, _paced_rounds),
+    "dense_q": (partial(_direct, dense=True), _agreement_words, _paced_rounds),
+    "omnireduce": (partial(_direct, blocks=True), _agreement_words, _paced_rounds),
     "zen": (_zen, lambda n, _: 2 * (2 + n), lambda n, _: 2 * n),
     "ssar_split_ag": (_ssar_split_ag, lambda n, _: 2 * (2 + n), lambda n, _: n + 1 + _levels(n)),
     "dsar_split_ag": (_dsar_split_ag, lambda n, _: 2 + n, lambda n, _: n + _levels(n)),
     "sparse_ring": (
         _sparse_ring,
-        lambda n, reduce: (2 + n) * (2 if reduce else 1),
+        _agreement_words,
         lambda n, reduce: 2 * n - 1 + (n if reduce else 0),
     ),
     "ssar_rd": (_ssar_rd, lambda n, _: 2 + n, lambda n, _: 1 + _rd_rounds(n)),

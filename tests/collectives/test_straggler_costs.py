@@ -51,12 +51,18 @@ def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "
     return Case("straggler", n, op, dtype, wire, 1.0, numel, straggler=straggler)
 
 
+def _scheduled_s(case, *, worst=False):
+    """Seconds of the schedule's rounds after the straggler's arrival."""
+    rounds = len(make_schedule(case.n, case.straggler).rounds)
+    cost = straggler_aware_cost(case.n, rounds, worst=worst)
+    return cost.time_s(4 * SCALE * case.numel, LINK)
+
+
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7, 8, 16])
 def test_after_its_arrival_all_is_done_in_the_rounds_of_the_schedule(n):
     for straggler in (0, n - 1):
         case = _dense(n, straggler)
-        rounds = len(make_schedule(n, straggler).rounds)
-        expected = straggler_aware_cost(n, rounds).time_s(4 * SCALE * case.numel, LINK)
+        expected = _scheduled_s(case)
         delay_s = 10 * expected
         after_s = _after_s(case, delay_s, straggler)
         # Ranks do not wait for the rounds of others: with idle ranks (odd n) it may take less.
@@ -95,17 +101,13 @@ def test_the_broadcast_baseline_hides_its_all_reduce_too(n):
 def test_without_a_delay_it_takes_the_worst_case_of_table_1(n):
     for straggler in (0, n - 1):
         case = _dense(n, straggler)
-        rounds = len(make_schedule(n, straggler).rounds)
-        worst = straggler_aware_cost(n, rounds, worst=True).time_s(4 * SCALE * case.numel, LINK)
-        assert _run(case).cluster.modelled_s <= worst * (1 + WITHIN)
+        assert _run(case).cluster.modelled_s <= _scheduled_s(case, worst=True) * (1 + WITHIN)
 
 
 @pytest.mark.parametrize("n", [4, 7, 8])
 def test_a_wrong_guess_costs_the_worst_case_and_no_more(n):
-    straggler = n - 1
-    case = _dense(n, straggler)
-    rounds = len(make_schedule(n, straggler).rounds)
-    worst = straggler_aware_cost(n, rounds, worst=True).time_s(4 * SCALE * case.numel, LINK)
+    case = _dense(n, n - 1)
+    worst = _scheduled_s(case, worst=True)
     for late in range(n - 1):
         delay_s = 0.5
         assert _after_s(case, delay_s, late) <= worst * (1 + WITHIN), late

@@ -22,10 +22,16 @@ def _store(undo=True, outcome=Outcome.REPORTED, dtype=torch.float32):
     return ResidualStore(dtype, undo=undo, outcome=outcome)
 
 
-def test_rollback_restores_the_residual_before_the_selection():
-    store, bucket = _store(), _bucket()
-    store.begin(bucket).fill_(1.0)
+def _held(value, **sizes):
+    """A store, and a bucket whose residual has this value everywhere."""
+    store, bucket = _store(), _bucket(**sizes)
+    store.begin(bucket).fill_(value)
     store.commit()
+    return store, bucket
+
+
+def test_rollback_restores_the_residual_before_the_selection():
+    store, bucket = _held(1.0)
     store.begin(bucket).fill_(2.0)
     store.rollback()
     assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
@@ -39,9 +45,7 @@ def test_rollback_of_the_very_first_selection_leaves_zero():
 
 
 def test_a_second_begin_undoes_the_first():
-    store, bucket = _store(), _bucket()
-    store.begin(bucket).fill_(1.0)
-    store.commit()
+    store, bucket = _held(1.0)
     store.begin(bucket).fill_(2.0)
     assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
 
@@ -150,9 +154,7 @@ def test_a_change_of_unit_corrects_the_old_residuals_part():
 
 
 def test_a_change_of_unit_rescales_buckets_without_a_selection():
-    store, bucket = _store(), _bucket(sizes=(4,), padding=0)
-    store.begin(bucket).fill_(2.0)
-    store.commit()
+    store, bucket = _held(2.0, sizes=(4,), padding=0)
     store.commit(torch.tensor(0.5))
     assert torch.equal(store.settled(bucket), torch.ones(4))
 
@@ -185,9 +187,7 @@ def test_a_checkpoint_does_not_see_a_pending_selection():
 
 
 def test_of_a_spike_a_share_of_the_change_stays():
-    store, bucket, new = _store(), _bucket("a"), _bucket("b")
-    store.begin(bucket).fill_(1.0)
-    store.commit()
+    (store, bucket), new = _held(1.0, name="a"), _bucket("b")
     store.begin(bucket).fill_(101.0)
     store.begin(new).fill_(50.0)  # its first selection: it was zero before
     store.commit(share=0.25)
@@ -197,9 +197,7 @@ def test_of_a_spike_a_share_of_the_change_stays():
 
 @pytest.mark.parametrize("leak", [1.0, 0.5])
 def test_apart_the_sum_is_that_of_the_gradient_and_the_residual_is_as_before(leak):
-    store, bucket = _store(), _bucket()
-    store.begin(bucket).fill_(1.0)
-    store.commit()
+    store, bucket = _held(1.0)
     whole_N = torch.arange(bucket.numel) + 1.0  # the gradient and the residual of 1
     kept_N = whole_N > 5
     store.begin(bucket).copy_(torch.where(kept_N, 0, leak * whole_N))

@@ -14,7 +14,7 @@ from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests import doc_tables
-from tests.collectives.cases import parameters
+from tests.collectives.cases import parameters, same_on_all_ranks
 from tests.collectives.test_capacity import OnDevice
 from tests.compression.rank import Rank
 
@@ -191,10 +191,7 @@ def test_ranks_hold_the_exact_sum_of_what_they_selected(scheme, op):
         outcomes = VirtualCluster(3).run(lambda t, step=step: ranks[t.rank].step(t, step))
         results, sent = zip(*outcomes, strict=True)
         # Integers under 2^12: exact in fp32 in any order.
-        if op is CollectiveOp.ALL_REDUCE:
-            assert all(torch.equal(result, sum(sent)) for result in results), step
-        else:
-            assert torch.equal(torch.cat(results), sum(sent)), step
+        assert torch.equal(same_on_all_ranks(op, list(results)), sum(sent)), step
         assert all(bool(rank.residual.any()) == (step != 2) for rank in ranks)
 
 

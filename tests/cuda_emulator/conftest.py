@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from tests.cuda_emulator.compilation import compile_library, find_gxx
-from tests.cuda_emulator.device import EmulatedGpu, Place, pretend_driver
+from tests.cuda_emulator.device import (
+    EmulatedGpu,
+    NotWaiting,
+    Place,
+    pretend_driver,
+    sync_debug_error,
+    to_gpu,
+    torch_sync_debug_error,
+)
 from tests.cuda_emulator.emulator import RANDOM, EmulatedDevice, Emulator
 
 
@@ -56,3 +64,8 @@ def place(request: pytest.FixtureRequest) -> Place:
     if request.param == "gpu":
         return on_gpu
     return request.getfixturevalue("emulated_gpu").place
+
+
+@pytest.fixture
+def not_waiting(place: Place) -> NotWaiting:
+    return sync_debug_error if place is to_gpu else torch_sync_debug_error

@@ -13,7 +13,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -43,6 +43,10 @@ _mode = threading.local()
 
 type Place = Callable[..., torch.Tensor]
 """Puts a tensor on a GPU, or an emulated one, some elements behind an aligned address."""
+
+
+type NotWaiting = Callable[[], AbstractContextManager[None]]
+"""Makes contexts in which it is an error if the host waits for the device."""
 
 
 class OnDevice(torch.Tensor):
@@ -102,6 +106,16 @@ def sync_debug_error() -> Iterator[None]:
         yield
     finally:
         _mode.waiting_is_an_error = False
+
+
+@contextmanager
+def torch_sync_debug_error() -> Iterator[None]:
+    """The same on a real GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def to_gpu(tensor: torch.Tensor, shift: int = 0) -> OnDevice:

@@ -20,11 +20,12 @@ from megatron_sparse.reduction.job import GATE
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.wire import FORMAT_RICE, MOVES_CODERS
 from tests import fake_nccl
+from tests.cuda_emulator.bucket_rank import Rank
 from tests.cuda_emulator.compilation import compile_library
 from tests.cuda_emulator.device import GPU, EmulatedGpu, pretend_driver, to_gpu
 from tests.cuda_emulator.emulator import COO, IN_ORDER, EmulatedDevice, Emulator
 from tests.cuda_emulator.ledger import Ledger, counting
-from tests.cuda_emulator.test_nccl_emulated import Group, Rank, group_of, on_all
+from tests.cuda_emulator.test_nccl_emulated import Group, group_of, on_all
 from tests.formats.moves_cases import adam_like
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,11 +83,6 @@ class WorkRank(Rank):
             RANKS,
             reduction=Reduction.AVG,
         )
-
-    def fill(self, step: int) -> None:
-        """The backward pass."""
-        generator = torch.Generator().manual_seed(10 * step + self.transport.rank)
-        self.bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
 
 
 def work_of(way: Way, nccl: Any) -> Ledger:

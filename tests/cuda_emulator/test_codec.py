@@ -22,25 +22,28 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, FORMAT_RICE, HEADER_BYTES
 from tests.codec import (
+    BAD_RICE_SPECS,
     FORMS,
     KEY,
     ORACLE,
     POISON,
-    RICE,
     RICE_NAMES,
+    RICE_TYPES,
     SLOTTED,
     STEP,
     Case,
     Ops,
     check,
+    check_densities,
     lengths,
+    pruned_already,
     pruning_of,
     rice_dtypes,
     rice_spec,
     segments_of,
     spec_of,
 )
-from tests.cuda_emulator.device import Place, sync_debug_error, to_gpu
+from tests.cuda_emulator.device import NotWaiting, Place, to_gpu
 from tests.cuda_emulator.emulator import (
     ADAPTIVE,
     BLOCKS,
@@ -53,8 +56,8 @@ from tests.cuda_emulator.emulator import (
     EmulatedDevice,
     Emulator,
 )
-from tests.cuda_emulator.test_no_waiting import torch_sync_debug_error
 from tests.cuda_ext import cases
+from tests.cuda_ext.cases import scattered_grad as gradient
 
 # Empty, one element, a tile and one more, a tile and three less, a kept one, another end.
 SEGMENTS = segments_of([0, 0, 1, 4098, 8191, 8300, 9001], [0, 0, 0, 0, 1, 0])
@@ -75,11 +78,6 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def device(place: Place) -> Ops:
     """The codec of the device."""
     return Ops("CUDA", place)
-
-
-def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Mostly zeros, with the values that are difficult for codecs."""
-    return cases.pruned_grad(numel, density, dtype, seed, scattered=True)
 
 
 def hard_case(
@@ -163,13 +161,7 @@ def test_prune_encode(
 @rice_dtypes
 @pytest.mark.parametrize(
     ("dtype", "residual_dtype", "key"),
-    [
-        (torch.float32, torch.float32, KEY),
-        (torch.float32, torch.bfloat16, -1),
-        (torch.bfloat16, torch.float32, -1),
-        (torch.bfloat16, torch.bfloat16, KEY),
-        (torch.float16, torch.bfloat16, KEY),
-    ],
+    [(*types, key) for types, key in zip(RICE_TYPES, (KEY, -1, -1, KEY, KEY), strict=True)],
     ids=str,
 )
 def test_prune_encode_to_rice(
@@ -182,14 +174,10 @@ def test_prune_encode_to_rice(
 @rice_dtypes
 def test_densities_and_spans(device: Ops, value_dtype: int) -> None:
     """From no entry to all of them, in chunks of one tile, of some, and of all."""
-    numel = 23_200
-    grad_N = torch.randn(numel, generator=torch.Generator().manual_seed(value_dtype))
-    ordered, segments = grad_N.abs().sort().values, segments_of([0, 200, numel])
-    for i, kept in enumerate((0, 1, 129, 230, 1160, 11_000, numel)):
-        threshold = -1.0 if kept == numel else float(ordered[numel - kept - 1])
-        spec = rice_spec(value_dtype, (12, 14, 24)[(i + value_dtype) % 3])
-        pruning = pruning_of(torch.zeros(numel), threshold)
-        check(Case(grad_N, segments, spec, pruning, what=kept), device)
+    grad_N = torch.randn(23_200, generator=torch.Generator().manual_seed(value_dtype))
+    segments, counts = segments_of([0, 200, 23_200]), (0, 1, 129, 230, 1160, 11_000, 23_200)
+    nothing = torch.zeros(23_200)
+    check_densities(grad_N, nothing, segments, counts, (12, 14, 24), value_dtype, device)
 
 
 @pytest.mark.parametrize("value_dtype", [0, 4, 5], ids=RICE_NAMES.get)
@@ -248,10 +236,7 @@ def test_a_raw_rice_record_that_is_not_smaller_is_dense(device: Ops) -> None:
         assert made.bytes[5] == wanted
 
 
-@pytest.mark.parametrize(
-    ("value_dtype", "with_residual"),
-    [*((code, False) for code in RICE.values()), *((code, True) for code in (3, 4, 5, 6))],
-)
+@pruned_already
 def test_encoding_what_is_pruned_already(
     device: Ops, value_dtype: int, with_residual: bool
 ) -> None:
@@ -307,6 +292,19 @@ def test_encode_and_decode_in_slots(device: Ops) -> None:
         values_N = gradient(NUMEL, 0.05, cases.DTYPES[code], code)
         case = Case(values_N, SEGMENTS, spec_of(code, form)).with_slots(torch.full((6,), 400))
         check(case, device)
+
+
+def pruning_there(
+    place: Place, residual: torch.Tensor, threshold: float = 0.0, **changes
+) -> Pruning:
+    """One threshold for a residual that is on the device."""
+    limits = place(torch.full((1,), threshold))
+    return replace(pruning_of(residual, threshold), thresholds_R=limits, **changes)
+
+
+def refused(problem: str, op, *given) -> None:
+    with pytest.raises(ExtensionError, match=problem):
+        op(*given)
 
 
 def encode_raw(
@@ -482,39 +480,26 @@ def test_what_does_not_fit_is_refused(place: Place) -> None:
     room = ops.message_capacity(SEGMENTS.offsets, 0)
     grad, residual = place(grad_N), place(torch.zeros(NUMEL))
     out, small = (place(torch.zeros(n, dtype=torch.uint8)) for n in (room, 1000))
-    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
+    pruning = pruning_there(place, residual)
     nnz = cases.count_nonzero(grad_N, SEGMENTS.offsets)
     wrong = nnz + torch.tensor([0, 0, 0, 0, 1, 0])
-    tight = replace(
-        SEGMENTS, slots=Slots.of(*_tables(), torch.full((6,), 5), 0, FORMAT_COO).offsets
+    slots = Slots.of(SEGMENTS.offsets, SEGMENTS.dense, torch.full((6,), 5), 0, FORMAT_COO).offsets
+    tight, blocks = replace(SEGMENTS, slots=slots), spec_of(0, "blocks64")
+    short, below, counted = (
+        replace(pruning, capacity_S=c) for c in (torch.tensor([1]), torch.full((6,), -1), nnz)
     )
-    few = [replace(pruning, capacity_S=c) for c in (torch.tensor([1]), torch.full((6,), -1))]
-    for problem, call in {
-        "the output buffer is too small": lambda: ops.encode(grad, SEGMENTS, None, spec, small),
-        "the output buffer is too small ": lambda: ops.prune_encode(
-            grad, pruning, SEGMENTS, spec, small
-        ),
-        "nnz of segment 4 is not what": lambda: ops.encode(grad, SEGMENTS, wrong, spec, out),
-        "scratch is not used on CUDA": lambda: ops.encode(
-            grad, SEGMENTS, None, spec, out, torch.zeros(8)
-        ),
-        "step is out of range": lambda: ops.encode(grad, SEGMENTS, None, RecordSpec(0, -1), out),
-        "the slot of segment 2 is too small": lambda: ops.encode(grad, tight, None, spec, out),
-        "capacity has the wrong length": lambda: ops.prune_encode(
-            grad, few[0], SEGMENTS, spec, out
-        ),
-        "capacity is out of range": lambda: ops.prune_encode(grad, few[1], SEGMENTS, spec, out),
-        "blocks have no capacity": lambda: ops.prune_encode(
-            grad, replace(pruning, capacity_S=nnz), SEGMENTS, spec_of(0, "blocks64"), out
-        ),
-    }.items():
-        with pytest.raises(ExtensionError, match=problem.strip()):
-            call()
+    full, encode, prune = "the output buffer is too small", ops.encode, ops.prune_encode
+    refused(full, encode, grad, SEGMENTS, None, spec, small)
+    refused(full, prune, grad, pruning, SEGMENTS, spec, small)
+    refused("nnz of segment 4 is not what", encode, grad, SEGMENTS, wrong, spec, out)
+    unused = torch.zeros(8)
+    refused("scratch is not used on CUDA", encode, grad, SEGMENTS, None, spec, out, unused)
+    refused("step is out of range", encode, grad, SEGMENTS, None, RecordSpec(0, -1), out)
+    refused("the slot of segment 2 is too small", encode, grad, tight, None, spec, out)
+    refused("capacity has the wrong length", prune, grad, short, SEGMENTS, spec, out)
+    refused("capacity is out of range", prune, grad, below, SEGMENTS, spec, out)
+    refused("blocks have no capacity", prune, grad, counted, SEGMENTS, blocks, out)
     assert not residual.any(), "a refused call changed the residual"
-
-
-def _tables() -> tuple[torch.Tensor, torch.Tensor]:
-    return SEGMENTS.offsets, SEGMENTS.dense
 
 
 BAD_SLOTS = {
@@ -529,41 +514,26 @@ BAD_SLOTS = {
 @pytest.mark.parametrize("problem", BAD_SLOTS)
 def test_bad_slots_are_refused(place: Place, problem: str) -> None:
     rest = place(torch.zeros(NUMEL))
-    pruning = replace(pruning_of(rest, 0.0), thresholds_R=place(torch.zeros(1)))
+    pruning, grad = pruning_there(place, rest), place(torch.ones(NUMEL))
     out = place(torch.zeros(ops.message_capacity(SEGMENTS.offsets, 0), dtype=torch.uint8))
-    with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(
-            place(torch.ones(NUMEL)),
-            pruning,
-            replace(SEGMENTS, slots=BAD_SLOTS[problem]),
-            spec_of(0),
-            out,
-        )
+    segments = replace(SEGMENTS, slots=BAD_SLOTS[problem])
+    refused(problem, ops.prune_encode, grad, pruning, segments, spec_of(0), out)
     assert not rest.any(), "a refused call changed the residual"
 
 
-BAD_RICE_SPECS = {
-    "value_dtype is unknown": {"value_dtype": 7},
-    "log2_span is out of range": {"log2_span": 11},
-    "a value of every element needs other values": {"value_dtype": 5, "without_indices": True},
-    "step is out of range": {"step": -1},
-}
-
-
-@pytest.mark.parametrize("problem", BAD_RICE_SPECS)
+@pytest.mark.parametrize("problem", [*BAD_RICE_SPECS, "step is out of range"])
 def test_a_refused_rice_spec_changes_nothing(place: Place, problem: str) -> None:
-    spec, residual = replace(rice_spec(4), **BAD_RICE_SPECS[problem]), place(torch.full((8,), 0.5))
-    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
-    out = place(torch.zeros(1000, dtype=torch.uint8))
-    with pytest.raises(ExtensionError, match=problem):
-        ops.rice_prune_encode(place(torch.ones(8)), pruning, segments_of([0, 8]), spec, out)
+    spec = BAD_RICE_SPECS.get(problem, replace(rice_spec(4), step=-1))
+    residual, grad = place(torch.full((8,), 0.5)), place(torch.ones(8))
+    out, whole = place(torch.zeros(1000, dtype=torch.uint8)), segments_of([0, 8])
+    refused(problem, ops.rice_prune_encode, grad, pruning_there(place, residual), whole, spec, out)
     assert bool((residual.cpu() == 0.5).all())
 
 
 def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: Place) -> None:
     numel, spec = 23_200, rice_spec(4)
     residual, grad = place(torch.full((numel,), 0.5)), place(torch.ones(numel))
-    pruning = replace(pruning_of(residual, 0.0), thresholds_R=place(torch.zeros(1)))
+    pruning = pruning_there(place, residual)
 
     def buffer(nbytes: int) -> torch.Tensor:
         return place(torch.zeros(nbytes, dtype=torch.uint8))
@@ -586,19 +556,15 @@ def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: 
         ("scratch is not used on CUDA", ops.rice_encode, LONG, spec, room, torch.zeros(8)),
         ("the slot of segment 2 is too small", ops.rice_encode, tiny, spec, tiny_room),
     ):
-        with pytest.raises(ExtensionError, match=problem):
-            op(grad, *given)
+        refused(problem, op, grad, *given)
         assert bool((residual.cpu() == 0.5).all())
 
 
 def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
     out = torch.zeros(1000, dtype=torch.uint8)
-    with pytest.raises(ExtensionError, match="nnz is missing"):
-        ops.encode(torch.zeros(8), segments_of([0, 8]), None, spec_of(0), out)
-    with pytest.raises(ExtensionError, match="grad is on the wrong device"):
-        ops.encode(
-            torch.zeros(8, device="meta"), segments_of([0, 8]), None, spec_of(0), out.to("meta")
-        )
+    grad_N, given = torch.zeros(8), (segments_of([0, 8]), None, spec_of(0))
+    refused("nnz is missing", ops.encode, grad_N, *given, out)
+    refused("grad is on the wrong device", ops.encode, grad_N.to("meta"), *given, out.to("meta"))
 
 
 def test_the_report_of_rice_comes_later(place: Place) -> None:
@@ -614,18 +580,13 @@ def test_the_report_of_rice_comes_later(place: Place) -> None:
         reports.read()
 
 
-def test_in_capacity_mode_the_host_does_not_wait(place: Place) -> None:
-    not_waiting = sync_debug_error if place is to_gpu else torch_sync_debug_error
+def test_in_capacity_mode_the_host_does_not_wait(place: Place, not_waiting: NotWaiting) -> None:
     capacity_S, spec = torch.full((6,), 5000), rice_spec(4, 13)
     grad = place(gradient(23_200, 0.1, torch.float32))
     segments = Case(grad, LONG, spec).with_slots(capacity_S).segments
     assert segments.slots is not None
     out = place(torch.zeros(int(segments.slots[-1]), dtype=torch.uint8))
-    pruning = replace(
-        pruning_of(place(torch.zeros(23_200)), 1.0),
-        thresholds_R=place(torch.ones(1)),
-        capacity_S=capacity_S,
-    )
+    pruning = pruning_there(place, place(torch.zeros(23_200)), 1.0, capacity_S=capacity_S)
     for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
         reports = Reports()
         with waits():
@@ -644,11 +605,7 @@ def test_reports_of_all_calls_are_read_together(place: Place) -> None:
     """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
     reports, found, some = Reports(), [], torch.tensor(LIMITS["some"])
     case = Case(gradient(NUMEL, 1.0, torch.float32), SEGMENTS, spec_of(0)).with_slots(some)
-    pruning = replace(
-        pruning_of(place(torch.zeros(NUMEL)), 0.0),
-        thresholds_R=place(torch.zeros(1)),
-        capacity_S=some,
-    )
+    pruning = pruning_there(place, place(torch.zeros(NUMEL)), capacity_S=some)
     message = place(torch.zeros(case.room, dtype=torch.uint8))
     _, nnz_S = ops.prune_encode(
         place(case.grad_N), pruning, case.segments, case.spec, message, reports=reports

@@ -62,7 +62,7 @@ def bytes_of(message: bytes) -> torch.Tensor:
 
 
 def case_of(name: str, density: float, seed: int, segments=SEGMENTS) -> Case:
-    values_N = cases.pruned_grad(NUMEL, density, torch.float32, seed, scattered=True)
+    values_N = cases.scattered_grad(NUMEL, density, torch.float32, seed)
     if name in RICE_IDS:  # NaN somewhere, not in every group
         values_N[4098:] = values_N[4098:].nan_to_num(1, 2, -2)
     return Case(values_N, segments, SPECS[name], what=seed)
@@ -160,7 +160,7 @@ def test_formats_of_ranks_differ(
 @pytest.mark.parametrize("name", ["coo", "linear", "paper"])
 def test_tiles_from_empty_to_full(place: Place, name: str, density: float) -> None:
     """Entries of a tile from fewer than lanes to more than threads; words that are crowded."""
-    values_N = cases.pruned_grad(9000, density, torch.float32, scattered=True)
+    values_N = cases.scattered_grad(9000, density, torch.float32)
     case = Case(values_N, segments_of([0, 9000]), spec_of(0, name))
     check_sums(case, ORACLE.encode(case), Ops("CUDA", place))
 
@@ -224,7 +224,7 @@ FIVE = segments_of([0, 40, 340, 5000, 9999, 12_000])
 
 def five_records() -> tuple[Case, bytes, list[int]]:
     """Dense, COO, Pici in both orders, blocks: the case, the message, where records begin."""
-    values_N = cases.pruned_grad(12_000, 0.05, torch.float32, 4, scattered=True)
+    values_N = cases.scattered_grad(12_000, 0.05, torch.float32, 4)
     values_N[9999:] = 0
     values_N[[11_005, 11_999]] = 1
     forms = ("dense", "coo", "linear", "paper", "blocks64")
@@ -385,7 +385,7 @@ def test_fresh_takes_acc_for_zero(emulator: Emulator) -> None:
 
 def test_base_and_part_of_a_message(place: Place) -> None:
     """A shard's records decode into the shard's accumulator."""
-    values_N = cases.pruned_grad(9000, 0.05, torch.float16, 9, scattered=True)
+    values_N = cases.scattered_grad(9000, 0.05, torch.float16, 9)
     case = Case(values_N, segments_of([0, 4000, 7000, 9000]), spec_of(2, "adaptive"))
     part = place(bytes_of(b"".join(ORACLE.encode(case).records[1:])))
     acc = place(torch.ones(5000), 3)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cuda_emulator.compilation import FLAGS, HERE, compile_library, find_gxx
-from tests.waiting import DEADLINE_S
+from tests.programs import ended
 
 pytestmark = pytest.mark.skipif(find_gxx() is None, reason="the emulator needs g++")
 
@@ -31,16 +31,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcomes(program: Path, case: str) -> list[str]:
     """The outcome of each schedule."""
-    return [
-        subprocess.run(
-            [program, case, *schedule],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=DEADLINE_S,
-        ).stdout.strip()
-        for schedule in SCHEDULES
-    ]
+    return [ended([program, case, *each], check=True).stdout.strip() for each in SCHEDULES]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +75,9 @@ def test_a_race_between_blocks_is_caught_by_some_schedule(program: Path) -> None
 
 def test_out_of_bounds_is_caught_by_address_sanitizer(tmp_path: Path) -> None:
     program = build(tmp_path, "-fsanitize=address")
-    healthy = subprocess.run([program, "reverse", "2", "1"], capture_output=True, text=True)
+    healthy = ended([program, "reverse", "2", "1"])
     assert healthy.stdout.strip() == "ok", healthy.stderr
-    caught = subprocess.run([program, "out_of_bounds", "0", "0"], capture_output=True, text=True)
+    caught = ended([program, "out_of_bounds", "0", "0"])
     assert caught.returncode != 0
     assert "heap-buffer-overflow" in caught.stderr
 
@@ -98,9 +89,7 @@ def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
     library = compile_library(tmp_path, ("-fsanitize=address",))
     # Preload both: an error of the CPU's ops is a C++ exception, which ASan intercepts.
     runtime = " ".join(
-        subprocess.run(
-            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        ended(["g++", f"-print-file-name={name}"], check=True).stdout.strip()
         for name in ("libasan.so", "libstdc++.so")
     )
     environment = os.environ | {
@@ -125,8 +114,6 @@ def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
         f"not ({too_long})",
         *tests,
     ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=HERE.parents[1], timeout=1400
-    )
+    done = ended(command, 1400, env=environment)
     reports = [path.read_text() for path in tmp_path.glob("report*")]
     assert done.returncode == 0, done.stdout[-3000:] + "".join(reports)[:3000]

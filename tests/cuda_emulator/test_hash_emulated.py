@@ -22,7 +22,7 @@ from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from tests.cuda_emulator.device import OnDevice, to_gpu, unwrapped
 from tests.cuda_emulator.emulator import DTYPE_CODES, SCHEDULES, Emulator
-from tests.cuda_ext import cases
+from tests.cuda_ext.cases import scattered_grad as gradient
 
 
 class Kernels:
@@ -55,10 +55,6 @@ def kernels(request: pytest.FixtureRequest, emulator: Emulator) -> Kernels:
     order, seed, resident = request.param
     emulator.schedule(order, seed, resident, multiprocessors=2)
     return Kernels(emulator, shift=4 * seed)
-
-
-def gradient(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return cases.pruned_grad(numel, density, dtype, seed, scattered=True)
 
 
 def generator(seed: int) -> torch.Generator:

@@ -11,14 +11,13 @@ import torch
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, row_sparse
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from tests.cuda_emulator.device import Place
-from tests.cuda_emulator.test_hash_emulated import gradient
+from tests.cuda_ext.cases import scattered_grad as gradient
+from tests.formats.hash_cases import STEP, place_of
 
-STEP = 7
 HASHES = (PermutationHash, IndexSetHash)
 DTYPE_OF = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,38 +74,29 @@ def test_algorithm_1_and_the_split_give_what_the_cpu_does(
         split(h, place(index_K), place(values_K))
 
 
-def records_of(h, partition: int, values_P: torch.Tensor) -> torch.Tensor:
-    return hash_bitmap.encode(
-        values_P, PartitionRecord(h, partition, values_P.dtype, offset=16, step=STEP)
-    )
-
-
 @pytest.mark.parametrize("density", [0.0, 0.05, 1.0])
 @pytest.mark.parametrize("kind", HASHES)
 @pytest.mark.parametrize("dtype", DTYPE_OF.values(), ids=str)
 def test_bitmaps(place: Place, dtype: torch.dtype, kind: type, density: float) -> None:
     h = kind(9001, 2, 3)
     values_P = gradient(h.partition_numel(1), density, dtype)
-    wanted = records_of(h, 1, values_P)
-    record = records_of(h, 1, place(values_P, 1))
+    where = place_of(h, 1, dtype)
+    wanted = hash_bitmap.encode(values_P, where)
+    record = hash_bitmap.encode(place(values_P, 1), where)
     assert_same(record, wanted)
-    where = {"offset": 16, "step": STEP}
-    for got, plain in zip(
-        hash_bitmap.decode(record, PartitionRecord(h, 1, dtype, **where), rank=4),
-        hash_bitmap.decode(wanted, PartitionRecord(h, 1, dtype, **where), rank=4),
-        strict=True,
-    ):
+    decoded = hash_bitmap.decode(wanted, where, rank=4)
+    for got, plain in zip(hash_bitmap.decode(record, where, rank=4), decoded, strict=True):
         assert_same(got, plain)
     acc_M = torch.randn(9001)
     sums_M = place(acc_M, 3)
-    hash_bitmap.decode_add_(acc_M, wanted, PartitionRecord(h, 1, dtype, **where), rank=4)
-    hash_bitmap.decode_add_(sums_M, record, PartitionRecord(h, 1, dtype, **where), rank=4)
+    hash_bitmap.decode_add_(acc_M, wanted, where, rank=4)
+    hash_bitmap.decode_add_(sums_M, record, where, rank=4)
     assert_same(sums_M, acc_M)
 
 
 def test_a_bad_bitmap_has_the_same_error_and_adds_nothing(place: Place) -> None:
-    h = PermutationHash(4000, 2, 3)
-    record = records_of(h, 0, gradient(2000, 0.05, torch.float32))
+    where = place_of(PermutationHash(4000, 2, 3), 0)
+    record = hash_bitmap.encode(gradient(2000, 0.05, torch.float32), where)
     for at in (0, 8, 16, 24, 40, 50, 64, 70, 80, 90, 329):
         damaged = record.clone()
         damaged[at] ^= 0x5A
@@ -114,12 +104,7 @@ def test_a_bad_bitmap_has_the_same_error_and_adds_nothing(place: Place) -> None:
         for to in (torch.clone, place):
             acc_M = to(torch.ones(4000))
             with pytest.raises(WireFormatError) as caught:
-                hash_bitmap.decode_add_(
-                    acc_M,
-                    to(damaged),
-                    PartitionRecord(h, 0, torch.float32, offset=16, step=STEP),
-                    rank=6,
-                )
+                hash_bitmap.decode_add_(acc_M, to(damaged), where, rank=6)
             assert bool((acc_M == 1).all())
             texts.append(str(caught.value))
         assert texts[0] == texts[1]
@@ -129,7 +114,7 @@ def test_a_bad_bitmap_has_the_same_error_and_adds_nothing(place: Place) -> None:
 @pytest.mark.parametrize("count", [0, 20, 300, 1500])
 def test_pairs(place: Place, count: int, kind: type) -> None:
     """As pairs, as a bitmap and dense."""
-    where = PartitionRecord(kind(3000, 2, 8), 1, torch.bfloat16, 0, STEP)
+    where = place_of(kind(3000, 2, 8), 1, torch.bfloat16)
     chance = torch.Generator().manual_seed(count)
     position_K = torch.randperm(where.positions, generator=chance)[:count]
     index_K = where.partition_hash.element_at(1, position_K).sort().values

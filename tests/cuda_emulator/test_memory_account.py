@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.reduction.memory import Share, account, held
 from tests.cuda_emulator.device import Place
-from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, RANKS, STEPS, Ranks, fill
+from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, STEPS, Ranks
+from tests.reduction.reducers import at_target
 
 CASES: list[tuple[CollectiveOp, dict[str, Any]]] = [
     *((op, {"scheme": name, "capacity": 1.5}) for name, op in IN_CAPACITY),
@@ -27,16 +27,11 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     """To the byte: in capacity mode all sizes are known beforehand."""
     ranks = Ranks(op, **overrides)
     for step in range(STEPS):
-        fill(ranks, step)
+        ranks.fill(step)
         ranks.step(step)
-    settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
-    config = SparseConfig.from_overrides(
-        **{"density": 0.1, "value_bits": None}
-        | settings
-        | {k: v for k, v in overrides.items() if k != "dtype"}
-    )
-    for rank in range(RANKS):
-        reducer, bucket = ranks._reducers[rank], ranks.buckets[rank]
+    config = at_target(samples=200, **{k: v for k, v in overrides.items() if k != "dtype"})
+    for rank, each in enumerate(ranks.each):
+        reducer, bucket = each.reducer, each.bucket
         found = held(reducer.selector.residuals, [reducer])
         expected = dict(account(config, [Share(rank, [bucket])], undo=False).nbytes)
         # Lent by torch's allocator for each call; and copies of tables, in a cache.

@@ -17,34 +17,30 @@ from megatron_sparse.wire import MOVES_CODERS
 from tests.cuda_emulator.device import Place
 from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
 from tests.cuda_emulator.ledger import Ledger, counting
+from tests.formats import moves_cases
 from tests.formats.moves_cases import (
     DTYPES,
     EPOCH,
     adam_like,
     any_bits,
     bits,
-    from_bits,
+    every_bfloat16,
     mixed,
+    of_which_a_part_is_counted,
+    refusal,
     repaired,
+    written,
 )
 
 NUMELS = [0, 1, 31, 33, 255, 257, 5000]
 CODED = ("rans", "packed")
 PACKED_CHUNK, RANS_CHUNK = 16384, 65536
-COUNT_ALL, COUNT_BLOCK = 1 << 19, 1024
 
 
 def check(place: Place, old: torch.Tensor, new: torch.Tensor, coder: str, shift: int = 0) -> None:
     """The record is the CPU's, and turns the old numbers into the new ones."""
-    wanted = encode_moves(old, new, coder=coder, epoch=EPOCH)
-    was, now = place(old, shift), place(new, shift)
-    record = encode_moves(was, now, coder=coder, epoch=EPOCH)
-    assert record.is_cuda
-    assert torch.equal(record.cpu(), wanted)
-    assert np.array_equal(bits(was.cpu()), bits(old)), "only read"
-    assert np.array_equal(bits(now.cpu()), bits(new)), "only read"
-    decode_moves_(record, was, epoch=EPOCH)
-    assert np.array_equal(bits(was.cpu()), bits(new))
+    wanted = encode_moves(old, new, coder=coder, epoch=EPOCH).numpy().tobytes()
+    moves_cases.check(old, new, coder, wanted, place, shift)
 
 
 @pytest.mark.parametrize("coder", MOVES_CODERS)
@@ -84,18 +80,14 @@ def test_raw_and_coded_chunks_in_one_record(place: Place, dtype: torch.dtype, co
 
 
 def test_every_bfloat16_moves_to_every_distance(place: Place) -> None:
-    old = from_bits(np.arange(65536), torch.bfloat16)
-    new = from_bits(np.random.default_rng(3).permutation(65536), torch.bfloat16)
-    check(place, old, new, "packed")
-    check(place, old, from_bits(np.arange(65536) ^ 1, torch.bfloat16), "rans")
+    old, moved, next_to = every_bfloat16()
+    check(place, old, moved, "packed")
+    check(place, old, next_to, "rans")
 
 
 def test_of_many_numbers_a_part_is_counted(place: Place) -> None:
     """Moves that no counted block has can be coded all the same."""
-    old, new = adam_like(COUNT_ALL + 3000, torch.bfloat16, lr=1e-5)
-    skipped = slice(COUNT_BLOCK, COUNT_BLOCK + 64)
-    old[skipped], new[skipped] = any_bits(64, torch.bfloat16)
-    check(place, old, new, "rans")
+    check(place, *of_which_a_part_is_counted(), "rans")
 
 
 @pytest.mark.parametrize("order", [IN_ORDER, REVERSED, RANDOM])
@@ -121,18 +113,9 @@ def test_launches(emulated_gpu, coder: str, encode: int, decode: int) -> None:
     assert (encoding.kernels, decoding.kernels) == (encode, decode)
 
 
-def text_of(record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str:
-    """The error of a record that must be refused without a change of what is held."""
-    before = bits(held.cpu()).copy()
-    with pytest.raises(WireFormatError) as caught:
-        decode_moves_(record, held, epoch=epoch, rank=3)
-    assert np.array_equal(bits(held.cpu()), before)
-    return str(caught.value)
-
-
 def same_refusal(place: Place, record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str:
-    wanted = text_of(record, held, epoch)
-    assert text_of(place(record), place(held), epoch) == wanted
+    wanted = refusal(record, held, epoch)
+    assert refusal(place(record), place(held), epoch) == wanted
     return wanted
 
 
@@ -194,9 +177,7 @@ def test_records_that_are_not_meant(place: Place, coder: str) -> None:
 def test_damaged_fields_of_several_chunks(place: Place, coder: str, at: int, value: bytes) -> None:
     chunk = PACKED_CHUNK if coder == "packed" else RANS_CHUNK
     old, new = adam_like(chunk + 500, torch.bfloat16)
-    record = bytearray(encode_moves(old, new, coder=coder, epoch=EPOCH).numpy().tobytes())
-    record[at : at + len(value)] = value
-    same_refusal(place, repaired(record), old)
+    same_refusal(place, written(encode_moves(old, new, coder=coder, epoch=EPOCH), at, value), old)
 
 
 def test_the_first_damaged_chunk_is_named(place: Place) -> None:

@@ -11,39 +11,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
-from megatron_sparse.reduction.job import GATE
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
-from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.reduction.job import GATE, without_gates
+from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary
 from megatron_sparse.transport.operation import Operation
 from tests import fake_nccl
+from tests.cuda_emulator.bucket_rank import Rank
 from tests.cuda_emulator.device import GPU, EmulatedGpu, sync_debug_error
 from tests.cuda_emulator.emulator import IN_ORDER, EmulatedDevice, Emulator
 from tests.waiting import DEADLINE_S
 
-NUMEL, STEPS = 3000, 2
-SETTINGS: dict[str, Any] = {
-    "density": 0.1,
-    "value_bits": None,
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "samples": 200,
-    "keep_below_numel": 0,
-    "capacity": 1.5,
-}
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
@@ -55,54 +42,6 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def gpu(emulated_gpu: EmulatedDevice, emulator: Emulator) -> EmulatedDevice:
     emulator.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
     return emulated_gpu
-
-
-def bucket_of(op: CollectiveOp, dtype: torch.dtype, ranks: int) -> Bucket:
-    return Bucket(
-        "b",
-        torch.zeros(NUMEL, dtype=dtype, device=GPU),
-        [
-            ParameterSlice("w", 0, 2000),
-            ParameterSlice("n", 2000, 2100, keep=True),
-            ParameterSlice("v", 2100, NUMEL),
-        ],
-        op,
-        ranks,
-        reduction=Reduction.AVG,
-    )
-
-
-class Rank:
-    """One rank's bucket and reducer, on a transport of the virtual cluster or with NCCL."""
-
-    def __init__(
-        self, transport: Any, op: CollectiveOp, dtype: torch.dtype, **overrides: Any
-    ) -> None:
-        config = SparseConfig.from_overrides(**SETTINGS | overrides)
-        self.reducer = GradientReducer(
-            config,
-            Groups(cast("Transport", transport)),
-            planner_of(config, logs=False),
-            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-            NullSink(),
-            cast("ProgressThread", None),
-        )
-        self.transport, self.bucket = transport, bucket_of(op, dtype, transport.world_size)
-        self.timer = StageTimer()
-
-    def fill(self, step: int) -> None:
-        """The backward pass."""
-        generator = torch.Generator().manual_seed(10 * step + self.transport.rank)
-        self.bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
-
-    def steps(self, step: int) -> Iterator[Any]:
-        """What the progress thread drives."""
-        plan = self.reducer.planner.plan_for(self.bucket, step)
-        record = BucketRecord(
-            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=self.timer
-        )
-        yield from self.reducer.synchronise(BucketJob(self.bucket, plan, step, record, self.bucket))
-        return record
 
 
 class Group:
@@ -233,21 +172,14 @@ def test_the_sum_is_the_collectives_own_bit_for_bit(
     ranks: int,
     overrides: dict[str, Any],
 ) -> None:
-    settings = {"scheme": name, "dtype": torch.float32} | overrides
+    settings = {"scheme": name, "dtype": torch.float32, "capacity": 1.5} | overrides
     dtype = settings.pop("dtype")
     cluster = VirtualCluster(ranks, device=GPU)
     virtual = [Rank(each, op, dtype, **settings) for each in cluster.transports]
 
     def oracle(rank: Rank, step: int) -> Iterator[Any]:
         rank.fill(step)
-        running, outcome = rank.steps(step), None
-        while True:
-            try:
-                outcome = next(running)
-            except StopIteration as ended:
-                return ended.value
-            if outcome is not GATE:
-                yield outcome
+        return (yield from without_gates(rank.steps(step)))
 
     engine = settings | {"nccl_engine": True}
     with group_of(nccl, ranks, lambda transport: Rank(transport, op, dtype, **engine)) as group:
@@ -257,22 +189,16 @@ def test_the_sum_is_the_collectives_own_bit_for_bit(
             assert [each.wire_bytes for each in found] == [each.wire_bytes for each in expected]
             assert [each.nnz for each in found] == [each.nnz for each in expected]
             for one, other in zip(virtual, group.ranks, strict=True):
-                scattered = op is CollectiveOp.REDUCE_SCATTER
-                part = one.bucket.shard(one.transport.rank) if scattered else slice(None)
-                wanted = one.bucket.grad_N[part].cpu()
+                wanted, found_part = one.part().cpu(), other.part().cpu()
                 assert bool(wanted.any())
-                assert torch.equal(
-                    wanted.view(torch.uint8), other.bucket.grad_N[part].cpu().view(torch.uint8)
-                )
+                assert torch.equal(wanted.view(torch.uint8), found_part.view(torch.uint8))
 
 
 def direct_group(
     nccl: Any, ranks: int, timeout_s: float = 60, op: CollectiveOp = CollectiveOp.ALL_REDUCE
 ) -> Any:
-    settings = {"scheme": "direct", "nccl_engine": True}
-    return group_of(
-        nccl, ranks, lambda transport: Rank(transport, op, torch.float32, **settings), timeout_s
-    )
+    settings = {"scheme": "direct", "nccl_engine": True, "capacity": 1.5}
+    return group_of(nccl, ranks, lambda transport: Rank(transport, op, **settings), timeout_s)
 
 
 def errors_of(group: Group, step: int, ranks: Iterable[int]) -> dict[int, BaseException]:
@@ -351,14 +277,8 @@ def test_a_post_that_nccl_refuses(gpu: EmulatedDevice, nccl: Any) -> None:
 
 def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: Any) -> None:
     def make(transport: Any) -> Rank:
-        return Rank(
-            transport,
-            CollectiveOp.ALL_REDUCE,
-            torch.float32,
-            scheme="direct",
-            nccl_engine=True,
-            capacity=1.5 + transport.rank,
-        )
+        options = {"scheme": "direct", "nccl_engine": True, "capacity": 1.5 + transport.rank}
+        return Rank(transport, CollectiveOp.ALL_REDUCE, **options)
 
     with group_of(nccl, 2, make) as group:
         raised = errors_of(group, 0, (0, 1))

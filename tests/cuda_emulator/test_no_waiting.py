@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.cuda_ext.reports import HostCopy
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
+from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.in_order import InOrderProgress
-from megatron_sparse.reduction.job import GATE
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import BucketJob, GradientReducer, Groups
+from megatron_sparse.reduction.job import without_gates
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import VirtualCluster
-from tests.cuda_emulator.device import GPU, OnDevice, Place, sync_debug_error, to_gpu
+from tests.cuda_emulator.bucket_rank import NUMEL, Rank
+from tests.cuda_emulator.device import GPU, NotWaiting, OnDevice, sync_debug_error, to_gpu
 from tests.cuda_emulator.emulator import EmulatedDevice
+from tests.records import Kept
+from tests.reduction.reducers import at_target, reducer_of
 
-RANKS, NUMEL, STEPS = 3, 3000, 3
+RANKS, STEPS = 3, 3
 IN_CAPACITY = [
     (name, op)
     for name, scheme in SCHEMES.items()
@@ -32,81 +31,25 @@ IN_CAPACITY = [
     if scheme.takes_slots and op in scheme.ops
 ]
 
-type NotWaiting = Callable[[], AbstractContextManager[None]]
-
-
-@contextmanager
-def torch_sync_debug_error() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture
-def not_waiting(place: Place) -> NotWaiting:
-    """In the returned context, waiting is an error."""
-    return sync_debug_error if place is to_gpu else torch_sync_debug_error
-
 
 class Ranks:
-    """A reducer and a bucket for each rank of a virtual cluster on the GPU."""
+    """The ranks of a virtual cluster on the GPU."""
 
     def __init__(
         self, op: CollectiveOp, dtype: torch.dtype = torch.float32, **overrides: Any
     ) -> None:
-        settings = {"warmup_iters": 0, "ramp_iters": 0, "samples": 200, "keep_below_numel": 0}
-        settings |= {"density": 0.1, "value_bits": None, "sum_bits": None}
-        config = SparseConfig.from_overrides(**settings | overrides)
         self._cluster = VirtualCluster(RANKS, device=GPU)
-        self._reducers = [
-            GradientReducer(
-                config,
-                Groups(transport),
-                planner_of(config, logs=False),
-                ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-                NullSink(),
-                cast("ProgressThread", None),
-            )
-            for transport in self._cluster.transports
-        ]
-        self.buckets = [
-            Bucket(
-                "b",
-                torch.zeros(NUMEL, dtype=dtype, device=GPU),
-                [
-                    ParameterSlice("w", 0, 2000),
-                    ParameterSlice("n", 2000, 2100, keep=True),
-                    ParameterSlice("v", 2100, NUMEL),
-                ],
-                op,
-                RANKS,
-                reduction=Reduction.AVG,
-            )
-            for _ in range(RANKS)
-        ]
+        options = {"sum_bits": None} | overrides
+        self.each = [Rank(each, op, dtype, **options) for each in self._cluster.transports]
+
+    def fill(self, step: int) -> None:
+        """The backward pass on every rank."""
+        for rank in self.each:
+            rank.fill(step)
 
     def step(self, step: int) -> list[BucketRecord]:
         """The progress thread's work on the bucket, on every rank."""
-        return self._cluster.run(lambda transport: self._rank(transport.rank, step))
-
-    def _rank(self, rank: int, step: int) -> Generator[Any, None, BucketRecord]:
-        reducer, bucket = self._reducers[rank], self.buckets[rank]
-        plan = reducer.planner.plan_for(bucket, step)
-        record = BucketRecord(
-            "b", step, plan.scheme, plan.phase, plan.density, NUMEL, timer=StageTimer()
-        )
-        for outcome in reducer.synchronise(BucketJob(bucket, plan, step, record, bucket)):
-            if outcome is not GATE:
-                yield outcome
-        return record
-
-
-def fill(ranks: Ranks, step: int) -> None:
-    for rank, bucket in enumerate(ranks.buckets):
-        generator = torch.Generator().manual_seed(10 * step + rank)
-        bucket.grad_N.copy_(torch.randn(NUMEL, generator=generator))
+        return self._cluster.run(lambda each: without_gates(self.each[each.rank].steps(step)))
 
 
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])
@@ -148,13 +91,11 @@ def test_a_dense_bucket(not_waiting: NotWaiting, name: str, op: CollectiveOp) ->
 def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
     """Steps in which the host waits for nothing; in the first one torch itself may wait."""
     for step in range(STEPS):
-        fill(ranks, step)
+        ranks.fill(step)
         with not_waiting() if step else nullcontext():
             records = ranks.step(step)
         assert all(record.nnz and record.wire_bytes for record in records)
-    for rank, bucket in enumerate(ranks.buckets):
-        scattered = bucket.op is CollectiveOp.REDUCE_SCATTER
-        assert bool(bucket.grad_N[bucket.shard(rank) if scattered else slice(None)].any())
+    assert all(bool(rank.part().any()) for rank in ranks.each)
 
 
 @pytest.mark.parametrize("name", ["direct", "auto"])
@@ -162,35 +103,16 @@ def test_auto_fixes_sizes_on_a_gpu(not_waiting: NotWaiting, name: str) -> None:
     check(not_waiting, Ranks(CollectiveOp.ALL_REDUCE, scheme=name))
 
 
-class Kept(NullSink):
-    """Keeps the buckets' records."""
-
-    def __init__(self) -> None:
-        self.records: list[BucketRecord] = []
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        self.records.append(record)
-
-
 def test_between_launch_and_update_the_host_waits_for_nothing(
-    place: Place, not_waiting: NotWaiting, monkeypatch: pytest.MonkeyPatch
+    not_waiting: NotWaiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From `start` to the stream's wait, while the device has not come to the reports."""
-    config = SparseConfig.from_overrides(
-        density=0.1, warmup_iters=0, ramp_iters=0, samples=200, keep_below_numel=0, scheme="direct"
-    )
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    config = at_target(value_bits="auto", samples=200, scheme="direct")
     sink, progress = Kept(), InOrderProgress(GPU, 30)
-    planner = planner_of(config, logs=False)
-    transport = VirtualCluster(1, device=GPU).transports[0]
-    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
-    bucket = Bucket(
-        "b",
-        torch.zeros(NUMEL, device=GPU),
-        [ParameterSlice("w", 0, NUMEL)],
-        CollectiveOp.ALL_REDUCE,
-        1,
-    )
+    groups = Groups(VirtualCluster(1, device=GPU).transports[0])
+    reducer = reducer_of(config, groups, sink, progress, outcome=Outcome.ASSUMED)
+    grad_N, pieces = torch.zeros(NUMEL, device=GPU), [ParameterSlice("w", 0, NUMEL)]
+    bucket = Bucket("b", grad_N, pieces, CollectiveOp.ALL_REDUCE, 1)
     has_come = [True]
     monkeypatch.setattr(HostCopy, "ready", lambda copy: has_come[0])
     for step in range(STEPS):
@@ -200,17 +122,17 @@ def test_between_launch_and_update_the_host_waits_for_nothing(
         with not_waiting() if step else nullcontext():
             pending = reducer.start(bucket, step)
             pending.wait_until_queued()
-        assert len(sink.records) == step
+        assert len(sink.buckets) == step
         has_come[0] = True
         pending.confirm()
-        assert sink.records[step].nnz > 0
+        assert sink.buckets[step].nnz > 0
     assert bool(bucket.grad_N.any())
     progress.close()
 
 
 def test_without_capacity_sizes_are_waited_for(not_waiting: NotWaiting) -> None:
     ranks = Ranks(CollectiveOp.ALL_REDUCE, scheme="direct", capacity=None)
-    fill(ranks, 0)
+    ranks.fill(0)
     ranks.step(0)
     with not_waiting(), pytest.raises(RuntimeError, match="synchronizing"):
         ranks.step(1)

@@ -12,16 +12,7 @@ from megatron_sparse.reference import threshold as oracle
 from tests.cuda_emulator.device import Place, to_gpu
 from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
 from tests.cuda_ext import cases
-
-
-def same_limits(found, expected, what: str) -> None:
-    """Thresholds, chances and ties have the same bits."""
-    for name, got, wanted in zip(expected._fields, found, expected, strict=True):
-        cases.assert_same_bits(got.cpu(), wanted, f"{what} {name}")
-
-
-KEYS = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
-DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
+from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
 
 
 @pytest.mark.parametrize(
@@ -35,22 +26,12 @@ DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
 )
 def test_equals_the_oracle(place: Place, dtype, residual_dtype) -> None:
     for numel, samples in ((0, 9), (1, 9), (701, 1), (701, 700), (4097, 70)):
-        offsets = cases.cut(numel, 7, seed=numel)
         for kind in cases.kinds(numel):
-            grad = cases.make(kind, numel, dtype, seed=1)
-            residual = None
-            if residual_dtype is not None:
-                residual = cases.make(kind, numel, residual_dtype, seed=2)
+            grad, residual, offsets = seven_ranges(kind, numel, dtype, residual_dtype)
+            there = place(grad, 1), None if residual is None else place(residual, 3)
             expected = oracle.sample_threshold(grad, residual, offsets, DENSITIES, samples, KEYS)
-            found = ops.sample_threshold(
-                place(grad, 1),
-                None if residual is None else place(residual, 3),
-                offsets,
-                DENSITIES,
-                samples,
-                KEYS,
-            )
-            same_limits(found, expected, f"{kind} {numel} {samples}")
+            found = ops.sample_threshold(*there, offsets, DENSITIES, samples, KEYS)
+            assert_same_limits(found, expected, f"{kind} {numel} {samples}")
 
 
 @pytest.mark.parametrize("schedule", [IN_ORDER, REVERSED, RANDOM])
@@ -65,7 +46,7 @@ def test_every_schedule_gives_the_same(
     densities, keys = torch.full((ranges,), 0.07), torch.arange(ranges)
     expected = oracle.sample_threshold(grad, None, offsets, densities, 600, keys)
     found = ops.sample_threshold(to_gpu(grad), None, offsets, densities, 600, keys)
-    same_limits(found, expected, "schedule")
+    assert_same_limits(found, expected, "schedule")
 
 
 def test_ties_zeros_nan_and_infinity(place: Place) -> None:
@@ -80,4 +61,4 @@ def test_ties_zeros_nan_and_infinity(place: Place) -> None:
     assert expected.tie_chances[3] in (0, 1), "drawn by the key of its range"
     assert expected.ties.tolist() == [4, 3, 3, 1]
     found = ops.sample_threshold(place(values), None, *arguments)
-    same_limits(found, expected, "ties")
+    assert_same_limits(found, expected, "ties")

@@ -108,23 +108,27 @@ def cut(numel: int, pieces: int, seed: int = 0) -> torch.Tensor:
 SMALLEST = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133, torch.float16: 2.0**-24}
 
 
-def pruned_grad(
-    numel: int, density: float, dtype: torch.dtype, seed: int = 0, *, scattered: bool = False
-) -> torch.Tensor:
-    """A pruned gradient of about this density, with NaN, infinity and -0.0 near its begin.
-
-    With `scattered` they lie anywhere, if there is room, and the smallest numbers beside them.
-    """
-    generator = torch.Generator().manual_seed(seed)
+def _normal(numel: int, density: float, generator: torch.Generator) -> torch.Tensor:
     grad = torch.randn(numel, generator=generator)
-    grad *= torch.rand(numel, generator=generator) < density
-    if scattered and density > 0 and numel > 100:
+    return grad * (torch.rand(numel, generator=generator) < density)
+
+
+def pruned_grad(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A pruned gradient of about this density, with NaN, infinity and -0.0 near its begin."""
+    grad = _normal(numel, density, torch.Generator().manual_seed(seed))
+    for at, value in zip((1, 3, 5), (math.nan, -0.0, math.inf), strict=True):
+        if density > 0 and numel > at:
+            grad[at] = value
+    return grad.to(dtype)
+
+
+def scattered_grad(numel: int, density: float, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """The same where they lie anywhere, if there is room, and the smallest numbers beside them."""
+    generator = torch.Generator().manual_seed(seed)
+    grad = _normal(numel, density, generator)
+    if density > 0 and numel > 100:
         special = [-0.0, math.nan, math.inf, -math.inf, SMALLEST[dtype], -SMALLEST[dtype]]
         grad[torch.randperm(numel, generator=generator)[:6]] = torch.tensor(special)
-    elif not scattered:
-        for at, value in zip((1, 3, 5), (math.nan, -0.0, math.inf), strict=True):
-            if density > 0 and numel > at:
-                grad[at] = value
     return grad.to(dtype)
 
 

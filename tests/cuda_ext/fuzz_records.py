@@ -22,7 +22,8 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -142,6 +143,23 @@ def attempt(decode: Callable[[], object], *accs: torch.Tensor, intact: bool = Fa
     return False
 
 
+@contextmanager
+def any_isa(rng: random.Random) -> Iterator[None]:
+    """One of this machine's instruction sets in the block."""
+    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
+    try:
+        yield
+    finally:
+        del os.environ["MEGATRON_SPARSE_ISA"]
+
+
+def mend_words(rng: random.Random, record: torch.Tensor, intact: bool) -> None:
+    """Mostly repairs the checksum of the words behind the header."""
+    if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
+        data = record.numpy()
+        data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
+
+
 def decode_message(rng: random.Random) -> bool:
     """Dense, COO, Pici in both orders, blocks, also in a slot: `ops.decode_add_`."""
     name = rng.choice(list(DTYPES))
@@ -198,8 +216,7 @@ def decode_rice(rng: random.Random) -> bool:
         ]
         slots = torch.tensor([0, room[0], sum(room)])
     grad = make_values(rng, numel, rng.choice(list(DTYPES.values())))
-    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
-    try:
+    with any_isa(rng):
         sizes, _ = ops.rice_encode(
             grad,
             Segments(offsets, kept.to(torch.uint8), slots),
@@ -218,8 +235,6 @@ def decode_rice(rng: random.Random) -> bool:
                 assert torch.equal(acc.nan_to_num(), wanted.nan_to_num())
 
         return attempt(decode, acc, intact=intact)
-    finally:
-        del os.environ["MEGATRON_SPARSE_ISA"]
 
 
 def decode_arguments(rng: random.Random) -> bool:
@@ -273,30 +288,22 @@ def decode_bitmap(rng: random.Random) -> bool:
     """The hash bitmap: to elements, added to the segment, added to a partition."""
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
-    h0, partition, dtype = place.partition_hash, place.partition, place.value_dtype
-    record = hash_bitmap.encode(
-        values, PartitionRecord(h0, partition, values.dtype, offset=OFFSET, step=STEP)
-    )
+    numel, record = place.partition_hash.numel, hash_bitmap.encode(values, place)
     if rng.random() < 0.1 and 0 < place.positions <= 64 and record[FORM_AT] == FORM_BITMAP:
         move_bit(rng, record, place)
         record, intact = record.clone(), False
     else:
         record, intact = damaged(rng, record)
-    acc_M, acc_P = torch.full((h0.numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
-    where = {"offset": OFFSET, "step": STEP}
+    acc_M, acc_P = torch.full((numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
 
     def decode() -> None:
         match rng.randrange(3):
             case 0:
-                elements, found = hash_bitmap.decode(
-                    record, PartitionRecord(h0, partition, dtype, **where), rank=0
-                )
+                elements, found = hash_bitmap.decode(record, place, rank=0)
                 assert elements.numel() == found.numel()
-                assert bool(((elements >= 0) & (elements < h0.numel)).all())
+                assert bool(((elements >= 0) & (elements < numel)).all())
             case 1:
-                hash_bitmap.decode_add_(
-                    acc_M, record, PartitionRecord(h0, partition, dtype, **where), rank=0
-                )
+                hash_bitmap.decode_add_(acc_M, record, place, rank=0)
             case _:
                 hash_bitmap.accumulate_(acc_P, record, place, rank=0)
                 if intact:
@@ -352,50 +359,40 @@ def decode_rows(rng: random.Random) -> bool:
 
 def decode_moves(rng: random.Random) -> bool:
     """How far parameters moved, with every coder, on every instruction set."""
-    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
-    dtype = rng.choice(list(DTYPES.values()))
-    numel = rng.choice((*NUMELS, 16384 + 256 + 5, 65536 + 33))
-    spread = rng.choice((0.0, 1e-5, 1e-3, 1.0))
-    draw = torch.Generator().manual_seed(rng.randrange(2**31))
-    old = (torch.randn(numel, generator=draw) * 0.02).to(dtype)
-    new = old + (torch.randn(numel, generator=draw) * spread).to(dtype)
-    record, intact = damaged(
-        rng, moves.encode_moves(old, new, coder=rng.choice(MOVES_CODERS), epoch=STEP)
-    )
-    if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
-        data = record.numpy()
-        data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
-    held = old.clone()
-    try:
-        moves.decode_moves_(record, held, epoch=STEP)
-    except WireFormatError:
-        assert not intact, "a record of our own is refused"
-        assert torch.equal(held.view(torch.uint8), old.view(torch.uint8)), "held has changed"
-        return True
-    finally:
-        del os.environ["MEGATRON_SPARSE_ISA"]
+    with any_isa(rng):
+        dtype = rng.choice(list(DTYPES.values()))
+        numel = rng.choice((*NUMELS, 16384 + 256 + 5, 65536 + 33))
+        spread = rng.choice((0.0, 1e-5, 1e-3, 1.0))
+        draw = torch.Generator().manual_seed(rng.randrange(2**31))
+        old = (torch.randn(numel, generator=draw) * 0.02).to(dtype)
+        new = old + (torch.randn(numel, generator=draw) * spread).to(dtype)
+        made = moves.encode_moves(old, new, coder=rng.choice(MOVES_CODERS), epoch=STEP)
+        record, intact = damaged(rng, made)
+        mend_words(rng, record, intact)
+        held = old.clone()
+        try:
+            moves.decode_moves_(record, held, epoch=STEP)
+        except WireFormatError:
+            assert not intact, "a record of our own is refused"
+            assert torch.equal(held.view(torch.uint8), old.view(torch.uint8)), "held has changed"
+            return True
     assert not intact or torch.equal(held.view(torch.uint8), new.view(torch.uint8))
     return False
 
 
 def decode_quantised(rng: random.Random) -> bool:
     """Quantised differences, with every number of bits, on every instruction set."""
-    os.environ["MEGATRON_SPARSE_ISA"] = rng.choice(ops.supported_isas())
-    numel = rng.choice((*NUMELS, 127, 128, 129, 65536 + 130))
-    new, old = make_values(rng, numel, torch.float32), torch.zeros(numel)
-    record, intact = damaged(
-        rng, quantised.encode_difference(new, old, bits=rng.choice(QUANTISED_BITS), epoch=STEP)
-    )
-    if not intact and rng.random() < 0.8 and record.numel() >= 64 and record.numel() % 4 == 0:
-        data = record.numpy()
-        data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
-    held = torch.full((numel,), UNTOUCHED)
-    try:
+    with any_isa(rng):
+        numel = rng.choice((*NUMELS, 127, 128, 129, 65536 + 130))
+        new, old = make_values(rng, numel, torch.float32), torch.zeros(numel)
+        bits = rng.choice(QUANTISED_BITS)
+        made = quantised.encode_difference(new, old, bits=bits, epoch=STEP)
+        record, intact = damaged(rng, made)
+        mend_words(rng, record, intact)
+        held = torch.full((numel,), UNTOUCHED)
         return attempt(
             lambda: quantised.add_difference_(record, held, epoch=STEP), held, intact=intact
         )
-    finally:
-        del os.environ["MEGATRON_SPARSE_ISA"]
 
 
 def decode_row_indices(rng: random.Random) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,8 +12,7 @@ import pytest
 from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import build, compilers, ptxas, sources, toolchain
 from megatron_sparse.errors import DependencyError, ExtensionError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ended, with_variables
 
 
 def has_nvcc():
@@ -27,14 +24,8 @@ def has_nvcc():
 
 
 def command(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "megatron_sparse.cuda_ext.build", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, "-m", "megatron_sparse.cuda_ext.build", *map(str, arguments)]
+    return ended(words, None, env=with_variables(**environment))
 
 
 @pytest.fixture

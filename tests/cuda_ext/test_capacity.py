@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.header import Header
@@ -24,51 +25,40 @@ from megatron_sparse.wire import (
     FORMAT_PICI,
     HEADER_BYTES,
 )
-from tests.codec import FORMS, KEY, STEP
+from tests.codec import FORMS, KEY, STEP, pruning_of, segments_of
 from tests.cuda_ext import cases
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_enough_capacity_changes_no_byte(form):
     grad = cases.make("spread", 5000, torch.float32, seed=5)
-    segments, dense = torch.tensor([0, 4500, 5000]), torch.zeros(2, dtype=torch.uint8)
-    whole, limits = torch.tensor([0, 5000]), torch.tensor([1e-2])
-    call = (Segments(segments, dense), RecordSpec(0, STEP, **FORMS[form]))
-    outs = []
-    _, nnz = ops.prune_encode(
-        grad,
-        Pruning(torch.zeros(5000), whole, limits, 1.0, KEY),
-        *call,
-        torch.zeros(30_000, dtype=torch.uint8),
-    )
-    for capacity in (None, nnz, nnz + 5):
+    segments, spec = segments_of([0, 4500, 5000]), RecordSpec(0, STEP, **FORMS[form])
+
+    def encoded(capacity_S):
         rest, out = torch.zeros(5000), torch.zeros(30_000, dtype=torch.uint8)
-        sizes, _ = ops.prune_encode(
-            grad, Pruning(rest, whole, limits, 1.0, KEY, capacity), *call, out
-        )
-        outs.append((sizes.tolist(), out, rest))
-    for sizes, out, rest in outs[1:]:
-        assert sizes == outs[0][0]
-        assert torch.equal(out, outs[0][1])
-        assert torch.equal(rest, outs[0][2])
+        pruning = replace(pruning_of(rest, 1e-2, key=KEY), capacity_S=capacity_S)
+        sizes, nnz = ops.prune_encode(grad, pruning, segments, spec, out)
+        return sizes.tolist(), out, rest, nnz
+
+    sizes, out, rest, nnz = encoded(None)
+    for capacity_S in (nnz, nnz + 5):
+        found = encoded(capacity_S)
+        assert found[0] == sizes
+        assert torch.equal(found[1], out)
+        assert torch.equal(found[2], rest)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_infinity_and_nan_are_not_held_back(poison):
     grad = torch.arange(1.0, 101)
     grad[90] = poison
-    whole, no = torch.tensor([0, 100]), torch.zeros(1, dtype=torch.uint8)
+    segments = segments_of([0, 100])
     for most in (0, 3):
         rest, out = torch.zeros(100), torch.zeros(448, dtype=torch.uint8)
-        sizes, _ = ops.prune_encode(
-            grad,
-            Pruning(rest, whole, torch.tensor([0.5]), 1.0, -1, torch.tensor([most])),
-            Segments(whole, no),
-            RecordSpec(0, 0),
-            out,
-        )
+        pruning = replace(pruning_of(rest, 0.5), capacity_S=torch.tensor([most]))
+        sizes, _ = ops.prune_encode(grad, pruning, segments, RecordSpec(0, 0), out)
         acc = torch.zeros(100)
-        ops.decode_add_(acc, out[: int(sizes.sum())], Expected(whole, 0, 0, rank=0), 0)
+        ops.decode_add_(acc, out[: int(sizes.sum())], Expected(segments.offsets, 0, 0, rank=0), 0)
         assert bool(acc[2].isnan()) == (most == 3)
         assert bool(rest[90].isnan()) == (most == 0)
         assert torch.equal(rest[91:], grad[91:])
@@ -87,9 +77,8 @@ def test_a_slot_has_room_for_every_record_and_no_more(form):
             for start, stop in pairwise(segments.tolist()):
                 grad[start : start + min(most, stop - start)] = 1
             nnz = cases.count_nonzero(grad, segments)
-            records = message_oracle.encode(
-                grad, Segments(segments, dense), nnz, RecordSpec(wire, STEP, record_format=form)
-            )
+            spec = RecordSpec(wire, STEP, record_format=form)
+            records = message_oracle.encode(grad, Segments(segments, dense), nnz, spec)
             assert places.sizes == tuple(len(record) for record in records)
 
 
@@ -148,30 +137,20 @@ BAD_CALLS = {
 
 @pytest.mark.parametrize("problem", BAD_CALLS)
 def test_a_refused_call_changes_nothing(problem):
-    residual, whole = torch.full((8,), 0.5), torch.tensor([0, 8])
-    bad = BAD_CALLS[problem]
+    residual, bad = torch.full((8,), 0.5), BAD_CALLS[problem]
+    pruning = replace(pruning_of(residual, 0.0), capacity_S=bad.get("capacity"))
+    segments, out = segments_of([0, 8]), torch.zeros(80, dtype=torch.uint8)
+    segments = replace(segments, slots=bad.get("slots"))
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(
-            torch.ones(8),
-            Pruning(residual, whole, torch.zeros(1), 1.0, -1, bad.get("capacity")),
-            Segments(whole, torch.zeros(1, dtype=torch.uint8), bad.get("slots")),
-            RecordSpec(0, 0),
-            torch.zeros(80, dtype=torch.uint8),
-        )
+        ops.prune_encode(torch.ones(8), pruning, segments, RecordSpec(0, 0), out)
     assert bool((residual == 0.5).all())
 
 
 def test_a_sum_that_does_not_fit_its_slot_is_refused():
-    whole, slots = torch.tensor([0, 800]), torch.tensor([0, 96])
-    out, no = torch.zeros(3248, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    segments = replace(segments_of([0, 800]), slots=torch.tensor([0, 96]))
+    out, nnz = torch.zeros(3248, dtype=torch.uint8), torch.tensor([800])
     with pytest.raises(ExtensionError, match="slot of segment 0 is too small"):
-        ops.encode(
-            torch.ones(800),
-            Segments(whole, no, slots),
-            torch.tensor([800]),
-            RecordSpec(0, STEP),
-            out,
-        )
+        ops.encode(torch.ones(800), segments, nnz, RecordSpec(0, STEP), out)
     assert not out.any()
 
 

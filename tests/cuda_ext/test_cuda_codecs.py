@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_sparse.cuda_ext import build, load, ops, ptxas, sources
-from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec
 from megatron_sparse.errors import DependencyError
+from tests.codec import segments_of
 from tests.cuda_ext import cases
+from tests.programs import ended
 
 MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
 THREE_BLOCKS = ("PruneSource", "11rice_kernel")  # of which 3 blocks are resident
@@ -74,12 +75,8 @@ def machine_code() -> list[str]:
     assert spec.origin is not None
     tool = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     load("cuda")
-    dump = subprocess.run(
-        [tool, "-sass", "-arch", "sm_90", sources.library_path("cuda")],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    library = sources.library_path("cuda")
+    dump = ended([tool, "-sass", "-arch", "sm_90", library], None, check=True).stdout
     return re.split(r"Function : ", dump)[1:]
 
 
@@ -104,12 +101,9 @@ def test_kernels_move_16_bytes_at_a_time() -> None:
     fresh = [text for text in sums if "Lb1E" in text.split("\n", 1)[0]]
     assert len(sums) == 16
     assert len(fresh) == 8
-    for text in sums:
-        assert "STL" not in text
-        assert "LDL" not in text
     rice = [text for text in functions if "rice_kernel" in text.split("\n", 1)[0]]
     assert len(rice) == 6
-    for text in rice:
+    for text in (*sums, *rice):
         assert "STL" not in text
         assert "LDL" not in text
     for text in fresh:  # through generic addresses: the pointers come from a table
@@ -158,18 +152,16 @@ def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
 def test_large_messages_on_the_device(numel: int) -> None:
     """More tiles than resident blocks, so look-back waits; an emulated device hardly shows this."""
     grad_N = cases.pruned_grad(numel, 0.01, torch.float32)
-    offsets, keep = torch.tensor([0, numel // 3, numel]), torch.zeros(2, dtype=torch.uint8)
+    segments = segments_of([0, numel // 3, numel])
+    offsets = segments.offsets
     nnz, capacity = cases.count_nonzero(grad_N, offsets), ops.message_capacity(offsets, 0)
     out, held = torch.zeros(capacity, dtype=torch.uint8), grad_N.cuda()
     got = torch.zeros(capacity, dtype=torch.uint8, device="cuda")
     for form in (1, 2):
-        sizes = ops.encode(
-            grad_N, Segments(offsets, keep), nnz, RecordSpec(0, 5, record_format=form), out
-        )
+        spec = RecordSpec(0, 5, record_format=form)
+        sizes = ops.encode(grad_N, segments, nnz, spec, out)
         for _ in range(5):
-            assert ops.encode(
-                held, Segments(offsets, keep), None, RecordSpec(0, 5, record_format=form), got
-            ).tolist() == (sizes.tolist())
+            assert ops.encode(held, segments, None, spec, got).tolist() == sizes.tolist()
             used = int(sizes.sum())
             assert torch.equal(got[:used].cpu(), out[:used])
         acc_N = torch.full((numel,), torch.nan, device="cuda")

@@ -6,34 +6,25 @@ and, marked slow, the proof that a planted defect is found.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from megatron_sparse.cuda_ext import build
 from tests.cuda_ext.fuzz_records import DECODERS
+from tests.programs import ROOT, ended, with_variables
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(1200)  # three instruction sets are compiled with sanitizers first
 COPIED = ("megatron_sparse", "cuda_ext", "triton_kernels", "scripts", "tests/cuda_ext")
 
 
 def fuzz(root, seconds):
-    return subprocess.run(
-        ["bash", "scripts/fuzz.sh", str(seconds)],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHON": sys.executable},
-        check=False,
-    )
+    command = ["bash", "scripts/fuzz.sh", str(seconds)]
+    return ended(command, None, cwd=root, env=with_variables(PYTHON=sys.executable))
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -14,7 +14,7 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import prune as oracle
-from tests.codec import KEY, on_threads
+from tests.codec import KEY, on_threads, pruning_of
 from tests.cuda_ext import cases
 
 devices = pytest.mark.parametrize(
@@ -103,15 +103,17 @@ def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire, de
         check(grad, pruning, wire, f"key {key}", device)
 
 
+def tied(residual_N, threshold, chance, key):
+    """One threshold for everything; what ties with it is kept with this chance."""
+    return replace(pruning_of(residual_N, threshold, key=key), tie_chances_R=torch.tensor([chance]))
+
+
 def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
     numel, chance = 2**18, 0.3
-    whole = torch.tensor([0, numel])
     pruned = []
     for key in (1, 2, 2):
         grad, residual = torch.full((numel,), -2.0), torch.zeros(numel)
-        pruning = Pruning(
-            residual, whole, torch.tensor([2.0]), 1.0, key, tie_chances_R=torch.tensor([chance])
-        )
+        pruning = tied(residual, 2.0, chance, key)
         kept = int(ops.prune_(grad, pruning, 0))
         assert torch.equal(grad + residual, torch.full((numel,), -2.0)), "nothing is lost"
         assert abs(kept / numel - chance) < 4 * math.sqrt(chance * (1 - chance) / numel)
@@ -120,16 +122,8 @@ def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
     both = float((pruned[0] & pruned[1]).float().mean())
     assert abs(both - chance**2) < 0.01, "draws of two keys are independent"
 
-    zeros = Pruning(
-        torch.zeros(100),
-        torch.tensor([0, 100]),
-        torch.zeros(1),
-        1.0,
-        1,
-        tie_chances_R=torch.ones(1),
-    )
     grad = torch.full((100,), -0.0)
-    assert int(ops.prune_(grad, zeros, 0)) == 0
+    assert int(ops.prune_(grad, tied(torch.zeros(100), 0.0, 1.0, key=1), 0)) == 0
     assert not bool(grad.signbit().any()), "what is dropped becomes 0, not -0"
 
 
@@ -154,9 +148,7 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
 def test_a_nan_threshold_keeps_everything():
     grad = cases.make("special", 100, torch.float32)
     residual = torch.zeros(100)
-    nan = torch.tensor([math.nan])
-    for ties in (None, torch.tensor([0.5])):
-        pruning = Pruning(residual, torch.tensor([0, 100]), nan, 1.0, -1, tie_chances_R=ties)
+    for pruning in (pruning_of(residual, math.nan), tied(residual, math.nan, 0.5, key=-1)):
         check(grad, pruning, 0, "")
 
 
@@ -165,8 +157,7 @@ def test_fp32_conserves_the_sum_bit_for_bit(threshold):
     grad = cases.make("spread", 4097, torch.float32, seed=4)
     residual = cases.make("spread", 4097, torch.float32, seed=5)
     expected = grad + residual
-    limit = torch.tensor([threshold])
-    ops.prune_(grad, Pruning(residual, torch.tensor([0, 4097]), limit, 1.0, KEY), 0)
+    ops.prune_(grad, pruning_of(residual, threshold, key=KEY), 0)
     cases.assert_same_bits(grad + residual, expected, "sum")
 
 
@@ -175,12 +166,10 @@ def test_steps_together_send_everything():
     # sum of all gradients. Small integers make every fp32 sum exact.
     generator = torch.Generator().manual_seed(6)
     total, sent, residual = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
-    offsets, limit = torch.tensor([0, 1000]), torch.tensor([12.0])
     for step in range(20):
         grad = torch.randint(-8, 9, (1000,), generator=generator).float()
         total += grad
-        chance = torch.tensor([step / 20])
-        ops.prune_(grad, Pruning(residual, offsets, limit, 1.0, step, tie_chances_R=chance), 0)
+        ops.prune_(grad, tied(residual, 12.0, step / 20, step), 0)
         sent += grad
     assert torch.equal(sent + residual, total)
     assert int((sent != 0).sum()) > 0
@@ -234,25 +223,14 @@ def test_refuses(problem):
 def test_the_op_itself_checks_for_access_beyond_the_buffers(offsets):
     ops.supported_isas()  # loads the library
     op = torch.ops.megatron_sparse.prune_.default
+    thresholds = torch.zeros(len(offsets) - 1)
     with pytest.raises(RuntimeError, match="range_offsets"):
-        op(
-            torch.zeros(8),
-            torch.zeros(8),
-            torch.tensor(offsets),
-            torch.zeros(len(offsets) - 1),
-            1.0,
-            0,
-            0,
-        )
+        op(torch.zeros(8), torch.zeros(8), torch.tensor(offsets), thresholds, 1.0, 0, 0)
 
 
 def test_an_unknown_instruction_set_is_one_typed_error(monkeypatch):
     monkeypatch.setenv("MEGATRON_SPARSE_ISA", "avx1024")
     with pytest.raises(ExtensionError) as caught:
-        ops.prune_(
-            torch.zeros(1),
-            Pruning(torch.zeros(1), torch.tensor([0, 1]), torch.zeros(1), 1.0, 0),
-            0,
-        )
+        ops.prune_(torch.zeros(1), pruning_of(torch.zeros(1), 0.0, key=0), 0)
     assert caught.value.got == "avx1024"
     assert "portable" in str(caught.value.expected)

@@ -14,14 +14,13 @@ from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import threshold as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
+from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
 
 
 def check(grad, residual, offsets, densities, samples, keys, what=""):
     arguments = (grad, residual, offsets, densities, samples, keys)
     expected = oracle.sample_threshold(*arguments)
-    found = ops.sample_threshold(*arguments)
-    for name, got, wanted in zip(expected._fields, found, expected, strict=True):
-        cases.assert_same_bits(got, wanted, f"{what} {name}")
+    assert_same_limits(ops.sample_threshold(*arguments), expected, what)
     return expected
 
 
@@ -35,37 +34,22 @@ def single(values, density, samples=1000, key=0):
 @pytest.mark.parametrize("residual_dtype", [None, *cases.DTYPES])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_equals_the_oracle(dtype, residual_dtype):
-    densities = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
-    keys = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
     for numel in (0, 1, 16, 701, 4097):
-        offsets = cases.cut(numel, 7, seed=numel)
         for kind in cases.kinds(numel):
-            grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
-            residual = None
-            if residual_dtype is not None:
-                residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+            inputs = seven_ranges(kind, numel, dtype, residual_dtype)
             for samples in (1, 700):
-                what = f"{kind} {numel} {samples}"
-                check(grad, residual, offsets, densities, samples, keys, what)
+                check(*inputs, DENSITIES, samples, KEYS, f"{kind} {numel} {samples}")
 
 
 def test_independent_of_the_thread_count():
     grad, numel = cases.make("spread", cases.SIZES[-1], torch.float32), cases.SIZES[-1]
     offsets = cases.cut(numel, 9)
-    arguments = (
-        grad,
-        None,
-        offsets,
-        torch.full((9,), 0.02),
-        2000,
-        torch.arange(9),
-    )
+    arguments = (grad, None, offsets, torch.full((9,), 0.02), 2000, torch.arange(9))
     results = []
     for threads in (1, 2):
         with on_threads(threads):
             results.append(ops.sample_threshold(*arguments))
-    for one, two in zip(*results, strict=True):
-        cases.assert_same_bits(two, one, "threads")
+    assert_same_limits(*results, "threads")
 
 
 def test_rank_of_the_threshold():

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.doctor import memory
 from megatron_sparse.doctor.memory import of_run
@@ -16,16 +15,10 @@ from megatron_sparse.megatron.predicted_buckets import predicted_buckets, predic
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.memory import ITEMS
 from megatron_sparse.run.composition import compose, group_options
+from tests.commands import run
 from tests.doctor.memory_page import PAGE, parts, table
 
 RUN = ("model=gpt2_xl", "data=mock", "cluster.ranks_per_node=8", "cluster.device=cuda")
-
-
-def exit_code(*arguments: str) -> int:
-    """Of a command run in this process."""
-    with pytest.raises(SystemExit) as caught:
-        main.main(arguments)
-    return int(caught.value.code or 0)
 
 
 def test_the_page_has_the_computed_numbers() -> None:
@@ -91,7 +84,7 @@ def test_the_rerun_mode_costs_as_much_as_the_residual() -> None:
 def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     file = tmp_path / "memory.jsonl"
-    assert exit_code("doctor", "--memory", *RUN, "--json", str(file)) == 0
+    assert run("doctor --memory", *RUN, "--json", file) == 0
     out = capsys.readouterr().out
     found = of_run(compose(RUN))
     for item in found.nbytes:
@@ -148,10 +141,10 @@ def test_contradictions_are_refused() -> None:
 
 
 def test_overrides_go_with_memory_only(capsys) -> None:
-    assert exit_code("doctor", "model=gpt2_xl") == 2
+    assert run("doctor model=gpt2_xl") == 2
     assert "--memory" in capsys.readouterr().err
 
 
 def test_what_has_left_names_calibrate(capsys) -> None:
-    assert exit_code("doctor", "--distributed") == 2
+    assert run("doctor --distributed") == 2
     assert "megatron-sparse calibrate --quick" in capsys.readouterr().err

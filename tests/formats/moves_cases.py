@@ -6,8 +6,11 @@ import struct
 import zlib
 
 import numpy as np
+import pytest
 import torch
 
+from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,7 +57,53 @@ def mixed(numel, dtype):
 
 def repaired(record):
     """With right checksums: of the header, and of the words behind it."""
-    data = bytearray(record)
+    data = bytearray(record.numpy() if isinstance(record, torch.Tensor) else record)
     data[48:52] = struct.pack("<I", oracle.checksum(bytes(data[48:])))
     data[44:48] = struct.pack("<I", zlib.crc32(data[:44]))
     return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def written(record, at, value):
+    """The record with these bytes somewhere, and right checksums."""
+    data = bytearray(record.numpy().tobytes())
+    data[at : at + len(value)] = value
+    return repaired(data)
+
+
+def of_which_a_part_is_counted():
+    """Many numbers, and moves that no counted block has."""
+    old, new = adam_like(oracle.COUNT_ALL + 3000, torch.bfloat16, lr=1e-5)
+    skipped = slice(1024, 1024 + 64)
+    old[skipped], new[skipped] = any_bits(64, torch.bfloat16)
+    return old, new
+
+
+def every_bfloat16():
+    """All 65536 patterns as old numbers; all of them as moves, and the smallest moves."""
+    old = np.arange(65536)
+    new = np.random.default_rng(3).permutation(65536)
+    return tuple(from_bits(each, torch.bfloat16) for each in (old, new, old ^ 1))
+
+
+def check(old, new, coder, wanted, place=torch.clone, *shift):
+    """Encoding makes these bytes, and decoding them turns the old numbers into the new ones.
+
+    `place` puts tensors on a device, `shift` elements behind an aligned address.
+    """
+    was, now = place(old, *shift), place(new, *shift)
+    record = encode_moves(was, now, coder=coder, epoch=EPOCH)
+    assert record.device == was.device
+    assert record.cpu().numpy().tobytes() == wanted
+    for left, given in ((was, old), (now, new)):
+        assert np.array_equal(bits(left.cpu()), bits(given)), "only read"
+    decode_moves_(record, was, epoch=EPOCH)
+    assert np.array_equal(bits(was.cpu()), bits(new))
+
+
+def refusal(record, held, epoch=EPOCH):
+    """The error of a record that must be refused without a change of what is held."""
+    before = bits(held.cpu()).copy()
+    with pytest.raises(WireFormatError) as caught:
+        decode_moves_(record, held, epoch=epoch, rank=3)
+    assert np.array_equal(bits(held.cpu()), before), "a refused record changed what is held"
+    return str(caught.value)

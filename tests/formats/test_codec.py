@@ -20,20 +20,23 @@ from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.wire import FORMAT_BLOCKS
 from tests.codec import (
+    BAD_RICE_SPECS,
     CPU,
     FORMS,
     KEY,
     ORACLE,
     QUANTISED,
     RICE,
-    RICE_NAMES,
+    RICE_TYPES,
     SLOTTED,
     STEP,
     Case,
     check,
+    check_densities,
     decoded,
     on_threads,
     one_nan,
+    pruned_already,
     pruning_of,
     rice_dtypes,
     rice_spec,
@@ -55,13 +58,6 @@ TYPES = [
     (torch.bfloat16, torch.float32, 2),
     (torch.float16, torch.bfloat16, 2),
     (torch.float16, torch.float32, 1),
-]
-RICE_TYPES = [
-    (torch.float32, torch.float32),
-    (torch.float32, torch.bfloat16),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-    (torch.float16, torch.bfloat16),
 ]
 SPECS = {
     **{form: spec_of(0, form) for form in FORMS},
@@ -155,15 +151,11 @@ def test_prune_encode_to_rice(value_dtype, dtype, residual_dtype):
 @rice_dtypes
 def test_densities_and_spans(value_dtype):
     """From no entry to all of them; every span meets every density with some dtype."""
-    numel = 70_000
-    grad_N = cases.make("spread", numel, torch.float32, seed=value_dtype)
-    residual_N = cases.make("spread", numel, torch.float32, seed=100)
-    ordered = (grad_N + residual_N).abs().sort().values
-    for i, kept in enumerate((0, 1, 70, 700, 7000, 35_000, numel)):
-        threshold = -1.0 if kept == numel else float(ordered[numel - kept - 1])
-        spec = rice_spec(value_dtype, 12 + (i + value_dtype) % 7)
-        pruning = pruning_of(residual_N, threshold)
-        check(Case(grad_N, segments_of([0, numel]), spec, pruning, what=kept))
+    grad_N = cases.make("spread", 70_000, torch.float32, seed=value_dtype)
+    residual_N = cases.make("spread", 70_000, torch.float32, seed=100)
+    counts = (0, 1, 70, 700, 7000, 35_000, 70_000)
+    whole = segments_of([0, 70_000])
+    check_densities(grad_N, residual_N, whole, counts, range(12, 19), value_dtype)
 
 
 CAPACITIES = [
@@ -294,10 +286,7 @@ def test_round_trip(values, pieces, value_dtype, form, dense):
     cases.assert_same_bits(one_nan(got_N), one_nan(grad_N.float() + 0.0), form)
 
 
-@pytest.mark.parametrize(
-    ("value_dtype", "with_residual"),
-    [*((code, False) for code in RICE_NAMES), *((code, True) for code in QUANTISED)],
-)
+@pruned_already
 def test_encoding_what_is_pruned_already(value_dtype, with_residual):
     """`rice_encode`: sums, whose quantisation error stays with their owner."""
     for numel in (0, 1, 63, 64, 4095, 4096, 4097):
@@ -354,9 +343,7 @@ BAD_PRUNINGS = {
     "the output buffer is too small": {"out": torch.zeros(79, dtype=torch.uint8)},
 }
 BAD_RICE = {
-    "value_dtype is unknown": {"spec": rice_spec(7)},
-    "log2_span is out of range": {"spec": rice_spec(4, 11)},
-    "a value of every element needs other values": {"spec": rice_spec(5, without_indices=True)},
+    **{problem: {"spec": spec} for problem, spec in BAD_RICE_SPECS.items()},
     "output buffer is too small": {"out": torch.zeros(60, dtype=torch.uint8)},
     "scratch buffer is too small": {"scratch": torch.zeros(8, dtype=torch.uint8)},
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import pytest
 import torch
@@ -15,13 +14,13 @@ from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.reference import hash_bitmap as oracle
+from tests.codec import on_threads
 from tests.cuda_ext import cases
+from tests.formats.hash_cases import OFFSET, STEP, H, forged, place_of
 
 HASHES = (PermutationHash, IndexSetHash)
 KINDS = ("zero", "equal", "special", "sparse")
-WHERE = {"offset": 4096, "step": 2**32 + 5}
 
 
 def _gradient(kind, numel, dtype, seed):
@@ -38,14 +37,12 @@ def _positions(h, partition):
 
 
 def _encode(gradient, h, partition):
-    return hash_bitmap.encode(
-        gradient[_positions(h, partition)],
-        PartitionRecord(h, partition, gradient[_positions(h, partition)].dtype, **WHERE),
-    )
+    values = gradient[_positions(h, partition)]
+    return hash_bitmap.encode(values, place_of(h, partition, values.dtype))
 
 
 def _decode(record, h, partition, dtype, rank=0):
-    return hash_bitmap.decode(record, PartitionRecord(h, partition, dtype, **WHERE), rank=rank)
+    return hash_bitmap.decode(record, place_of(h, partition, dtype), rank=rank)
 
 
 @settings(max_examples=80)
@@ -65,7 +62,7 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         index_set = _positions(h, p).tolist()
         record = _encode(gradient, h, p)
         fields = (p, partitions, seed, h.code)
-        expected = oracle.encode(gradient, index_set, fields, **WHERE)
+        expected = oracle.encode(gradient, index_set, fields, offset=OFFSET, step=STEP)
         assert record.numpy().tobytes() == expected
         elements, values = _decode(record, h, p, dtype)
         pairs = oracle.decode(expected, index_set, dtype)
@@ -73,7 +70,7 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         cases.assert_same_bits(values, gradient[elements], f"partition {p}")
         nnz = int((gradient[index_set] != 0).sum())
         assert record.numel() == hash_bitmap.record_bytes(len(index_set), nnz, dtype)
-        hash_bitmap.decode_add_(acc, record, PartitionRecord(h, p, dtype, **WHERE), rank=0)
+        hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
     # Every element is in one partition, so the whole comes back; -0.0 is a zero that is not sent.
     whole = torch.where(gradient == 0, 0, gradient.float())
     torch.testing.assert_close(acc, whole, rtol=0, atol=0, equal_nan=True)
@@ -111,19 +108,13 @@ def test_results_do_not_depend_on_threads():
     numel = 300_007
     h = PermutationHash(numel, 2, 3)
     gradient = _gradient("sparse", numel, torch.float32, 1)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
+    for count in (1, 2, 4):
+        with on_threads(count):
             record = _encode(gradient, h, 1)
             acc = torch.zeros(numel)
-            hash_bitmap.decode_add_(
-                acc, record, PartitionRecord(h, 1, torch.float32, **WHERE), rank=0
-            )
+            hash_bitmap.decode_add_(acc, record, place_of(h, 1), rank=0)
             results.append((record, *_decode(record, h, 1, torch.float32), acc))
-    finally:
-        torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     mine = h.partition_of(torch.arange(numel)) == 1
@@ -144,27 +135,16 @@ def test_records_may_lie_anywhere_in_a_buffer():
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-H = PermutationHash(1000, 3, 11)
 SPARSE = torch.zeros(1000)
 SPARSE[::7] = 2.0
 FULL = torch.full((1000,), 3.0)
 
 
-def _forge(record, at, form, *values):
-    """The record with fields replaced and a valid checksum, as from a faulty sender."""
-    forged = bytearray(record.numpy().tobytes())
-    struct.pack_into(form, forged, at, *values)
-    struct.pack_into("<I", forged, 44, zlib.crc32(forged[:44]))
-    return torch.frombuffer(forged, dtype=torch.uint8)
-
-
 def _assert_refused(record, field, h=H, partition=1):
-    acc = torch.zeros(1000)
+    acc, place = torch.zeros(1000), place_of(h, partition)
     for call in (
-        lambda: _decode(record, h, partition, torch.float32, rank=5),
-        lambda: hash_bitmap.decode_add_(
-            acc, record, PartitionRecord(h, partition, torch.float32, **WHERE), rank=5
-        ),
+        lambda: hash_bitmap.decode(record, place, rank=5),
+        lambda: hash_bitmap.decode_add_(acc, record, place, rank=5),
     ):
         with pytest.raises(WireFormatError, match=f"rank 5: field {field} is wrong"):
             call()
@@ -195,7 +175,7 @@ def _assert_refused(record, field, h=H, partition=1):
     ],
 )
 def test_every_wrong_field_is_named(field, at, form, value):
-    _assert_refused(_forge(_encode(SPARSE, H, 1), at, form, value), field)
+    _assert_refused(forged(_encode(SPARSE, H, 1), at, form, value), field)
 
 
 def test_bits_and_counts_are_checked():
@@ -206,14 +186,14 @@ def test_bits_and_counts_are_checked():
     words = struct.unpack_from("<6Q", record.numpy(), 80)
     # One bit more, one bit less, and one moved beyond the last position.
     last_bit = words[5].bit_length() - 1
-    _assert_refused(_forge(record, 80, "<Q", words[0] ^ (words[0] + 1 & ~words[0])), "nnz")
-    _assert_refused(_forge(record, 80, "<Q", words[0] & words[0] - 1), "nnz")
-    _assert_refused(_forge(record, 120, "<Q", words[5] ^ 1 << last_bit ^ 1 << 63), "bitmap")
+    _assert_refused(forged(record, 80, "<Q", words[0] ^ (words[0] + 1 & ~words[0])), "nnz")
+    _assert_refused(forged(record, 80, "<Q", words[0] & words[0] - 1), "nnz")
+    _assert_refused(forged(record, 120, "<Q", words[5] ^ 1 << last_bit ^ 1 << 63), "bitmap")
     # In dense form there is no bitmap: the values themselves are counted.
     full = _encode(FULL, H, 1)
     assert full.numel() == 80 + 333 * 4 + 12
-    _assert_refused(_forge(full, 80, "<f", 0.0), "nnz")
-    _assert_refused(_forge(full, 16, "<Q", 332), "nnz")
+    _assert_refused(forged(full, 80, "<f", 0.0), "nnz")
+    _assert_refused(forged(full, 16, "<Q", 332), "nnz")
 
 
 @pytest.mark.parametrize("size", [0, 10, 47, 48, 79, 80, 100])
@@ -249,45 +229,19 @@ def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
 
 
 def test_arguments_that_do_not_match_are_one_typed_error():
-    record = _encode(SPARSE, H, 1)
+    record, place = _encode(SPARSE, H, 1), place_of(H, 1)
     values = SPARSE[_positions(H, 1)]
-    for call, words in (
-        (
-            lambda: hash_bitmap.encode(
-                values[1:], PartitionRecord(H, 1, values[1:].dtype, **WHERE)
-            ),
-            "333 values",
-        ),
-        (
-            lambda: hash_bitmap.encode(
-                values.double(), PartitionRecord(H, 1, values.double().dtype, **WHERE)
-            ),
-            "float32",
-        ),
-        (
-            lambda: hash_bitmap.encode(values, PartitionRecord(H, 3, values.dtype, **WHERE)),
-            "no such partition",
-        ),
-        (lambda: _decode(record, H, 1, torch.float64), "float32"),
-        (lambda: _decode(record.view(torch.int8), H, 1, torch.float32), "no record"),
-        (
-            lambda: hash_bitmap.decode_add_(
-                torch.zeros(999), record, PartitionRecord(H, 1, torch.float32, **WHERE), rank=0
-            ),
-            "wrong length",
-        ),
-        (
-            lambda: hash_bitmap.decode_add_(
-                torch.zeros(1000).half(),
-                record,
-                PartitionRecord(H, 1, torch.float32, **WHERE),
-                rank=0,
-            ),
-            "dtype",
-        ),
+    for op, arguments, words in (
+        (hash_bitmap.encode, lambda: (values[1:], place), "333 values"),
+        (hash_bitmap.encode, lambda: (values.double(), place_of(H, 1, torch.float64)), "float32"),
+        (hash_bitmap.encode, lambda: (values, place_of(H, 3)), "no such partition"),
+        (hash_bitmap.decode, lambda: (record, place_of(H, 1, torch.float64), 0), "float32"),
+        (hash_bitmap.decode, lambda: (record.view(torch.int8), place, 0), "no record"),
+        (hash_bitmap.decode_add_, lambda: (torch.zeros(999), record, place, 0), "wrong length"),
+        (hash_bitmap.decode_add_, lambda: (torch.zeros(1000).half(), record, place, 0), "dtype"),
     ):
         with pytest.raises(ExtensionError, match=words):
-            call()
+            op(*arguments())
 
 
 def test_an_index_set_that_leads_outside_is_refused():

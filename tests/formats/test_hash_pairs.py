@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import pytest
 import torch
@@ -17,15 +16,9 @@ from megatron_sparse.formats.hash_record import (
     FORM_BITMAP,
     FORM_DENSE,
     FORM_PAIRS,
-    PartitionRecord,
 )
 from tests.cuda_ext import cases
-
-OFFSET, STEP = 4096, 2**32 + 5
-
-
-def _place(h, partition, dtype=torch.float32):
-    return PartitionRecord(h, partition, dtype, OFFSET, STEP)
+from tests.formats.hash_cases import H, forged, place_of
 
 
 def _entries(h, partition, density, dtype=torch.float32, seed=1):
@@ -52,7 +45,7 @@ def test_pushed_values_are_added_by_position(numel, partitions, density, dtype, 
     h = hash_kind(numel, partitions, 7)
     for p in range(partitions):
         indices, values = _entries(h, p, density, dtype)
-        place = _place(h, p, dtype)
+        place = place_of(h, p, dtype)
         record = hash_pairs.encode(indices, values, place)
         nnz, item = indices.numel(), dtype.itemsize
         sections = {
@@ -70,10 +63,9 @@ def test_pushed_values_are_added_by_position(numel, partitions, density, dtype, 
 
 
 def test_pairs_are_the_elements_and_the_bits_of_their_values():
-    h = PermutationHash(1000, 3, 11)
-    indices = _entries(h, 1, 1.0)[0][[3, 50]]
+    indices = _entries(H, 1, 1.0)[0][[3, 50]]
     values = torch.tensor([float("nan"), float("-inf")])
-    record = hash_pairs.encode(indices, values, _place(h, 1))
+    record = hash_pairs.encode(indices, values, place_of(H, 1))
     assert record.numel() == 80 + 16 + 16
     assert struct.unpack_from("<QQQ", record.numpy(), 8) == (1000, 2, 32 + 32)
     assert struct.unpack_from("<2I2I", record.numpy(), 80) == (*indices.tolist(), 0, 0)
@@ -81,17 +73,8 @@ def test_pairs_are_the_elements_and_the_bits_of_their_values():
     assert not record[104:].any()
 
 
-H = PermutationHash(1000, 3, 11)
 INDICES, VALUES = _entries(H, 1, 0.02)
-RECORD = hash_pairs.encode(INDICES, VALUES, _place(H, 1))
-
-
-def _forge(at, form, *values):
-    """Fields replaced and a valid checksum, as from a faulty sender."""
-    forged = bytearray(RECORD.numpy().tobytes())
-    struct.pack_into(form, forged, at, *values)
-    struct.pack_into("<I", forged, 44, zlib.crc32(forged[:44]))
-    return torch.frombuffer(forged, dtype=torch.uint8)
+RECORD = hash_pairs.encode(INDICES, VALUES, place_of(H, 1))
 
 
 STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
@@ -100,20 +83,20 @@ STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
 @pytest.mark.parametrize(
     ("field", "record"),
     [
-        ("format", _forge(5, "<B", 1)),
-        ("dtype", _forge(6, "<B", 2)),
-        ("numel", _forge(8, "<Q", 1001)),
-        ("nnz", _forge(16, "<Q", 2**62)),
-        ("payload_bytes", _forge(16, "<Q", 100)),
-        ("step", _forge(40, "<I", 6)),
-        ("partition", _forge(48, "<I", 0)),
-        ("seed", _forge(56, "<Q", 12)),
-        ("form", _forge(68, "<I", 3)),
-        ("positions", _forge(72, "<Q", 334)),
-        ("indices", _forge(80, "<I", 1000)),
-        ("indices", _forge(80, "<i", -1)),
-        ("indices", _forge(80, "<I", STRANGER)),
-        ("indices", _forge(84, "<I", int(INDICES[0]))),
+        ("format", forged(RECORD, 5, "<B", 1)),
+        ("dtype", forged(RECORD, 6, "<B", 2)),
+        ("numel", forged(RECORD, 8, "<Q", 1001)),
+        ("nnz", forged(RECORD, 16, "<Q", 2**62)),
+        ("payload_bytes", forged(RECORD, 16, "<Q", 100)),
+        ("step", forged(RECORD, 40, "<I", 6)),
+        ("partition", forged(RECORD, 48, "<I", 0)),
+        ("seed", forged(RECORD, 56, "<Q", 12)),
+        ("form", forged(RECORD, 68, "<I", 3)),
+        ("positions", forged(RECORD, 72, "<Q", 334)),
+        ("indices", forged(RECORD, 80, "<I", 1000)),
+        ("indices", forged(RECORD, 80, "<i", -1)),
+        ("indices", forged(RECORD, 80, "<I", STRANGER)),
+        ("indices", forged(RECORD, 84, "<I", int(INDICES[0]))),
         ("size", RECORD[:-16]),
         ("size", torch.cat([RECORD, RECORD[:16]])),
         ("size", RECORD[:40]),
@@ -123,15 +106,13 @@ STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
 def test_a_wrong_record_is_refused_and_adds_nothing(field, record):
     acc = torch.zeros(H.partition_numel(1))
     with pytest.raises(WireFormatError, match=f"rank 5: field {field} is wrong"):
-        hash_pairs.accumulate_(acc, record, _place(H, 1), rank=5)
+        hash_pairs.accumulate_(acc, record, place_of(H, 1), rank=5)
     assert not acc.any()
 
 
 def test_a_pull_is_never_pairs():
     with pytest.raises(WireFormatError, match="rank 5: field form is wrong"):
-        hash_bitmap.decode(
-            RECORD, PartitionRecord(H, 1, torch.float32, offset=OFFSET, step=STEP), rank=5
-        )
+        hash_bitmap.decode(RECORD, place_of(H, 1), rank=5)
 
 
 @settings(max_examples=150)
@@ -142,7 +123,7 @@ def test_a_damaged_byte_is_refused_or_changes_entries_of_this_partition(at, flip
     record[at] ^= flip
     acc = torch.zeros(H.partition_numel(1))
     try:
-        hash_pairs.accumulate_(acc, record, _place(H, 1), rank=0)
+        hash_pairs.accumulate_(acc, record, place_of(H, 1), rank=0)
     except WireFormatError:
         assert not acc.any()
         return
@@ -150,19 +131,14 @@ def test_a_damaged_byte_is_refused_or_changes_entries_of_this_partition(at, flip
 
 
 def test_arguments_that_do_not_match_are_one_typed_error():
-    place = _place(H, 1)
+    place, pairs = place_of(H, 1), hash_pairs.encode(*_entries(H, 1, 0.5), place_of(H, 1))
     for call, words in (
         (lambda: hash_pairs.encode(INDICES, VALUES[1:], place), "values do not fit"),
         (lambda: hash_pairs.encode(INDICES, VALUES.half(), place), "values do not fit"),
-        (lambda: _place(H, 3), "no such partition"),
-        (lambda: _place(H, 1, torch.float64), "have no code"),
+        (lambda: place_of(H, 3), "no such partition"),
+        (lambda: place_of(H, 1, torch.float64), "have no code"),
         (lambda: hash_pairs.accumulate_(torch.zeros(9), RECORD, place, 0), "wrong length"),
-        (
-            lambda: hash_pairs.accumulate_(
-                torch.zeros(9), hash_pairs.encode(*_entries(H, 1, 0.5), place), place, 0
-            ),
-            "wrong length",
-        ),
+        (lambda: hash_pairs.accumulate_(torch.zeros(9), pairs, place, 0), "wrong length"),
     ):
         with pytest.raises(ExtensionError, match=words):
             call()

@@ -15,18 +15,11 @@ from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
 from megatron_sparse.formats.hierarchical_hash import accumulate_, hierarchical_hash, split
 from megatron_sparse.reference import hash_partition as oracle
+from tests.codec import on_threads
 from tests.cuda_ext import cases
 
 HASHES = (PermutationHash, IndexSetHash)
 SEGMENT_LIMIT = 2**31 - 1
-
-
-@pytest.fixture
-def threads():
-    """Sets torch's thread count, and restores it afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def _entries(numel, count, seed, dtype=torch.float32):
@@ -157,14 +150,10 @@ def test_hierarchical_hash_equals_the_oracle(numel, partitions, r1, r2, rehashes
     count = seed % (numel + 1)
     indices, values = _entries(numel, count, seed)
     h = PermutationHash(numel, partitions, seed)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # one thread places entries in order, as the oracle does
-    try:
+    with on_threads(1):  # one thread places entries in order, as the oracle does
         got = hierarchical_hash(
             h, indices, values, parallel_slots=r1, serial_slots=r2, rehashes=rehashes, seed=seed
         )
-    finally:
-        torch.set_num_threads(before)
     expected, serial, grown = oracle.hierarchical_hash(
         indices.tolist(), h.partition_of(indices).tolist(), partitions, r1, r2, rehashes, seed
     )
@@ -179,13 +168,14 @@ def test_hierarchical_hash_equals_the_oracle(numel, partitions, r1, r2, rehashes
 @pytest.mark.parametrize(
     ("r1", "r2"), [(None, None), (1, 0), (1, 5), (5000, 0)], ids=["default", "1+0", "1+5", "wide"]
 )
-def test_nothing_is_lost_with_any_memory_and_any_threads(dtype, r1, r2, threads):
+def test_nothing_is_lost_with_any_memory_and_any_threads(dtype, r1, r2):
     indices, values = _entries(1_000_003, 60_000, 1, dtype)
     h = PermutationHash(1_000_003, 7, 3)
     results = []
     for count in (1, 2, 4):
-        threads(count)
-        results.append(hierarchical_hash(h, indices, values, parallel_slots=r1, serial_slots=r2))
+        with on_threads(count):
+            got = hierarchical_hash(h, indices, values, parallel_slots=r1, serial_slots=r2)
+        results.append(got)
     ordered, order = indices.sort()
     expected = split(h, ordered, values[order])
     for got in results:
@@ -197,18 +187,18 @@ def test_nothing_is_lost_with_any_memory_and_any_threads(dtype, r1, r2, threads)
     assert (results[0].grown > 0) == (r1 is not None)
 
 
-def test_threads_that_compete_for_slots_lose_nothing(threads):
+def test_threads_that_compete_for_slots_lose_nothing():
     """Every task has the same indices, so threads compete for the same free slots.
 
     With check, write and read-back as three steps (the paper's), this loses entries.
     """
-    threads(4)
     h = PermutationHash(2**14, 1, 0)
     indices = torch.arange(2**14).repeat(16)
     values = torch.arange(2**18, dtype=torch.float32)
     ordered, order = indices.sort(stable=True)
     for attempt in range(20):
-        got = hierarchical_hash(h, indices, values, seed=attempt)
+        with on_threads(4):
+            got = hierarchical_hash(h, indices, values, seed=attempt)
         assert torch.equal(got.indices_K, ordered)
         assert torch.equal(got.values_K, values[order])
 

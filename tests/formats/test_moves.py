@@ -15,15 +15,20 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
+from tests.codec import on_threads
+from tests.formats import moves_cases
 from tests.formats.moves_cases import (
     DTYPES,
     EPOCH,
     adam_like,
     any_bits,
     bits,
-    from_bits,
+    every_bfloat16,
     mixed,
+    of_which_a_part_is_counted,
+    refusal,
     repaired,
+    written,
 )
 
 NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
@@ -40,14 +45,9 @@ def oracle_record(old, new, dtype, coder):
 
 
 def check(old, new, coder):
-    record = encode_moves(old, new, coder=coder, epoch=EPOCH)
-    dtype = DTYPES.index(old.dtype)
-    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), dtype, coder)
-    assert record.numpy().tobytes() == wanted
-    assert record.numel() <= most_bytes(old.numel(), old.dtype)
-    held = old.clone()
-    decode_moves_(record, held, epoch=EPOCH)
-    assert np.array_equal(bits(held), bits(new))
+    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype), coder)
+    moves_cases.check(old, new, coder, wanted)
+    assert len(wanted) <= most_bytes(old.numel(), old.dtype)
 
 
 @pytest.fixture(params=supported_isas())
@@ -76,11 +76,7 @@ def test_all_kinds_of_chunks_in_one_record(dtype, coder):
 
 def test_of_many_numbers_a_part_is_counted():
     """Moves that no counted block has can be coded all the same."""
-    old, new = adam_like(oracle.COUNT_ALL + 3000, torch.bfloat16, lr=1e-5)
-    skipped = slice(1024, 1024 + 64)
-    wild = any_bits(64, torch.bfloat16)
-    old[skipped], new[skipped] = wild
-    check(old, new, "rans")
+    check(*of_which_a_part_is_counted(), "rans")
 
 
 @pytest.mark.usefixtures("isa")
@@ -93,11 +89,9 @@ def test_every_learning_rate(lr, coder):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("coder", ["rans", "packed"])
 def test_every_bfloat16_moves_to_every_distance(coder):
-    """All 65536 patterns as old numbers, and all as moves."""
-    old = np.arange(65536)
-    new = np.random.default_rng(3).permutation(65536)
-    check(from_bits(old, torch.bfloat16), from_bits(new, torch.bfloat16), coder)
-    check(from_bits(old, torch.bfloat16), from_bits(old ^ 1, torch.bfloat16), coder)
+    old, moved, next_to = every_bfloat16()
+    check(old, moved, coder)
+    check(old, next_to, coder)
 
 
 def test_views_that_are_not_aligned():
@@ -114,17 +108,13 @@ def test_views_that_are_not_aligned():
 
 def test_threads_do_not_change_the_bytes():
     old, new = mixed(3 * 65536 + 777, torch.bfloat16)
-    threads = torch.get_num_threads()
     for coder in MOVES_CODERS:
         records = []
         for count in (1, 3):
-            torch.set_num_threads(count)
-            try:
+            with on_threads(count):
                 records.append(encode_moves(old, new, coder=coder, epoch=EPOCH))
                 held = old.clone()
                 decode_moves_(records[-1], held, epoch=EPOCH)
-            finally:
-                torch.set_num_threads(threads)
             assert np.array_equal(bits(held), bits(new))
         assert torch.equal(*records)
 
@@ -150,10 +140,7 @@ def entropy_bits(symbols):
 
 
 def refused(record, held, field, epoch=EPOCH):
-    before = held.clone()
-    with pytest.raises(WireFormatError, match=f"field {field} is wrong"):
-        decode_moves_(record, held, epoch=epoch)
-    assert np.array_equal(bits(held), bits(before)), "a refused record changed what is held"
+    assert f"field {field} is wrong" in refusal(record, held, epoch)
 
 
 @pytest.mark.parametrize("coder", MOVES_CODERS)
@@ -214,9 +201,7 @@ def test_every_damaged_byte_is_noticed(coder):
 def test_a_damaged_field_is_named(coder, at, value, field):
     """Checksums are right, so that the field itself must be looked at."""
     old, new = adam_like(5000, torch.bfloat16)
-    record = bytearray(encode_moves(old, new, coder=coder, epoch=EPOCH).numpy().tobytes())
-    record[at : at + len(value)] = value
-    refused(repaired(record), old, field)
+    refused(written(encode_moves(old, new, coder=coder, epoch=EPOCH), at, value), old, field)
 
 
 @pytest.mark.parametrize("words", [slice(-16, None), slice(-200, -184)])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,10 @@ import torch
 from megatron_sparse.cuda_ext.ops import supported_isas
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
-from megatron_sparse.reference import moves, quantised
+from megatron_sparse.reference import quantised
 from megatron_sparse.wire import QUANTISED_BITS
+from tests.codec import on_threads
+from tests.formats.moves_cases import repaired
 
 NUMELS = [0, 1, 63, 64, 127, 128, 129, 4096, 65536 + 130]
 EPOCH = 7
@@ -138,14 +138,6 @@ def test_records_of_another_epoch_or_length_are_refused():
         add_difference_(record, torch.zeros(255), epoch=EPOCH)
 
 
-def _sealed(record):
-    """With right checksums, so that a decoder looks further."""
-    data = bytearray(record.numpy().tobytes())
-    data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
-    data[48:52] = moves.checksum(bytes(data[48:])).to_bytes(4, "little")
-    return torch.frombuffer(data, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("place", "value", "field"),
     [
@@ -166,7 +158,7 @@ def test_forged_fields_are_named(place, value, field):
     record[place] = value
     held = old.clone()
     with pytest.raises(WireFormatError, match=f"field {field}"):
-        add_difference_(_sealed(record), held, epoch=EPOCH)
+        add_difference_(repaired(record), held, epoch=EPOCH)
     assert torch.equal(held, old)
 
 
@@ -189,12 +181,8 @@ def test_no_record():
         add_difference_(torch.zeros(64), torch.zeros(4), epoch=0)
 
 
-def test_the_result_does_not_depend_on_threads(monkeypatch):
+def test_the_result_does_not_depend_on_threads():
     old, new = updates(3 * 65536 + 77)
     one = encode_difference(new, old, bits=4, epoch=0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with on_threads(2):
         assert torch.equal(one, encode_difference(new, old, bits=4, epoch=0))
-    finally:
-        torch.set_num_threads(before)

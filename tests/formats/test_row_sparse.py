@@ -12,6 +12,7 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import row_sparse
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.reference import row_sparse as oracle
+from tests.codec import on_threads
 from tests.cuda_ext import cases
 
 index_sets = st.lists(
@@ -89,10 +90,8 @@ def test_large_sets_merge_in_slices_whatever_the_threads(shape):
         sets = [s // 4 + i * 250_000_000 for i, s in enumerate(sets)]
         sets = [s.unique() for s in sets]
     expected = torch.cat(sets).unique()
-    before = torch.get_num_threads()
-    try:
-        for count in (1, 2, 4):
-            torch.set_num_threads(count)
+    for count in (1, 2, 4):
+        with on_threads(count):
             merged = row_sparse.union(sets, 10**9)
             assert torch.equal(merged, expected)
             for local in sets:
@@ -102,8 +101,6 @@ def test_large_sets_merge_in_slices_whatever_the_threads(shape):
                 wide = RowSparse(local, rows, 10**9).expand(merged)
                 naive = torch.zeros(merged.numel(), 1).index_copy_(0, got, rows)
                 assert torch.equal(wide, naive)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_the_union_names_the_rank_whose_indices_are_wrong():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,10 +20,10 @@ from megatron_sparse.errors import (
     HostError,
 )
 from megatron_sparse.recording import NullSink
-from tests.ranks import run_ranks
+from tests.programs import ROOT, output_of, with_variables
+from tests.ranks import error_text, run_ranks
 from tests.waiting import DEADLINE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "scheme": "direct", "timeout_s": 30.0}
 PRUNED = {**AT_ONCE, "density": 0.05, "samples": 500, "keep_below_numel": 1000}
 CAP_MB = 0.02
@@ -321,11 +320,7 @@ def _killed_peer(rank, world_size, report):
     if rank == 1:
         os._exit(7)
     start_s = time.monotonic()
-    try:
-        ddp(_inputs(rank, 2)).backward()
-        text = "no error"
-    except CommunicationError as error:
-        text = str(error)
+    text = error_text(lambda: ddp(_inputs(rank, 2)).backward(), CommunicationError)
     Path(report).write_text(f"{time.monotonic() - start_s}\n{text}")
     # torch's own group still waits for the dead rank, so the process exits without clean-up.
     os._exit(0)
@@ -344,16 +339,8 @@ def test_the_example_learns_at_density_one_percent(tmp_path):
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d"
     example = [str(ROOT / "examples" / "train_ddp.py"), "--steps", "100"]
     command = [sys.executable, *torchrun.split(), "--rdzv-endpoint", "localhost:0", *example]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": str(ROOT),
-    }
-    result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-5000:]
+    here = with_variables(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONPATH=str(ROOT))
+    output = output_of(command, cwd=tmp_path, env=here)
     first, last = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", output)[0])
     # Uniform guessing costs ln 256 = 5.5 nats, the bytes' frequencies alone about 3.3.
     assert last < 3.1 < 4 < first

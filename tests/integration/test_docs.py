@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from tests.integration.doc_commands import (
     mentions_of,
     unmarked_commands,
 )
+from tests.programs import ended, with_variables
 from tests.report_runs import make_run
 
 CHECKER = Checker()
@@ -200,16 +199,10 @@ def test_the_quick_tour_as_it_is_written(tmp_path):
     commands = commands_of(TOUR)
     run = [command.words for command in commands if command.words[0] == PROGRAM]
     assert [words[1] for words in run] == ["doctor", "train", "train", "report", "plan"]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    env = with_variables(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", WANDB_MODE="disabled")
     for words in run:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "megatron_sparse.cli.main", *words[1:]],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+        command = [sys.executable, "-W", "ignore", "-m", "megatron_sparse.cli.main", *words[1:]]
+        done = ended(command, 280, cwd=tmp_path, env=env)
         # doctor exits with 1 if something is missing, which may be so on a test machine.
         assert done.returncode in ((0, 1) if words[1] == "doctor" else (0,)), done.stderr[-2000:]
         assert "Traceback" not in done.stderr

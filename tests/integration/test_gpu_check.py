@@ -11,21 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.waiting import DEADLINE_S
+from tests.programs import ROOT, Done, ended, with_variables
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(900)
 
 
-def gpu_check(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "scripts/gpu_check.sh", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHON": python},
-        timeout=850,
-    )
+def gpu_check(*arguments: str, python: str = sys.executable) -> Done:
+    command = ["bash", "scripts/gpu_check.sh", *arguments]
+    return ended(command, 850, env=with_variables(PYTHON=python))
 
 
 def stages(*arguments: str) -> dict[str, tuple[int, str]]:
@@ -85,20 +78,14 @@ def test_a_rehearsal_starts_every_stage_without_a_package(tmp_path: Path) -> Non
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_rehearsal_sees_a_missing_module(tmp_path: Path) -> None:
     """The same tests, one of which needs a package that the machine lacks."""
-    hidden = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "bare_machine"), str(ROOT)]),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
+    hidden = with_variables(
+        PYTHONPATH=os.pathsep.join([str(ROOT / "tests" / "bare_machine"), str(ROOT)]),
+        PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+    )
     test = tmp_path / "test_planted.py"
     test.write_text("import omegaconf\n\n\ndef test_it() -> None:\n    pass\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)],
-        cwd=tmp_path,
-        env=hidden,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    done = ended(command, cwd=tmp_path, env=hidden)
     assert done.returncode != 0
     assert "No module named 'omegaconf' on a bare machine" in done.stdout
 

@@ -16,30 +16,19 @@ from typing import Any
 import pytest
 
 from megatron_sparse.run import local_ranks
+from tests.programs import ROOT, ended, why_no_bed
 from tests.waiting import DEADLINE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 NETBED = ROOT / "scripts" / "netbed.sh"
 TOOLS = ("ip", "tc", "mount", "unshare", "nsenter", "setpriv")
 
 
-def _why_not() -> str | None:
-    """The reason why this machine cannot have a test bed; None if it can."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "the test bed needs root on Linux"
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        return f"the test bed needs {', '.join(missing)}"
-    spaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
-    links = (
-        "ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
-        "tc qdisc add dev v0 root tbf rate 1mbit burst 128kb limit 256kb"
-    )
-    tried = subprocess.run([*spaces, "sh", "-c", links], capture_output=True, text=True)
-    return f"no network namespaces here: {tried.stderr.strip()}" if tried.returncode else None
-
-
-WHY_NOT = _why_not()
+SPACES = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "sh", "-c")
+LINKS = (
+    "ip link add name b0 type bridge && ip link add name v0 type veth peer name v1 && "
+    "tc qdisc add dev v0 root tbf rate 1mbit burst 128kb limit 256kb"
+)
+WHY_NOT = why_no_bed("the test bed", TOOLS, (*SPACES, LINKS), os.environ["PATH"])
 bed = pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 
 
@@ -104,15 +93,8 @@ def nothing_is_left():
     """The machine's own links and namespaces are as they were."""
 
     def seen() -> list[str]:
-        listing = [["ip", "-o", "link"], ["ip", "netns", "list"]]
-        return (
-            []
-            if WHY_NOT
-            else [
-                subprocess.run(one, capture_output=True, text=True, check=True).stdout
-                for one in listing
-            ]
-        )
+        listing = [] if WHY_NOT else [["ip", "-o", "link"], ["ip", "netns", "list"]]
+        return [ended(one, check=True).stdout for one in listing]
 
     before = seen()
     yield
@@ -244,9 +226,7 @@ def bench(line: str, folder: Path) -> list[dict[str, Any]]:
     """The rows of a `bench` command between hosts with links of 1000 Mbit/s."""
     path = folder / "rows.jsonl"
     words = ["bench", *shlex.split(line), "--netbed", "--mbit=1000", f"--json={path}"]
-    done = subprocess.run(
-        local_ranks.command_line(words), cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    done = ended(local_ranks.command_line(words), 280)
     assert done.returncode == 0, done.stderr
     return [json.loads(row) for row in path.read_text().splitlines()]
 
@@ -317,15 +297,8 @@ class TestMistakes:
             os.setuid(65534)
 
         # Read by root, for the checkout may be closed to others.
-        run = subprocess.run(
-            ["bash", "-s", "--", "--", "true"],
-            input=NETBED.read_text(),
-            capture_output=True,
-            text=True,
-            preexec_fn=drop,
-            cwd="/",
-            timeout=DEADLINE_S,
-        )
+        words = ["bash", "-s", "--", "--", "true"]
+        run = ended(words, cwd="/", input=NETBED.read_text(), preexec_fn=drop)
         assert run.returncode == 2
         assert "expected: root" in run.stderr
 
@@ -333,13 +306,8 @@ class TestMistakes:
     def test_without_a_tool(self, tmp_path):
         for tool in ("bash", "id", "ip"):
             (tmp_path / tool).symlink_to(shutil.which(tool) or "/missing")
-        run = subprocess.run(
-            [str(tmp_path / "bash"), str(NETBED), "--", "true"],
-            capture_output=True,
-            text=True,
-            env={"PATH": str(tmp_path)},
-            timeout=DEADLINE_S,
-        )
+        words = [str(tmp_path / "bash"), str(NETBED), "--", "true"]
+        run = ended(words, env={"PATH": str(tmp_path)})
         assert run.returncode == 2
         assert "no tc" in run.stderr
         assert "iproute2" in run.stderr

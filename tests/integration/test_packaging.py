@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import venv
@@ -17,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, ended, output_of
+
 MODULES = (
     "megatron_sparse",
     "megatron_sparse.configs",
@@ -65,8 +65,7 @@ def pip(*arguments: object, python: Path | None = None) -> None:
     command = [sys.executable, "-m", "pip", *target, "--no-input", *map(str, arguments)]
     # The CUDA library takes minutes; the checkout's own, which every other test uses, has it.
     built = environment(MEGATRON_SPARSE_CUDA="off")
-    done = subprocess.run(command, env=built, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    output_of(command, None, env=built)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -77,9 +76,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def imported_from(python: Path | str, cwd: Path, **env: str) -> list[Path]:
     """Imports MODULES in a new process; returns the file of each."""
-    done = subprocess.run(
-        [str(python), "-c", IMPORT], cwd=cwd, env=environment(**env), text=True, capture_output=True
-    )
+    done = ended([str(python), "-c", IMPORT], cwd=cwd, env=environment(**env))
     assert done.returncode == 0, done.stderr
     return [Path(line) for line in done.stdout.splitlines()]
 
@@ -156,12 +153,7 @@ def test_wheel_fits_every_python_of_the_platform(wheel: Path) -> None:
 
 def test_wheel_finds_its_extension(installed: Path, tmp_path: Path) -> None:
     code = "from megatron_sparse import cuda_ext; s = cuda_ext.status()['cpu']; print(s['path'])"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(installed)),
-        text=True,
-        capture_output=True,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = ended(command, cwd=tmp_path, env=environment(PYTHONPATH=str(installed)))
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(installed)

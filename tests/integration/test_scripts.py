@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 import venv
@@ -18,9 +17,8 @@ import pytest
 
 from tests import commands
 from tests.commands import stand_in
-from tests.waiting import DEADLINE_S
+from tests.programs import ROOT, Done, ended
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted(
     [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("scripts/**/*.sbatch"), ROOT / ".ci/run"]
 )
@@ -28,9 +26,6 @@ SCRIPTS = sorted(
 COMMANDS = ("bash", "cut", "dirname", "grep", "head", "mkdir", "rm", "sleep", "tail")
 # The interpreter below the environment that runs the tests.
 BASE_PYTHON = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
-
-
-Done = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
@@ -83,8 +78,7 @@ def bare(checkout: Path) -> Bare:
 
 
 def bash(command: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
-    run = ["bash", "-c", command]
-    return subprocess.run(run, cwd=cwd, env=env, text=True, capture_output=True, timeout=DEADLINE_S)
+    return ended(["bash", "-c", command], cwd=cwd, env=env)
 
 
 def is_one_error(done: Done, *words: str) -> None:
@@ -288,14 +282,19 @@ def run_script(script: str, checkout: Path, **env: str) -> Done:
     return bash(f"bash scripts/{script}", checkout, inherited | {"LINT": "0", "PATH": path} | env)
 
 
+BEFORE_TESTS = [
+    "setup dev cuda strict=1",
+    "pre-commit install-hooks",
+    "pre-commit run --all-files",
+    "python -m megatron_sparse.cuda_ext.build",
+]
+
+
 def test_test_script_runs_everything_strictly(checkout: Path, recorded: Path) -> None:
     done = run_script("test.sh", checkout, MEGATRON_SPARSE_TEST_WORKERS="3")
     assert done.returncode == 0
     assert recorded.read_text().splitlines() == [
-        "setup dev cuda strict=1",
-        "pre-commit install-hooks",
-        "pre-commit run --all-files",
-        "python -m megatron_sparse.cuda_ext.build",
+        *BEFORE_TESTS,
         "packages",
         "python -m pytest -m not slow -n 3 --dist loadfile --no-loadscope-reorder",
         "fuzz 60",
@@ -306,12 +305,7 @@ def test_quick_loop_is_linters_and_tests_of_one_process(checkout: Path, recorded
     done = run_script("test.sh --quick -k zen", checkout, MEGATRON_SPARSE_TEST_WORKERS="2")
     assert done.returncode == 0
     *before, tests = recorded.read_text().splitlines()
-    assert before == [
-        "setup dev cuda strict=1",
-        "pre-commit install-hooks",
-        "pre-commit run --all-files",
-        "python -m megatron_sparse.cuda_ext.build",
-    ]
+    assert before == BEFORE_TESTS
     words = tests.split()
     assert words[:6] == ["python", "-m", "pytest", "-m", "not", "slow"]
     assert words[-7:] == ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "-k", "zen"]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -15,8 +13,8 @@ import yaml
 
 import megatron_sparse
 from tests.integration import browser
+from tests.programs import ROOT, output_of, with_variables
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG_MODULES = ("sparse", "compression", "tracking", "run")
 
 
@@ -26,14 +24,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
     folder = tmp_path_factory.mktemp("site")
     nowhere = "http://127.0.0.1:9"
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"https_proxy": nowhere, "http_proxy": nowhere},
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    output_of(command, env=with_variables(https_proxy=nowhere, http_proxy=nowhere))
     return folder
 
 

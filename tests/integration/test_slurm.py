@@ -22,9 +22,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import ROOT, SMALL_RUN, Done, ended, why_no_bed
 from tests.waiting import DEADLINE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 BED = str(ROOT / "scripts" / "slurm_bed.sh")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setsid")
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"
@@ -32,38 +32,20 @@ ITERATIONS = 60
 DISTURBED_AT = 8
 WAIT_S = 280
 TRAINING = (
+    *SMALL_RUN,
     "cluster.device=cpu",
     "cluster.env.GLOO_SOCKET_IFNAME=lo",
-    "data=mock",
-    "data.vocab_size=512",
-    "megatron.num_workers=0",
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.seq_length=32",
     "compression.warmup_iters=0",
     "compression.ramp_iters=0",
     "compression.density=0.05",
     f"training.iterations={ITERATIONS}",
-    "training.lr_warmup_iters=1",
-    "megatron.log_interval=1",
     "scheme=direct",
     "tracking=off",
 )
 
 
-def _why_not() -> str | None:
-    """The reason why Slurm cannot run here; None if it can."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "the Slurm bed needs root on Linux"
-    missing = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
-    if missing:
-        return f"the Slurm bed needs {', '.join(missing)}: bash scripts/system_packages.sh"
-    spaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true"]
-    tried = subprocess.run(spaces, capture_output=True, text=True, check=False)
-    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else None
-
-
-WHY_NOT = _why_not()
+SPACES = ("unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "true")
+WHY_NOT = why_no_bed("the Slurm bed", TOOLS, SPACES, PATH)
 pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or ""),
     pytest.mark.timeout(600),
@@ -151,16 +133,8 @@ class Bed:
             "COLUMNS": "200",
         }
 
-    def run(self, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            cwd=ROOT,
-            env=self.environment() | more,
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
+    def run(self, *command: str, **more: str) -> Done:
+        return ended(command, WAIT_S, env=self.environment() | more)
 
     def submit(self, script: str, name: str, *overrides: str, **more: str) -> Job:
         output = self.runs / f"{name}.out"
@@ -342,7 +316,7 @@ def test_the_bed_refuses_wrong_arguments(bed: Bed, tmp_path: Path):
         (["fail", str(bed.folder), "n9"], "the node is unknown"),
         (["jump", str(bed.folder)], "the action is unknown"),
     ):
-        done = subprocess.run(["bash", BED, *arguments], capture_output=True, text=True)
+        done = ended(["bash", BED, *arguments])
         assert done.returncode == 2
         assert done.stderr.count("error:") == 1
         assert words in done.stderr

@@ -6,15 +6,14 @@ Stand-ins for `id` and `apt-get`; nothing is installed here.
 from __future__ import annotations
 
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.commands import stand_in
-from tests.waiting import DEADLINE_S
+from tests.programs import ROOT, ended
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "system_packages.sh"
+SCRIPT = ROOT / "scripts" / "system_packages.sh"
 TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
 
 
@@ -43,13 +42,8 @@ def machine(tmp_path: Path):
         add("id", f"echo {user}")
         if apt is not None:
             add("apt-get", f'echo "apt-get $*" >>{tmp_path}/calls; {apt}')
-        done = subprocess.run(
-            ["bash", str(tmp_path / "system_packages.sh"), str(tmp_path / "log")],
-            env={"PATH": str(folder)},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        command = ["bash", str(tmp_path / "system_packages.sh"), str(tmp_path / "log")]
+        done = ended(command, env={"PATH": str(folder)})
         calls = tmp_path / "calls"
         return done, calls.read_text().splitlines() if calls.exists() else []
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.commands import stand_in
-from tests.waiting import DEADLINE_S
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ended, with_variables
 
 
 @pytest.mark.parametrize(
@@ -36,20 +33,14 @@ def test_only_a_lost_node_starts_a_job_again(
     }
     for name, text in stand_ins.items():
         stand_in(tmp_path / name, text)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", f". scripts/slurm_job.sh; train sh -c 'exit {code}'"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env=os.environ
-        | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n[0-1]",
-            "SLURM_RESTART_COUNT": str(restarts),
-        },
+    variables = with_variables(
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="n[0-1]",
+        SLURM_RESTART_COUNT=str(restarts),
     )
+    script = f". scripts/slurm_job.sh; train sh -c 'exit {code}'"
+    done = ended(["bash", "-euo", "pipefail", "-c", script], env=variables)
     assert done.returncode == code, done.stderr
     asked = tmp_path / "asked"
     assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")

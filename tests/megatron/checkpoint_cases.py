@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
 from megatron_sparse.megatron import cpu_mode
+from tests.megatron.train_ranks import AT_TARGET, logged
 
 MODES = ("full", "sum", "none")
 STEPS = 3
-OPTIONS = {
-    "density": 0.05,
-    "value_bits": None,
-    "scheme": "agsparse",
-    "warmup_iters": 0,
-    "ramp_iters": 0,
-    "keep_below_numel": 256,
-}
+OPTIONS = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 
 
 def attached(bucket_size=40_000, **options):
@@ -66,18 +59,11 @@ def load_and_go_on(folder, **options):
     from megatron_sparse.errors import CheckpointError
     from megatron_sparse.megatron import checkpoint, detach
 
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("megatron_sparse")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        checkpoint.load(attachment, folder, iteration=77)
-    except CheckpointError as error:
-        return {"error": str(error)}
-    finally:
-        logger.removeHandler(handler)
+    with logged() as messages:
+        try:
+            checkpoint.load(attachment, folder, iteration=77)
+        except CheckpointError as error:
+            return {"error": str(error)}
     result = {
         "step": attachment.step,
         "norms": list(attachment.usual_norm.norms),

@@ -22,6 +22,9 @@ PRUNED_FROM = 512
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOSS_SCALE = 2.0**18
 """Of fp16 at the start: the first steps overflow and are skipped."""
+OVERLAP = {"overlap_grad_reduce": True}
+SHARDED = {"use_distributed_optimizer": True}
+"""Settings for `Layout.ddp`."""
 
 
 @dataclass(frozen=True)

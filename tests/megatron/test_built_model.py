@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.megatron.parallel_gpt import HIDDEN, SEQUENCE, VOCABULARY, Layout
-from tests.ranks import run_ranks
+from tests.megatron.parallel_gpt import HIDDEN, SEQUENCE, VOCABULARY, Layout, ParallelGPT
+from tests.megatron.train_ranks import in_each_layout, train_ranks
 
 LAYOUTS = {
     "data": Layout(tied=True),
@@ -16,25 +16,19 @@ LAYOUTS = {
 }
 
 
-def _counts(rank: int, world_size: int) -> dict[str, int]:
-    from megatron_sparse.megatron import cpu_mode
-
-    cpu_mode.enable()
+def _count(layout: Layout) -> int:
     from megatron_sparse.megatron.built_model import count_parameters
-    from tests.megatron.parallel_gpt import ParallelGPT, parallel_state_of
 
-    counts = {}
-    for name, layout in LAYOUTS.items():
-        with parallel_state_of(layout):
-            model = ParallelGPT(layout)
-            counts[name] = count_parameters(model.chunks)
-            del model
-    return counts
+    return count_parameters(ParallelGPT(layout).chunks)
+
+
+def _counts(rank: int) -> dict[str, int]:
+    return in_each_layout(LAYOUTS, _count)
 
 
 def test_each_element_counts_once():
     """On four ranks, all of which get the same number."""
-    ranks = run_ranks(_counts, 4)
+    ranks = train_ranks(_counts, 4)
     assert all(counts == ranks[0] for counts in ranks)
     attention = 4 * (HIDDEN * HIDDEN + HIDDEN)
     mlp = 8 * HIDDEN * HIDDEN + 5 * HIDDEN

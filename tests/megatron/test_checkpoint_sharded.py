@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.megatron import cpu_mode
+from tests.megatron import test_parallel
 from tests.megatron.checkpoint_cases import (
     MODES,
+    OPTIONS,
     STEPS,
     attached,
     gradient_numel,
@@ -18,7 +19,8 @@ from tests.megatron.checkpoint_cases import (
     pruned_stores,
     save,
 )
-from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
+from tests.megatron.parallel_gpt import PRUNED_FROM, parallel_state_of
+from tests.megatron.train_ranks import equal, running, train_ranks
 from tests.ranks import run_ranks
 
 TIMEOUT_S = 500.0
@@ -31,20 +33,9 @@ REFUSED = {
     "files": "was written by another version",
     "size": "does not fit",
 }
-OVERLAP = {"overlap_grad_reduce": True}
 LAYOUTS = {
-    "experts": Layout(
-        tensor=2,
-        sequence_parallel=True,
-        expert=2,
-        expert_tensor=1,
-        experts=4,
-        ddp=OVERLAP | {"use_distributed_optimizer": True},
-    ),
-    "virtual pipeline": Layout(
-        pipeline=2, virtual=2, layers=4, microbatches=2, ddp=OVERLAP, aligned=True
-    ),
-    "instances": Layout(instances=2, ddp={"use_distributed_optimizer": True}),
+    name: test_parallel.LAYOUTS[name]
+    for name in ("expert_and_tensor", "virtual_pipeline", "instances")
 }
 
 
@@ -230,37 +221,27 @@ def _round_trip(layout, folder):
     """Whether each mode restores the saved state: rows exactly, and the sum over ranks."""
     from megatron.core import parallel_state
 
-    from megatron_sparse.megatron import attach, checkpoint, detach
+    from megatron_sparse.megatron import checkpoint
     from megatron_sparse.megatron.checkpoint_layout import model_parameters
 
-    options = {
-        "density": 0.1,
-        "value_bits": None,
-        "scheme": "agsparse",
-        "warmup_iters": 0,
-        "ramp_iters": 0,
-        "keep_below_numel": PRUNED_FROM,
-    }
-    model = ParallelGPT(layout)
-    attachment = attach(model.chunks, model.optimizer, **options)
-    model.step()
-    held = pruned_stores(attachment)
-    experts = {name for expert, name in model_parameters(attachment) if expert}
+    options = OPTIONS | {"density": 0.1, "keep_below_numel": PRUNED_FROM}
+    with running(layout, **options) as run:
+        run.step()
+        held = run.residuals()
+        experts = {name for expert, name in model_parameters(run.attachment) if expert}
+        for mode in ("full", "sum"):
+            save(run.attachment, Path(folder, mode), mode)
     report = {"experts": bool(experts), "held": len(held)}
     for mode in ("full", "sum"):
-        save(attachment, Path(folder, mode), mode)
-    detach(attachment)
-    for mode in ("full", "sum"):
-        fresh = ParallelGPT(layout)
-        again = attach(fresh.chunks, fresh.optimizer, **options)
-        checkpoint.load(again, Path(folder, mode), iteration=77)
-        got = pruned_stores(again)
-        same = got.keys() == held.keys()
+        with running(layout, **options) as again:
+            checkpoint.load(again.attachment, Path(folder, mode), iteration=77)
+            got = again.residuals()
+        if mode == "full":
+            report[mode] = equal(got, held)
+            continue
+        report[mode] = got.keys() == held.keys()
         for name, own in held.items():
-            if mode == "full":
-                same = same and torch.equal(got[name], own)
-                continue
-            if name.removeprefix("residual.") in experts:
+            if name in experts:
                 group = parallel_state.get_expert_data_parallel_group()
             else:
                 group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -268,14 +249,11 @@ def _round_trip(layout, folder):
             for total in totals:
                 torch.distributed.all_reduce(total, group=group)
             # Up to three fp32 additions, each of which rounds by 6e-8 of a partial sum.
-            same = same and torch.allclose(*totals, rtol=1e-5, atol=1e-7)
-        report[mode] = same
-        detach(again)
+            report[mode] &= torch.allclose(*totals, rtol=1e-5, atol=1e-7)
     return report
 
 
-def _round_trips(rank, world_size, folder):
-    cpu_mode.enable()
+def _round_trips(rank, folder):
     reports = {}
     for name, layout in LAYOUTS.items():
         with parallel_state_of(layout):
@@ -285,7 +263,9 @@ def _round_trips(rank, world_size, folder):
 
 @pytest.fixture(scope="module")
 def round_trips(tmp_path_factory):
-    return run_ranks(_round_trips, 4, str(tmp_path_factory.mktemp("layouts")), timeout_s=TIMEOUT_S)
+    return train_ranks(
+        _round_trips, 4, str(tmp_path_factory.mktemp("layouts")), timeout_s=TIMEOUT_S
+    )
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
@@ -295,4 +275,4 @@ def test_every_layout_gets_its_residuals_back(round_trips, name):
         assert report["held"] > 0
         assert report["full"]
         assert report["sum"]
-        assert report["experts"] is (name == "experts")
+        assert report["experts"] is (name == "expert_and_tensor")

@@ -157,18 +157,18 @@ def test_interrupted_run_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, point, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(folder)
+    def prepare_and_interrupt() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(corpus, point, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(folder)
+
+    prepare_and_interrupt()
     assert list(folder.parent.iterdir()) == []
 
     made = prepare(folder)
     small.append(("more.py", "more = 1\n" * 50))
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, point, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(folder)
+    prepare_and_interrupt()
     assert corpus.load(folder) == made
     assert list(folder.parent.iterdir()) == [folder]
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -16,22 +14,16 @@ import torch
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.programs import ended, with_variables
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
 
 def python(code: str) -> str:
     """The output of a fresh interpreter."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    variables = with_variables(CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1")
+    done = ended([sys.executable, "-W", "ignore", "-c", code], env=variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

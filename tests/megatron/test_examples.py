@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, output_of, with_variables
+
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
@@ -45,32 +44,17 @@ def run(script: Path, *flags: str) -> str:
 
 def start(script: Path, *arguments: str) -> str:
     """The script's output on two ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        "localhost:0",
-        str(script),
-        *arguments,
-    ]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHDYNAMO_DISABLE": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    result = subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=400
+    torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d"
+    place = ["--rdzv-endpoint", "localhost:0"]
+    command = [sys.executable, *torchrun.split(), *place, str(script), *arguments]
+    variables = with_variables(
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        TORCHDYNAMO_DISABLE="1",
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        PYTHONPATH=str(ROOT),
     )
-    output = result.stdout + result.stderr
-    assert result.returncode == 0, output[-5000:]
-    return output
+    return output_of(command, 400, cwd=script.parent, env=variables)
 
 
 def losses(output: str) -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megatron.parallel_gpt import SEQUENCE, Layout, ParallelGPT
-from tests.megatron.test_parallel import AT_TARGET, OVERLAP, SHARDED, WORLD_SIZE
+from tests.megatron.parallel_gpt import OVERLAP, SEQUENCE, SHARDED, Layout, ParallelGPT
+from tests.megatron.test_parallel import AT_TARGET, WORLD_SIZE
 from tests.megatron.train_ranks import in_each_layout, running, train_ranks
 
 COUNTS = (SEQUENCE, SEQUENCE, 1, 0)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.megatron import cpu_mode
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import train_ranks
 
 WIDTH, LAYERS = 23, 6
 SMALL_BUCKETS = 1000
@@ -100,9 +99,8 @@ def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def _compare_all(rank, world_size):
+def _compare_all(rank):
     """The mismatches of all cases, in words; and the number of buckets of the last one."""
-    cpu_mode.enable()
     from megatron.core import parallel_state
 
     from megatron_sparse.megatron import attach, detach
@@ -128,6 +126,6 @@ def _compare_all(rank, world_size):
 
 
 def test_every_element_of_the_buffer_is_megatrons():
-    for mismatches, most_buckets in run_ranks(_compare_all, 2):
+    for mismatches, most_buckets in train_ranks(_compare_all, 2):
         assert not mismatches, "\n".join(mismatches)
         assert most_buckets > 2, "the small buckets are several"

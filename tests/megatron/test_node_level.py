@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.run.local_ranks import run_loopback
 from megatron_sparse.transport.membership import NODE_VARIABLE
-from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, ParallelGPT, parallel_state_of
+from tests.megatron.checkpoint_cases import save
+from tests.megatron.parallel_gpt import OVERLAP, PRUNED_FROM, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import _assert_equal_copies, _copies
-from tests.megatron.test_pretrain import ITERATIONS, ROOT, SMALL
-from tests.megatron.test_resume import SAVED_AT, TARGET, assert_goes_on_exactly
-from tests.megatron.train_ranks import Records
-from tests.ranks import run_ranks
+from tests.megatron.test_pretrain import command_of
+from tests.megatron.test_resume import TARGET, assert_goes_on_exactly, resumed_from
+from tests.megatron.train_ranks import equal, logged, running, train, train_ranks
 
 STEPS = 3
 AT_TARGET: dict[str, Any] = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": PRUNED_FROM}
-OVERLAP = {"overlap_grad_reduce": True}
-SHARDED = {"use_distributed_optimizer": True}
 TWO_OF_TWO = "2 nodes of 2 ranks"
 
 LAYOUTS = {
@@ -66,39 +63,24 @@ LARGE = {
 
 
 def _train(layout, level, **plugin):
-    from megatron_sparse.megatron import attach, detach
-
-    model, sent, lines = ParallelGPT(layout), Records(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_sparse")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    options = AT_TARGET | plugin
-    attachment = attach(model.chunks, model.optimizer, sink=sent, level=level, **options)
-    logger.removeHandler(handler)
-    losses = [model.step() for _ in range(STEPS)]
-    numel = sum(bucket.numel for bucket in attachment.buckets)
-    result = {
-        "losses": losses,
-        "copies": {name: (_copies(model)[name], w) for name, w in model.weights().items()},
-        "pruned": {n for n, held in attachment.residuals.by_parameter() if held.any()},
-        "residual": attachment.memory_report()["residual"],
-        "account": attachment.memory_account().nbytes.get("residual", 0),
-        "whole": 4 * numel,
-        "lines": [line for line in lines if "compressed at level" in line],
-        "bytes": (sent.wire_bytes, sent.dense_bytes),
-    }
-    detach(attachment)
-    return result
+    with logged() as lines, running(layout, level=level, **AT_TARGET | plugin) as run:
+        for _ in range(STEPS):
+            run.step()
+        attachment, copies = run.attachment, _copies(run.model)
+        return {
+            "losses": run.losses,
+            "copies": {name: (copies[name], w) for name, w in run.model.weights().items()},
+            "pruned": {name for name, held in run.residuals().items() if held.any()},
+            "residual": attachment.memory_report()["residual"],
+            "account": attachment.memory_account().nbytes.get("residual", 0),
+            "whole": 4 * sum(bucket.numel for bucket in attachment.buckets),
+            "lines": [line for line in lines if "compressed at level" in line],
+        }
 
 
 def _report(layout, level):
-    plain = ParallelGPT(layout)
-    losses = [plain.step() for _ in range(STEPS)]
-    del plain
     return {
-        "plain": losses,
+        "plain": train(layout, STEPS)["losses"],
         "dense": _train(layout, level, scheme="dense")["losses"],
         "whole": _train(layout, level, scheme="direct", density=1.0)["losses"],
         "sparse": _train(layout, level, scheme="direct", density=0.1),
@@ -110,8 +92,7 @@ def _on_node(rank, ranks_per_node):
     os.environ[NODE_VARIABLE] = str(rank // ranks_per_node)
 
 
-def _four(rank, world_size, folder):
-    cpu_mode.enable()
+def _four(rank, folder):
     _on_node(rank, 2)
     reports = {}
     for name, (layout, level) in (LAYOUTS | ONE_EACH | ONE_NODE).items():
@@ -123,8 +104,7 @@ def _four(rank, world_size, folder):
     return reports
 
 
-def _eight(rank, world_size):
-    cpu_mode.enable()
+def _eight(rank):
     reports = {}
     for name, (layout, level) in LARGE.items():
         _on_node(rank, 2 if layout.instances > 1 else 4)
@@ -133,78 +113,38 @@ def _eight(rank, world_size):
     return reports
 
 
-class _Run:
-    """A model at a level, its checkpoints, and the sums of its residuals over all ranks.
-
-    `warnings` are those that loading logged.
-    """
-
-    def __init__(self, layout, level):
-        from megatron_sparse.megatron import attach
-
-        self.warnings = []
-        self.model = ParallelGPT(layout)
-        self.attachment = attach(
-            self.model.chunks,
-            self.model.optimizer,
-            level=level,
-            scheme="direct",
-            density=0.1,
-            **AT_TARGET,
-        )
-
-    def held(self):
-        """By parameter and first element."""
-        return {key: values.clone() for key, values in self.attachment.residuals.slices()}
-
-    def totals(self):
-        """The residual of each parameter, whole, in fp64: exact for sums of two fp32 numbers."""
-        whole = {
-            piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
-            for bucket in self.attachment.buckets
-            for piece in bucket.parameters
-        }
-        for (name, start), view in self.held().items():
-            whole[name][start : start + view.numel()] += view
-        for values in whole.values():
-            torch.distributed.all_reduce(values)
-        return whole
-
-    def save(self, folder, mode):
-        from megatron.core import dist_checkpointing
-
-        from megatron_sparse.megatron import checkpoint
-
-        self.attachment.config.compression.residual_checkpoint = mode
-        folder.mkdir(exist_ok=True, parents=True)
-        torch.distributed.barrier()
-        state = {checkpoint.KEY: checkpoint.sharded_state(self.attachment)}
-        dist_checkpointing.save(state, str(folder))
-
-    def load(self, folder):
-        from megatron_sparse.megatron import checkpoint
-
-        def keep(record):
-            if record.levelno >= logging.WARNING:
-                self.warnings.append(record.getMessage())
-
-        handler = logging.Handler()
-        handler.emit = keep
-        logger = logging.getLogger("megatron_sparse")
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-        checkpoint.load(self.attachment, folder, iteration=77)
-        logger.removeHandler(handler)
-        return self
-
-    def end(self):
-        from megatron_sparse.megatron import detach
-
-        detach(self.attachment)
+def _pruning(layout, level):
+    return running(layout, level=level, scheme="direct", density=0.1, **AT_TARGET)
 
 
-def _equal(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+@contextmanager
+def _loaded(folder, layout, level):
+    """A run with the residuals of a checkpoint, and the warnings that loading logged."""
+    from megatron_sparse.megatron import checkpoint
+
+    with _pruning(layout, level) as run:
+        with logged(logging.WARNING) as warnings:
+            checkpoint.load(run.attachment, folder, iteration=77)
+        yield run, warnings
+
+
+def _held(run):
+    """This rank's residuals, by parameter and first element."""
+    return {key: values.clone() for key, values in run.attachment.residuals.slices()}
+
+
+def _totals(run):
+    """Each parameter's residual over all ranks, in fp64: exact for sums of two fp32 numbers."""
+    whole = {
+        piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
+        for bucket in run.attachment.buckets
+        for piece in bucket.parameters
+    }
+    for (name, start), view in _held(run).items():
+        whole[name][start : start + view.numel()] += view
+    for values in whole.values():
+        torch.distributed.all_reduce(values)
+    return whole
 
 
 def _rounded(totals):
@@ -213,34 +153,28 @@ def _rounded(totals):
 
 def _checkpoints(layout, level, folder):
     """Whether residuals survive, by what was saved and what loads it."""
-    run = _Run(layout, level)
-    for _ in range(2):
-        run.model.step()
-    held, totals = run.held(), run.totals()
+    with _pruning(layout, level) as run:
+        for _ in range(2):
+            run.step()
+        held, totals = _held(run), _totals(run)
+        for mode in ("full", "sum"):
+            save(run.attachment, folder / mode, mode)
     found = {"any": any(values.any() for values in totals.values())}
-    for mode in ("full", "sum"):
-        run.save(folder / mode, mode)
-    run.end()
-    again = _Run(layout, level).load(folder / "full")
-    found["own slices"] = _equal(again.held(), held)
-    found["all parameters known"] = again.warnings == []
-    again.model.step()
-    again.end()
+    with _loaded(folder / "full", layout, level) as (again, warnings):
+        found["own slices"] = equal(_held(again), held)
+        found["all parameters known"] = warnings == []
+        again.step()
     one_bucket = replace(layout, ddp=layout.ddp | {"overlap_grad_reduce": False})
-    again = _Run(one_bucket, level).load(folder / "full")
-    found["total in other buckets"] = _equal(again.totals(), totals)
-    again.end()
+    with _loaded(folder / "full", one_bucket, level) as (again, _):
+        found["total in other buckets"] = equal(_totals(again), totals)
     for other in (level, "rank"):
-        again = _Run(layout, other).load(folder / "sum")
-        found[f"sum: total at {other}"] = _equal(_rounded(again.totals()), _rounded(totals))
-        again.end()
-    ranks = _Run(layout, "rank").load(folder / "full")
-    found["total at rank"] = _equal(ranks.totals(), totals)
-    ranks.save(folder / "of ranks", "full")
-    ranks.end()
-    again = _Run(layout, level).load(folder / "of ranks")
-    found[f"of ranks: back at {level}"] = _equal(again.held(), held)
-    again.end()
+        with _loaded(folder / "sum", layout, other) as (again, _):
+            found[f"sum: total at {other}"] = equal(_rounded(_totals(again)), _rounded(totals))
+    with _loaded(folder / "full", layout, "rank") as (ranks, _):
+        found["total at rank"] = equal(_totals(ranks), totals)
+        save(ranks.attachment, folder / "of ranks")
+    with _loaded(folder / "of ranks", layout, level) as (again, _):
+        found[f"of ranks: back at {level}"] = equal(_held(again), held)
     return found
 
 
@@ -251,12 +185,12 @@ pytestmark = pytest.mark.timeout(2 * TIMEOUT_S)
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
-    return run_ranks(_four, 4, str(tmp_path_factory.mktemp("level")), timeout_s=TIMEOUT_S)
+    return train_ranks(_four, 4, str(tmp_path_factory.mktemp("level")), timeout_s=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")
 def eight():
-    return run_ranks(_eight, 8, timeout_s=TIMEOUT_S)
+    return train_ranks(_eight, 8, timeout_s=TIMEOUT_S)
 
 
 def _assert_trains(ranks, name, layout):
@@ -317,10 +251,9 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(four, name):
 
 def _train_on_two_nodes(folder, name, *overrides):
     """A run whose 4 ranks are started on this machine and count as 2 nodes; its folder."""
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "train.py"),
-        *SMALL,
+    command = command_of(
+        folder,
+        name,
         "cluster.nodes=2",
         "cluster.ranks_per_node=2",
         "compression.level=node",
@@ -330,12 +263,9 @@ def _train_on_two_nodes(folder, name, *overrides):
         "training.use_distributed_optimizer=true",
         "parameters.method=exact",
         "parameters.verify_every=1",
-        f"name={name}",
-        f"runs_dir={folder}",
-        f"training.iterations={ITERATIONS}",
         *TARGET,
         *overrides,
-    ]
+    )
     with (folder / f"{name}.log").open("w") as log:
         code = run_loopback(command, 4, log)
     assert code == 0, (folder / f"{name}.log").read_text()[-6000:]
@@ -344,12 +274,7 @@ def _train_on_two_nodes(folder, name, *overrides):
 
 def test_resuming_is_bit_exact(tmp_path):
     whole = _train_on_two_nodes(tmp_path, "whole")
-    resumed = _train_on_two_nodes(
-        tmp_path,
-        "resumed",
-        f"training.load={whole / 'checkpoints'}",
-        f"megatron.ckpt_step={SAVED_AT}",
-    )
+    resumed = _train_on_two_nodes(tmp_path, "resumed", *resumed_from(whole))
     tensors = assert_goes_on_exactly(resumed, whole)
     residuals = [value for name, value in tensors.items() if ".residual." in name]
     assert residuals

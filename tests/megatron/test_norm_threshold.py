@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +10,8 @@ import torch
 
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests.megatron.parallel_gpt import Layout, parallel_state_of
-from tests.megatron.train_ranks import AT_TARGET, Run, equal, running, train_ranks
+from tests.megatron.train_ranks import SPARSE, Run, equal, installed_plugin, running, train_ranks
 
-PLUGIN = AT_TARGET | {"scheme": "agsparse", "density": 0.05}
 NEVER, ALWAYS = 1e9, 0.0
 """Norms to skip at; both are finite, so a step may be skipped."""
 SETTINGS = {
@@ -59,34 +57,24 @@ def _attached(setting: SmallGPTConfig | Layout) -> dict[str, Any]:
     with running(setting) as run:
         _skip_above(run.model.optimizer, NEVER)
         chunks = run.model.chunks if isinstance(setting, Layout) else [run.model.ddp]
-        run.attachment = attach(chunks, run.model.optimizer, **PLUGIN)
+        run.attachment = attach(chunks, run.model.optimizer, **SPARSE)
         return _report(run)
 
 
 def _installed() -> dict[str, Any]:
-    from megatron_sparse.megatron import cpu_mode
+    with running(SmallGPTConfig()) as run, installed_plugin(3, **SPARSE) as installed:
+        import megatron.training.training as host
+        from megatron.core.optimizer import OptimizerConfig
 
-    cpu_mode.enable_training()
-    import megatron.training.training as host
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_sparse.megatron import install, plugin
-
-    with pytest.MonkeyPatch.context() as patch, running(SmallGPTConfig()) as run:
-        patch.setattr(plugin, "get_args", lambda: SimpleNamespace(train_iters=3))
-        patch.setattr(plugin, "get_tensorboard_writer", lambda: None)
-        patch.setattr(plugin, "get_wandb_writer", lambda: None)
-        installed = install(**PLUGIN)
+        model: SmallGPT = run.model
+        settings = OptimizerConfig(lr=0.01, grad_norm_skip_threshold=NEVER)
+        chunks = installed.post_wrap_hook([model.ddp])
+        model.optimizer = host.get_megatron_optimizer(settings, chunks)
+        run.attachment = installed.attachment
         try:
-            model: SmallGPT = run.model
-            settings = OptimizerConfig(lr=0.01, grad_norm_skip_threshold=NEVER)
-            chunks = installed.post_wrap_hook([model.ddp])
-            model.optimizer = host.get_megatron_optimizer(settings, chunks)
-            run.attachment = installed.attachment
             return _report(run)
         finally:
             run.attachment = None
-            installed.close()
 
 
 def _all(rank: int) -> dict[str, Any]:

@@ -11,14 +11,12 @@ import torch
 
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from tests.megatron import train_ranks as harness
-from tests.megatron.parallel_gpt import PRUNED_FROM, Layout, parallel_state_of
+from tests.megatron.parallel_gpt import OVERLAP, PRUNED_FROM, SHARDED, Layout, parallel_state_of
 from tests.megatron.train_ranks import in_each_layout, running, train, train_ranks
 
 STEPS = 3
 WORLD_SIZE = 4
 AT_TARGET = harness.AT_TARGET | {"keep_below_numel": PRUNED_FROM}
-OVERLAP = {"overlap_grad_reduce": True}
-SHARDED = {"use_distributed_optimizer": True}
 
 LAYOUTS = {
     "tensor": Layout(tensor=2),

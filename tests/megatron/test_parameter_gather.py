@@ -7,15 +7,13 @@ import torch
 
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import ConfigError
-from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
+from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, ParallelGPT, parallel_state_of
 from tests.megatron.train_ranks import in_each_layout, running, train_ranks
 
 WORLD_SIZE = 4
 STEPS, LOADED = 6, 3
 MANY_STEPS = 200
-SHARDED = {"use_distributed_optimizer": True}
-OVERLAP = SHARDED | {"overlap_grad_reduce": True}
-BOTH = OVERLAP | {"overlap_param_gather": True}
+BOTH = SHARDED | OVERLAP | {"overlap_param_gather": True}
 
 LAYOUTS = {
     "bf16": Layout(precision="bf16", ddp=SHARDED),
@@ -34,7 +32,9 @@ SLOW = {
     "virtual_pipeline": Layout(
         pipeline=2, virtual=2, layers=4, precision="bf16", microbatches=2, ddp=BOTH
     ),
-    "instances_expert": Layout(instances=2, expert=2, experts=4, precision="bf16", ddp=OVERLAP),
+    "instances_expert": Layout(
+        instances=2, expert=2, experts=4, precision="bf16", ddp=SHARDED | OVERLAP
+    ),
 }
 EXACT = ParametersConfig("exact", "rans", verify_every=1)
 

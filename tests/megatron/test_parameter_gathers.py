@@ -17,6 +17,7 @@ from megatron_sparse.megatron import parameter_gathers
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers, why_raw
 from megatron_sparse.recording import NullSink
+from tests.records import Kept
 
 BF16 = torch.zeros(8, dtype=torch.bfloat16)
 BYTES = torch.zeros(8, dtype=torch.uint8)
@@ -42,27 +43,13 @@ REASONS = [
 ]
 
 
-class Sink(NullSink):
-    """Stores what it is given."""
-
-    def __init__(self) -> None:
-        self.records: list[Any] = []
-        self.stages: list[Any] = []
-
-    def record_gather(self, record: Any) -> None:
-        self.records.append(record)
-
-    def record_stage(self, stage: str, seconds: float) -> None:
-        self.stages.append((stage, seconds))
-
-
 @pytest.fixture
 def lone_rank(monkeypatch):
     monkeypatch.setattr(parameter_gathers.dist, "get_rank", lambda: 0)
 
 
 def plan(groups: list[GroupBuckets], method: str) -> ParameterGathers:
-    gathers = ParameterGathers(Sink())
+    gathers = ParameterGathers(NullSink())
     config = SparseConfig(parameters=ParametersConfig(method))
     gathers.plan(groups, config, cast(Any, None), cast(Any, None), [], None)
     return gathers
@@ -103,10 +90,10 @@ def test_one_line_says_why_a_gather_stays_raw(lone_rank, caplog):
 
 
 def test_megatrons_own_gather_is_timed():
-    gathers, own = ParameterGathers(sink := Sink()), group()
+    gathers, own = ParameterGathers(sink := Kept()), group()
     waited = SimpleNamespace(wait=lambda: time.sleep(0.02))
     gathers.timed(own, 3, waited, time.perf_counter() - 100.0).wait()
-    (record,) = sink.records
+    (record,) = sink.gathers
     assert (record.bucket, record.step, record.method) == ("group0.0", 3, "raw")
     assert record.wire_bytes == record.dense_bytes == 12, "three quarters of 16 bytes"
     assert 0.02 <= gathers.waited_s < 50.0, "from the wait on, if Megatron's handle waits"
@@ -116,7 +103,7 @@ def test_megatrons_own_gather_is_timed():
 
 
 def test_a_group_without_a_parameter_buffer_is_timed_too():
-    gathers, own = ParameterGathers(sink := Sink()), group(None)
+    gathers, own = ParameterGathers(sink := Kept()), group(None)
     gathers.timed(own, 0, None, time.perf_counter() - 1.0).wait()
-    assert sink.records == []
+    assert sink.gathers == []
     assert gathers.waited_s >= 1.0

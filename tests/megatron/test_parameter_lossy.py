@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 
 from megatron_sparse.config.parameters import ParametersConfig
 from tests.megatron.checkpoint_cases import save
-from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
-from tests.megatron.test_parameter_gather import BOTH, SHARDED
-from tests.megatron.train_ranks import Records, train_ranks
+from tests.megatron.parallel_gpt import SHARDED, Layout, parallel_state_of
+from tests.megatron.test_parameter_gather import BOTH
+from tests.megatron.train_ranks import equal, logged, running, train_ranks
 
 WORLD_SIZE = 4
 STEPS = 6
@@ -27,14 +26,8 @@ LOSSY = ParametersConfig("lossy", "rans", verify_every=1)
 SKIPPED = 3
 
 
-def _attached(layout, parameters=LOSSY):
-    from megatron_sparse.megatron import attach
-
-    model, sink = ParallelGPT(layout), Records()
-    attachment = attach(
-        model.chunks, model.optimizer, sink=sink, scheme="dense", parameters=parameters
-    )
-    return model, attachment, sink
+def _running(layout, parameters=LOSSY):
+    return running(layout, scheme="dense", parameters=parameters)
 
 
 def _held(model):
@@ -46,130 +39,99 @@ def _held(model):
     }
 
 
+def _masters(attachment):
+    """Copies of this rank's masters, by parameter and first element."""
+    from megatron_sparse.megatron.parameter_masters import saved_parts
+
+    parts = saved_parts(attachment.parameters.lossy)
+    return {(part.name, part.start): part.values_M.clone() for part in parts}
+
+
 def _train(layout, parameters):
     """Losses, methods of the gathers, the line for the log, and the memory."""
-    from megatron_sparse.megatron import detach
-
-    model, attachment, sink = _attached(layout, parameters)
-    losses = []
-    for _ in range(STEPS):
-        losses.append(model.gradients())
-        model.optimizer.step()
-        model.weights()  # gathers again, as an evaluation does
-    report = {
-        "losses": losses,
-        "methods": [(r.method, r.wire_bytes, r.dense_bytes, r.bucket) for r in sink.gathers],
-        "lines": list(attachment.parameters.lines),
-        "kept": attachment.memory_report().get("parameters", 0),
-    }
-    detach(attachment)
-    return report
+    with _running(layout, parameters) as run:
+        for _ in range(STEPS):
+            run.losses.append(run.model.gradients())
+            run.model.optimizer.step()
+            run.model.weights()  # gathers again, as an evaluation does
+        return {
+            "losses": run.losses,
+            "methods": [
+                (r.method, r.wire_bytes, r.dense_bytes, r.bucket) for r in run.records.gathers
+            ],
+            "lines": list(run.attachment.parameters.lines),
+            "kept": run.attachment.memory_report().get("parameters", 0),
+        }
 
 
 def _skipped():
     """The replica before and after a step that the optimizer skips, and after two more steps."""
-    from megatron_sparse.megatron import detach
-
-    model, attachment, _ = _attached(Layout(ddp=SHARDED))
-    for step in range(STEPS):
-        model.gradients()
-        if step == SKIPPED:
-            before = _held(model)
-            model.optimizer.prepare_grads = lambda: True
-            success, *_ = model.optimizer.step()
-            del model.optimizer.prepare_grads
-            assert success is False
-            after = _held(model)
-            continue
-        model.optimizer.step()
-    last = _held(model)
-    detach(attachment)
-    return before, after, last
+    with _running(Layout(ddp=SHARDED)) as run:
+        model = run.model
+        for step in range(STEPS):
+            model.gradients()
+            if step == SKIPPED:
+                before = _held(model)
+                model.optimizer.prepare_grads = lambda: True
+                success, *_ = model.optimizer.step()
+                del model.optimizer.prepare_grads
+                assert success is False
+                after = _held(model)
+                continue
+            model.optimizer.step()
+        return before, after, _held(model)
 
 
 def _switched():
     """Methods with `enabled` off for two steps, and after `forget_parameters`."""
-    from megatron_sparse.megatron import detach
-
-    model, attachment, sink = _attached(Layout(ddp=SHARDED))
-    for enabled in (True, True, False, False, True, True):
-        attachment.enabled = enabled
-        model.step()
-    attachment.forget_parameters()
-    model.step()
-    methods = [record.method for record in sink.gathers]
-    detach(attachment)
-    return methods
+    with _running(Layout(ddp=SHARDED)) as run:
+        for enabled in (True, True, False, False, True, True):
+            run.attachment.enabled = enabled
+            run.step()
+        run.attachment.forget_parameters()
+        run.step()
+    return [record.method for record in run.records.gathers]
 
 
 def _moved_to_other_buckets(folder):
     """Masters as saved, and as restored with buckets cut otherwise."""
-    from megatron_sparse.megatron import checkpoint, detach
-    from megatron_sparse.megatron.parameter_masters import saved_parts
+    from megatron_sparse.megatron import checkpoint
 
-    model, attachment, _ = _attached(Layout(ddp=BOTH))
-    for _ in range(3):
-        model.gradients()
-        model.optimizer.step()
-        model.weights()
-    parts = saved_parts(attachment.parameters.lossy)
-    saved = {(part.name, part.start): part.values_M.clone() for part in parts}
-    save(attachment, Path(folder, "sharded"))
-    weights = [chunk.state_dict() for chunk in model.chunks]
-    restored = {}
-    for kind in ("sharded", "nothing"):
-        other, attached, sink = _attached(Layout(ddp=SHARDED))
-        for chunk, state in zip(other.chunks, weights, strict=True):
-            chunk.load_state_dict(state)
-        log = _Log()
-        checkpoint.load(attached, Path(folder, kind), iteration=3)
-        log.close()
-        parts = saved_parts(attached.parameters.lossy)
-        masters = {(part.name, part.start): part.values_M.clone() for part in parts}
-        other.step()
-        restored[kind] = (masters, [r.method for r in sink.gathers], log.lines)
-        detach(attached)
-    held = _held(model)
-    detach(attachment)
-    return saved, restored, held
+    with _running(Layout(ddp=BOTH)) as run:
+        for _ in range(3):
+            run.model.gradients()
+            run.model.optimizer.step()
+            run.model.weights()
+        saved = _masters(run.attachment)
+        save(run.attachment, Path(folder, "sharded"))
+        weights = [chunk.state_dict() for chunk in run.model.chunks]
+        restored = {}
+        for kind in ("sharded", "nothing"):
+            with _running(Layout(ddp=SHARDED)) as other:
+                for chunk, state in zip(other.model.chunks, weights, strict=True):
+                    chunk.load_state_dict(state)
+                with logged() as lines:
+                    checkpoint.load(other.attachment, Path(folder, kind), iteration=3)
+                masters = _masters(other.attachment)
+                other.step()
+                restored[kind] = (masters, [r.method for r in other.records.gathers], lines)
+        return saved, restored, _held(run.model)
 
 
 def _saved_with(layout, folder):
     """This rank's masters as saved in a distributed checkpoint, and as restored."""
-    from megatron_sparse.megatron import checkpoint, detach
-    from megatron_sparse.megatron.parameter_masters import saved_parts
+    from megatron_sparse.megatron import checkpoint
 
-    model, attachment, _ = _attached(layout)
-    for _ in range(3):
-        model.step()
     found = []
-    target = Path(folder)
-    save(attachment, target)
-    for _ in range(2):
-        parts = saved_parts(attachment.parameters.lossy)
-        found.append({(part.name, part.start): part.values_M.clone() for part in parts})
-        attachment.forget_parameters()
-        checkpoint.load(attachment, target, iteration=3)
-    detach(attachment)
+    with _running(layout) as run:
+        for _ in range(3):
+            run.step()
+        save(run.attachment, Path(folder))
+        for _ in range(2):
+            found.append(_masters(run.attachment))
+            run.attachment.forget_parameters()
+            checkpoint.load(run.attachment, Path(folder), iteration=3)
     return found
-
-
-class _Log(logging.Handler):
-    """Stores the plugin's lines."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        self.logger = logging.getLogger("megatron_sparse")
-        self.logger.addHandler(self)
-        self.logger.setLevel(logging.INFO)
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def close(self):
-        self.logger.removeHandler(self)
-        super().close()
 
 
 def _all(rank, folder):
@@ -233,10 +195,10 @@ def test_bf16_parameters_are_gathered_exactly(ranks):
 def test_a_skipped_step_leaves_the_replicas(ranks):
     for rank in ranks:
         for number, held in enumerate(rank["skipped"]):
-            assert all(torch.equal(held[name], ranks[0]["skipped"][number][name]) for name in held)
+            assert equal(held, ranks[0]["skipped"][number])
         before, after, last = rank["skipped"]
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert not all(torch.equal(before[name], last[name]) for name in before)
+        assert equal(before, after)
+        assert not equal(before, last)
 
 
 def test_switched_off_and_after_forget_the_gather_is_raw(ranks):
@@ -248,9 +210,9 @@ def test_switched_off_and_after_forget_the_gather_is_raw(ranks):
 def test_masters_move_to_other_buckets(ranks):
     whole = _whole([rank["moved"][0] for rank in ranks], ranks[0]["moved"][2])
     held = ranks[0]["moved"][2]
-    assert any(not torch.equal(whole[name], held[name]) for name in held), "nothing was withheld"
+    assert not equal(whole, held), "nothing was withheld"
     restored = _whole([rank["moved"][1]["sharded"][0] for rank in ranks], held)
-    assert all(torch.equal(whole[name], restored[name]) for name in whole)
+    assert equal(whole, restored)
     for rank in ranks:
         assert rank["moved"][0].keys() != rank["moved"][1]["sharded"][0].keys(), "cut otherwise"
         assert rank["moved"][1]["sharded"][1] == ["lossy"]
@@ -261,9 +223,8 @@ def test_masters_move_to_other_buckets(ranks):
 def test_every_layout_gets_its_masters_back(ranks, name):
     for rank in ranks:
         saved, restored = rank[f"{name}, saved"]
-        assert saved.keys() == restored.keys()
         assert saved
-        assert all(torch.equal(saved[part], restored[part]) for part in saved)
+        assert equal(saved, restored)
 
 
 def test_without_saved_masters_the_next_gather_is_raw(ranks):

@@ -16,12 +16,19 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.doc_tables import untrue_rows
-from tests.megatron.train_ranks import AT_TARGET, equal, poison, running, train_ranks
+from tests.megatron.train_ranks import (
+    SPARSE,
+    equal,
+    loss_scale,
+    poison,
+    running,
+    spoilt_step,
+    train_ranks,
+)
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
 SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
-PLUGIN = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
 CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
@@ -33,33 +40,14 @@ AT_NODE = {"level": "node"}
 
 
 def _running(attached=True, plugin=None, **setting):
-    options = PLUGIN | (plugin or {}) if attached else {}
+    options = SPARSE | (plugin or {}) if attached else {}
     return running(SmallGPTConfig(**SMALL | setting), **options)
 
 
-def _scale(run):
-    return float(run.model.optimizer.get_loss_scale())
-
-
 def _inject(rank, precision, value, extent):
-    """One good step and one with a spoilt gradient, with the plugin and without."""
     setting = PRECISIONS[precision] | {"distributed_optimizer": precision == "bf16"}
-    with _running(attached=False, **setting) as plain, _running(**setting) as run:
-        for each in (plain, run):
-            each.step()
-        before, weights, scale = run.residuals(), run.model.weights(), _scale(run)
-        for each in (plain, run):
-            poison(each.model, rank, float(value), whole=extent == "all")
-        taken = (run.step()[1], plain.step()[1])
-        after, factor = run.residuals(), _scale(run) / scale
-        return {
-            "taken": taken,
-            "nan": (run.model.weights().isnan(), plain.model.weights().isnan()),
-            "scales": (_scale(run), _scale(plain)),
-            "finite": all(view.isfinite().all() for view in after.values()),
-            "restored": equal({name: view * factor for name, view in before.items()}, after),
-            "weights kept": torch.equal(weights, run.model.weights()),
-        }
+    whole = extent == "all"
+    return spoilt_step(SmallGPTConfig(**SMALL | setting), SPARSE, rank, float(value), whole=whole)
 
 
 def _checked(rank, precision, value):
@@ -87,9 +75,9 @@ def _growth():
     with _running(fp16=True, loss_scale_window=2) as run:
         run.step()
         run.model.gradients(run.model.batch())
-        before, scale = run.residuals(), _scale(run)
+        before, scale = run.residuals(), loss_scale(run)
         run.model.optimizer.step()
-        factor = _scale(run) / scale
+        factor = loss_scale(run) / scale
         scaled = {name: view * factor for name, view in before.items()}
         return {
             "factor": factor,
@@ -219,7 +207,7 @@ def _per_token(rank):
         _running(attached=False, loss_per_token=True) as run,
         pytest.raises(ConfigError) as refused,
     ):
-        attach(run.model.ddp, config=None, **PLUGIN)
+        attach(run.model.ddp, config=None, **SPARSE)
     reports["no optimizer"] = str(refused.value)
     return reports
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,52 +11,43 @@ import torch
 
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from tests.megatron.checkpoint_cases import saved_tensors
+from tests.megatron.train_ranks import equal
+from tests.programs import ROOT, SMALL_RUN, ended, with_variables
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "model=gpt_tiny",
-    "data=mock",
+    *SMALL_RUN,
     "tracking=off",
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.seq_length=32",
-    "data.vocab_size=512",
     "training.micro_batch_size=2",
     "training.global_batch_size=4",
-    "megatron.log_interval=1",
-    "megatron.num_workers=0",
-    "training.lr_warmup_iters=1",
     "megatron.ddp_bucket_size=40000",
     "compression.keep_below_numel=256",
 )
-AT_TARGET = (
-    "scheme=agsparse",
+PRUNED = (
     "compression.warmup_iters=1",
     "compression.ramp_iters=1",
     "compression.density=0.02",
     "compression.value_bits=null",
 )
+AT_TARGET = ("scheme=agsparse", *PRUNED)
 ITERATIONS = 5
 TIMEOUT_S = 400
 """Limit in seconds for a run; an idle machine takes ten."""
 pytestmark = pytest.mark.timeout(3 * TIMEOUT_S)
 
 
+def command_of(folder: Path, name: str, *overrides: str) -> list[str]:
+    """The command of a training of the small model, whose run is in `folder / name`."""
+    script = str(ROOT / "scripts" / "train.py")
+    run = (f"name={name}", f"runs_dir={folder}", f"training.iterations={ITERATIONS}")
+    return [sys.executable, script, *SMALL, *run, *overrides]
+
+
 def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
     """Runs `scripts/train.py` in a process of its own; returns the run's folder."""
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "train.py"),
-        *SMALL,
-        f"name={name}",
-        f"runs_dir={folder}",
-        f"training.iterations={ITERATIONS}",
-        *overrides,
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
+    command = command_of(folder, name, *overrides)
+    variables = with_variables(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    result = ended(command, TIMEOUT_S, env=variables)
     output = result.stdout + result.stderr
     (folder / f"{name}.log").write_text(output)
     assert (result.returncode == 0) is check, output[-6000:]
@@ -112,9 +101,8 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     assert max(losses(part)) == 3
     resumed = train(tmp_path, "part", *flags, "resume=must")
     assert losses(resumed) == losses(whole)
-    tensors, again = (saved_tensors(run, ITERATIONS) for run in (whole, resumed))
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    tensors = saved_tensors(whole, ITERATIONS)
+    assert equal(tensors, saved_tensors(resumed, ITERATIONS))
     residuals = [rows for name, rows in tensors.items() if "megatron_sparse.residual." in name]
     assert all(any(rows[rank].any() for rows in residuals) for rank in range(2))
 
@@ -134,9 +122,7 @@ def test_dense_through_the_plugin_is_bit_for_bit_megatron(tmp_path, overlap):
         "megatron.ckpt_format=torch",
         "compression.residual_checkpoint=none",
     )
-    saved = [_weights(run) for run in (plain, dense)]
-    assert saved[0].keys() == saved[1].keys()
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+    assert equal(_weights(plain), _weights(dense))
     summary = json.loads((dense / "summary.json").read_text())
     assert summary["wire_bytes"] == summary["dense_bytes"] > 0
     log = (tmp_path / "dense.log").read_text()

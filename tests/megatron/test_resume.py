@@ -9,19 +9,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from tests.megatron.checkpoint_cases import saved_tensors
-from tests.megatron.test_pretrain import ITERATIONS, losses, train
+from tests.megatron.test_pretrain import ITERATIONS, PRUNED, losses, train
+from tests.megatron.train_ranks import equal
 
 SAVED_AT = 3
-TARGET = (
-    "compression.warmup_iters=1",
-    "compression.ramp_iters=1",
-    "compression.density=0.02",
-    "compression.value_bits=null",
-    f"training.save_interval={SAVED_AT}",
-)
+TARGET = (*PRUNED, f"training.save_interval={SAVED_AT}")
 PLANNED = (
     "scheme=auto",
     "planner.cluster=ethernet_25gbit",
@@ -82,23 +76,21 @@ def assert_goes_on_exactly(resumed, whole):
     """
     expected = losses(whole)
     assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
-    tensors, again = saved_tensors(whole, ITERATIONS), saved_tensors(resumed, ITERATIONS)
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    tensors = saved_tensors(whole, ITERATIONS)
+    assert equal(tensors, saved_tensors(resumed, ITERATIONS))
     return tensors
+
+
+def resumed_from(whole):
+    """Overrides of a run that goes on from the checkpoint of `SAVED_AT`."""
+    return f"training.load={whole / 'checkpoints'}", f"megatron.ckpt_step={SAVED_AT}"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_resuming_is_bit_exact(tmp_path, layout):
     flags = (*TARGET, *LAYOUTS[layout])
     whole = train(tmp_path, "whole", *flags)
-    resumed = train(
-        tmp_path,
-        "resumed",
-        *flags,
-        f"training.load={whole / 'checkpoints'}",
-        f"megatron.ckpt_step={SAVED_AT}",
-    )
+    resumed = train(tmp_path, "resumed", *flags, *resumed_from(whole))
     tensors = assert_goes_on_exactly(resumed, whole)
     residuals = [value for name, value in tensors.items() if ".residual." in name]
     assert all(len(rows) == 2 for rows in residuals)
@@ -162,7 +154,5 @@ def test_asynchronous_and_temporary_checkpoints_hold_the_residual(tmp_path):
         "megatron.non_persistent_ckpt_type=global",
     )
     assert losses(resumed) == {ITERATIONS: losses(first)[ITERATIONS]}
-    again = saved_tensors(resumed, ITERATIONS)
-    assert tensors.keys() == again.keys()
-    assert all(torch.equal(tensors[name], again[name]) for name in tensors)
+    assert equal(tensors, saved_tensors(resumed, ITERATIONS))
     assert any("megatron_sparse.residual." in name for name in tensors)

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-from megatron_sparse.megatron import cpu_mode
-from tests.ranks import run_ranks
+from tests.megatron.train_ranks import installed_plugin, logged, train_ranks
 
 
-def _build_twice(rank, world_size, run_dir):
+def _build_twice(rank, run_dir):
     """What the plugin is attached to while one model after the other is built."""
-    cpu_mode.enable()
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    cpu_mode.enable_training()
-    import megatron.training.training as host
-    from megatron.core.optimizer import OptimizerConfig
-
-    from megatron_sparse.megatron import install, plugin
     from megatron_sparse.megatron.bucket_group import CompressedBucketGroup
     from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("megatron_sparse").addHandler(handler)
-    found: dict[str, Any] = {"lines": lines}
+    found: dict[str, Any] = {}
 
     def is_attached(model: SmallGPT) -> bool:
         kinds = {type(group) is CompressedBucketGroup for group in model.ddp.bucket_groups}
@@ -39,18 +24,17 @@ def _build_twice(rank, world_size, run_dir):
 
     def build() -> SmallGPT:
         """As `pretrain` does: the model, the hook of its configuration, the optimizer."""
+        import megatron.training.training as host
+        from megatron.core.optimizer import OptimizerConfig
+
         model = SmallGPT(SmallGPTConfig(layers=1))
         chunks = installed.post_wrap_hook([model.ddp])
         settings = OptimizerConfig(optimizer="sgd", lr=0.01)
         model.optimizer = host.get_megatron_optimizer(settings, chunks)
         return model
 
-    arguments = SimpleNamespace(train_iters=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugin, "get_args", lambda: arguments)
-        patch.setattr(plugin, "get_tensorboard_writer", lambda: None)
-        patch.setattr(plugin, "get_wandb_writer", lambda: None)
-        installed = install(scheme="direct", density=0.1, warmup_iters=0, run_dir=run_dir)
+    options = {"scheme": "direct", "density": 0.1, "warmup_iters": 0, "run_dir": run_dir}
+    with logged() as lines, installed_plugin(2, **options) as installed:
         first = build()
         first.step()
         found["first"] = is_attached(first), list(lines)
@@ -68,13 +52,12 @@ def _build_twice(rank, world_size, run_dir):
         third = build()
         third.step()
         found["third"] = is_attached(second), is_attached(third)
-        installed.close()
-        found["closed"] = is_attached(third)
-    return found
+    found["closed"] = is_attached(third)
+    return found | {"lines": lines}
 
 
 def test_the_plugin_follows_to_the_next_model(tmp_path):
-    (found,) = run_ranks(_build_twice, 1, tmp_path)
+    (found,) = train_ranks(_build_twice, 1, tmp_path)
     attached, lines = found["first"]
     assert attached
     assert not any("another model" in line for line in lines), "the hook runs twice for one model"

@@ -10,10 +10,9 @@ import pytest
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.megatron.spikes import FACTOR, FEWEST, SPIKES, WINDOW, UsualNorm, injected
-from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
+from tests.megatron.train_ranks import SPARSE, running, train_ranks
 
 SMALL = SmallGPTConfig(layers=1, hidden=32, sequence=16, micro_batch=2)
-PLUGIN = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 
 
 def test_a_norm_far_above_the_median_counts_as_the_median():
@@ -41,7 +40,7 @@ def test_too_few_norms_make_no_median():
 
 def _norms(rank, *, guarded, undo):
     """Norms of 25 usual steps, and of 8 after a step whose gradient is 1000 times too large."""
-    with running(SMALL, **PLUGIN, undo=undo) as run:
+    with running(SMALL, **SPARSE, undo=undo) as run:
         norms = []
         for step in range(34):
             if not guarded:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,23 +17,12 @@ from megatron_sparse.megatron.models import model_flags, parameter_count
 from megatron_sparse.megatron.owned_flags import OWNED_FLAGS, errors
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
+from tests.programs import ROOT, SMALL_RUN, Done, ended
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts/train.py")
 VOCABULARY = 8192
-SMALL = (
-    "data=mock",
-    "data.vocab_size=512",
-    "megatron.num_workers=0",
-    "model.num_layers=2",
-    "model.hidden_size=64",
-    "model.seq_length=32",
-    "training.iterations=3",
-    "training.lr_warmup_iters=1",
-    "megatron.log_interval=1",
-    "cluster.device=cpu",
-)
+SMALL = (*SMALL_RUN, "training.iterations=3", "cluster.device=cpu")
 
 
 @pytest.fixture(scope="module")
@@ -360,16 +348,9 @@ def test_parameter_count_is_that_of_megatrons_models():
     assert counts == expected
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str) -> Done:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "SLURM_", "WANDB_"))}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=clean | {"OMP_NUM_THREADS": "1"} | environment,
-    )
+    return ended([sys.executable, *command], 240, env=clean | {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.mark.usefixtures("parser")  # the first import of Megatron sets variables of torch
@@ -421,17 +402,9 @@ class TestRuns:
     )
     def test_model_parallel(self, tmp_path, parallel):
         """Each rank has its part of the batch; dashboards write into the run's folder."""
-        done = run(
-            TRAIN,
-            *SMALL,
-            "tracking=off",
-            "plugin=false",
-            "training.eval_interval=3",
-            "training.eval_iters=1",
-            "name=it",
-            f"runs_dir={tmp_path}",
-            *parallel,
-        )
+        validating = ("training.eval_interval=3", "training.eval_iters=1")
+        plain = ("tracking=off", "plugin=false", "name=it", f"runs_dir={tmp_path}")
+        done = run(TRAIN, *SMALL, *plain, *validating, *parallel)
         assert done.returncode == 0, done.stdout + done.stderr
         losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
         assert len(losses) == 3
@@ -444,13 +417,8 @@ class TestRuns:
         assert bool(list(tmp_path.glob("it/wandb/offline-run-*/*.wandb"))) is tracked
 
     def test_a_mistake_that_only_megatron_finds_is_one_error(self, tmp_path):
-        done = run(
-            TRAIN,
-            *SMALL,
-            "tracking=off",
-            f"runs_dir={tmp_path}",
-            "megatron.overlap_param_gather=true",
-        )
+        said = ("tracking=off", f"runs_dir={tmp_path}", "megatron.overlap_param_gather=true")
+        done = run(TRAIN, *SMALL, *said)
         assert done.returncode == 2
         assert done.stderr.count("error:") == 1
         assert "--overlap-param-gather only supported with" in done.stderr

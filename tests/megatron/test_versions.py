@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.programs import ROOT, ended, with_variables
+
 # For loaded machines; an idle one takes ten seconds.
 pytestmark = pytest.mark.timeout(900)
-ROOT = Path(__file__).resolve().parents[2]
 OLDEST = "0.16.1"
 COMBINATIONS = [
     f"overlap={overlap}, distributed={distributed}"
@@ -38,23 +37,8 @@ def oldest_core() -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--no-deps",
-                "--target",
-                f"{scratch}/new",
-                f"megatron-core=={OLDEST}",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+        done = ended([*pip, "--target", f"{scratch}/new", f"megatron-core=={OLDEST}"], 300)
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             pytest.skip(f"pip cannot install megatron-core {OLDEST}: {reason}")
@@ -66,15 +50,9 @@ def oldest_core() -> Path:
 @pytest.fixture(scope="module")
 def ranks(oldest_core) -> list[dict]:
     """The results of each rank of `core_versions`."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.megatron.core_versions", str(oldest_core)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
+    module = ["-m", "tests.megatron.core_versions", str(oldest_core)]
+    command = [sys.executable, "-W", "ignore", *module]
+    done = ended(command, 800, env=with_variables(PYTHONPATH=str(ROOT)))
     assert done.returncode == 0, done.stderr[-5000:]
     return json.loads(done.stdout.splitlines()[-1])
 

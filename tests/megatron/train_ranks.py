@@ -6,21 +6,25 @@ Megatron's layouts of `ParallelGPT`, with the plugin if options are given; `trai
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
-from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
 from tests.ranks import run_ranks
+from tests.records import Kept
 from tests.waiting import DEADLINE_S
 
 AT_TARGET = {"value_bits": None, "warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 256}
 """Prunes from the first step on, and few enough parameters are kept whole for a small model."""
+SPARSE = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
 
 
 def train_ranks(
@@ -46,25 +50,31 @@ def in_each_layout(
     return found
 
 
-class Records(NullSink):
-    """Keeps every record, and adds up the seconds of the stages."""
+@contextmanager
+def logged(level: int = logging.INFO) -> Iterator[list[str]]:
+    """What the plugin logs in the block, from this level on."""
+    lines: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("megatron_sparse")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
-    def __init__(self) -> None:
-        self.buckets: list[BucketRecord] = []
-        self.gathers: list[GatherRecord] = []
-        self.seconds: dict[str, float] = {}
 
-    def record_bucket(self, record: BucketRecord) -> None:
-        """See `RecordSink`."""
-        self.buckets.append(record)
+class Records(Kept):
+    """Keeps everything, and adds up seconds and bytes."""
 
-    def record_gather(self, record: GatherRecord) -> None:
-        """See `RecordSink`."""
-        self.gathers.append(record)
-
-    def record_stage(self, stage: str, seconds: float) -> None:
-        """See `RecordSink`."""
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each stage."""
+        found: dict[str, float] = {}
+        for stage, seconds in self.stages:
+            found[stage] = found.get(stage, 0.0) + seconds
+        return found
 
     @property
     def wire_bytes(self) -> float:
@@ -167,3 +177,54 @@ def poison(model: Any, rank: int, value: float, *, whole: bool = True) -> None:
         return spoilt
 
     handle = parameter.register_hook(spoil)
+
+
+def loss_scale(run: Run) -> float:
+    """Of the run's optimizer."""
+    return float(run.model.optimizer.get_loss_scale())
+
+
+def spoilt_step(
+    setting: SmallGPTConfig, options: Mapping[str, Any], rank: int, value: float, *, whole: bool
+) -> dict[str, Any]:
+    """One good step and one with a spoilt gradient, with the plugin and without.
+
+    Returns:
+        `taken`, `nan` and `scales`: the second step's result, NaN among the weights, and the loss
+        scale, each with the plugin and without; of the plugin whether the residual is `finite` and
+        `restored`, whether the `weights kept` their bits, and a third step's result: `goes on`.
+    """
+    with running(setting) as plain, running(setting, **options) as run:
+        for each in (plain, run):
+            each.step()
+        before, weights, scale = run.residuals(), run.model.weights(), loss_scale(run)
+        for each in (plain, run):
+            poison(each.model, rank, value, whole=whole)
+        taken = run.step()[1], plain.step()[1]
+        after, factor = run.residuals(), loss_scale(run) / scale
+        return {
+            "taken": taken,
+            "nan": (run.model.weights().isnan(), plain.model.weights().isnan()),
+            "scales": (loss_scale(run), loss_scale(plain)),
+            "finite": all(view.isfinite().all() for view in after.values()),
+            "restored": equal({name: view * factor for name, view in before.items()}, after),
+            "weights kept": torch.equal(weights, run.model.weights()),
+            "goes on": run.step()[1],
+        }
+
+
+@contextmanager
+def installed_plugin(iterations: int, **options: Any) -> Iterator[Any]:
+    """`install` for a training of so many iterations, without dashboards; closed at the end."""
+    cpu_mode.enable_training()
+    from megatron_sparse.megatron import install, plugin
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "get_args", lambda: SimpleNamespace(train_iters=iterations))
+        patch.setattr(plugin, "get_tensorboard_writer", lambda: None)
+        patch.setattr(plugin, "get_wandb_writer", lambda: None)
+        installed = install(**options)
+        try:
+            yield installed
+        finally:
+            installed.close()

@@ -6,25 +6,15 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
-from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.held import HeldProgress
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from tests.records import Kept
 
 N = 4
 SHARD = 1000
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTEGERS = {2: torch.int16, 4: torch.int32}
-
-
-class Gathered(NullSink):
-    """Stores the records."""
-
-    def __init__(self):
-        self.records = []
-
-    def record_gather(self, record):
-        self.records.append(record)
 
 
 class Group:
@@ -49,7 +39,7 @@ class Group:
         # Each rank starts with other bits: the first gather makes them equal.
         self.values = [(first + rank).to(device) for rank in range(n)]
         self.held = [HeldProgress() for _ in range(n)]
-        self.sinks = [Gathered() for _ in range(n)]
+        self.sinks = [Kept() for _ in range(n)]
         self.gathers = []
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard, device=device)
@@ -101,7 +91,7 @@ class Group:
 
     @property
     def last(self):
-        return [sink.records[-1] for sink in self.sinks]
+        return [sink.gathers[-1] for sink in self.sinks]
 
     @property
     def methods(self):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
+from megatron_sparse.parameters import gather
 from tests.parameters.gather_cases import DTYPES, SHARD, Group, N, bits
 
 
@@ -150,25 +151,21 @@ def test_hashes_are_compared_every_so_many_gathers():
 
 
 def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
-    from megatron_sparse.parameters import gather as module
-
-    original = module.decode_moves_
+    original = gather.decode_moves_
 
     def wrong(record, held, **options):
         original(record, held, **options)
         held[0] += 1
 
     group = Group.started()
-    monkeypatch.setattr(module, "decode_moves_", wrong)
+    monkeypatch.setattr(gather, "decode_moves_", wrong)
     with pytest.raises(ReplicaError, match="after gather number 1"):
         group.gather()
 
 
 @pytest.mark.parametrize("place", [0, 17, -1])
 def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, place):
-    from megatron_sparse.parameters import gather as module
-
-    original = module.encode_moves
+    original = gather.encode_moves
     group = Group.started(verify_every=100)
     group.move()
     mine = group.own(1).clone()
@@ -180,7 +177,7 @@ def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, 
         return record
 
     before = [values.view(N, -1)[1].clone() for values in group.values]
-    monkeypatch.setattr(module, "encode_moves", damaged)
+    monkeypatch.setattr(gather, "encode_moves", damaged)
     with pytest.raises(WireFormatError, match=r"rank 1: field"):
         group.gather()
     for rank, shard in enumerate(before):
@@ -188,23 +185,19 @@ def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, 
 
 
 def test_a_replayed_record_is_refused(monkeypatch):
-    from megatron_sparse.parameters import gather as module
-
-    original = module.encode_moves
+    original = gather.encode_moves
     group = Group.started(verify_every=100)
 
     def replayed(old, new, *, coder, epoch):
         return original(old, new, coder=coder, epoch=epoch - 1)
 
-    monkeypatch.setattr(module, "encode_moves", replayed)
+    monkeypatch.setattr(gather, "encode_moves", replayed)
     with pytest.raises(WireFormatError, match=r"rank \d: field step"):
         group.gather()
 
 
 def test_a_size_that_no_record_has_is_refused_before_memory_is_taken(monkeypatch):
-    from megatron_sparse.parameters import gather as module
-
     group = Group.started()
-    monkeypatch.setattr(module, "most_bytes", lambda numel, dtype: 10)
+    monkeypatch.setattr(gather, "most_bytes", lambda numel, dtype: 10)
     with pytest.raises(WireFormatError, match="field size is out of range"):
         group.gather()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, cast
 
 import pytest
@@ -15,24 +14,9 @@ from megatron_sparse.parameters import gather
 from megatron_sparse.parameters.agreement import Announcement
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.in_order import InOrderProgress
-from megatron_sparse.reduction.progress import ProgressThread
-from tests.reduction.fake_cuda import DEVICE, FakeCuda
+from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
 
 RECORD = torch.zeros(64, dtype=torch.uint8)
-
-
-class StreamWork:
-    """A work of NCCL: always ready; `finish` lets the stream wait."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def ready(self) -> bool:
-        return True
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        wake()
 
 
 class Transport:
@@ -82,9 +66,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return fake
 
 
-@pytest.mark.parametrize("driver", [InOrderProgress, ProgressThread])
+@drivers
 def test_a_gather_lies_between_the_optimizer_and_the_forward_pass(
-    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+    cuda: FakeCuda, driver: Driver
 ) -> None:
     values_N = torch.zeros(64, dtype=torch.bfloat16)
     bucket = Bucket("b", torch.zeros(64), (), CollectiveOp.REDUCE_SCATTER, 2)
@@ -100,15 +84,15 @@ def test_a_gather_lies_between_the_optimizer_and_the_forward_pass(
     assert cuda.precedes("launching: optimizer 0", "network: raw arrival")
     assert cuda.precedes("network: raw arrival", "launching: forward 0")
     for step in (1, 2):
-        order = [
-            f"launching: optimizer {step}",
-            f"codec: encode {step}",
-            f"network: use of the record {step}",
-            f"network: arrival {step + 1}",
-            f"network: decode {step + 1}",
-            f"launching: forward {step}",
-        ]
-        for before, after in pairwise(order):
-            assert cuda.precedes(before, after), (before, after)
+        cuda.assert_order(
+            [
+                f"launching: optimizer {step}",
+                f"codec: encode {step}",
+                f"network: use of the record {step}",
+                f"network: arrival {step + 1}",
+                f"network: decode {step + 1}",
+                f"launching: forward {step}",
+            ]
+        )
     # The copy that gather 1 keeps is what gather 2 encodes against.
     assert cuda.precedes("network: decode 2", "codec: encode 2")

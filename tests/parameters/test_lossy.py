@@ -5,11 +5,13 @@ was withheld.
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
+from megatron_sparse.parameters import lossy
 from megatron_sparse.parameters.lossy import SWAPPED_NUMEL, LossyGather, LossyWay
 from tests.parameters.gather_cases import SHARD, Group
 
@@ -26,18 +28,24 @@ class LossyGroup(Group):
         super().__init__(torch.float32, coder=bits, **options)
         self.masters = [self.own(rank).clone() for rank in range(len(self.values))]
 
-    def step(self, size=1e-4, *, accepted=True):
-        """One step of the optimizer on every rank; checks that it finds its master."""
+    @contextmanager
+    def update(self, *, accepted=True):
+        """In the block, the optimizer writes the ranks' shards."""
         for gather in self.gathers:
             gather.begin_step()
-        for rank, master in enumerate(self.masters):
-            own = self.own(rank)
-            assert torch.equal(own, master)
-            if accepted:
-                own += torch.randn(own.numel(), generator=self.generator) * size
-                master.copy_(own)
+        yield
         for gather in self.gathers:
             gather.end_step(accepted=accepted)
+
+    def step(self, size=1e-4, *, accepted=True):
+        """One step of the optimizer on every rank; checks that it finds its master."""
+        with self.update(accepted=accepted):
+            for rank, master in enumerate(self.masters):
+                own = self.own(rank)
+                assert torch.equal(own, master)
+                if accepted:
+                    own += torch.randn(own.numel(), generator=self.generator) * size
+                    master.copy_(own)
 
     def advance(self):
         """A step, and the gather that follows it."""
@@ -91,15 +99,12 @@ def test_without_the_feedback_it_would_be_lost():
     group = LossyGroup.started(4, shard=128)
     start = group.replica()
     for _ in range(100):
-        for gather in group.gathers:
-            gather.begin_step()
-        for rank, master in enumerate(group.masters):
-            own = group.own(rank)
-            own[0] += 1e-3 * (1 if torch.rand(1, generator=group.generator) < 0.5 else -1)
-            own[1:] += 1e-5  # a hundredth of the largest, a fourteenth of a step
-            master.copy_(own)
-        for gather in group.gathers:
-            gather.end_step(accepted=True)
+        with group.update():
+            for rank, master in enumerate(group.masters):
+                own = group.own(rank)
+                own[0] += 1e-3 * (1 if torch.rand(1, generator=group.generator) < 0.5 else -1)
+                own[1:] += 1e-5  # a hundredth of the largest, a fourteenth of a step
+                master.copy_(own)
         group.gather()
     followed = (group.replica() - start).view(N, -1)[:, 1:]
     assert float((followed - 1e-3).abs().max()) < 1e-4
@@ -240,11 +245,8 @@ def test_once_per_node(nodes):
 
 def test_nan_reaches_every_rank():
     group = LossyGroup.started(verify_every=100)
-    for gather in group.gathers:
-        gather.begin_step()
-    group.own(1)[300] = float("nan")
-    for gather in group.gathers:
-        gather.end_step(accepted=True)
+    with group.update():
+        group.own(1)[300] = float("nan")
     group.gather()
     for values in group.values:
         shard = values.view(N, -1)[1]
@@ -261,8 +263,6 @@ def test_a_replica_that_was_written_is_found():
 
 
 def test_a_damaged_record_names_rank_and_field(monkeypatch):
-    from megatron_sparse.parameters import lossy
-
     original = lossy.encode_difference
     group = LossyGroup.started(verify_every=100)
     group.step()

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
@@ -21,13 +20,11 @@ from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
 from megatron_sparse.pricing.cluster import find
-from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
-from megatron_sparse.transport import ProcessGroupTransport
 from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner
 from tests.ranks import run_ranks
+from tests.records import Kept
+from tests.reduction.reducers import reducer_over_gloo, residual_of
 
 TIMED = {"scheme": {"deterministic": False}, "replan_every": 10, "retry_after": 100}
 
@@ -318,13 +315,6 @@ def test_only_candidates_are_chosen_and_dense_always_is_one():
     assert planner.plan_for(a_bucket(torch.zeros(NUMEL)), 0).scheme in ("dense", "ssar_rd", "zen")
 
 
-def _residual(residuals: ResidualStore, bucket: Bucket) -> torch.Tensor:
-    """A copy of a bucket's residual; zeros where it has none, as after a dense plan."""
-    if bucket.name in residuals:
-        return residuals.begin(bucket).clone()
-    return torch.zeros(bucket.numel)
-
-
 def _train(rank, world_size, steps):
     """The whole data path with a model cluster on gloo: plans, predictions, sums."""
     import torch.distributed as dist
@@ -337,10 +327,6 @@ def _train(rank, world_size, steps):
         timeout_s=30.0,
         planner=PlannerConfig(cluster="ethernet_25gbit"),
     )
-    group = dist.group.WORLD
-    assert group is not None
-    transport = ProcessGroupTransport(group, 30.0, torch.device("cpu"))
-    progress = ProgressThread(torch.device("cpu"), 30.0)
     planner = PricedPlanner(
         config.compression,
         config.scheme,
@@ -349,31 +335,26 @@ def _train(rank, world_size, steps):
         logs=False,
         pace=Pace(replan_every=4, profile_iters=1),
     )
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
-    records = []
-    sink = NullSink()
-    sink.record_bucket = records.append
-    reducer = GradientReducer(config, Groups(transport), planner, residuals, sink, progress)
-    errors = []
-    for step in range(steps):
-        pending = []
-        for name, numel in (("large", 2**18), ("small", 2**10)):
-            generator = torch.Generator().manual_seed(1000 * step + rank)
-            grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
-            bucket = a_bucket(grad_N.clone(), world_size, name)
-            before_N = _residual(residuals, bucket)
-            pending.append((bucket, grad_N + before_N, reducer.start(bucket, step)))
-        for bucket, given_N, handle in pending:
-            handle.wait()
-            sent_N = given_N - _residual(residuals, bucket)
-            dist.all_reduce(sent_N)
-            errors.append((bucket.grad_N - sent_N).abs().max().item())
+    sink, errors = Kept(), []
+    options = {"outcome": Outcome.ASSUMED, "planner": planner}
+    with reducer_over_gloo(config, sink, **options) as reducer:
+        for step in range(steps):
+            pending = []
+            for name, numel in (("large", 2**18), ("small", 2**10)):
+                generator = torch.Generator().manual_seed(1000 * step + rank)
+                grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
+                bucket = a_bucket(grad_N.clone(), world_size, name)
+                before_N = residual_of(reducer, bucket)
+                pending.append((bucket, grad_N + before_N, reducer.start(bucket, step)))
+            for bucket, given_N, handle in pending:
+                handle.wait()
+                sent_N = given_N - residual_of(reducer, bucket)
+                dist.all_reduce(sent_N)
+                errors.append((bucket.grad_N - sent_N).abs().max().item())
+    records = sink.buckets
     sparse = sum(SCHEMES[record.scheme].takes is Input.SPARSE for record in records)
     found = [(r.bucket, r.step, r.scheme, r.predicted_us) for r in records]
-    state = planner.state_dict()
-    transport.close()
-    progress.close()
-    return found, state, max(errors), sparse
+    return found, planner.state_dict(), max(errors), sparse
 
 
 def test_two_gloo_ranks_plan_alike_and_sum_exactly():

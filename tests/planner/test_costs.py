@@ -59,20 +59,8 @@ def cluster(
         for density in (1e-6, 1.0)
     )
     inter = inter or intra
-    return ClusterModel(
-        "test",
-        "cpu",
-        nodes,
-        nic,
-        intra,
-        inter,
-        inter if len(nodes) > 1 else intra,
-        host_s,
-        0.0,
-        rates,
-        {},
-        {},
-    )
+    links = (intra, inter, inter if len(nodes) > 1 else intra)
+    return ClusterModel("test", "cpu", nodes, nic, *links, host_s, 0.0, rates, {}, {})
 
 
 def shape(

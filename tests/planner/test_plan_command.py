@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
-from megatron_sparse.cli import main
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
+from tests import commands
 from tests.planner.planned import NUMEL, a_bucket, a_planner
 
 KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
@@ -18,12 +18,8 @@ FEW = ("--schemes", "direct,ssar_rd,agsparse")
 
 
 def run(*arguments):
-    """Runs a command in this process; returns its exit code."""
-    try:
-        main.main(["plan", *map(str, arguments)])
-    except SystemExit as end:
-        return end.code or 0
-    return 0
+    """The exit code of a command."""
+    return commands.run("plan", *map(str, arguments))
 
 
 def rows_of(path):
@@ -31,11 +27,7 @@ def rows_of(path):
 
 
 def refused(capsys, *arguments):
-    assert run(*arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("error:") == 1
-    assert "Traceback" not in error
-    return error
+    return commands.refused(capsys, "plan", *map(str, arguments))
 
 
 def test_buckets_by_size(tmp_path, capsys):

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_sparse.cli import main
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import (
@@ -20,6 +19,7 @@ from megatron_sparse.pricing.cluster import (
 )
 from megatron_sparse.simulate import cluster_models
 from megatron_sparse.transport import Link
+from tests.commands import run
 
 RATES = (
     CodecRate(CodecOp.COPY, "dense", 1.0, 1e-6, 1e-10),
@@ -301,27 +301,21 @@ class TestCommandLine:
     )
     def test_flags_that_do_not_fit(self, tmp_path, monkeypatch, capsys, arguments, word):
         monkeypatch.chdir(tmp_path)
-        with pytest.raises(SystemExit) as caught:
-            main.main(["calibrate", *arguments])
+        assert run("calibrate", *arguments) == 2
         told = capsys.readouterr().err
-        assert caught.value.code == 2
         assert told.count("error:") == 1
         assert word in told
         assert list(tmp_path.iterdir()) == []
 
     def test_an_existing_file_is_not_replaced(self, path, capsys):
         before = path.read_text()
-        with pytest.raises(SystemExit) as caught:
-            main.main(["calibrate", "--out", str(path)])
-        assert caught.value.code == 2
+        assert run("calibrate --out", path) == 2
         assert "--force" in capsys.readouterr().err
         assert path.read_text() == before
 
     def test_a_sweep_does_not_add_to_a_damaged_file(self, path, capsys):
         path.write_text("nodes: [1")
-        with pytest.raises(SystemExit) as caught:
-            main.main(["calibrate", "--sweep", "--out", str(path)])
-        assert caught.value.code == 2
+        assert run("calibrate --sweep --out", path) == 2
         assert "cannot be read" in capsys.readouterr().err
 
 

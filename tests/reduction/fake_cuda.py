@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
 
+from megatron_sparse.reduction.in_order import InOrderProgress
+from megatron_sparse.reduction.progress import ProgressThread
+
 DEVICE = torch.device("cuda:0")
+type Driver = type[InOrderProgress] | type[ProgressThread]
+drivers = pytest.mark.parametrize("driver", [InOrderProgress, ProgressThread])
+
+
+class StreamWork:
+    """A work of NCCL: always ready; `finish` lets the stream wait."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self.finish = finish
+
+    def ready(self) -> bool:
+        return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        wake()
 
 
 class Event:
@@ -84,3 +103,8 @@ class FakeCuda:
             if number > min(reached) and (same_stream or waits):
                 reached.add(number)
         return self.log.index(second) in reached
+
+    def assert_order(self, entries: Sequence[str]) -> None:
+        """Each entry of the log precedes the next."""
+        for before, after in pairwise(entries):
+            assert self.precedes(before, after), (before, after)

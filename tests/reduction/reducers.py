@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.job import Progress
-from megatron_sparse.reduction.reducer import GradientReducer
+from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.reducer import GradientListener, GradientReducer
+from megatron_sparse.transport import ProcessGroupTransport
+
+CPU = torch.device("cpu")
+
+
+def at_target(**overrides: Any) -> SparseConfig:
+    """A configuration whose every step prunes every parameter, to a tenth, with values in full."""
+    settings = {"density": 0.1, "value_bits": None, "warmup_iters": 0, "ramp_iters": 0}
+    return SparseConfig.from_overrides(**settings | {"keep_below_numel": 0} | overrides)
 
 
 def reducer_of(
@@ -23,8 +36,10 @@ def reducer_of(
     progress: Progress | None = None,
     *,
     outcome: Outcome = Outcome.REPORTED,
+    planner: Planner | None = None,
+    listeners: Sequence[GradientListener] = (),
 ) -> GradientReducer:
-    """A reducer with a planner and residuals of its own; `selector.residuals` has these.
+    """A reducer with residuals of its own, which are in `selector.residuals`.
 
     Args:
         config: as of `GradientReducer`.
@@ -32,15 +47,48 @@ def reducer_of(
         sink: receives the records.
         progress: None for virtual ranks, which run `synchronise` themselves.
         outcome: `REPORTED` keeps undo copies, and leaves selections pending.
+        planner: None for that of the configuration.
+        listeners: see `GradientReducer`.
     """
     residuals = ResidualStore(
         RESIDUAL_DTYPES[config.compression.residual_dtype],
         undo=outcome is Outcome.REPORTED,
         outcome=outcome,
     )
-    planner = planner_of(config, logs=False)
+    planner = planner or planner_of(config, logs=False)
     sink = sink or NullSink()
-    return GradientReducer(config, groups, planner, residuals, sink, progress)  # type: ignore
+    driver: Any = progress
+    return GradientReducer(config, groups, planner, residuals, sink, driver, listeners)
+
+
+@contextmanager
+def reducer_over_gloo(
+    config: SparseConfig,
+    sink: RecordSink | None = None,
+    *,
+    progress_s: float | None = None,
+    **options: Any,
+) -> Iterator[GradientReducer]:
+    """The reducer of this rank of a gloo world, closed at the end of the block.
+
+    Args:
+        config: `scheme.timeout_s` is that of the transport.
+        sink: receives the records.
+        progress_s: the timeout of the progress thread; None for the transport's.
+        options: of `reducer_of`.
+    """
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    timeout_s = config.scheme.timeout_s
+    progress = ProgressThread(CPU, timeout_s if progress_s is None else progress_s)
+    transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, CPU)
+    try:
+        yield reducer_of(config, Groups(transport), sink, progress, **options)
+    finally:
+        broken = progress.broken
+        progress.close()
+        transport.close(broken=broken)
 
 
 def integers(

@@ -15,7 +15,7 @@ from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from tests.ranks import run_ranks
-from tests.reduction.reducers import reducer_of, residual_of
+from tests.reduction.reducers import at_target, reducer_of, residual_of
 
 NUMEL = 10_000
 
@@ -89,15 +89,7 @@ def _reduce(rank, world_size):
     """Both gloo ranks are a tensor-parallel group; each is alone in its data-parallel one."""
     import torch.distributed as dist
 
-    config = SparseConfig.from_overrides(
-        scheme="direct",
-        density=0.1,
-        value_bits=None,
-        warmup_iters=0,
-        ramp_iters=0,
-        threshold_scope="tp_group",
-        timeout_s=30.0,
-    )
+    config = at_target(scheme="direct", threshold_scope="tp_group", timeout_s=30.0)
     cpu = torch.device("cpu")
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in (alone, dist.group.WORLD)]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.config.straggler import StragglerConfig
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import choose_level
@@ -15,7 +14,7 @@ from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
 from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
-from tests.reduction.virtual_level import parameters
+from tests.reduction.virtual_level import parameters, settings
 
 NODES = (0, 0, 1, 1)
 NUMELS = (4 * 5001, 4 * 300, 4 * 9000)
@@ -28,11 +27,9 @@ def _train(rank, world_size, op, config, has_gathers):
 
     cpu = torch.device("cpu")
     choice = choose_level(config, NODES)
-    made = {}
-    for members in dict.fromkeys((choice.inside(each)) for each in range(world_size)):
-        made[members] = dist.new_group(list(members))
-    for members in dict.fromkeys((choice.across(each)) for each in range(world_size)):
-        made[members] = dist.new_group(list(members))
+    every = range(world_size)
+    wanted = dict.fromkeys([*map(choice.inside, every), *map(choice.across, every)])
+    made = {members: dist.new_group(list(members)) for members in wanted}
     inside = made[choice.inside(rank)]
     groups = [dist.group.WORLD, inside, made[choice.across(rank)]] + [inside] * has_gathers
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in groups]
@@ -94,18 +91,8 @@ def test_four_ranks_as_two_nodes(scheme, op, has_gathers):
     elif scheme == "dynamic":
         straggler, scheme = StragglerConfig(mode="dynamic", min_delay_ms=1.0), "direct"
         overrides = {"deterministic": False}
-    config = SparseConfig.from_overrides(
-        level="node",
-        density=0.05,
-        warmup_iters=1,
-        ramp_iters=0,
-        keep_below_numel=0,
-        samples=500,
-        scheme=scheme,
-        timeout_s=30.0,
-        straggler=straggler,
-        **overrides,
-    )
+    overrides |= {"warmup_iters": 1, "samples": 500, "scheme": scheme, "straggler": straggler}
+    config = settings(timeout_s=30.0, **overrides)
     for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers):
         assert exact == [True] * len(NUMELS) * STEPS
         assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"

@@ -9,14 +9,11 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.transport import ProcessGroupTransport
-from tests.ranks import run_ranks
-from tests.reduction.reducers import integers, reducer_of, residual_of
+from tests.collectives.cases import same_on_all_ranks
+from tests.ranks import error_text, run_ranks
+from tests.records import Kept
+from tests.reduction.reducers import at_target, integers, reducer_over_gloo, residual_of
 from tests.straggler.settings import section_for
 from tests.waiting import DEADLINE_S
 
@@ -44,20 +41,6 @@ CASES += [
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Records:
-    """A sink that keeps everything."""
-
-    def __init__(self):
-        self.buckets: list[BucketRecord] = []
-        self.stages: dict[str, float] = {}
-
-    def record_bucket(self, record):
-        self.buckets.append(record)
-
-    def record_stage(self, stage, seconds):
-        self.stages[stage] = self.stages.get(stage, 0) + seconds
-
-
 def _parameters():
     """Pruned and kept parameters with padding between some of them."""
     sizes = [(5000, False), (37, True), (3000, False), (64, True), (3500, False)]
@@ -73,33 +56,39 @@ def _gradient(rank, round_, dtype):
     return integers(_parameters(), NUMEL, 100 * round_ + rank, dtype, largest=7)
 
 
-def make_reducer(
-    world_size,
-    scheme,
-    density,
-    wire_dtype,
-    progress,
-    group,
-    leak=1.0,
-    timeout_s=30,
-    capacity="auto",
-):
-    config = SparseConfig(
-        CompressionConfig(
-            density=density,
-            value_bits=None,
-            warmup_iters=0,
-            ramp_iters=0,
-            samples=500,
-            keep_below_numel=0,
-            leak=leak,
-        ),
-        SchemeConfig(name=scheme, wire_dtype=wire_dtype, timeout_s=timeout_s, capacity=capacity),
+def _config(scheme, density, wire_dtype=None, timeout_s=30.0, capacity="auto"):
+    return at_target(
+        scheme=scheme,
+        density=density,
+        wire_dtype=wire_dtype,
+        timeout_s=timeout_s,
+        capacity=capacity,
+        samples=500,
+        leak=1.0,
         straggler=section_for(scheme),
     )
-    transport = ProcessGroupTransport(group, config.scheme.timeout_s, torch.device("cpu"))
-    records = Records()
-    return reducer_of(config, Groups(transport), records, progress), records
+
+
+def two_steps(scheme, op, gradient_of, pieces, density, **options):
+    """Two steps of a scheme on this rank of a gloo world, with another gradient in each.
+
+    Returns:
+        Of each step: this rank's part of the sum in fp32, what the rank sent, and the record.
+    """
+    import torch.distributed as dist
+
+    rank, found, carried = dist.get_rank(), [], 0
+    with reducer_over_gloo(_config(scheme, density, **options), sink := Kept()) as reducer:
+        for step in range(2):
+            gradient = gradient_of(rank, step)
+            bucket = Bucket("b", gradient.clone(), pieces, op, dist.get_world_size())
+            reducer.start(bucket, step).wait()
+            reducer.selector.residuals.commit()
+            after = residual_of(reducer, bucket)
+            sent, carried = gradient.float() + carried - after, after
+            own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
+            found.append((bucket.grad_N[own].float().clone(), sent, sink.buckets[-1]))
+    return found
 
 
 def _bucket(rank, numel, world_size, name="b", seed=0):
@@ -111,31 +100,17 @@ def _bucket(rank, numel, world_size, name="b", seed=0):
 
 
 def _matrix(rank, world_size, cases):
-    import torch.distributed as dist
-
-    progress = ProgressThread(torch.device("cpu"), 30)
-    results = []
-    for op, dtype, wire, density, scheme in cases:
-        reducer, records = make_reducer(
-            world_size, scheme, density, wire, progress, dist.group.WORLD
+    return [
+        two_steps(
+            scheme,
+            op,
+            lambda rank, step, dtype=dtype: _gradient(rank, step, DTYPES[dtype]),
+            _parameters(),
+            density,
+            wire_dtype=wire,
         )
-        residuals = reducer.selector.residuals
-        rounds = []
-        carried = torch.zeros(NUMEL, dtype=torch.float32)
-        for step in range(2):
-            gradient = _gradient(rank, step, DTYPES[dtype])
-            bucket = Bucket("b", gradient.clone(), _parameters(), op, world_size)
-            reducer.start(bucket, step).wait()
-            residuals.commit()
-            after = residual_of(reducer, bucket)
-            sent, carried = gradient.float() + carried - after, after
-            own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
-            rounds.append((bucket.grad_N[own].float().clone(), sent))
-        record = records.buckets[-1]
-        results.append((rounds, record.nnz, record.wire_bytes, record.dense_bytes))
-        reducer.transport.close()
-    progress.close()
-    return results
+        for op, dtype, wire, density, scheme in cases
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -144,27 +119,23 @@ def test_every_rank_gets_the_exact_sum_of_what_all_selected(world_size):
     for case, results in zip(CASES, zip(*by_rank, strict=True), strict=True):
         op, _, _, density, scheme = case
         for step in range(2):
-            expected = sum(result[0][step][1] for result in results)
-            pieces = [result[0][step][0] for result in results]
-            if op is CollectiveOp.ALL_REDUCE:
-                for piece in pieces:
-                    assert torch.equal(piece, expected), (case, step)
-            else:
-                assert torch.equal(torch.cat(pieces), expected), (case, step)
-        for _, nnz, wire_bytes, dense_bytes in results:
+            expected = sum(steps[step][1] for steps in results)
+            pieces = [steps[step][0] for steps in results]
+            assert torch.equal(same_on_all_ranks(op, pieces), expected), (case, step)
+        for _, (*_, record) in results:
             if scheme == "agsparse" and density == 0.01:
-                assert nnz < 0.05 * NUMEL
+                assert record.nnz < 0.05 * NUMEL
                 if world_size > 1:
-                    assert wire_bytes < dense_bytes
+                    assert record.wire_bytes < record.dense_bytes
 
 
 def test_density_one_sends_everything():
     """At density 1 the threshold is bypassed: nothing is left behind."""
     case = (CollectiveOp.ALL_REDUCE, "fp32", None, 1.0, "agsparse")
     results = run_ranks(_matrix, 2, [case])
-    for rank, result in enumerate(results):
+    for rank, (steps,) in enumerate(results):
         for step in range(2):
-            assert torch.equal(result[0][0][step][1], _gradient(rank, step, torch.float32))
+            assert torch.equal(steps[step][1], _gradient(rank, step, torch.float32))
 
 
 REPEATS = 2
@@ -173,24 +144,19 @@ IN_FLIGHT = ("agsparse", "direct", "ssar_rd", "sparse_ring", "dense_allpairs")
 
 def _many_buckets(rank, world_size):
     """Buckets of very different size in flight together; the result must not depend on timing."""
-    import torch.distributed as dist
-
-    progress = ProgressThread(torch.device("cpu"), 30)
     sums = {}
     for scheme in IN_FLIGHT:
-        reducer, _ = make_reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
-        for repeat in range(REPEATS):
-            buckets, pendings = [], []
-            for index in range(12):
-                numel = 10 if index % 3 else 100_000
-                buckets.append(_bucket(rank, numel, world_size, str(index), index))
-                pendings.append(reducer.start(buckets[-1], step=0))
-            for pending in pendings:
-                pending.wait()
-            reducer.selector.residuals.rollback()
-            sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
-        reducer.transport.close()
-    progress.close()
+        with reducer_over_gloo(_config(scheme, 0.1)) as reducer:
+            for repeat in range(REPEATS):
+                buckets, pendings = [], []
+                for index in range(12):
+                    numel = 10 if index % 3 else 100_000
+                    buckets.append(_bucket(rank, numel, world_size, str(index), index))
+                    pendings.append(reducer.start(buckets[-1], step=0))
+                for pending in pendings:
+                    pending.wait()
+                reducer.selector.residuals.rollback()
+                sums[scheme, repeat] = [bucket.grad_N.clone() for bucket in buckets]
     return sums
 
 
@@ -215,19 +181,12 @@ def _disagree(rank, world_size, cases):
 
     texts = []
     for scheme, what in cases:
-        progress = ProgressThread(torch.device("cpu"), 10)
         wire = "bf16" if what == "dtype" and rank else None
-        reducer, _ = make_reducer(
-            world_size, scheme, 0.1, wire, progress, dist.group.WORLD, timeout_s=TIMEOUT_S
-        )
-        numel = 120 if what == "size" and rank else 100
-        bucket = _bucket(rank, numel, world_size)
-        try:
-            reducer.start(bucket, 1 if what == "step" and rank else 0).wait()
-            texts.append("no error")
-        except CommunicationError as error:
-            texts.append(str(error))
-        reducer.transport.close(broken=True)
+        bucket = _bucket(rank, 120 if what == "size" and rank else 100, world_size)
+        config = _config(scheme, 0.1, wire, timeout_s=TIMEOUT_S)
+        with reducer_over_gloo(config, progress_s=10) as reducer:
+            pending = reducer.start(bucket, 1 if what == "step" and rank else 0)
+            texts.append(error_text(pending.wait, CommunicationError))
         # Groups over the same ranks must not be made while a peer is still in the last one.
         dist.barrier()
     return texts
@@ -256,20 +215,15 @@ def _killed_peer(rank, world_size, scheme, report):
 
     import torch.distributed as dist
 
-    progress = ProgressThread(torch.device("cpu"), DEADLINE_S)
-    reducer, _ = make_reducer(world_size, scheme, 0.1, None, progress, dist.group.WORLD)
-    dist.barrier()
-    if rank == 1:
-        os._exit(7)
-    time.sleep(0.5)
-    bucket = _bucket(rank, 100, world_size)
-    start_s = time.monotonic()
-    try:
-        reducer.start(bucket, 0).wait()
-        text = "no error"
-    except CommunicationError as error:
-        text = str(error)
-    Path(report).write_text(f"{time.monotonic() - start_s}\n{text}")
+    with reducer_over_gloo(_config(scheme, 0.1), progress_s=DEADLINE_S) as reducer:
+        dist.barrier()
+        if rank == 1:
+            os._exit(7)
+        time.sleep(0.5)
+        bucket = _bucket(rank, 100, world_size)
+        start_s = time.monotonic()
+        text = error_text(reducer.start(bucket, 0).wait, CommunicationError)
+        Path(report).write_text(f"{time.monotonic() - start_s}\n{text}")
 
 
 @pytest.mark.parametrize(

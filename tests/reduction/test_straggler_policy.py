@@ -15,7 +15,6 @@ from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
-    PlannerConfig,
     SchemeConfig,
     SparseConfig,
     StragglerConfig,
@@ -23,16 +22,14 @@ from megatron_sparse.config.sparse import (
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import Links
-from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
-from megatron_sparse.transport import Link, ProcessGroupTransport, VirtualCluster
+from megatron_sparse.transport import Link, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualWork
 from tests.ranks import run_ranks
-from tests.reduction.reducers import reducer_of
+from tests.records import Kept
+from tests.reduction.reducers import at_target, reducer_over_gloo
 from tests.waiting import DEADLINE_S
 
 N = 4
@@ -50,16 +47,6 @@ def _bucket(op=CollectiveOp.ALL_REDUCE):
     return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], op, N)
 
 
-class Readiness(NullSink):
-    """Stores the agreed waiting times."""
-
-    def __init__(self):
-        self.records = []
-
-    def record_readiness(self, record):
-        self.records.append(record)
-
-
 class VirtualGroup:
     """A policy on each of N virtual ranks, which take steps of one bucket."""
 
@@ -70,7 +57,7 @@ class VirtualGroup:
             straggler=straggler,
         )
         self.cluster = VirtualCluster(N)
-        self.sinks = [Readiness() for _ in range(N)]
+        self.sinks = [Kept() for _ in range(N)]
         self.policies = [
             StragglerPolicy(config, transport, sink, LINKS)
             for transport, sink in zip(self.cluster.transports, self.sinks, strict=True)
@@ -127,8 +114,8 @@ def test_a_persistent_straggler_is_named_two_steps_after_enough_history():
         }
         assert policy.report(_bucket(), _plan("agsparse")) is None
     for sink in group.sinks:
-        assert [record.step for record in sink.records] == list(range(8))
-        assert sink.records[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
+        assert [record.step for record in sink.readiness] == list(range(8))
+        assert sink.readiness[0].waited_s == pytest.approx((delay_s, delay_s, 0, delay_s))
 
 
 @pytest.mark.parametrize(("factor", "named"), [(0.8, None), (1.3, 1)])
@@ -182,7 +169,7 @@ def test_the_pinned_mode_exchanges_nothing():
     assert group.step(0, _late(0, 9.0)) == (3, "straggler")
     assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
     assert group.step(2, [0.0] * N, plan=_plan("agsparse", 0.01)) == (None, "agsparse")
-    assert not any(sink.records for sink in group.sinks)
+    assert not any(sink.readiness for sink in group.sinks)
     assert not group.cluster.pending_arrivals
 
 
@@ -190,7 +177,7 @@ def test_observing_changes_nothing():
     group = VirtualGroup(StragglerConfig(mode="observe"), scheme="direct")
     for number in range(9):
         assert group.step(number, _late(2, 1.0)) == (None, "dense")
-    assert len(group.sinks[0].records) == 7
+    assert len(group.sinks[0].readiness) == 7
 
 
 def test_a_reduce_scatter_is_never_worth_it():
@@ -224,46 +211,20 @@ SLOW_MS = 100.0
 
 def _gloo_config(mode, scheme, timeout_s=20.0):
     rank = 1 if mode == "pinned" else None
-    return SparseConfig(
-        CompressionConfig(
-            density=0.05,
-            value_bits=None,
-            warmup_iters=0,
-            ramp_iters=0,
-            samples=500,
-            keep_below_numel=0,
-        ),
-        SchemeConfig(name=scheme, deterministic=False, timeout_s=timeout_s),
-        planner=PlannerConfig(),
+    return at_target(
+        scheme=scheme,
+        density=0.05,
+        samples=500,
+        deterministic=False,
+        timeout_s=timeout_s,
         straggler=StragglerConfig(mode=mode, rank=rank, min_delay_ms=5.0),
     )
-
-
-def _reducer(config, sink, timeout_s):
-    import torch.distributed as dist
-
-    assert dist.group.WORLD is not None
-    progress = ProgressThread(torch.device("cpu"), timeout_s)
-    transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
-    groups, outcome = Groups(transport), Outcome.ASSUMED
-    return reducer_of(config, groups, sink, progress, outcome=outcome), transport
 
 
 def _gloo_bucket(rank, world_size, number):
     """Of the rank's gradient, `number` + 1 times."""
     gradient, pieces = GRADIENTS[rank] * (number + 1), [ParameterSlice(f"w{number}", 0, NUMEL)]
     return Bucket(f"b{number}", gradient, pieces, CollectiveOp.ALL_REDUCE, world_size)
-
-
-class Buckets(Readiness):
-    """Keeps the buckets' records, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.buckets = []
-
-    def record_bucket(self, record):
-        self.buckets.append(record)
 
 
 def _train(rank, world_size):
@@ -277,18 +238,16 @@ def _train(rank, world_size):
         ("pinned", "straggler_direct"),
         ("pinned", "straggler_direct"),
     ):
-        sink = Buckets()
-        reducer, transport = _reducer(_gloo_config(mode, scheme), sink, 20.0)
-        sums = []
-        for step in range(9):
-            buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
-            pending = [reducer.start(bucket, step) for bucket in buckets]
-            for handle in pending:
-                handle.wait()
-            sums.append([bucket.grad_N.clone() for bucket in buckets])
-        reducer.progress.close()
-        transport.close()
-        result = (sums, [r.straggler for r in sink.buckets], sink.records)
+        sink, sums = Kept(), []
+        config = _gloo_config(mode, scheme)
+        with reducer_over_gloo(config, sink, outcome=Outcome.ASSUMED) as reducer:
+            for step in range(9):
+                buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
+                pending = [reducer.start(bucket, step) for bucket in buckets]
+                for handle in pending:
+                    handle.wait()
+                sums.append([bucket.grad_N.clone() for bucket in buckets])
+        result = (sums, [r.straggler for r in sink.buckets], sink.readiness)
         results.setdefault((mode, scheme), []).append(result)
     left = [t.name for t in threading.enumerate() if "arrivals" in t.name]
     return results, left
@@ -300,13 +259,13 @@ def _never_come(rank, world_size):
 
     store = dist.distributed_c10d._get_default_store()
     config = _gloo_config("dynamic", "straggler", timeout_s=2.0)
-    reducer, _ = _reducer(config, NullSink(), 2.0)
-    if rank == 1:
-        store.wait(["gave up 0", "gave up 2"], timedelta(seconds=DEADLINE_S))
-        return None
-    with pytest.raises(CommunicationError) as caught:
-        reducer.start(_gloo_bucket(rank, world_size, 0), 0).wait()
-    store.set(f"gave up {rank}", "")
+    with reducer_over_gloo(config, outcome=Outcome.ASSUMED) as reducer:
+        if rank == 1:
+            store.wait(["gave up 0", "gave up 2"], timedelta(seconds=DEADLINE_S))
+            return None
+        with pytest.raises(CommunicationError) as caught:
+            reducer.start(_gloo_bucket(rank, world_size, 0), 0).wait()
+        store.set(f"gave up {rank}", "")
     return str(caught.value)
 
 

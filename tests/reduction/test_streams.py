@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -20,27 +19,12 @@ from megatron_sparse.reduction.job import GATE, Job, Progress
 from megatron_sparse.reduction.message_turns import MessageTurns
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.streams import used_here
-from tests.reduction.fake_cuda import DEVICE, FakeCuda
-
-DRIVERS = [InOrderProgress, ProgressThread]
+from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
-
-
-class StreamWork:
-    """A work of NCCL: always ready; `finish` lets the stream wait."""
-
-    def __init__(self, finish: Callable[[], None]) -> None:
-        self.finish = finish
-
-    def ready(self) -> bool:
-        return True
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        wake()
 
 
 class Report:
@@ -83,9 +67,9 @@ def launch(progress: Progress, name: str, job: Job):
     return progress.submit(name, job, StageTimer())
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@drivers
 def test_the_next_bucket_is_selected_beside_the_exchange_of_the_last(
-    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+    cuda: FakeCuda, driver: Driver
 ) -> None:
     progress = driver(DEVICE, 30)
     for name in "ab":
@@ -97,8 +81,7 @@ def test_the_next_bucket_is_selected_beside_the_exchange_of_the_last(
         order = ["gradient", "select", "post", "arrival of", "decode", "use of"]
         streams = ["launching", "codec", "network", "network", "network", "launching"]
         steps = [f"{stream}: {step} {name}" for stream, step in zip(streams, order, strict=True)]
-        for before, after in pairwise(steps):
-            assert cuda.precedes(before, after), (before, after)
+        cuda.assert_order(steps)
     assert cuda.precedes("network: decode a", "network: post b")
 
 
@@ -112,9 +95,9 @@ def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda) -> None:
     second.wait()
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@drivers
 def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
-    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+    cuda: FakeCuda, driver: Driver
 ) -> None:
     progress, buffers = driver(DEVICE, 30), MessageBuffers()
     turns, pending = MessageTurns(buffers), []
@@ -160,9 +143,9 @@ def test_a_bucket_without_buffers_waits_for_the_host_s_part_too(cuda: FakeCuda) 
     progress.close()
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@drivers
 def test_a_queued_bucket_can_be_used_before_its_report_has_come(
-    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+    cuda: FakeCuda, driver: Driver
 ) -> None:
     progress, report, ended = driver(DEVICE, 30), Report(), threading.Event()
     pending = progress.submit("a", bucket(cuda, "a", report), StageTimer(), ended.set)
@@ -179,9 +162,9 @@ def test_a_queued_bucket_can_be_used_before_its_report_has_come(
     progress.close()
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@drivers
 def test_an_error_in_a_report_surfaces_when_it_is_read_and_stops_what_follows(
-    cuda: FakeCuda, driver: type[InOrderProgress] | type[ProgressThread]
+    cuda: FakeCuda, driver: Driver
 ) -> None:
     progress = driver(DEVICE, 30)
     report = Report(WireFormatError("a bad record", expected="a good one", got="another"))

@@ -18,7 +18,7 @@ from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
-from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
+from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
 """Parameters as parts of the bucket; what is left is padding."""
@@ -39,16 +39,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 def settings(**overrides):
     """A configuration whose every step prunes."""
-    given = {
-        "level": "node",
-        "density": 0.05,
-        "warmup_iters": 0,
-        "ramp_iters": 0,
-        "keep_below_numel": 0,
-        "samples": 200,
-        "scheme": "direct",
-    }
-    return SparseConfig.from_overrides(**given | overrides)
+    few_samples = {"level": "node", "density": 0.05, "value_bits": "auto", "samples": 200}
+    return at_target(**few_samples | {"scheme": "direct"} | overrides)
 
 
 def numel_of(op, sizes):

@@ -7,11 +7,11 @@ import json
 
 import pytest
 
-from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate.levels import Training, level_rows
+from tests.commands import run
 
 CLUSTER = find("ethernet_25gbit_8")
 PRESETS = {name: SparseConfig.preset(name) for name in ("safe", "balanced")}
@@ -91,19 +91,13 @@ def test_numbers_out_of_range_are_refused(field):
 def test_the_command(tmp_path, capsys):
     out, lines = tmp_path / "figures", tmp_path / "levels.jsonl"
     options = ["--ranks", "8,16", "--schemes", "direct", "--preset", "safe"]
-    with pytest.raises(SystemExit) as caught:
-        main.main(["levels", *options, "--out", str(out), "--json", str(lines)])
-    assert not caught.value.code
+    assert run("levels", *options, "--out", out, "--json", lines) == 0
     printed = capsys.readouterr().out
     assert "1.5 B parameters on ethernet_25gbit_8: fp32 gradients" in printed
     assert "not measured" in printed
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
-    assert [(row["ranks"], row["level"]) for row in rows] == [
-        (8, "rank"),
-        (8, "node"),
-        (16, "rank"),
-        (16, "node"),
-    ]
+    found = [(row["ranks"], row["level"]) for row in rows]
+    assert found == [(8, "rank"), (8, "node"), (16, "rank"), (16, "node")]
     with (out / "levels.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
     assert (out / "levels.png").read_bytes().startswith(b"\x89PNG")
@@ -117,7 +111,5 @@ def test_the_command(tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_error(option, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main.main(["levels", "--ranks", "16", "--schemes", "direct", option])
-    assert caught.value.code == 2
+    assert run("levels --ranks 16 --schemes direct", option) == 2
     assert capsys.readouterr().err.count("error:") == 1

@@ -9,18 +9,13 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import (
-    CompressionConfig,
-    SchemeConfig,
-    SparseConfig,
     TrackingConfig,
 )
 from megatron_sparse.errors import ConfigError, ProfileError
-from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.sparsity import gradient_dump
 from megatron_sparse.sparsity.gradient_dump import (
     FOLDER,
@@ -29,6 +24,7 @@ from megatron_sparse.sparsity.gradient_dump import (
     Kind,
 )
 from megatron_sparse.transport import VirtualCluster
+from tests.reduction.reducers import at_target, reducer_of
 
 
 def write(folder, gradients, *, iteration=1, bucket="b", kind=Kind.GRADIENT, first_rank=0):
@@ -196,19 +192,11 @@ class TestWrongFiles:
 def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     """One rank, three steps: steps count from 0 and iterations from 1; the first step is dense."""
     (transport,) = VirtualCluster(1).transports
-    config = SparseConfig(
-        CompressionConfig(warmup_iters=1, ramp_iters=0, density=0.1, value_bits=None),
-        SchemeConfig(name="agsparse"),
-    )
+    config = at_target(scheme="agsparse", warmup_iters=1)
     progress = ProgressThread(torch.device("cpu"), 30.0)
-    reducer = GradientReducer(
-        config,
-        Groups(transport),
-        FixedPlanner(config.compression, config.scheme),
-        ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED),
-        NullSink(),
-        progress,
-        [GradientDumpWriter(tmp_path, [1, 3])],
+    writers, groups = [GradientDumpWriter(tmp_path, [1, 3])], Groups(transport)
+    reducer = reducer_of(
+        config, groups, progress=progress, outcome=Outcome.ASSUMED, listeners=writers
     )
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []

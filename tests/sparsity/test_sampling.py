@@ -25,7 +25,7 @@ from megatron_sparse.sparsity.sampling import (
     sample_profile,
 )
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import OPTIONS
+from tests.collectives.cases import OPTIONS, Forwarding
 from tests.sparsity.test_characteristics import random_gradients
 
 STEP = 7
@@ -60,15 +60,8 @@ def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transpor
         bucket = make_bucket(gradients[rank].clone(), n)
         step = steps[rank] if steps else STEP
         encoded = make_message(bucket, step=step, **message)
-        profile = yield from sample_profile(
-            bucket,
-            encoded,
-            wrap(transport),
-            MessageBuffers(),
-            StageTimer(),
-            seed=seeds[rank] if seeds else 1,
-        )
-        return profile
+        seed, own = seeds[rank] if seeds else 1, wrap(transport)
+        return sample_profile(bucket, encoded, own, MessageBuffers(), StageTimer(), seed=seed)
 
     return VirtualCluster(n).run(start)
 
@@ -158,15 +151,10 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
         def start(transport):
             bucket = make_bucket(gradients[transport.rank].clone(), n, form, keep=4000)
             buffers, timer = MessageBuffers(), StageTimer()
-            selector = Selector(
-                CompressionConfig(density=0.05),
-                residuals(),
-                transport.rank,
-                buffers,
-            )
-            message = selector.select(
-                bucket, MessageSpec(0.05, sharded=True, capacity=capacity), step=STEP, timer=timer
-            )
+            spec = MessageSpec(0.05, sharded=True, capacity=capacity)
+            config = CompressionConfig(density=0.05)
+            selector = Selector(config, residuals(), transport.rank, buffers)
+            message = selector.select(bucket, spec, step=STEP, timer=timer)
             profile = None
             if samples:
                 profile = yield from sample_profile(
@@ -192,18 +180,12 @@ def test_ranks_that_disagree_get_an_error():
         sample(gradients, steps=[STEP, STEP + 1, STEP])
 
 
-class Damaging:
+class Damaging(Forwarding):
     """A transport that flips one bit of rank 1's numbers."""
-
-    def __init__(self, transport):
-        self._transport = transport
-
-    def __getattr__(self, name):
-        return getattr(self._transport, name)
 
     def all_gather(self, gathered, own_M):
         """The agreement is shorter than a part."""
-        if self._transport.rank == 1 and own_M.numel() > 100:
+        if self.rank == 1 and own_M.numel() > 100:
             own_M = own_M.clone()
             own_M[17] ^= 1
         return self._transport.all_gather(gathered, own_M)

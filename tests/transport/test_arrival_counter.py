@@ -27,6 +27,13 @@ def _store():
     return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
 
+def _counter(store, rank, n, timeout_s=20.0):
+    cpu = torch.device("cpu")
+    return StoreArrivalCounter(
+        store, "test", rank, n, cpu, lambda name: Operation(name, None, timeout_s)
+    )
+
+
 @pytest.fixture
 def counters():
     """Makes the counters of n ranks in this process over one store; closes them."""
@@ -34,17 +41,7 @@ def counters():
 
     def make(n, timeout_s=20.0, store=None):
         shared = store or _store()
-        for rank in range(n):
-            made.append(
-                StoreArrivalCounter(
-                    shared,
-                    "test",
-                    rank,
-                    n,
-                    torch.device("cpu"),
-                    lambda name: Operation(name, None, timeout_s),
-                )
-            )
+        made.extend(_counter(shared, rank, n, timeout_s) for rank in range(n))
         return made
 
     yield make
@@ -143,12 +140,7 @@ def test_visits_do_not_mix_and_old_keys_are_deleted(counters):
 )
 def test_all_ranks_hold_the_same_decision_when_arrivals_are_close(n, delays, grace_s):
     store = _store()
-    made = [
-        StoreArrivalCounter(
-            store, "test", rank, n, torch.device("cpu"), lambda name: Operation(name, None, 20.0)
-        )
-        for rank in range(n)
-    ]
+    made = [_counter(store, rank, n) for rank in range(n)]
     try:
         results = _all_arrive(made, delays[:n], lambda missing: grace_s)
     finally:
@@ -182,40 +174,33 @@ def test_a_store_that_is_gone_is_a_typed_error(counters, monkeypatch):
         arrival.finish()
 
 
-class TestVirtual:
-    """The same decisions from modelled clocks."""
+@pytest.mark.parametrize(
+    ("grace_s", "straggler", "clock_s"),
+    [
+        # Without grace the last rank is named when the others have arrived.
+        (0.0, 1, [2.0, 5.0, 2.0]),
+        # Within the grace all wait.
+        (3.0, None, [5.0, 5.0, 5.0]),
+        # After the grace the others continue.
+        (2.5, 1, [4.5, 5.0, 4.5]),
+        # Measuring takes no time.
+        (None, None, [0.0, 5.0, 2.0]),
+    ],
+)
+def test_the_same_decisions_from_modelled_clocks(grace_s, straggler, clock_s):
+    cluster, delays_s = VirtualCluster(3), [0.0, 5.0, 2.0]
 
-    def _run(self, delays, grace):
-        cluster = VirtualCluster(len(delays))
+    def start(transport):
+        transport.charge(delays_s[transport.rank])
+        grace = None if grace_s is None else lambda missing: grace_s
+        arrival = transport.open_arrival_counter().arrive("b", grace)
+        if grace is not None:
+            yield arrival
+            assert arrival.straggler == straggler
+        else:
+            yield from ()
+        return arrival.waited()
 
-        def start(transport):
-            transport.charge(delays[transport.rank])
-            arrival = transport.open_arrival_counter().arrive("b", grace)
-            if grace is not None:
-                yield arrival
-            else:
-                yield from ()
-            return arrival.straggler, arrival.waited()
-
-        return cluster, cluster.run(start)
-
-    def test_without_grace_the_last_rank_is_named_when_the_others_have_arrived(self):
-        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 0.0)
-        assert [straggler for straggler, _ in results] == [1, 1, 1]
-        assert cluster.clock_s == [2.0, 5.0, 2.0]
-        assert [waited.result() for _, waited in results] == [5.0, 0.0, 3.0]
-
-    def test_within_the_grace_all_wait(self):
-        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 3.0)
-        assert [straggler for straggler, _ in results] == [None] * 3
-        assert cluster.clock_s == [5.0] * 3
-
-    def test_after_the_grace_the_others_continue(self):
-        cluster, results = self._run([0.0, 5.0, 2.0], lambda missing: 2.5)
-        assert [straggler for straggler, _ in results] == [1] * 3
-        assert cluster.clock_s == [4.5, 5.0, 4.5]
-
-    def test_measuring_takes_no_time(self):
-        cluster, results = self._run([0.0, 5.0, 2.0], None)
-        assert cluster.clock_s == [0.0, 5.0, 2.0]
-        assert [waited.result() for _, waited in results] == [5.0, 0.0, 3.0]
+    waited = cluster.run(start)
+    assert cluster.clock_s == clock_s
+    assert [each.result() for each in waited] == [5.0, 0.0, 3.0]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ended, with_variables
 
 
 def run_interpreted(module: str) -> str:
@@ -15,14 +12,8 @@ def run_interpreted(module: str) -> str:
 
     A process of its own: Triton reads the variable when it is imported.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.triton_kernels.{module}"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = [sys.executable, "-m", f"tests.triton_kernels.{module}"]
+    variables = with_variables(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = ended(command, 200, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -15,9 +15,7 @@ from megatron_sparse.triton_kernels import prune as triton_prune
 from megatron_sparse.triton_kernels import threshold as triton_threshold
 from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
 from tests.cuda_ext import cases
-
-DENSITIES = torch.tensor([0.01, 0.5, 1.0, 1e-6, 0.999, 0.3, 2.0])
-KEYS = torch.tensor([0, 1, 2, 3, 2**62, 2**31, 7])
+from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
 
 
 def main() -> None:
@@ -45,15 +43,10 @@ def check_oracle(
     residual_dtype: torch.dtype | None,
 ) -> None:
     """One call on unaligned views, with ranges that are empty, short, kept whole and tied."""
-    grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
-    residual = None
-    if residual_dtype is not None:
-        residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
-    arguments = (grad, residual, cases.cut(numel, 7, seed=numel), DENSITIES, samples, KEYS)
+    arguments = (*seven_ranges(kind, numel, dtype, residual_dtype), DENSITIES, samples, KEYS)
     found = threshold_triton.sample_threshold(*arguments)
     expected = oracle.sample_threshold(*arguments)
-    for name, got, wanted in zip(expected._fields, found, expected, strict=True):
-        cases.assert_same_bits(got, wanted, f"{kind} {numel} {dtype} {residual_dtype} {name}")
+    assert_same_limits(found, expected, f"{kind} {numel} {dtype} {residual_dtype}")
 
 
 @triton.jit
@@ -98,8 +91,7 @@ def check_selection(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
         found_nnz = triton_prune.prune_(
             grads[1], residuals[1], offsets, (found.thresholds, found.tie_chances), leak, wire, step
         )
-        for name, got, wanted in zip(limits._fields, found, limits, strict=True):
-            cases.assert_same_bits(got, wanted, f"{dtype} step {step} {name}")
+        assert_same_limits(found, limits, f"{dtype} step {step}")
         cases.assert_same_bits(grads[1], grads[0], f"{dtype} step {step}: sent")
         cases.assert_same_bits(residuals[1], residuals[0], f"{dtype} step {step}: residual")
         assert torch.equal(found_nnz, nnz), f"{dtype} step {step}"
