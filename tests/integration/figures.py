@@ -2,7 +2,7 @@
 
     python -m tests.integration.figures DENSE SPARSE
 
-`report.png` is the upper part of their report, in Chromium; `live-view.svg` is what a terminal shows
+`report.png` is the upper part of their report, in Chromium; `live-view.svg` is a terminal's view
 of the second one, at two thirds of its iterations.
 """
 
