@@ -7,7 +7,7 @@ import torch
 
 from megatron_sparse.bench.exchange import planner
 from megatron_sparse.bench.exchange import planner_cases as cases
-from megatron_sparse.bench.exchange.options import PlannerOptions
+from megatron_sparse.bench.exchange.options import CLUSTERS, PlannerOptions
 from megatron_sparse.bench.exchange.planner import (
     PlannerRow,
     Verdict,
@@ -36,7 +36,7 @@ def rows(kinds, *where):
 
 def test_five_kinds_on_three_clusters():
     """All cases of the bench, on few ranks; the command runs them on up to 64."""
-    found = rows(cases.QUICK_KINDS, (2, 4), cases.CLUSTERS)
+    found = rows(cases.QUICK_KINDS, (2, 4), CLUSTERS)
     assert len(found) == 30
     verdict = Verdict.of(found)
     assert verdict.holds, "\n".join([verdict.line(), *(row.line() for row in found)])

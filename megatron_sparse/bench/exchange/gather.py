@@ -22,7 +22,7 @@ import torch
 from megatron_sparse.bench.codec.parameters import synthetic
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
-from megatron_sparse.bench.options import at_least, check_arguments
+from megatron_sparse.bench.options import check_arguments
 from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
@@ -238,7 +238,7 @@ class GatherBench(Bench[GatherSweep]):
     @classmethod
     def check(cls, cases: GatherSweep, ranks: int, *, virtual: bool) -> None:
         """See `Bench`."""
-        check_arguments("bench gather", [at_least("ranks", ranks, 2)])
+        check_arguments(cases.NAME, [("ranks", ranks, ranks > 1, "2 or more")])
 
     def rows(self, progress: Progress) -> Iterator[TableRow]:
         """See `Bench`."""

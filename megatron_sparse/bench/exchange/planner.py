@@ -31,7 +31,7 @@ from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.frame import Bench, print_rows
 from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import CollectiveSweep, Place, PlannerOptions
+from megatron_sparse.bench.exchange.options import CLUSTERS, CollectiveSweep, Place, PlannerOptions
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.planner_cases import Workload
 from megatron_sparse.bench.rank_group import Turn
@@ -39,7 +39,6 @@ from megatron_sparse.bench.table import Columns, Progress, TableRow, torch_threa
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.measure import QUICK, calibrate
 from megatron_sparse.collectives.registry import check_names, check_op
-from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import MessageBuffers
@@ -79,12 +78,9 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
         ConfigError: an option does not fit.
         MegatronSparseError: the error of a collective.
     """
-    one_of("--op", options.op, tuple(CollectiveOp))
-    for name in options.clusters or ():
-        one_of("--clusters", name, cases.CLUSTERS)
-    schemes = None if options.schemes is None else list(options.schemes)
-    check_names(SchemeConfig(), PlannerConfig(schemes=schemes))
-    check_op(SchemeConfig(), PlannerConfig(schemes=schemes), CollectiveOp(options.op))
+    named = PlannerConfig(schemes=None if options.schemes is None else list(options.schemes))
+    check_names(SchemeConfig(), named)
+    check_op(SchemeConfig(), named, CollectiveOp(options.op))
     if options.netbed or local_ranks.started_ranks() is not None:
         _workloads(options, is_real=True)  # refuses unknown kinds before ranks start
         ranks = (options.ranks or (4,))[0] if options.netbed else None
@@ -244,7 +240,7 @@ def virtual_rows(options: PlannerOptions, workloads: Sequence[Workload]) -> Iter
             if n <= workload.most_ranks:
                 gradients = workload.gradients(n)
                 profile = sampled_profile(gradients)
-                for name in options.clusters or cases.CLUSTERS:
+                for name in options.clusters or CLUSTERS:
                     yield _virtual_row(options, workload.kind, gradients, profile, name)
 
 
