@@ -75,7 +75,7 @@ def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
         f"{sweep.samples} samples, {sweep.steps} steps"
     )
     cases = product(names, sweep.densities)
-    return print_table(Row.COLUMNS, (measure(sweep, *case) for case in cases), json_path)
+    return print_table(Row, (measure(sweep, *case) for case in cases), json_path)
 
 
 def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:
