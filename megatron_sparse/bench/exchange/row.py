@@ -87,16 +87,9 @@ class CaseRow(CellRow):
             wrong: see the attributes.
             more: other attributes.
         """
-        named = {
-            "op": str(case.op),
-            "scheme": case.scheme,
-            "dtype": case.dtype,
-            "density": case.density,
-            "value_bits": case.value_bits,
-            "sum_bits": case.sum_bits,
-            "count": case.numel,
-            "bytes": case.nbytes,
-        }
+        copied = ("scheme", "dtype", "density", "value_bits", "sum_bits")
+        named: dict[str, Any] = {name: getattr(case, name) for name in copied}
+        named |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
         given = {"carried_by": carried_by, "world_size": world_size, "wrong": wrong}
         return cls(**named | given | more)
 
