@@ -58,16 +58,7 @@ def free_memory_bytes() -> int:
 
 
 def _psutil() -> ModuleType:
-    require_psutil()
+    require("psutil", "sees the machine's load and memory", "train")
     import psutil
 
     return psutil
-
-
-def require_psutil() -> None:
-    """Refuses to go on without psutil.
-
-    Raises:
-        DependencyError: names the extra.
-    """
-    require("psutil", "sees the machine's load and memory", "train")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Self, get_type_hints
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, get_type_hints
 
 from megatron_sparse.errors import ConfigError
 
@@ -26,6 +28,10 @@ _KEY = "option"
 
 type Check = tuple[str, object, bool, str]
 """An argument's name, its value, whether that fits, and what would."""
+type Fits = Callable[[Any], str]
+"""Tests one value: the text is empty, or says what would fit."""
+type Names = Iterable[object] | Callable[[], Iterable[object]]
+"""What a value may be; a function is asked when there is one, such as for a registry's names."""
 
 
 def check_arguments(bench: str, checks: Iterable[Check]) -> None:
@@ -39,25 +45,27 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
             raise ConfigError(f"{bench}: {name} is out of range", expected=expected, got=value)
 
 
-def known(name: str, values: Collection[str], names: Iterable[object]) -> Check:
-    """All values are among some names."""
-    known_names = list(map(str, names))
-    return name, values, set(values) <= set(known_names), " | ".join(known_names)
+def _among(names: Names) -> Fits:
+    def fits(value: Any) -> str:
+        known = [str(name) for name in (names() if callable(names) else names)]
+        return "" if str(value) in known else " | ".join(known)
+
+    return fits
 
 
-def at_least(name: str, value: Any, low: int) -> Check:
-    """A number, or None, is not below a bound."""
-    return name, value, value is None or value >= low, f"{low} or more"
+def at_least(low: float) -> Fits:
+    """Not below a bound."""
+    return lambda value: "" if value >= low else f"{low} or more"
 
 
-def above_zero(name: str, value: Any, unit: str = "") -> Check:
-    """A number, or None, is positive."""
-    return name, value, value is None or value > 0, f"above 0{unit}"
+def above_zero(value: Any) -> str:
+    """Positive."""
+    return "" if value > 0 else "above 0"
 
 
-def fractions(name: str, values: Iterable[float]) -> Check:
-    """All values lie in (0, 1]."""
-    return name, values, all(0 < value <= 1 for value in values), "above 0, at most 1"
+def fraction(value: Any) -> str:
+    """In (0, 1]."""
+    return "" if 0 < value <= 1 else "in (0, 1]"
 
 
 def parse_size(option: str, text: str) -> int:
@@ -96,26 +104,17 @@ def parse_list[Value](
         ) from None
 
 
-def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return parse_list(option, text, str, "names")
-
-
-def parse_densities(option: str, text: str) -> tuple[float, ...]:
-    """Fractions in (0, 1], separated by commas.
-
-    Raises:
-        ConfigError: one of them is not.
-    """
-
-    def fraction(part: str) -> float:
-        if not 0 < float(part) <= 1:
-            raise ValueError
-        return float(part)
-
-    return parse_list(
-        option, text, fraction, "fractions: numbers in (0, 1] with commas between, as 0.001,0.01"
-    )
+parse_names = partial(parse_list, convert=str, expected="names")
+parse_integers = partial(parse_list, convert=int, expected="whole numbers with commas between")
+parse_rates = partial(
+    parse_list, convert=float, expected="numbers with commas between, such as 1e-4,3e-4"
+)
+"""Learning rates."""
+parse_densities = partial(
+    parse_list,
+    convert=float,
+    expected="fractions: numbers in (0, 1] with commas between, as 0.001,0.01",
+)
 
 
 def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
@@ -143,33 +142,86 @@ _METAVARS: dict[object, str] = {
 }
 
 
+class _Declared(NamedTuple):
+    flag: str
+    default: Any
+    parse: Callable[[str, str], Any] | None
+    fits: Sequence[Fits]
+    settings: dict[str, Any]
+
+
 def option(
     default: Any,
-    help: str,
+    help: str = "",
     parse: Callable[[str, str], Any] | None = None,
     *,
     flag: str = "",
+    among: Names | None = None,
+    fits: Fits | None = None,
     **typer_settings: Any,
 ) -> Any:
     """A field of an `Options` dataclass that is an option of the command line.
 
     Args:
         default: as text where there is a `parse`.
-        help: one line.
+        help: one line; without it, `among`.
         parse: makes the value of the flag and its text; None lets Typer do it by the field's type.
         flag: such as `--dtype`; that of the field's name where it is left out.
-        typer_settings: more arguments of `typer.Option`.
+        among: what the value, or each of its values, may be; None always may.
+        fits: another test of each.
+        typer_settings: more arguments of `typer.Option`; `min` and `max` are tested too.
     """
+    if among is not None and not callable(among):
+        help = help or " | ".join(map(str, among))
     settings = {"help": help, "metavar": _METAVARS.get(parse), **typer_settings}
-    metadata = {_KEY: (flag, default, parse, settings)}
+    tests = [] if fits is None else [fits]
+    if among is not None:
+        tests.append(_among(among))
+    if (low := typer_settings.get("min")) is not None:
+        tests.append(at_least(low))
+    if (high := typer_settings.get("max")) is not None:
+        tests.append(lambda value: "" if value <= high else f"at most {high}")
+    metadata = {_KEY: _Declared(flag, default, parse, tests, settings)}
     if parse is None or default is None:
         return field(default=default, metadata=metadata)
     # Read when it is needed: some names are those of a registry.
     return field(default_factory=lambda: parse(flag, default), metadata=metadata)
 
 
+def names_option(usual: str | None, help: str = "", flag: str = "", **more: Any) -> Any:
+    """An option of names with commas between."""
+    return option(usual, help, parse_names, flag=flag, **more)
+
+
+def density_option(usual: str, help: str, flag: str = "--density", fits: Fits = fraction) -> Any:
+    """An option of fractions with commas between."""
+    return option(usual, help, parse_densities, flag=flag, fits=fits)
+
+
 class Options:
-    """A dataclass whose fields are options of the command line."""
+    """A dataclass whose fields are options of the command line.
+
+    Raises:
+        ConfigError: a value does not fit, whether a command line or a program gave it.
+    """
+
+    NAME: ClassVar[str] = ""
+    """The command's, for errors."""
+
+    def __post_init__(self) -> None:
+        check_arguments(self.NAME, [*self._declared(), *self.checks()])
+
+    def _declared(self) -> Iterator[Check]:
+        for each, flag, declared in _options(type(self)):
+            name = flag.partition("/")[0].lstrip("-").replace("-", "_")
+            given = [one for one in _values(getattr(self, each.name)) if one is not None]
+            for fits, one in product(declared.fits, given):
+                expected = fits(one)
+                yield name, one, not expected, expected
+
+    def checks(self) -> list[Check]:
+        """What the options do not say one by one."""
+        return []
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
@@ -178,7 +230,7 @@ class Options:
         import typer
 
         types = get_type_hints(cls)
-        for each, flag, default, parse, settings in _options(cls):
+        for each, flag, (_, default, parse, _, settings) in _options(cls):
             kind = types[each.name]
             if parse is not None:
                 kind = str | None if default is None else str
@@ -195,15 +247,15 @@ class Options:
             ConfigError: one of them cannot be read, or does not fit.
         """
         values = {}
-        for each, flag, _, parse, _ in _options(cls):
-            value = given.pop(each.name)
+        for each, flag, declared in _options(cls):
+            value, parse = given.pop(each.name), declared.parse
             values[each.name] = value if parse is None or value is None else parse(flag, value)
         return cls(**values)
 
     def arguments(self) -> list[str]:
         """The command line that asks for the same."""
         found = []
-        for each, flag, _, _, _ in _options(type(self)):
+        for each, flag, _ in _options(type(self)):
             value = getattr(self, each.name)
             usual = each.default if each.default_factory is MISSING else each.default_factory()
             if value == usual:
@@ -212,16 +264,20 @@ class Options:
             if isinstance(value, bool):
                 found.append(on if value else off)
                 continue
-            many = value if isinstance(value, list | tuple) else [value]
-            found.append(f"{on}={','.join(AUTO if one is None else str(one) for one in many)}")
+            words = [AUTO if one is None else str(one) for one in _values(value)]
+            found.append(f"{on}={','.join(words)}")
         return found
 
 
-def _options(kind: Any) -> Iterator[tuple[Field, str, Any, Callable[..., Any] | None, dict]]:
+def _values(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _options(kind: Any) -> Iterator[tuple[Field, str, _Declared]]:
     for each in fields(kind):
         if _KEY in each.metadata:
-            flag, *rest = each.metadata[_KEY]
-            yield each, flag or f"--{each.name.replace('_', '-')}", *rest
+            declared = each.metadata[_KEY]
+            yield each, declared.flag or f"--{each.name.replace('_', '-')}", declared
 
 
 def command(app: typer.Typer, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -255,20 +311,21 @@ class Sizes(Options):
     Each size is `SIZE_FACTOR` times the one before.
     """
 
+    LEAST_BYTES: ClassVar[int] = 64
+
     min_bytes: int = option("1M", "Such as 64K, 1M.", parse_size)
     max_bytes: int = option("64M", "Such as 64M, 1G.", parse_size)
     warmup: int = option(3, "Runs that are not timed.", min=0)
     iters: int = option(20, "Runs that are timed.", min=1)
 
-    def range_checks(self, smallest: int) -> list[Check]:
-        """For `check_arguments`; `smallest` is the least number of bytes."""
-        at_most = f"{smallest} to max_bytes ({self.max_bytes})"
+    def checks(self) -> list[Check]:
+        """See `Options`."""
+        least = self.LEAST_BYTES
+        at_most = f"{least} to max_bytes ({self.max_bytes})"
         return [
-            ("min_bytes", self.min_bytes, smallest <= self.min_bytes <= self.max_bytes, at_most),
+            ("min_bytes", self.min_bytes, least <= self.min_bytes <= self.max_bytes, at_most),
             # One wire segment holds the measured elements.
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
-            at_least("warmup", self.warmup, 0),
-            at_least("iters", self.iters, 1),
         ]
 
     def sizes(self) -> Iterator[int]:

@@ -84,6 +84,11 @@ class RankGroup:
         """The hosts, by the first rank on each."""
         return set(self._transport.nodes)
 
+    def _tell(self, what: str) -> None:
+        """Rank 0 says on standard error what it measures."""
+        if self.rank == 0:
+            print(f"# {what}", file=sys.stderr, flush=True)
+
     def _in_turn(
         self, turns: Sequence[Turn], warmup: int, iters: int
     ) -> tuple[list[torch.Tensor], float]:

@@ -16,7 +16,7 @@ INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
 
 def rows(topology, **sweep):
     cases = GatherSweep(elements=100_000, **sweep)
-    return list(GatherBench.virtual_rows(cases, topology, lambda *_: None))
+    return list(GatherBench.virtual_rows(cases, topology))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])

@@ -16,7 +16,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     SweepCase,
     choose,
     options_of,
-    sweep_thresholds,
+    sweep_virtual,
 )
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
@@ -27,7 +27,6 @@ from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_lin
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks
-from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,12 +132,7 @@ class TestCodec:
 def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: str = "pici"):
     """The thresholds that are best on a virtual cluster."""
     cluster = VirtualCluster(topology.world_size, topology)
-    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in cluster.transports]
-    runs = [
-        RingRuns(t, case, partial(cluster.clock_s.__getitem__, t.rank), timer)
-        for t, timer in zip(cluster.transports, timers, strict=True)
-    ]
-    outcomes = cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
+    outcomes = sweep_virtual(format, cluster, case, seconds_a_byte)
     assert all(found == outcomes[0] for found in outcomes)
     return outcomes[0]
 

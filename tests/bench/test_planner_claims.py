@@ -7,7 +7,7 @@ import torch
 
 from megatron_sparse.bench.exchange import planner
 from megatron_sparse.bench.exchange import planner_cases as cases
-from megatron_sparse.bench.exchange.options import PlannerOptions
+from megatron_sparse.bench.exchange.options import CLUSTERS, PlannerOptions
 from megatron_sparse.bench.exchange.planner import (
     PlannerRow,
     Verdict,
@@ -36,9 +36,9 @@ def rows(kinds, *where):
 
 def test_five_kinds_on_three_clusters():
     """All cases of the bench, on few ranks; the command runs them on up to 64."""
-    found = rows(cases.QUICK_KINDS, (2, 4), cases.CLUSTERS)
+    found = rows(cases.QUICK_KINDS, (2, 4), CLUSTERS)
     assert len(found) == 30
-    verdict = Verdict.of(found)
+    verdict = Verdict(found)
     assert verdict.holds, "\n".join([verdict.line(), *(row.line() for row in found)])
     assert len({row.chosen for row in found}) > 1, "one scheme for everything is no choice"
     errors = errors_of(found)
@@ -82,7 +82,7 @@ def test_a_recording_is_tried_on_its_largest_sparse_bucket(tmp_path):
     assert gradient.max() == 4
     found = of_workloads([workload], (2, 4, 8), ["ethernet_25gbit"])
     assert [row.world_size for row in found] == [2, 4]
-    assert Verdict.of(found).holds, "\n".join(row.line() for row in found)
+    assert Verdict(found).holds, "\n".join(row.line() for row in found)
 
 
 def test_the_planner_sees_a_sample():
@@ -113,12 +113,12 @@ def test_a_row_and_the_verdict():
     near, far = row(104.0, 100.0, 120.0), row(107.0, 100.0, 120.0)
     assert (near.chosen, near.best, near.dense_us) == ("direct", "agsparse", 120.0)
     assert near.regret == pytest.approx(0.04)
-    assert Verdict.of([near] * 19 + [far]).holds
-    assert not Verdict.of([near] * 18 + [far]).holds
+    assert Verdict([near] * 19 + [far]).holds
+    assert not Verdict([near] * 18 + [far]).holds
     over = row(106.0, 100.5, 100.9)
     assert over.over_dense > 1.05
-    assert not Verdict.of([near] * 99 + [over]).holds
-    assert "FAILS" in Verdict.of([over]).line()
+    assert not Verdict([near] * 99 + [over]).holds
+    assert "FAILS" in Verdict([over]).line()
 
 
 def test_errors_are_those_of_the_predictions():

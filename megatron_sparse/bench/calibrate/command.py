@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     SweepCase,
     SweepPoint,
     sweep_thresholds,
+    sweep_virtual,
     swept,
 )
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
@@ -37,7 +36,6 @@ from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks, slurm
 from megatron_sparse.simulate.figures import MODEL
-from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
@@ -151,15 +149,9 @@ def run_virtual(request: CalibrationOptions, cluster_name: str, ranks: int) -> N
     scale = case.numel / numel
     case = replace(case, numel=numel, repeats=1)
     virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
-    seconds_a_byte = scale * copy_s / COPIED_BYTES
-    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in virtual.transports]
-    ranks_runs = [
-        RingRuns(t, case, partial(virtual.clock_s.__getitem__, t.rank), timer)
-        for t, timer in zip(virtual.transports, timers, strict=True)
-    ]
 
     def sweep(form: str) -> Curves:
-        return virtual.run(lambda t: sweep_thresholds(form, ranks_runs[t.rank], t, case))[0]
+        return sweep_virtual(form, virtual, case, scale * copy_s / COPIED_BYTES)[0]
 
     with torch_threads(1):
         found, points = _sweep_formats(request.formats, sweep)
@@ -249,10 +241,6 @@ class _CalibrationRank(RankGroup):
     def _say(self, what: str) -> None:
         if self.rank == 0:
             print(f"# {what}", flush=True)
-
-    def _tell(self, what: str) -> None:
-        if self.rank == 0:
-            print(f"# {what}", file=sys.stderr, flush=True)
 
 
 def _sweep_formats(formats: Sequence[str], sweep: Callable[[str], Curves]) -> Swept:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_sparse.bench.options import Options, option, parse_densities, parse_names, parse_size
-from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.bench.options import (
+    Check,
+    Options,
+    above_zero,
+    density_option,
+    names_option,
+    option,
+    parse_size,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +35,9 @@ class CalibrationOptions(Options):
 
     Attributes:
         out: the YAML file; None writes none (virtual only).
-
-    Raises:
-        ConfigError: a value is out of range.
     """
+
+    NAME = "calibrate"
 
     out: Path | None = None
     quick: bool = option(False, "Take seconds, with less precise results.", flag="--quick")
@@ -40,28 +45,22 @@ class CalibrationOptions(Options):
     sweep: bool = option(
         False, "Find adaptive_ring's thresholds and add them to FILE.", flag="--sweep"
     )
-    formats: Sequence[str] = option(
-        "coo,pici",
-        "Message formats of the sweep.",
-        parse_names,
-        flag="--format",
-        metavar="FORMAT,...",
+    formats: Sequence[str] = names_option(
+        "coo,pici", "Message formats of the sweep.", "--format", metavar="FORMAT,..."
     )
     size_bytes: int = option("16M", "Bucket size of the sweep.", parse_size, flag="--size")
-    densities: Sequence[float] = option(
-        "0.05,0.2,0.4", "Gradient densities of the sweep.", parse_densities, flag="--density"
-    )
+    densities: Sequence[float] = density_option("0.05,0.2,0.4", "Gradient densities of the sweep.")
     env: str | None = option(None, "Set the environment of configs/cluster/NAME.", metavar="NAME")
     timeout_s: float = option(
-        120.0, "Seconds after which an operation has failed.", flag="--timeout"
+        120.0, "Seconds after which an operation has failed.", flag="--timeout", fits=above_zero
     )
 
-    def __post_init__(self) -> None:
+    def checks(self) -> list[Check]:
+        """See `Options`."""
         from megatron_sparse.pricing.cluster import RING_FORMATS
 
-        for form in self.formats if self.sweep else ():
-            one_of("--format", form, RING_FORMATS)
-        in_range("--timeout", self.timeout_s, 0, math.inf, low_open=True)
+        fits = not self.sweep or set(self.formats) <= set(RING_FORMATS)
+        return [("format", self.formats, fits, " | ".join(RING_FORMATS))]
 
     def arguments(self) -> list[str]:
         """The command line with the same options."""

@@ -8,11 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 from megatron_sparse.bench.calibrate.threshold_sweep import THRESHOLDS, SweepPoint
+from megatron_sparse.bench.table import print_table
 from megatron_sparse.errors import DependencyError
 from megatron_sparse.extras import require_figures
 from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
@@ -22,59 +19,52 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 FIGURE_TITLE = "Thresholds of the adaptive ring, one swept at a time (SpCCL, figure 2)"
-WIDTH = 100
 SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
 """Densities of the codec's table; the file has more."""
 
 
 def print_cluster(cluster: ClusterModel) -> None:
     """Prints links, host and codec rates."""
-    console = Console(width=WIDTH)
-    links = _table("", "alpha (us)", "Gbit/s", "")
+    print(
+        f"cluster {cluster.name}: {cluster.device}, nodes of {', '.join(map(str, cluster.nodes))} "
+        f"ranks, a port for each {cluster.nic}; "
+        + "; ".join(f"{key}: {value}" for key, value in cluster.fingerprint.items())
+    )
+    print(f"\n{'':<7}{'alpha (us)':>12}{'Gbit/s':>10}")
     for kind, link, what in (
         ("intra", cluster.intra, "within a node"),
         ("inter", cluster.inter, "between nodes"),
         ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
     ):
         rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"
-        links.add_row(kind, f"{link.alpha_s * 1e6:.1f}", rate, what)
-    console.print(
-        f"cluster {cluster.name}: {cluster.device}, nodes of {', '.join(map(str, cluster.nodes))} "
-        f"ranks, a port for each {cluster.nic}; "
-        + "; ".join(f"{key}: {value}" for key, value in cluster.fingerprint.items())
-    )
-    console.print(links)
-    console.print(
-        f"host: {cluster.host_s_per_message * 1e6:.1f} us a message, "
+        print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{rate:>10}  {what}")
+    print(
+        f"\nhost: {cluster.host_s_per_message * 1e6:.1f} us a message, "
         f"{cluster.host_s_per_bucket * 1e6:.1f} us a bucket"
     )
     by_call: dict[tuple[str, str], list[CodecRate]] = {}
     for rate in cluster.codec:
         by_call.setdefault((rate.op, rate.format), []).append(rate)
     densities = [d for d in SHOWN if d in {rate.density for rate in cluster.codec}]
-    codec = _table("codec", "format", "us a call", *(f"{d:.1%}" for d in densities))
+    print("codec: ns an element, by density; the file has more densities\n")
+    shown = "".join(f"{density:>9.1%}" for density in densities)
+    print(f"{'codec':<18}{'format':<12}{'us a call':>10}{shown}")
     for (op, form), rates in sorted(by_call.items()):
         ns = {rate.density: f"{rate.seconds_per_element * 1e9:.3g}" for rate in rates}
         most_us = max(rate.seconds_per_call for rate in rates) * 1e6
-        codec.add_row(op, form, f"{most_us:.1f}", *(ns.get(d, "") for d in densities))
-    console.print("codec: ns an element, by density; the file has more densities")
-    console.print(codec)
+        shown = "".join(f"{ns.get(density, ''):>9}" for density in densities)
+        print(f"{op:<18}{form:<12}{most_us:>10.1f}{shown}".rstrip())
 
 
 def print_curves(
     points: Sequence[SweepPoint], found: Mapping[str, tuple[float, float, float]]
 ) -> None:
     """Prints each curve, the value that was taken marked, and the result."""
-    console = Console(width=WIDTH)
-    table = _table("format", "threshold", "density", "time (us)", "")
-    for point in points:
-        cells = f"{point.density:g}", f"{point.time_us:.0f}", "<- taken" if point.best else ""
-        table.add_row(point.format, point.threshold, *cells)
-    console.print(table)
+    print_table(SweepPoint, points, None)
     for form, densities in found.items():
         named = zip(THRESHOLDS, densities, strict=True)
         keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
-        console.print(f"scheme.format={form} {keys}", soft_wrap=True)
+        print(f"scheme.format={form} {keys}")
 
 
 def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Path) -> list[Path]:
@@ -115,11 +105,3 @@ def _draw(rows: list[Row], canvas: Canvas) -> None:
         axes.set_xlabel("density from which sums go dense")
     axes_of[0].set_ylabel("time (us)")
     axes_of[-1].legend(fontsize=8)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        is_name = number == 0 or not column or column in ("format", "threshold")
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=True)
-    return table

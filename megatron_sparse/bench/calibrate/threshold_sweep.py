@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps
@@ -27,7 +29,8 @@ from megatron_sparse.formats.message import Message, MessageBuffers, encode, rec
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.gradients import uniform
-from megatron_sparse.transport import Transport
+from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
+from megatron_sparse.transport import Transport, VirtualCluster
 
 THRESHOLDS = ("intra", "inter", "gather")
 TIE = 0.01
@@ -52,22 +55,19 @@ class SweepCase:
 
 
 @dataclass(frozen=True)
-class SweepPoint:
-    """A point of a curve.
+class SweepPoint(CellRow, gap="  "):
+    """A point of a curve."""
 
-    Attributes:
-        format: `coo` or `pici`.
-        threshold: one of `THRESHOLDS`.
-        density: its value.
-        time_us: of the collective, over all input densities.
-        best: whether this value was chosen.
-    """
+    format: str = cell("`coo` or `pici`", "<6")
+    threshold: str = cell("one of `THRESHOLDS`", "<9")
+    density: float = cell("its value", ">7g")
+    time_us: float = cell("of the collective, over all input densities", ">9.0f time(us)")
+    best: bool = cell("whether this value was chosen", "mark <8 taken")
 
-    format: str
-    threshold: str
-    density: float
-    time_us: float
-    best: bool
+    @property
+    def mark(self) -> str:
+        """For the table."""
+        return "<- taken" if self.best else ""
 
 
 class RingRuns:
@@ -148,6 +148,18 @@ def sweep_thresholds(
         ]
     intra, inter, gather = found
     return (intra, inter, gather), points
+
+
+def sweep_virtual(
+    format: str, cluster: VirtualCluster, case: SweepCase, seconds_a_byte: float
+) -> list[tuple[tuple[float, float, float], list[SweepPoint]]]:
+    """The same on virtual ranks; the codec's time is the bytes that it moves. Of every rank."""
+    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in cluster.transports]
+    runs = [
+        RingRuns(t, case, partial(cluster.clock_s.__getitem__, t.rank), timer)
+        for t, timer in zip(cluster.transports, timers, strict=True)
+    ]
+    return cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
 
 
 def swept(transport: Transport) -> list[str]:

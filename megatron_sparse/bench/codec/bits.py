@@ -94,9 +94,9 @@ def run(sweep: BitsSweep, json_path: Path | None = None) -> tuple[list[BitsRow],
     """
     print("# bits an entry: entropy and positions; whole Rice records by their values")
     bits = [bits_row(*case) for case in product(sweep.elements, sweep.densities)]
-    print_table(BitsRow.COLUMNS, bits, None)
+    print_table(BitsRow, bits, None)
     print("#\n# error of quantised values, relative, root mean square")
-    errors = print_table(ErrorRow.COLUMNS, error_rows(sweep.tails, sweep.groups), None)
+    errors = print_table(ErrorRow, error_rows(sweep.tails, sweep.groups), None)
     write_rows(json_path, [row.to_dict() for row in [*bits, *errors]])
     return bits, errors
 

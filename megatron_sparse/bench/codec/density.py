@@ -21,7 +21,6 @@ import torch
 
 from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bench.codec.options import DensitySweep
-from megatron_sparse.bench.options import check_arguments, known
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.table import print_table
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
@@ -68,16 +67,15 @@ def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
         json_path: file for one JSON object a line; None writes none.
 
     Raises:
-        ConfigError: an unknown distribution, or a file that cannot be written.
+        ConfigError: an unknown scope, or a file that cannot be written.
     """
     names = sweep.distributions or tuple(DISTRIBUTIONS)
-    check_arguments("bench density", [known("distribution", names, DISTRIBUTIONS)])
     print(
         f"# threshold_scope {sweep.threshold_scope}, {sweep.elements} elements, "
         f"{sweep.samples} samples, {sweep.steps} steps"
     )
     cases = product(names, sweep.densities)
-    return print_table(Row.COLUMNS, (measure(sweep, *case) for case in cases), json_path)
+    return print_table(Row, (measure(sweep, *case) for case in cases), json_path)
 
 
 def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:

@@ -11,6 +11,7 @@ the codec: none of them writes a header, checks an index or rounds stochasticall
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +21,11 @@ import numpy as np
 import torch
 
 from megatron_sparse.bench.codec.options import TimedSweep
-from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bench.table import (
     Action,
     copy_action,
     print_table,
-    time_in_turn,
     torch_threads,
 )
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
@@ -141,21 +141,16 @@ class Row(CellRow):
     density: float = cell("fraction that is sent", ">7g")
     bytes_moved: int = cell("read and written", ">11 moved(B)")
     device: str = cell("`cpu` or `cuda`")
-    time_us: float | None = cell("of the operation", ">10.1f time(us)", default=None)
-    copy_us: float | None = cell(
-        "of a copy that reads and writes as much", ">10.1f copy(us)", default=None
-    )
-    ratio: float | None = cell("the median over the rounds of time / copy", ">6.2f", default=None)
-    stream_us: float | None = cell(
+    time_us: float | None = optional("of the operation", ">10.1f time(us)")
+    copy_us: float | None = optional("of a copy that reads and writes as much", ">10.1f copy(us)")
+    ratio: float | None = optional("the median over the rounds of time / copy", ">6.2f")
+    stream_us: float | None = optional(
         "only to read the bytes that an encoder reads, or to write those of a scatter-add",
         ">10.1f stream(us)",
-        default=None,
     )
-    peer_us: float | None = cell(
-        "the peer's time", ">11.1f peer(us) | peer_us/time_us >6.1f x", default=None
-    )
+    peer_us: float | None = optional("the peer's time", ">11.1f peer(us) | peer_us/time_us >6.1f x")
     wrong: int = cell("elements or bytes that differ from the oracle's", ">6 #wrong", default=0)
-    peer: str | None = cell("name of another implementation", "<1", default=None)
+    peer: str | None = optional("name of another implementation", "<1")
 
     @property
     def size(self) -> int:
@@ -180,8 +175,7 @@ def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) ->
     others = task.peers if peers else {}
     streams = [] if task.stream is None else [task.stream]
     actions = [task.run, copy_action(task.bytes_moved, case.device), *streams, *others.values()]
-    in_turn = time_in_turn if case.device.type == "cpu" else device_time_in_turn
-    time_us, copy_us, *more_us = in_turn(actions, sweep.warmup, sweep.iters)
+    time_us, copy_us, *more_us = time_in_turn(actions, sweep.warmup, sweep.iters, case.device)
     own.time_us, own.copy_us = median(time_us), median(copy_us)
     own.ratio = median(a / b for a, b in zip(time_us, copy_us, strict=True))
     own.stream_us = median(more_us.pop(0)) if streams else None
@@ -197,26 +191,39 @@ def print_rows(head: str, sweep: TimedSweep, rows: Iterable[Row], path: Path | N
     """
     with torch_threads(sweep.threads):
         print(f"# {head}, {sweep.warmup} + {sweep.iters} rounds, medians")
-        return print_table(Row.COLUMNS, rows, path)
+        return print_table(Row, rows, path)
 
 
-def device_time_in_turn(actions: Sequence[Action], warmup: int, iters: int) -> list[list[float]]:
-    """Microseconds of the device for each action, in each round after the warm-up.
+def time_in_turn(
+    actions: Sequence[Action], warmup: int, iters: int, device: torch.device = CPU
+) -> list[tuple[float, ...]]:
+    """Microseconds of each action in each round that counts.
 
-    Leaves out host time between launches for which the device does not wait.
+    Each round runs all of them once, so that a slowdown of the machine affects all of them.
     """
-    times_us: list[list[float]] = [[] for _ in actions]
-    for round_index in range(warmup + iters):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
-        for action, (begin, end) in zip(actions, events, strict=True):
-            begin.record()
-            action()
-            end.record()
-        torch.cuda.synchronize()
-        if round_index >= warmup:
-            for kept, (begin, end) in zip(times_us, events, strict=True):
-                kept.append(begin.elapsed_time(end) * 1e3)
+    a_round = _host_round if device.type == "cpu" else _device_round
+    rounds = [a_round(actions) for _ in range(warmup + iters)]
+    return list(zip(*rounds[warmup:], strict=True))
+
+
+def _host_round(actions: Sequence[Action]) -> list[float]:
+    times_us = []
+    for action in actions:
+        start_s = time.perf_counter()
+        action()
+        times_us.append((time.perf_counter() - start_s) * 1e6)
     return times_us
+
+
+def _device_round(actions: Sequence[Action]) -> list[float]:
+    """Without host time between launches for which the device does not wait."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
+    for action, (begin, end) in zip(actions, events, strict=True):
+        begin.record()
+        action()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in events]
 
 
 def differing(got: torch.Tensor | bytes, expected: torch.Tensor | bytes) -> int:

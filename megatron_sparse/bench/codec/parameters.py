@@ -12,10 +12,10 @@ the learning rate (measured for AdamW), both rounded to the dtype. `measure` tak
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_sparse.bench.codec.frame import DTYPES
+from megatron_sparse.bench.codec.frame import DTYPES, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.table import describe_cpu, print_table, show_progress, torch_threads
@@ -84,7 +84,7 @@ def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
     cases = (synthetic(sweep.elements, rate, DTYPES[sweep.dtype]) for rate in sweep.rates)
     with torch_threads(sweep.threads):
         rows = (row for case in cases for row in measure(case, coders, sweep.warmup, sweep.iters))
-        return print_table(Row.COLUMNS, rows, json_path)
+        return print_table(Row, rows, json_path)
 
 
 def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:
@@ -101,37 +101,25 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
     z_N, numel = moves_of(case), case.old_N.numel()
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
     entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
-    peers = {name: _coder(name, case, z_N) for name in coders}
-    times_s: dict[str, list[tuple[float, float]]] = {name: [] for name in coders}
-    coded_bytes, wrong = {}, {}
-    for round_index in range(warmup + iters):
-        for name, coder in peers.items():
-            start_s = time.perf_counter()
-            record = coder.encode()
-            encoded_s = time.perf_counter()
-            coder.prepare()
-            begin_s = time.perf_counter()
-            result = coder.decode(record)
-            end_s = time.perf_counter()
-            if round_index >= warmup:
-                times_s[name].append((encoded_s - start_s, end_s - begin_s))
-            coded_bytes[name], wrong[name] = memoryview(record).nbytes, coder.wrong(result)
-    for name in coders:
-        encode_s, decode_s = (median(side) for side in zip(*times_s[name], strict=True))
+    made = [_coder(name, case, z_N) for name in coders]
+    steps = [(each.run_encode, each.prepare, each.run_decode) for each in made]
+    times_us = time_in_turn(list(chain(*steps)), warmup, iters)
+    for index, (name, coder) in enumerate(zip(coders, made, strict=True)):
+        encode_us, _, decode_us = map(median, times_us[3 * index : 3 * index + 3])
         yield Row(
             parameters=case.name,
             coder=name,
             dtype=dtype,
             numel=numel,
-            bits=8 * coded_bytes[name] / max(numel, 1),
+            bits=8 * memoryview(coder.record).nbytes / max(numel, 1),
             entropy=entropy,
-            encode_gbps=case.old_N.nbytes / encode_s / 1e9,
-            decode_gbps=case.old_N.nbytes / decode_s / 1e9,
-            wrong=wrong[name],
+            encode_gbps=case.old_N.nbytes / encode_us / 1e3,
+            decode_gbps=case.old_N.nbytes / decode_us / 1e3,
+            wrong=coder.wrong(coder.result),
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Coder:
     """A way to code one pair's moves.
 
@@ -140,12 +128,24 @@ class Coder:
         decode: makes the moves of them, or the new parameters.
         wrong: counts the numbers of a result that are wrong.
         prepare: what decoding needs, and is not timed.
+        record: the bytes that `run_encode` made last.
+        result: what `run_decode` made of them.
     """
 
     encode: Callable[[], Any]
     decode: Callable[[Any], Any]
     wrong: Callable[[Any], int]
     prepare: Callable[[], object] = lambda: None
+    record: Any = None
+    result: Any = None
+
+    def run_encode(self) -> None:
+        """Keeps the record."""
+        self.record = self.encode()
+
+    def run_decode(self) -> None:
+        """Keeps the result."""
+        self.result = self.decode(self.record)
 
 
 def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:

@@ -1,7 +1,7 @@
-"""`bench prune`: pruning, encoding and decoding, beside plain torch operations.
+"""`bench prune`: pruning beside plain torch operations, then encoding and decoding.
 
-The whole gradient is compared with the oracles. The peer rounds to nearest where the gradient is
-narrow.
+Pruning is compared with the oracle on the whole gradient; the peer rounds to nearest where the
+gradient is narrow. `encode` and `decode_add` are those of `bench codecs`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ from megatron_sparse.bench.codec.frame import (
     Case,
     Row,
     Task,
-    differing,
     measure,
     print_rows,
 )
 from megatron_sparse.bench.codec.options import PruneSweep
-from megatron_sparse.bench.codec.records import Codec
-from megatron_sparse.bench.table import Action, describe_cpu
+from megatron_sparse.bench.codec.records import Codec, make_tasks
+from megatron_sparse.bench.table import describe_cpu
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.formats import torch_codec
-from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 
 PEER = "torch ops"
@@ -54,44 +51,23 @@ def run(sweep: PruneSweep, json_path: Path | None = None) -> list[dict[str, Any]
 def _rows(sweep: PruneSweep) -> Iterator[Row]:
     for size, density in product(sweep.sizes(), sweep.densities):
         case = Case(size, density, sweep.dtype)
-        for task in _tasks(case, DTYPES[sweep.residual_dtype]):
-            yield from measure(case, task, sweep)
+        prune = _prune_task(case, DTYPES[sweep.residual_dtype])
+        yield from measure(case, prune, sweep)
+        # What follows prunes too, and encoding refuses a wrong count.
+        for task in [] if prune.wrong else make_tasks(case):
+            if task.op in ("encode", "decode_add"):
+                yield from measure(case, task, sweep)
 
 
-def _tasks(case: Case, residual_dtype: torch.dtype) -> Iterator[Task]:
-    codec, grad_N = Codec(case), case.gradient()
-    residual_N = torch.zeros(case.numel, dtype=residual_dtype)
+def _prune_task(case: Case, residual_dtype: torch.dtype) -> Task:
+    grad_N, residual_N = case.gradient(), torch.zeros(case.numel, dtype=residual_dtype)
     before = grad_N.clone(), residual_N.clone()
-    pruning = codec.pruning(residual_N, 1.0)
-    nnz = ops.prune_(grad_N, pruning, case.code)
-    peer_sum_N = torch.empty(case.numel)
-    wrong = _wrong_prune(case, before, (grad_N, residual_N), nnz)
-    moved, in_torch = 2 * (grad_N.nbytes + residual_N.nbytes), (*before, peer_sum_N, case.threshold)
-    peers: dict[str, Action] = {PEER: lambda: _prune_in_torch(*in_torch)}
+    prune = partial(ops.prune_, grad_N, Codec(case).pruning(residual_N, 1.0), case.code)
+    wrong = _wrong_prune(case, before, (grad_N, residual_N), prune())
+    in_torch = partial(_prune_in_torch, *before, torch.empty(case.numel), case.threshold)
     # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
-    prune = partial(ops.prune_, grad_N, pruning, case.code)
-    yield Task("prune", "-", moved, wrong, prune, peers=peers)
-
-    nnz = torch.count_nonzero(grad_N).view(1)  # right, even where prune_'s own count is not
-    given = codec.segments, nnz, codec.spec
-    peer_out = torch.full_like(codec.out, 0xFF)
-    codec.out.fill_(0xFF)
-    encode = codec.encode(grad_N, nnz)
-    message = codec.out[: int(encode())]
-    record, form = b"".join(message_oracle.encode(grad_N, *given)), codec.record_name()
-    moved, wrong = grad_N.nbytes + message.nbytes, differing(message, record)
-    peers = {PEER: lambda: torch_codec.encode(grad_N, *given, peer_out)}
-    yield Task("encode", form, moved, wrong, encode, peers=peers)
-
-    acc_N, expected_N = torch.zeros(case.numel), torch.zeros(case.numel)
-    decode_add = codec.decode_add(acc_N, message)
-    decode_add()
-    message_oracle.decode_add_(expected_N, record, codec.expected, 0)
-    # Each entry is read and written in the fp32 accumulator.
-    moved = message.nbytes + 8 * (case.numel if form == "dense" else int(nnz))
-    wrong = _unequal(acc_N, expected_N)
-    peers = {PEER: lambda: torch_codec.decode_add_(expected_N, message, codec.expected, 0)}
-    yield Task("decode_add", form, moved, wrong, decode_add, peers=peers)
+    moved = 2 * (grad_N.nbytes + residual_N.nbytes)
+    return Task("prune", "-", moved, wrong, prune, peers={PEER: in_torch})
 
 
 def _prune_in_torch(

@@ -35,9 +35,10 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from megatron_sparse.bench.exchange.case import Case, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
-from megatron_sparse.bench.exchange.frame import print_head
+from megatron_sparse.bench.exchange.frame import print_rows
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
-from megatron_sparse.bench.table import Columns, TableRow, copy_action, print_table, show_progress
+from megatron_sparse.bench.row import CellRow, cell, optional
+from megatron_sparse.bench.table import copy_action, show_progress
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.reducer import PendingReduction
@@ -50,41 +51,31 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @dataclass(kw_only=True)
-class BucketRow(TableRow):
-    """One size; times are medians in microseconds, null where wrong.
+class BucketRow(CellRow):
+    """One size; times are medians in microseconds, null where wrong."""
 
-    Attributes:
-        bytes: of the gradient.
-        scheme: that carried it.
-        codec: that made the messages: `cuda` or `torch` on a GPU, else `cpu`.
-        queues: hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set.
-        time_us: from gradient to sum, the device's work included.
-        floor_us: see the module's docstring; so for the rest.
-        host_us: of the training thread, from the launch until the optimizer could begin.
-        waits: of the host for the device.
-        busy_us: the compute kernel alone.
-        both_us: the compute kernel and the bucket.
-        wrong: elements that differ from the exact sum.
-    """
-
-    bytes: int
-    scheme: str
-    codec: str
-    queues: int | None
-    wrong: int
-    time_us: float | None = None
-    floor_us: float | None = None
-    host_us: float | None = None
-    waits: int | None = None
-    busy_us: float | None = None
-    both_us: float | None = None
-
-    COLUMNS = Columns(
-        "bytes >12 size(B) | scheme >10 | codec >6 | queues >6 | time_us >11.1f time(us) | "
-        "floor_us >11.1f floor(us) | floor_us/time_us >10.2f floor/time | host_us >9.1f host(us) | "
-        "waits >5 | busy_us >11.1f busy(us) | both_us >11.1f both(us) | hidden >6.2f | "
-        "wrong >6 #wrong"
+    bytes: int = cell("of the gradient", ">12 size(B)")
+    scheme: str = cell("that carried it", ">10")
+    codec: str = cell("that made the messages: `cuda` or `torch` on a GPU, else `cpu`", ">6")
+    queues: int | None = cell(
+        "hardware queues that CUDA_DEVICE_MAX_CONNECTIONS allows; null where it is not set", ">6"
     )
+    time_us: float | None = optional(
+        "from gradient to sum, the device's work included", ">11.1f time(us)"
+    )
+    floor_us: float | None = optional(
+        "see the module's docstring; so for the rest",
+        ">11.1f floor(us) | floor_us/time_us >10.2f floor/time",
+    )
+    host_us: float | None = optional(
+        "of the training thread, from the launch until the optimizer could begin", ">9.1f host(us)"
+    )
+    waits: int | None = optional("of the host for the device", ">5")
+    busy_us: float | None = optional("the compute kernel alone", ">11.1f busy(us)")
+    both_us: float | None = optional(
+        "the compute kernel and the bucket", ">11.1f both(us) | hidden >6.2f"
+    )
+    wrong: int = cell("elements that differ from the exact sum", ">6 #wrong")
 
     @property
     def hidden(self) -> float | None:
@@ -109,6 +100,8 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         sweep: what to measure.
         codec: as of `BucketRow`; selected by MEGATRON_SPARSE_CODEC already.
     """
+
+    ROW = BucketRow
 
     def __init__(self, sweep: BucketSweep, codec: str) -> None:
         self._codec, has_slots = codec, codec != "torch"
@@ -236,9 +229,9 @@ def run(sweep: BucketSweep, json_path: Path | None = None) -> Sequence[BucketRow
         MegatronSparseError: the collective failed.
     """
     on_cuda = torch.cuda.is_available()
-    print_head(sweep, f"1 rank, {torch.cuda.get_device_name() if on_cuda else 'cpu'}")
+    where = f"1 rank, {torch.cuda.get_device_name() if on_cuda else 'cpu'}"
     rows = _rows(sweep, sweep.codecs if on_cuda else ("cpu",))
-    return print_table(BucketRow.COLUMNS, rows, json_path)
+    return print_rows(BucketBench, sweep, where, rows, json_path)
 
 
 def _rows(sweep: BucketSweep, codecs: Sequence[str]) -> Iterator[BucketRow]:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Input, check, skips_straggler
+from megatron_sparse.collectives import SCHEMES, Input, Scheme, check
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import (
@@ -79,10 +79,10 @@ class Case:
             sweep: how the case is run.
             straggler: the late rank, for schemes that need one.
         """
-        known = SCHEMES.get(self.scheme)
-        form = "auto" if known and known.own_format else sweep.message_format
+        scheme = entry_of(self.scheme)
+        form = "auto" if scheme.own_format else sweep.message_format
         pinned = None
-        if skips_straggler(self.scheme):
+        if scheme.skips_straggler:
             pinned = StragglerConfig(mode="pinned", rank=straggler)
         return check(
             SparseConfig.from_overrides(
@@ -96,16 +96,15 @@ class Case:
                 format=form,
                 timeout_s=sweep.timeout_s,
                 straggler=pinned,
-                capacity=self._capacity(sweep),
+                capacity=sweep.capacity if scheme.takes_slots else None,
             )
         )
 
     @property
     def rounds(self) -> bool:
         """Whether values or sums travel in few bits."""
-        known = SCHEMES.get(self.scheme)
-        sends_whole = known is not None and known.sends_whole
-        return sends_whole or self.value_bits is not None or self.sum_bits is not None
+        few_bits = self.value_bits is not None or self.sum_bits is not None
+        return few_bits or entry_of(self.scheme).sends_whole
 
     def count_wrong(self, results: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> int:
         """Elements that are not the sum of the values that ranks have sent.
@@ -128,11 +127,6 @@ class Case:
             for found_C in (result_M[part] for result_M in results):
                 wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
         return wrong
-
-    def _capacity(self, sweep: CollectiveSweep) -> float | None:
-        """None for schemes that take none; what `auto` goes by does."""
-        known = SCHEMES.get(self.scheme)
-        return sweep.capacity if known is None or known.takes_slots else None
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
         """One pruned parameter that is the whole bucket."""
@@ -193,14 +187,14 @@ def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
 
 def left_out(sweep: CollectiveSweep) -> str | None:
     """A line about schemes that have no rows in few bits, though they were asked for; or None."""
-    names = [
-        scheme
-        for scheme in sweep.schemes
-        if (known := SCHEMES.get(scheme)) is not None
-        and known.own_format is not None
-        and any(bits != WHOLE_BITS for bits in sweep.value_bits)
-    ]
+    few_bits = any(bits != WHOLE_BITS for bits in sweep.value_bits)
+    names = [name for name in sweep.schemes if few_bits and entry_of(name).own_format is not None]
     return f"# values in full only, no rows in few bits: {', '.join(names)}" if names else None
+
+
+def entry_of(scheme: str) -> Scheme:
+    """A scheme's entry; `auto` can do whatever `direct` can."""
+    return SCHEMES["direct" if scheme == "auto" else scheme]
 
 
 def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
@@ -214,46 +208,37 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
                 got=f"{size} bytes of {dtype}",
                 remedy="raise --min-bytes",
             )
-        for target, given, scheme, level in product(
+        for density, given, name, level in product(
             sweep.densities, sweep.value_bits, sweep.schemes, sweep.levels
         ):
-            known, bits = SCHEMES.get(scheme), None if given == WHOLE_BITS else given
-            if _runs(scheme, op, bits) and (level == RANK or not _is_for_ranks(scheme)):
-                density = 1.0 if known is not None and known.takes_all else target
-                own = bits
-                if known is not None and known.sends_whole:
-                    own = dense_value_bits(bits)  # it has no values in full
-                elif known is not None and known.takes is Input.DENSE:
-                    own = None
-                sum_bits = _sum_bits(sweep, scheme, op, bits)
-                yield Case(op, scheme, dtype, density, numel, own, sum_bits, level)
+            scheme, bits = entry_of(name), None if given == WHOLE_BITS else given
+            if not _runs(scheme, op, bits, level):
+                continue
+            sum_bits = sweep.sum_bits if _sums_few_bits(scheme, op, bits, sweep) else None
+            if scheme.sends_whole:
+                bits = dense_value_bits(bits)  # it has no values in full
+            elif scheme.takes is Input.DENSE:
+                bits = None
+            target = 1.0 if scheme.takes_all else density
+            yield Case(op, name, dtype, target, numel, bits, sum_bits, level)
 
 
-def _is_for_ranks(scheme: str) -> bool:
-    """Whether a scheme runs at level `rank` alone: dense ones, and those for a late rank."""
-    known = SCHEMES.get(scheme)
-    return known is not None and (known.takes is Input.DENSE or skips_straggler(scheme))
-
-
-def _sum_bits(
-    sweep: CollectiveSweep, scheme: str, op: CollectiveOp, bits: int | None
-) -> int | None:
-    """None for schemes that cannot gather sums in few bits; see `config.bits`."""
-    known = SCHEMES.get(scheme)
-    has_residual = known is None or (
-        known.takes is Input.SPARSE and known.own_format is None and not known.takes_inner
-    )
-    sends_whole = known is not None and known.sends_whole
-    is_rice = sends_whole or bits is not None or sweep.message_format == "rice"
-    gathers = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
-    return sweep.sum_bits if gathers else None
-
-
-def _runs(scheme: str, op: CollectiveOp, bits: int | None) -> bool:
-    """Whether a scheme has the operation and the bits of values; None for whole ones."""
-    known = SCHEMES.get(scheme)
-    if known is None:
-        return True
-    if op not in known.ops or (bits is not None and known.own_format is not None):
+def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> bool:
+    """Whether a scheme has the operation, the level, and the bits of values; None: whole ones."""
+    # Dense schemes, and those for a late rank.
+    is_for_ranks = scheme.takes is Input.DENSE or scheme.skips_straggler
+    if op not in scheme.ops or (level != RANK and is_for_ranks):
         return False
-    return not known.sends_whole or bits in (None, *DENSE_VALUE_BITS)
+    if bits is not None and scheme.own_format is not None:
+        return False
+    return not scheme.sends_whole or bits in (None, *DENSE_VALUE_BITS)
+
+
+def _sums_few_bits(
+    scheme: Scheme, op: CollectiveOp, bits: int | None, sweep: CollectiveSweep
+) -> bool:
+    """Whether a scheme can gather sums in few bits; see `config.bits`."""
+    is_rice = scheme.sends_whole or bits is not None or sweep.message_format == "rice"
+    is_sparse = scheme.takes is Input.SPARSE and scheme.own_format is None
+    has_residual = is_sparse and not scheme.takes_inner
+    return op is CollectiveOp.ALL_REDUCE and has_residual and is_rice

@@ -15,9 +15,8 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, vir
 from megatron_sparse.bench.exchange.row import MEASURED, Row, figures_of, payload_rate
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.bench.rank_group import typed
-from megatron_sparse.bench.table import Progress, TableRow
+from megatron_sparse.bench.row import CellRow
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
@@ -54,7 +53,7 @@ messages."""
 class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
     """See the module's docstring."""
 
-    NAME, ROW = "collectives", Row
+    ROW = Row
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
@@ -81,10 +80,10 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         if line := left_out(cases):
             print(line, flush=True)
 
-    def rows(self, progress: Progress) -> Iterator[TableRow]:
+    def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
         wire_rate = self._wire_rate()
-        for case in each_case(cases_of(self._cases, self.world_size), progress):
+        for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
             place = self._place | {"level": case.level}
             row = Row.of(case, carried_by, self.world_size, wrong, **place)
@@ -93,14 +92,12 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
             yield row
 
     @classmethod
-    def virtual_rows(
-        cls, cases: Sweep, topology: Topology, progress: Progress
-    ) -> Iterable[TableRow]:
+    def virtual_rows(cls, cases: Sweep, topology: Topology) -> Iterator[CellRow]:
         """See `Bench`."""
         n = topology.world_size
         made = cases_of(cases, n)
         check_memory(made, n)
-        for case in each_case(made, progress):
+        for case in each_case(made):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
             place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
@@ -274,8 +271,7 @@ def check_memory(cases: Sequence[Case], n: int) -> None:
         )
 
 
-@dataclass
-class _Outcome:
+class _Outcome(NamedTuple):
     """A rank's outcome of a step: its part of the result, its contribution, and what it sent."""
 
     result: torch.Tensor

@@ -22,13 +22,13 @@ import torch
 from megatron_sparse.bench.codec.parameters import synthetic
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
-from megatron_sparse.bench.options import at_least, check_arguments
-from megatron_sparse.bench.table import Columns, Progress, TableRow, ratio
+from megatron_sparse.bench.exchange.path import LastRecord
+from megatron_sparse.bench.options import check_arguments
+from megatron_sparse.bench.row import CellRow, cell, ratio
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.price import several_levels
-from megatron_sparse.recording import GatherRecord, NullSink
 from megatron_sparse.reduction.held import HeldProgress
 from megatron_sparse.reduction.job import Progress as JobProgress
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
@@ -58,57 +58,34 @@ def cases_of(sweep: GatherSweep, nodes: Sequence[int]) -> list[GatherCase]:
 
 
 @dataclass(kw_only=True)
-class GatherRow(TableRow):
-    """One case. Times are medians over the rounds of the slowest rank's, in microseconds.
+class GatherRow(CellRow):
+    """One case. Times are medians over the rounds of the slowest rank's, in microseconds."""
 
-    Attributes:
-        rate: learning rate of the step.
-        coder: of the moves.
-        way: `flat` or `per-node`.
-        dtype: of the parameters.
-        numel: parameters of the bucket.
-        world_size: ranks.
-        nodes: that they are on.
-        transport: `gloo`, `nccl` or `virtual`.
-        modelled: times are those of an alpha-beta model in which local work takes no time.
-        bits: of the busiest rank's record, for each parameter of its shard.
-        time_us: from the new shard to all new parameters, encoding and decoding included.
-        raw_us: of the backend's own all-gather, in turn with it.
-        speedup: `raw_us` over `time_us`.
-        encode_us: of the ranks' mean, as `decode_us`.
-        decode_us: on one processor core for each rank.
-        wire_bytes: sent by the busiest rank.
-        raw_bytes: that each rank of a ring sends.
-        across_bytes: of all records that leave the busiest node; null where ranks share one node.
-        wrong: parameters, on all ranks, with other bits than their owners'.
-    """
-
-    COLUMNS = Columns(
-        "rate >8g lr | dtype >5 | coder <6 | way <8 | numel >10 | bits >6.2f | "
-        "time_us >10.0f time(us) | raw_us >10.0f raw(us) | speedup >8.2f | "
-        "encode_us >10.0f encode(us) | decode_us >10.0f decode(us) | wire_bytes >11.0f wire(B) | "
-        "raw_bytes >11.0f raw(B) | across_bytes >11.0f across(B) | wrong >6 #wrong"
+    rate: float = cell("learning rate of the step", ">8g lr")
+    dtype: str = cell("of the parameters", ">5")
+    coder: str = cell("of the moves", "<6")
+    way: str = cell("`flat` or `per-node`", "<8")
+    numel: int = cell("parameters of the bucket", ">10")
+    world_size: int = cell("ranks")
+    nodes: int = cell("that they are on")
+    transport: str = cell("`gloo`, `nccl` or `virtual`")
+    modelled: bool = cell("times are an alpha-beta model's, in which local work takes no time")
+    bits: float = cell("of the busiest rank's record, for each parameter of its shard", ">6.2f")
+    time_us: float = cell(
+        "from the new shard to all new parameters, encoding and decoding included",
+        ">10.0f time(us)",
     )
-
-    rate: float
-    coder: str
-    way: str
-    dtype: str
-    numel: int
-    world_size: int
-    nodes: int
-    transport: str
-    modelled: bool
-    bits: float
-    time_us: float
-    raw_us: float
-    speedup: float | None
-    encode_us: float
-    decode_us: float
-    wire_bytes: float
-    raw_bytes: float
-    across_bytes: float | None
-    wrong: int
+    raw_us: float = cell("of the backend's own all-gather, in turn with it", ">10.0f raw(us)")
+    speedup: float | None = cell("`raw_us` over `time_us`", ">8.2f")
+    encode_us: float = cell("of the ranks' mean, as `decode_us`", ">10.0f encode(us)")
+    decode_us: float = cell("on one processor core for each rank", ">10.0f decode(us)")
+    wire_bytes: float = cell("sent by the busiest rank", ">11.0f wire(B)")
+    raw_bytes: float = cell("that each rank of a ring sends", ">11.0f raw(B)")
+    across_bytes: float | None = cell(
+        "of all records that leave the busiest node; null where ranks share one node",
+        ">11.0f across(B)",
+    )
+    wrong: int = cell("parameters, on all ranks, with other bits than their owners'", ">6 #wrong")
 
     @classmethod
     def of(
@@ -173,16 +150,6 @@ def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str)
     return max(size * sum(other != node for other in nodes) for node, size in own.items())
 
 
-class _LastGather(NullSink):
-    """Keeps the record of the last gather."""
-
-    record: GatherRecord
-
-    def record_gather(self, record: GatherRecord) -> None:
-        """See `RecordSink`."""
-        self.record = record
-
-
 class RankGather:
     """A rank's parameters and its gathers; steps of the optimizer go back and forth.
 
@@ -210,7 +177,7 @@ class RankGather:
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
         way = ExactWay(case.coder, verify_every=2**20, per_node=case.way == PER_NODE)
-        self._sink = _LastGather()
+        self._sink = LastRecord()
         self.gather = ExactGather(bucket, self.values_N, transport, way, progress, self._sink)
 
     def move(self, number: int) -> None:
@@ -225,7 +192,7 @@ class RankGather:
 
     def measured(self) -> list[float]:
         """The figures `MEASURED` of the last gather."""
-        record = self._sink.record
+        record = self._sink.gather
         stages = record.timer.times_us()
         return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
 
@@ -233,24 +200,22 @@ class RankGather:
 class GatherBench(Bench[GatherSweep]):
     """See the module's docstring."""
 
-    NAME, ROW = "gather", GatherRow
+    ROW = GatherRow
 
     @classmethod
     def check(cls, cases: GatherSweep, ranks: int, *, virtual: bool) -> None:
         """See `Bench`."""
-        check_arguments("bench gather", [at_least("ranks", ranks, 2)])
+        check_arguments(cases.NAME, [("ranks", ranks, ranks > 1, "2 or more")])
 
-    def rows(self, progress: Progress) -> Iterator[TableRow]:
+    def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
-        for case in each_case(cases_of(self._cases, self._transport.nodes), progress):
+        for case in each_case(cases_of(self._cases, self._transport.nodes), self.rank):
             yield self._row(case)
 
     @classmethod
-    def virtual_rows(
-        cls, cases: GatherSweep, topology: Topology, progress: Progress
-    ) -> Iterator[TableRow]:
+    def virtual_rows(cls, cases: GatherSweep, topology: Topology) -> Iterator[CellRow]:
         """See `Bench`."""
-        for case in each_case(cases_of(cases, topology.nodes), progress):
+        for case in each_case(cases_of(cases, topology.nodes)):
             yield _virtual_row(cases, case, topology)
 
     def _row(self, case: GatherCase) -> GatherRow:

@@ -5,7 +5,7 @@ Imports nothing heavy: the command line reads this for `--help`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +19,18 @@ from megatron_sparse.bench.options import (
     Sizes,
     above_zero,
     at_least,
-    check_arguments,
-    fractions,
-    known,
+    density_option,
+    names_option,
     option,
     parse_counts,
-    parse_densities,
     parse_list,
     parse_names,
+    parse_rates,
     parse_size,
 )
+from megatron_sparse.config.compression import VALUE_BITS
+from megatron_sparse.config.level import NODE, RANK
+from megatron_sparse.config.sparse import MESSAGE_FORMATS
 from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ STRAGGLER_SCHEMES = (
     "straggler_direct"
 )
 GATHER_CODERS = ("rans", "packed")
+CLUSTERS = ("ethernet_25gbit", "ethernet_100gbit", "perlmutter")
+"""Of `bench planner`."""
+OPS = ("all_reduce", "reduce_scatter")
 FLAT, PER_NODE = "flat", "per-node"
 BUCKET_CODECS = ("cuda", "torch")
 """MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
@@ -118,20 +123,20 @@ class Rounds(Options):
     mbit: int | None = option(None, "Rate of each link, in Mbit/s; else measured.", min=1)
     warmup: int = option(2, "Rounds that are not timed.", min=0)
     iters: int = option(7, "Rounds that are timed.", min=1)
-    timeout_s: float = option(120.0, "Seconds that an operation may take.", flag="--timeout")
+    timeout_s: float = option(
+        120.0, "Seconds that an operation may take.", flag="--timeout", fits=above_zero
+    )
 
-    def checks(self) -> list[Check]:
-        """For `check_arguments`."""
-        return [above_zero("mbit", self.mbit), above_zero("timeout", self.timeout_s, " s")]
+
+def _schemes() -> Iterable[str]:
+    from megatron_sparse.collectives import SCHEMES
+
+    return ("auto", *SCHEMES)
 
 
 def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
     """Names of schemes; `all` is each of them and `auto`."""
-    if text != "all":
-        return parse_names(flag, text)
-    from megatron_sparse.collectives import SCHEMES
-
-    return ("auto", *SCHEMES)
+    return tuple(_schemes()) if text == "all" else parse_names(flag, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +151,9 @@ class CollectiveSweep(Rounds, Sizes):
     NAME = "bench collectives"
 
     min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
-    densities: Sequence[float] = option(
-        "0.001,0.01,0.05", "Fractions selected.", parse_densities, flag="--density"
-    )
-    dtypes: Sequence[str] = option(
-        "fp32", "fp32 | bf16 | fp16", parse_names, flag="--dtype", metavar="TYPE,..."
+    densities: Sequence[float] = density_option("0.001,0.01,0.05", "Fractions selected.")
+    dtypes: Sequence[str] = names_option(
+        "fp32", flag="--dtype", metavar="TYPE,...", among=DTYPE_NAMES
     )
     schemes: Sequence[str] = option(
         "all",
@@ -158,50 +161,42 @@ class CollectiveSweep(Rounds, Sizes):
         parse_schemes,
         flag="--scheme",
         metavar="NAME,...",
+        among=_schemes,
     )
-    ops: Sequence[str] = option(
-        "all_reduce", "all_reduce | reduce_scatter", parse_names, flag="--op", metavar="OP,..."
-    )
-    message_format: str = option("auto", "scheme.format", flag="--format")
+    ops: Sequence[str] = names_option("all_reduce", flag="--op", metavar="OP,...", among=OPS)
+    message_format: str = option("auto", "scheme.format", flag="--format", among=MESSAGE_FORMATS)
     value_bits: Sequence[int] = option(
-        "32", "compression.value_bits: 8, 4, 3, 2, or 32: whole.", parse_counts, flag="--value-bits"
+        "32",
+        "compression.value_bits: 8, 4, 3, 2, or 32: whole.",
+        parse_counts,
+        flag="--value-bits",
+        among=(WHOLE_BITS, *VALUE_BITS),
     )
-    sum_bits: int | None = option(None, "scheme.sum_bits, of values of few bits or rice.")
-    levels: Sequence[str] = option(
-        "rank", "compression.level: rank | node", parse_names, flag="--level", metavar="LEVEL,..."
+    sum_bits: int | None = option(
+        None, "scheme.sum_bits, of values of few bits or rice.", among=VALUE_BITS
     )
-    capacity: float | None = option(None, "scheme.capacity of the schemes that take it.")
+    levels: Sequence[str] = names_option(
+        "rank",
+        "compression.level: rank | node",
+        "--level",
+        metavar="LEVEL,...",
+        among=(RANK, NODE),
+    )
+    capacity: float | None = option(
+        None, "scheme.capacity of the schemes that take it.", fits=above_zero
+    )
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
     )
     prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
 
-    def __post_init__(self) -> None:
-        check_arguments(self.NAME, self.checks())
-
     def checks(self) -> list[Check]:
-        """Every argument's."""
-        from megatron_sparse.bucket import CollectiveOp
-        from megatron_sparse.collectives import SCHEMES
-        from megatron_sparse.config.compression import VALUE_BITS
-        from megatron_sparse.config.level import NODE, RANK
-        from megatron_sparse.config.sparse import MESSAGE_FORMATS
-
+        """See `Options`."""
         level_fits = self.prune or set(self.levels) == {RANK}
         engine_fits = not self.nccl_engine or self.capacity is not None
         return [
-            *self.range_checks(64),
-            fractions("density", self.densities),
-            known("dtype", self.dtypes, DTYPE_NAMES),
-            known("scheme", self.schemes, ("auto", *SCHEMES)),
-            known("op", self.ops, CollectiveOp),
-            known("format", [self.message_format], MESSAGE_FORMATS),
-            known("value_bits", list(map(str, self.value_bits)), (WHOLE_BITS, *VALUE_BITS)),
-            known("sum_bits", [str(self.sum_bits)], (None, *VALUE_BITS)),
-            known("level", self.levels, (RANK, NODE)),
-            ("level", ",".join(self.levels), level_fits, "rank with --no-prune"),
-            above_zero("capacity", self.capacity),
             *super().checks(),
+            ("level", ",".join(self.levels), level_fits, "rank with --no-prune"),
             ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
         ]
 
@@ -234,11 +229,9 @@ class StragglerSweep(CollectiveSweep):
 
     NAME = "bench stragglers"
 
-    densities: Sequence[float] = option(
-        "0.01", "Fractions selected.", parse_densities, flag="--density"
-    )
-    schemes: Sequence[str] = option(
-        STRAGGLER_SCHEMES, "Of docs/collectives.md.", parse_names, flag="--scheme"
+    densities: Sequence[float] = density_option("0.01", "Fractions selected.")
+    schemes: Sequence[str] = names_option(
+        STRAGGLER_SCHEMES, "Of docs/collectives.md.", "--scheme", among=_schemes
     )
     # Messages are always the schemes' own, sizes travel with them, and selection is timed.
     message_format: str = "auto"
@@ -262,7 +255,7 @@ class StragglerSweep(CollectiveSweep):
         return super().arguments() + ([f"--figure={self.figure}"] if self.figure else [])
 
     def checks(self) -> list[Check]:
-        """Every argument's."""
+        """See `Options`."""
         longest_ms = self.timeout_s * 1e3
         fits = f"0 to less than --timeout ({longest_ms:g} ms), or auto"
         delays = [
@@ -287,58 +280,42 @@ class StragglerSweep(CollectiveSweep):
         return rank
 
 
-def parse_rates(flag: str, text: str) -> tuple[float, ...]:
-    """Learning rates, separated by commas.
-
-    Raises:
-        ConfigError: one of them is no number.
-    """
-    return parse_list(flag, text, float, "numbers with commas between, such as 1e-4,3e-4")
-
-
 @dataclass(frozen=True, kw_only=True)
 class GatherSweep(Rounds):
     """What `bench gather` measures; `per-node` only where nodes have several ranks."""
 
+    NAME = "bench gather"
+
     elements: int = option(4_000_000, "Parameters; rounded up to whole shards.", min=1)
     rates: Sequence[float] = option(
-        "1e-4", "Learning rates of a step of Adam on normal weights.", parse_rates, flag="--lr"
+        "1e-4",
+        "Learning rates of a step of Adam on normal weights.",
+        parse_rates,
+        flag="--lr",
+        fits=at_least(0),
     )
-    dtype: str = option("bf16", "fp32 | bf16 | fp16")
-    coders: Sequence[str] = option(
-        ",".join(GATHER_CODERS), "rans | packed", parse_names, flag="--coder"
+    dtype: str = option("bf16", among=DTYPE_NAMES)
+    coders: Sequence[str] = names_option(
+        ",".join(GATHER_CODERS), flag="--coder", among=GATHER_CODERS
     )
-    ways: Sequence[str] = option(
+    ways: Sequence[str] = names_option(
         f"{FLAT},{PER_NODE}",
         "flat: every record to every rank | per-node: to each other node once.",
-        parse_names,
-        flag="--way",
+        "--way",
+        among=(FLAT, PER_NODE),
     )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
-
-    def __post_init__(self) -> None:
-        check_arguments(
-            "bench gather",
-            [
-                known("dtype", (self.dtype,), DTYPE_NAMES),
-                known("coder", self.coders, GATHER_CODERS),
-                known("way", self.ways, (FLAT, PER_NODE)),
-                ("lr", self.rates, all(rate >= 0 for rate in self.rates), "0 or more"),
-                *self.checks(),
-            ],
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSparseSweep(Rounds):
     """What `bench row-sparse` measures: a gradient of an embedding, with a few of its rows."""
 
+    NAME = "bench row-sparse"
+
     num_rows: int = option(50_000, "Rows of the embedding.", min=1)
     width: int = option(256, "Elements of a row.", min=1)
     rows: int = option(4096, "Tokens of each rank's batch.", min=1)
-
-    def __post_init__(self) -> None:
-        check_arguments("bench row-sparse", self.checks())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,15 +326,15 @@ class BucketSweep(Sizes):
 
     min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
     max_bytes: int = option("1G", "Such as 64M, 1G.", parse_size)
-    schemes: Sequence[str] = option(
-        "direct", "Of docs/collectives.md.", parse_names, flag="--scheme"
+    schemes: Sequence[str] = names_option(
+        "direct", "Of docs/collectives.md.", "--scheme", among=_schemes
     )
     density: float = option(0.01, "Fraction selected.", min=1e-6, max=1)
     capacity: float = option(1.25, "scheme.capacity", min=1)
-    codecs: Sequence[str] = option(
+    codecs: Sequence[str] = names_option(
         ",".join(BUCKET_CODECS),
         "On a GPU: cuda, torch (Triton's kernels and torch operations; exchanges sizes).",
-        parse_names,
+        among=BUCKET_CODECS,
     )
     nccl_engine: bool = option(False, "scheme.nccl_engine", flag="--nccl-engine")
     stub_nccl: bool = option(
@@ -366,38 +343,35 @@ class BucketSweep(Sizes):
     ranks: Sequence[int] = option("2,8,16", "With --stub-nccl: sizes of the group.", parse_counts)
     iters: int = option(10, "Buckets that are timed.", min=1)
 
-    def __post_init__(self) -> None:
+    def checks(self) -> list[Check]:
+        """See `Options`."""
+        if not self.stub_nccl:
+            return super().checks()
         from megatron_sparse.collectives import SCHEMES
 
-        stubbed = [
+        # All ranks know the sizes of these schemes' messages beforehand.
+        sized = {name for name, entry in SCHEMES.items() if entry.takes_slots}
+        sized |= {"dense", "dense_ring", "dense_rhd", "dense_allpairs"}
+        return [
+            *super().checks(),
             ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
-            known("scheme", self.schemes, _schemes_of_fixed_size()),
+            ("scheme", self.schemes, sized >= set(self.schemes), " | ".join(sorted(sized))),
         ]
-        check_arguments(
-            self.NAME,
-            [
-                *self.range_checks(64),
-                known("codecs", self.codecs, BUCKET_CODECS),
-                known("scheme", self.schemes, ("auto", *SCHEMES)),
-                at_least("capacity", self.capacity, 1),
-                *(stubbed if self.stub_nccl else []),
-            ],
-        )
 
 
-def _schemes_of_fixed_size() -> list[str]:
-    """Schemes whose messages have sizes that all ranks know beforehand."""
-    from megatron_sparse.collectives import SCHEMES
+def _kinds() -> Iterable[str]:
+    from megatron_sparse.bench.exchange.planner_cases import KINDS
 
-    dense = ("dense", "dense_ring", "dense_rhd", "dense_allpairs")
-    return [name for name, entry in SCHEMES.items() if entry.takes_slots or name in dense]
+    return KINDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerOptions(Rounds):
     """Gradients, ranks, clusters and candidates of `bench planner`; None stands for the usual."""
 
-    kinds: Sequence[str] | None = option(None, "Of gradients; all by default.", parse_names)
+    NAME = "bench planner"
+
+    kinds: Sequence[str] | None = names_option(None, "Of gradients; all by default.", among=_kinds)
     recording: Path | None = option(  # noqa: RUF009 - it makes a field
         None, "Recorded gradients instead.", metavar="DIR"
     )
@@ -407,23 +381,21 @@ class PlannerOptions(Rounds):
         partial(parse_counts, low=2),
         metavar="N,...",
     )
-    clusters: Sequence[str] | None = option(None, "Shipped models; all by default.", parse_names)
-    schemes: Sequence[str] | None = option(None, "The candidates; all by default.", parse_names)
+    clusters: Sequence[str] | None = names_option(
+        None, "Shipped models; all by default.", among=CLUSTERS
+    )
+    schemes: Sequence[str] | None = names_option(None, "The candidates; all by default.")
     bucket_bytes: int = option("64M", "Of the fp32 bucket.", parse_size)
     simulated_bytes: int | None = option(
         None, "Of the virtual one for it; 2M, with --quick 512K.", parse_size
     )
-    op: str = option("all_reduce", "all_reduce | reduce_scatter")
+    op: str = option("all_reduce", among=OPS)
     quick: bool = option(False, "Five kinds, 2 to 8 ranks.", flag="--quick")
     netbed: bool = option(False, "Real time, on the test bed; needs root.", flag="--netbed")
     cluster: str | None = option(None, "Of the test bed; else it is measured.", metavar="FILE")
     iters: int = option(9, "Rounds that are timed.", min=1)
 
-    def __post_init__(self) -> None:
-        check_arguments("bench planner", self.checks())
-        if self.recording is not None and self.kinds is not None:
-            raise ConfigError(
-                "bench planner: both kinds and a recording are given",
-                expected="--kinds or --recording",
-                got="both",
-            )
+    def checks(self) -> list[Check]:
+        """See `Options`."""
+        one = self.recording is None or self.kinds is None
+        return [*super().checks(), ("kinds", self.kinds, one, "--kinds or --recording, not both")]

@@ -17,7 +17,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
+from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Job, Progress, Stage, without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
@@ -26,13 +26,18 @@ from megatron_sparse.transport import Transport, VirtualCluster
 
 
 class LastRecord(NullSink):
-    """Keeps the record of the last bucket."""
+    """Keeps the records of the last bucket and of the last gather."""
 
-    record: BucketRecord
+    bucket: BucketRecord
+    gather: GatherRecord
 
     def record_bucket(self, record: BucketRecord) -> None:
         """See `RecordSink`."""
-        self.record = record
+        self.bucket = record
+
+    def record_gather(self, record: GatherRecord) -> None:
+        """See `RecordSink`."""
+        self.gather = record
 
 
 class BucketPath:
@@ -70,7 +75,7 @@ class BucketPath:
     def run(self, bucket: Bucket, step: int) -> BucketRecord:
         """Synchronises a bucket as training does."""
         self.reducer.start(bucket, step).wait()
-        return self._sink.record
+        return self._sink.bucket
 
     def steps(
         self, bucket: Bucket, step: int, timer: StageTimer | None = None

@@ -15,11 +15,10 @@ file is given.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Self
@@ -31,15 +30,15 @@ from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.frame import Bench, print_rows
 from megatron_sparse.bench.exchange.frame import run as run_bench
-from megatron_sparse.bench.exchange.options import CollectiveSweep, Place, PlannerOptions
+from megatron_sparse.bench.exchange.options import CLUSTERS, CollectiveSweep, Place, PlannerOptions
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.planner_cases import Workload
 from megatron_sparse.bench.rank_group import Turn
-from megatron_sparse.bench.table import Columns, Progress, TableRow, torch_threads
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import torch_threads
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration.measure import QUICK, calibrate
 from megatron_sparse.collectives.registry import check_names, check_op
-from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.extras import require_fits
 from megatron_sparse.formats.message import MessageBuffers
@@ -79,12 +78,9 @@ def run(options: PlannerOptions, json_path: Path | None) -> int:
         ConfigError: an option does not fit.
         MegatronSparseError: the error of a collective.
     """
-    one_of("--op", options.op, tuple(CollectiveOp))
-    for name in options.clusters or ():
-        one_of("--clusters", name, cases.CLUSTERS)
-    schemes = None if options.schemes is None else list(options.schemes)
-    check_names(SchemeConfig(), PlannerConfig(schemes=schemes))
-    check_op(SchemeConfig(), PlannerConfig(schemes=schemes), CollectiveOp(options.op))
+    named = PlannerConfig(schemes=None if options.schemes is None else list(options.schemes))
+    check_names(SchemeConfig(), named)
+    check_op(SchemeConfig(), named, CollectiveOp(options.op))
     if options.netbed or local_ranks.started_ranks() is not None:
         _workloads(options, is_real=True)  # refuses unknown kinds before ranks start
         ranks = (options.ranks or (4,))[0] if options.netbed else None
@@ -108,46 +104,25 @@ def _workloads(options: PlannerOptions, is_real: bool) -> list[Workload]:
 
 
 @dataclass(frozen=True)
-class PlannerRow(TableRow):
-    """One case. Times are microseconds.
+class PlannerRow(CellRow):
+    """One case. Times are microseconds."""
 
-    Attributes:
-        case: kind of gradients.
-        world_size: ranks.
-        cluster: name of the cluster.
-        numel: elements of the bucket.
-        density: of a rank's gradient, as it was sampled.
-        chosen: the planner's scheme.
-        chosen_us: its time.
-        predicted_us: its predicted time.
-        best: the fastest scheme.
-        best_us: its time.
-        dense_us: the time of `dense`.
-        modelled: whether the times are those of a virtual cluster.
-        taken_us: each candidate's time.
-        predictions_us: each candidate's predicted time.
-    """
-
-    COLUMNS = Columns(
-        "case <14 | world_size >5 ranks | cluster <17 | chosen <14 | chosen_us >11.1f chosen(us) | "
-        "predicted_us >11.1f predicted | best <14 | best_us >11.1f best(us) | "
-        "dense_us >11.1f dense(us) | regret >7.1%"
+    case: str = cell("kind of gradients", "<14")
+    world_size: int = cell("ranks", ">5 ranks")
+    cluster: str = cell("its name", "<17")
+    numel: int = cell("elements of the bucket")
+    density: float = cell("of a rank's gradient, as it was sampled")
+    chosen: str = cell("the planner's scheme", "<14")
+    chosen_us: float = cell("its time", ">11.1f chosen(us)")
+    predicted_us: float = cell("its predicted time", ">11.1f predicted")
+    best: str = cell("the fastest scheme", "<14")
+    best_us: float = cell("its time", ">11.1f best(us)")
+    dense_us: float = cell("the time of `dense`", ">11.1f dense(us) | regret >7.1%")
+    modelled: bool = cell("whether the times are those of a virtual cluster")
+    taken_us: dict[str, float] = cell("each candidate's time")  # noqa: RUF009 - a field
+    predictions_us: dict[str, float] = cell(  # noqa: RUF009 - a field
+        "each candidate's predicted time"
     )
-
-    case: str
-    world_size: int
-    cluster: str
-    numel: int
-    density: float
-    chosen: str
-    chosen_us: float
-    predicted_us: float
-    best: str
-    best_us: float
-    dense_us: float
-    modelled: bool
-    taken_us: dict[str, float]
-    predictions_us: dict[str, float]
 
     @classmethod
     def of(
@@ -189,9 +164,8 @@ class PlannerRow(TableRow):
         return super().to_dict() | {"regret": self.regret}
 
 
-@dataclass(frozen=True)
 class Verdict:
-    """The verdict on all rows.
+    """The verdict on all rows, of which there is at least one.
 
     Attributes:
         cases: how many there are.
@@ -199,18 +173,10 @@ class Verdict:
         worst_over_dense: the largest time of a choice over that of dense.
     """
 
-    cases: int
-    near: float
-    worst_over_dense: float
-
-    @classmethod
-    def of(cls, rows: Sequence[PlannerRow]) -> Verdict:
-        """Of at least one row."""
-        return cls(
-            len(rows),
-            sum(row.regret <= NEAR for row in rows) / len(rows),
-            max(row.over_dense for row in rows),
-        )
+    def __init__(self, rows: Sequence[PlannerRow]) -> None:
+        self.cases = len(rows)
+        self.near = sum(row.regret <= NEAR for row in rows) / len(rows)
+        self.worst_over_dense = max(row.over_dense for row in rows)
 
     @property
     def holds(self) -> bool:
@@ -244,8 +210,8 @@ def virtual_rows(options: PlannerOptions, workloads: Sequence[Workload]) -> Iter
             if n <= workload.most_ranks:
                 gradients = workload.gradients(n)
                 profile = sampled_profile(gradients)
-                for name in options.clusters or cases.CLUSTERS:
-                    yield _virtual_row(options, workload.kind, gradients, profile, name)
+                for name in options.clusters or CLUSTERS:
+                    yield _virtual_row(options, workload.kind, gradients, profile, find(name))
 
 
 def _virtual_row(
@@ -253,30 +219,44 @@ def _virtual_row(
     kind: str,
     gradients: Sequence[torch.Tensor],
     profile: SparsityProfile,
-    name: str,
+    cluster: ClusterModel,
 ) -> PlannerRow:
-    cluster, n = find(name), len(gradients)
-    op, numel = CollectiveOp(options.op), options.bucket_bytes // 4
+    n, numel = len(gradients), options.bucket_bytes // 4
+    setting = _setting(cluster.name, n, CollectiveOp(options.op), numel)
+
+    def take(schemes: Sequence[str]) -> dict[str, float]:
+        return {name: truth.run(name, gradients, setting).total_s * 1e6 for name in schemes}
+
+    return _row(options, kind, cluster, n, replace(profile, numel=numel), take)
+
+
+def _row(
+    options: PlannerOptions,
+    kind: str,
+    cluster: ClusterModel,
+    n: int,
+    profile: SparsityProfile,
+    take: Callable[[Sequence[str]], dict[str, float]],
+    device: str | None = None,
+) -> PlannerRow:
+    """Prices the candidates and takes all of them; `device` is that of real ranks."""
+    names = candidates(None if options.schemes is None else list(options.schemes), None)
     predictions_us = prices_us(
-        BucketShape(numel, 0, 4, op, n),
-        replace(profile, numel=numel),
+        BucketShape(profile.numel, 0, 4, CollectiveOp(options.op), n),
+        profile,
         cluster=cluster,
         options=SCHEME_OPTIONS,
-        names=_candidates(options),
+        names=names if device is None else runnable(names, SCHEME_OPTIONS, device),
     )
-    setting = _setting(name, n, op, numel)
-    taken_us = {
-        scheme: truth.run(scheme, gradients, setting).total_s * 1e6 for scheme in predictions_us
-    }
     return PlannerRow.of(
         predictions_us,
-        taken_us,
+        take(list(predictions_us)),
         case=kind,
         world_size=n,
-        cluster=name,
-        numel=numel,
+        cluster=cluster.name,
+        numel=profile.numel,
         density=profile.density,
-        modelled=True,
+        modelled=device is None,
     )
 
 
@@ -285,10 +265,6 @@ def _setting(name: str, n: int, op: CollectiveOp, numel: int) -> truth.Setting:
     """One for all kinds: dense schemes run once in each."""
     rate = MACHINES[name][0].codec_rate
     return truth.Setting(find(name), n, rate, op, numel)
-
-
-def _candidates(options: PlannerOptions) -> list[str]:
-    return candidates(None if options.schemes is None else list(options.schemes), None)
 
 
 def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
@@ -313,12 +289,12 @@ class PlannerBench(Bench[PlannerOptions]):
         ConfigError: the cluster file was measured on another cluster.
     """
 
-    NAME, ROW = "planner", PlannerRow
+    ROW = PlannerRow
 
     @classmethod
     def right(cls, rows: Sequence[PlannerRow]) -> bool:
         """See `Bench`."""
-        return Verdict.of(rows).holds
+        return Verdict(rows).holds
 
     @classmethod
     def show(cls, cases: PlannerOptions, rows: Sequence[PlannerRow]) -> None:
@@ -326,31 +302,16 @@ class PlannerBench(Bench[PlannerOptions]):
         for scheme, errors in errors_of(rows).items():
             worst, magnitude = max(errors, key=abs), mean(map(abs, errors))
             print(f"# {scheme:<18} predictions' mean error {magnitude:>6.1%}, worst {worst:>+7.1%}")
-        print(Verdict.of(rows).line(), flush=True)
+        print(Verdict(rows).line(), flush=True)
 
-    def rows(self, progress: Progress) -> Iterator[TableRow]:
+    def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
         cluster, n = self._cluster(), self.world_size
         for workload in _workloads(self._cases, is_real=True):
             grad_N = workload.source(self.rank).to(self._device)
             profile = complete(_sample(grad_N, self._transport))
-            predictions_us = prices_us(
-                BucketShape(grad_N.numel(), 0, 4, CollectiveOp(self._cases.op), n),
-                profile,
-                cluster=cluster,
-                options=SCHEME_OPTIONS,
-                names=runnable(_candidates(self._cases), SCHEME_OPTIONS, self._device.type),
-            )
-            yield PlannerRow.of(
-                predictions_us,
-                self._race(list(predictions_us), grad_N, profile.density),
-                case=workload.kind,
-                world_size=n,
-                cluster=cluster.name,
-                numel=grad_N.numel(),
-                density=profile.density,
-                modelled=False,
-            )
+            take = partial(self._race, grad_N, profile.density)
+            yield _row(self._cases, workload.kind, cluster, n, profile, take, self._device.type)
 
     def _cluster(self) -> ClusterModel:
         if self._cases.cluster is None:
@@ -359,12 +320,8 @@ class PlannerBench(Bench[PlannerOptions]):
         cluster.check_fingerprint(fingerprint(self._transport))
         return cluster
 
-    def _tell(self, what: str) -> None:
-        if self.rank == 0:
-            print(f"# {what}", file=sys.stderr, flush=True)
-
     def _race(
-        self, schemes: Sequence[str], grad_N: torch.Tensor, density: float
+        self, grad_N: torch.Tensor, density: float, schemes: Sequence[str]
     ) -> dict[str, float]:
         """Microseconds of each scheme: of the slowest rank, medians over the rounds."""
         turns = [self._turn(scheme, grad_N, density) for scheme in schemes]

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.gradients import GradientModel
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ROW_NUMEL = 64
 """Of an embedding; a reduced size needs narrower rows than a real one."""
-CLUSTERS = ("ethernet_25gbit", "ethernet_100gbit", "perlmutter")
 WORLD_SIZES, QUICK_WORLD_SIZES = (2, 4, 8, 16, 32, 64), (2, 4, 8)
 QUICK_KINDS = ("uniform", "skewed", "overlapping", "disjoint", "embedding")
 
@@ -67,17 +65,7 @@ def synthetic(kinds: Sequence[str], numel: int) -> list[Workload]:
     Args:
         kinds: their names.
         numel: elements, a multiple of `ROW_NUMEL`.
-
-    Raises:
-        ConfigError: a name is unknown.
     """
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
-        raise ConfigError(
-            "bench planner: a kind of gradients is unknown",
-            expected=" | ".join(KINDS),
-            got=", ".join(unknown),
-        )
     return [Workload(kind, partial(_synthetic, kind, numel), numel, 2**30) for kind in kinds]
 
 
@@ -105,9 +93,8 @@ def recorded(path: Path) -> list[Workload]:
         kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
         return [g.to_dense().float() for g in dump.read(iteration, name, kind)]
 
-    found = max(map(read, dump.buckets), key=lambda ranks: (_is_sparse(ranks), len(ranks[0])))
+    def is_sparse(ranks: Sequence[torch.Tensor]) -> bool:
+        return any(2 * int(gradient.count_nonzero()) < gradient.numel() for gradient in ranks)
+
+    found = max(map(read, dump.buckets), key=lambda ranks: (is_sparse(ranks), len(ranks[0])))
     return [Workload(path.name, found.__getitem__, found[0].numel(), len(found))]
-
-
-def _is_sparse(gradients: Sequence[torch.Tensor]) -> bool:
-    return any(2 * int(gradient.count_nonzero()) < gradient.numel() for gradient in gradients)

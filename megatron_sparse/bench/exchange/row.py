@@ -28,7 +28,7 @@ import torch
 
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
-from megatron_sparse.bench.table import Columns, TableRow
+from megatron_sparse.bench.row import CellRow, Columns, cell, optional
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import RANK
@@ -44,55 +44,37 @@ PAYLOAD_SHARE = 1448 / 1514
 
 
 @dataclass(kw_only=True)
-class CaseRow(TableRow):
+class CaseRow(CellRow):
     """What rows of `bench collectives` and of `bench stragglers` have in common.
 
     Times are medians over the rounds, in microseconds; null where nothing was timed.
-
-    Attributes:
-        op: `all_reduce` or `reduce_scatter`.
-        scheme: as asked for.
-        carried_by: the scheme that did it: another than `scheme` only for `auto` and `rule`.
-        dtype: of the gradient, and of the values sent unless they have `value_bits`.
-        density: as asked for.
-        value_bits: in which values travel; null: whole.
-        sum_bits: of gathered sums; null: they travel whole.
-        count: elements.
-        bytes: of the gradient.
-        world_size: ranks.
-        transport: of pairwise messages: `gloo`, `nccl` or `virtual`.
-        mbit: rate of each rank's link in Mbit/s as given; null where it was measured.
-        modelled: times of the network are those of an alpha-beta model.
-        wrong: elements, on all ranks, that differ from the exact sum.
-        wire_bytes: sent by the busiest rank.
-        sent_density: the fraction of all elements that was selected.
-        time_us: of the slowest rank: from dense gradient to dense sum; with a straggler, from the
-            last rank's arrival to the last rank's end.
-        p99_us: `time_us` of the slowest round but one in a hundred.
-        foreign_load: the share of the machine that other programs took; null where unknown.
-        noisy: whether `foreign_load` was too high to trust the figures.
     """
 
-    op: str
-    scheme: str
-    carried_by: str
-    dtype: str
-    density: float
-    count: int
-    bytes: int
-    world_size: int
-    transport: str = ""
-    mbit: int | None = None
-    modelled: bool = False
-    wrong: int
-    value_bits: int | None = None
-    sum_bits: int | None = None
-    wire_bytes: int | None = None
-    sent_density: float | None = None
-    time_us: float | None = None
-    p99_us: float | None = None
-    foreign_load: float | None = None
-    noisy: bool = False
+    op: str = cell("`all_reduce` or `reduce_scatter`")
+    scheme: str = cell("as asked for")
+    carried_by: str = cell("that did it: another than `scheme` only for `auto` and `rule`")
+    dtype: str = cell("of the gradient, and of the values sent unless they have `value_bits`")
+    density: float = cell("as asked for")
+    count: int = cell("elements")
+    bytes: int = cell("of the gradient")
+    world_size: int = cell("ranks")
+    transport: str = cell("of pairwise messages: `gloo`, `nccl` or `virtual`", default="")
+    mbit: int | None = optional("of each rank's link as given; null: it was measured")
+    modelled: bool = cell("network times are those of an alpha-beta model", default=False)
+    wrong: int = cell("elements, on all ranks, that differ from the exact sum")
+    value_bits: int | None = optional("in which values travel; null: whole")
+    sum_bits: int | None = optional("of gathered sums; null: they travel whole")
+    wire_bytes: int | None = optional("sent by the busiest rank")
+    sent_density: float | None = optional("the fraction of elements that was selected")
+    time_us: float | None = optional(
+        "of the slowest rank: from dense gradient to dense sum; with a straggler, from the last "
+        "rank's arrival to the last rank's end"
+    )
+    p99_us: float | None = optional("of the slowest round but one in a hundred")
+    foreign_load: float | None = optional(
+        "the share of the machine that other programs took; null where unknown"
+    )
+    noisy: bool = cell("`foreign_load` was too high to trust the figures", default=False)
 
     @classmethod
     def of(cls, case: Case, carried_by: str, world_size: int, wrong: int, **more: Any) -> Self:
@@ -105,16 +87,9 @@ class CaseRow(TableRow):
             wrong: see the attributes.
             more: other attributes.
         """
-        named = {
-            "op": str(case.op),
-            "scheme": case.scheme,
-            "dtype": case.dtype,
-            "density": case.density,
-            "value_bits": case.value_bits,
-            "sum_bits": case.sum_bits,
-            "count": case.numel,
-            "bytes": case.nbytes,
-        }
+        copied = ("scheme", "dtype", "density", "value_bits", "sum_bits")
+        named: dict[str, Any] = {name: getattr(case, name) for name in copied}
+        named |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
         given = {"carried_by": carried_by, "world_size": world_size, "wrong": wrong}
         return cls(**named | given | more)
 
@@ -131,25 +106,7 @@ class CaseRow(TableRow):
 
 @dataclass(kw_only=True)
 class Row(CaseRow):
-    """One case of `bench collectives`.
-
-    Attributes:
-        level: `rank` or `node`, as asked for.
-        inside_bytes: those of `wire_bytes` that stay inside the node, at level `node`; the rest
-            crosses between nodes. `sent_density` is that of what crosses.
-        dense_us: of the backend's own dense collective, in turn with the scheme.
-        speedup: of the pairs of dense and scheme, the median ratio.
-        prune_us: threshold, error feedback, pruning and encoding; 0 with `--no-prune`.
-        encode_us: encoding sums; encoding the selection is part of `prune_us`.
-        network_us: waiting for messages, including the wait for slower ranks.
-        decode_us: adding messages up.
-        host_us: `time_us` less the stages: the launch, the progress thread, its polling.
-        host_cpu_us: what the progress thread spent of the processor: on a CPU with the codecs, on
-            CUDA what the Python path costs the host; null for virtual ranks, which have none.
-        copy_us: a plain copy of the gradient by all ranks at once, in turn with the scheme.
-        floor_us: the least that the scheme's bytes take, wire and codec; see above.
-        network_floor_us: the wire's part of it.
-    """
+    """One case of `bench collectives`."""
 
     COLUMNS = Columns(
         "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
@@ -164,19 +121,33 @@ class Row(CaseRow):
     )
     """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
 
-    level: str = RANK
-    inside_bytes: int | None = None
-    dense_us: float | None = None
-    speedup: float | None = None
-    prune_us: float | None = None
-    encode_us: float | None = None
-    network_us: float | None = None
-    decode_us: float | None = None
-    host_us: float | None = None
-    host_cpu_us: float | None = None
-    copy_us: float | None = None
-    floor_us: float | None = None
-    network_floor_us: float | None = None
+    level: str = cell("`rank` or `node`, as asked for", default=RANK)
+    inside_bytes: int | None = optional(
+        "those of `wire_bytes` that stay inside the node, at level `node`; the rest crosses "
+        "between nodes, and `sent_density` is of what crosses"
+    )
+    dense_us: float | None = optional("of the backend's own dense collective, in turn")
+    speedup: float | None = optional("of the pairs of dense and scheme, the median")
+    prune_us: float | None = optional(
+        "threshold, error feedback, pruning and encoding; 0 with `--no-prune`"
+    )
+    encode_us: float | None = optional("encoding sums, without the selection")
+    network_us: float | None = optional("waiting for messages and for slower ranks")
+    decode_us: float | None = optional("adding messages up")
+    host_us: float | None = optional(
+        "`time_us` less the stages: the launch, the progress thread, its polling"
+    )
+    host_cpu_us: float | None = optional(
+        "of the processor, spent by the progress thread: on a CPU with the codecs, on CUDA what "
+        "the Python path costs the host; null for virtual ranks, which have none"
+    )
+    copy_us: float | None = optional(
+        "a plain copy of the gradient by all ranks at once, in turn with the scheme"
+    )
+    floor_us: float | None = optional(
+        "the least that the scheme's bytes take, wire and codec; see above"
+    )
+    network_floor_us: float | None = optional("the wire's part of it")
 
     def measured(
         self,

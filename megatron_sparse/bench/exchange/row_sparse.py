@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron_sparse.bench.exchange.frame import Bench
 from megatron_sparse.bench.exchange.options import RowSparseSweep
 from megatron_sparse.bench.rank_group import Turn
-from megatron_sparse.bench.table import Columns, Progress, TableRow
+from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives.row_sparse import Way
 from megatron_sparse.recording import NullSink
@@ -30,31 +30,18 @@ Version = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 
 
 @dataclass(kw_only=True)
-class RowSparseRow(TableRow):
-    """One version.
+class RowSparseRow(CellRow):
+    """One version."""
 
-    Attributes:
-        version: `row_sparse` in one of its ways, or a rival of torch.
-        world_size: ranks.
-        numel: elements of the embedding.
-        rows: tokens of each rank's batch.
-        time_us: median of the slowest rank; null where wrong.
-        wire_bytes: sent by the busiest rank.
-        wrong: elements, on all ranks, that differ from the dense sum.
-    """
-
-    COLUMNS = Columns(
-        "version <20 | world_size >5 ranks | numel >11 | rows >7 | time_us >10.0f time(us) | "
-        "wire_bytes >12 wire(B) | wrong >6 #wrong"
+    version: str = cell("`row_sparse` in one of its ways, or a rival of torch", "<20")
+    world_size: int = cell("ranks", ">5 ranks")
+    numel: int = cell("elements of the embedding", ">11")
+    rows: int = cell("tokens of each rank's batch", ">7")
+    time_us: float | None = optional(
+        "median of the slowest rank; null where wrong", ">10.0f time(us)"
     )
-
-    version: str
-    world_size: int
-    numel: int
-    rows: int
-    wire_bytes: int
-    wrong: int
-    time_us: float | None = None
+    wire_bytes: int = cell("sent by the busiest rank", ">12 wire(B)")
+    wrong: int = cell("elements, on all ranks, that differ from the dense sum", ">6 #wrong")
 
 
 def zipf_gradient(sweep: RowSparseSweep, seed: int) -> torch.Tensor:
@@ -88,9 +75,9 @@ def torch_dense(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
 class RowSparseBench(Bench[RowSparseSweep]):
     """See the module's docstring."""
 
-    NAME, ROW = "row-sparse", RowSparseRow
+    ROW = RowSparseRow
 
-    def rows(self, progress: Progress) -> Iterator[TableRow]:
+    def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
         sweep = self._cases
         gradient = zipf_gradient(sweep, self.rank)
@@ -98,8 +85,7 @@ class RowSparseBench(Bench[RowSparseSweep]):
         versions |= {"torch sparse": torch_sparse, "torch dense": torch_dense}
         expected, _ = torch_dense(gradient)
         found = []
-        for number, (name, version) in enumerate(versions.items()):
-            progress(number, len(versions), name)
+        for name, version in versions.items():
             total, sent = version(gradient)
             wrong = self._count(int((total.to_dense() != expected).sum()))
             wire_bytes = int(self._gather(torch.tensor([sent])).max())

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +43,8 @@ from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import CaseRow
 from megatron_sparse.bench.exchange.straggler_figure import draw
 from megatron_sparse.bench.rank_group import Turn
-from megatron_sparse.bench.table import Columns, Progress, TableRow
+from megatron_sparse.bench.row import CellRow, Columns, cell, optional
+from megatron_sparse.bench.table import show_progress
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.errors import ConfigError
@@ -84,31 +86,21 @@ def reduce_scatter_of(group: Group) -> Case:
     return Case(CollectiveOp.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
 
 
-def taken_by_the_rule(like: Case, n: int, delay_s: float, link: Link) -> Case:
-    """The case that the rule chooses for a dense gradient if the last rank has this delay."""
-    gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
-    return Case(like.op, "straggler" if gains else "dense", like.dtype, 1.0, like.numel)
+def named_cases(
+    sweep: StragglerSweep, group: Group, n: int, delay_s: float, link: Link
+) -> list[tuple[str, Case]]:
+    """The cases of a group with their rows' names, and what the rule takes for this delay."""
+    named, like = [(case.scheme, case) for case in group], group[0]
+    if sweep.rule:
+        gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
+        taken = "straggler" if gains else "dense"
+        named.append((RULE, Case(like.op, taken, like.dtype, 1.0, like.numel)))
+    return named
 
 
 @dataclass(kw_only=True)
 class StragglerRow(CaseRow):
-    """One collective with one delay.
-
-    Attributes:
-        straggler: the rank that is late.
-        delay_us: how late it was made.
-        late_us: how much later than the last but one the last rank was, in fact.
-        total_us: from the first rank's arrival on.
-        alpha_us: latency of a message, measured by a small exchange, or the model's.
-        model_us: the alpha-beta model's time for this delay, from table 1 of StragglAR; null for
-            schemes that are not in the table.
-        best_dense: the fastest dense scheme that does not use the straggler, in the same rounds.
-        best_dense_us: its `time_us`.
-        dense_speedup: `best_dense_us` over `time_us`.
-        best_sparse: the fastest sparse one, at this density; null for dense schemes.
-        best_sparse_us: its `time_us`.
-        sparse_speedup: `best_sparse_us` over `time_us`.
-    """
+    """One collective with one delay."""
 
     COLUMNS = Columns(
         "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
@@ -119,18 +111,27 @@ class StragglerRow(CaseRow):
     )
     """`algbw` is GB/s of the gradient, after the straggler's arrival."""
 
-    straggler: int
-    delay_us: float
-    alpha_us: float
-    late_us: float | None = None
-    total_us: float | None = None
-    model_us: float | None = None
-    best_dense: str | None = None
-    best_dense_us: float | None = None
-    dense_speedup: float | None = None
-    best_sparse: str | None = None
-    best_sparse_us: float | None = None
-    sparse_speedup: float | None = None
+    straggler: int = cell("the rank that is late")
+    delay_us: float = cell("how late it was made")
+    alpha_us: float = cell("latency of a message, measured by a small exchange, or the model's")
+    late_us: float | None = optional(
+        "how much later than the last but one the last rank was, in fact"
+    )
+    total_us: float | None = optional("from the first rank's arrival on")
+    model_us: float | None = optional(
+        "the alpha-beta model's time for this delay, from table 1 of StragglAR; null for schemes "
+        "that are not in the table"
+    )
+    best_dense: str | None = optional(
+        "the fastest dense scheme that does not use the straggler, in the same rounds"
+    )
+    best_dense_us: float | None = optional("its `time_us`")
+    dense_speedup: float | None = optional("`best_dense_us` over `time_us`")
+    best_sparse: str | None = optional(
+        "the fastest sparse one, at this density; null for dense schemes"
+    )
+    best_sparse_us: float | None = optional("its `time_us`")
+    sparse_speedup: float | None = optional("`best_sparse_us` over `time_us`")
 
     def measured(self, rounds_nRM: torch.Tensor, link: Link) -> StragglerRow:
         """Fills in times and bytes; mutates and returns the row.
@@ -213,7 +214,7 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         ConfigError: the ranks are on several machines, or a delay is too long.
     """
 
-    NAME, ROW = "stragglers", StragglerRow
+    ROW = StragglerRow
 
     @classmethod
     def check(cls, cases: StragglerSweep, ranks: int, *, virtual: bool) -> None:
@@ -232,21 +233,19 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
     def _late_rank(self) -> int:
         return self._cases.late_rank(self.world_size)
 
-    def rows(self, progress: Progress) -> Iterator[TableRow]:
+    def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
         self._check_clocks()
         latency_us = self._round_us(LATENCY_BYTES, LATENCY_ROUNDS)
         link = Link(latency_us * 1e-6, 1 / self._wire_rate())
         for group in groups_of(self._cases, self.world_size):
-            checked = [self._check(case, self._sleep) for case in each_case(group, progress)]
+            checked = [self._check(case, self._sleep) for case in each_case(group, self.rank)]
             for delay_ms in self._cases.delays_ms:
                 delay_s = self._auto_delay_s(group) if delay_ms is None else delay_ms * 1e-3
                 yield from self._time_group(group, checked, delay_s, link)
 
     @classmethod
-    def virtual_rows(
-        cls, cases: StragglerSweep, topology: Topology, progress: Progress
-    ) -> Iterator[StragglerRow]:
+    def virtual_rows(cls, cases: StragglerSweep, topology: Topology) -> Iterator[StragglerRow]:
         """See `Bench`."""
         n = topology.world_size
         groups = groups_of(cases, n)
@@ -256,13 +255,8 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
             if delay_ms is None:
                 scatter = VirtualRanks(reduce_scatter_of(group), cases, topology)
                 delay_s = AUTO_FACTOR * scatter.run_timed()[0]
-            rows = [
-                _virtual_row(case.scheme, case, cases, topology, delay_s)
-                for case in each_case(group, progress)
-            ]
-            if cases.rule:
-                taken = taken_by_the_rule(group[0], n, delay_s, topology.intra)
-                rows.append(_virtual_row(RULE, taken, cases, topology, delay_s))
+            named = named_cases(cases, group, n, delay_s, topology.intra)
+            rows = [_virtual_row(*each, cases, topology, delay_s) for each in named]
             compare(rows)
             yield from rows
 
@@ -306,24 +300,11 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         self, group: Group, checked: Sequence[tuple[int, str]], delay_s: float, link: Link
     ) -> list[StragglerRow]:
         """Times the correct cases of a group in turn, and the case that the rule chooses."""
-        named = [(case.scheme, case) for case in group]
-        if self._cases.rule:
-            taken = taken_by_the_rule(group[0], self.world_size, delay_s, link)
-            named.append((RULE, taken))
-            checked = [*checked, self._check(taken, self._sleep)]
+        named = named_cases(self._cases, group, self.world_size, delay_s, link)
+        more = [self._check(case, self._sleep) for _, case in named[len(group) :]]
         rows = [
-            StragglerRow.of(
-                case,
-                carried_by,
-                self.world_size,
-                wrong,
-                scheme=name,
-                straggler=self._late_rank,
-                delay_us=delay_s * 1e6,
-                alpha_us=link.alpha_s * 1e6,
-                **self._place,
-            )
-            for (name, case), (wrong, carried_by) in zip(named, checked, strict=True)
+            _row(name, case, found, self._cases, self.world_size, delay_s, link, **self._place)
+            for (name, case), found in zip(named, [*checked, *more], strict=True)
         ]
         base_N = group[0].normal_values(self.rank).to(self._device)
         bucket = group[0].bucket(base_N.clone(), self.world_size)
@@ -360,25 +341,31 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         return turn
 
 
+def _row(
+    name: str,
+    case: Case,
+    found: tuple[int, str],
+    sweep: StragglerSweep,
+    n: int,
+    delay_s: float,
+    link: Link,
+    **place: Any,
+) -> StragglerRow:
+    wrong, carried_by = found
+    late = {"straggler": sweep.late_rank(n), "delay_us": delay_s * 1e6}
+    late |= {"scheme": name, "alpha_us": link.alpha_s * 1e6}
+    return StragglerRow.of(case, carried_by, n, wrong, **late, **place)
+
+
 def _virtual_row(
     name: str, case: Case, sweep: StragglerSweep, topology: Topology, delay_s: float
 ) -> StragglerRow:
+    show_progress(case.title)
     n, link, late = topology.world_size, topology.intra, sweep.late_rank(topology.world_size)
     ranks = VirtualRanks(case, sweep, topology, late, delay_s)
-    wrong = ranks.count_wrong()
-    row = StragglerRow.of(
-        case,
-        ranks.carried_by,
-        n,
-        wrong,
-        scheme=name,
-        straggler=late,
-        delay_us=delay_s * 1e6,
-        alpha_us=link.alpha_s * 1e6,
-        transport=VIRTUAL,
-        modelled=True,
-    )
-    if wrong:
+    found = ranks.count_wrong(), ranks.carried_by
+    row = _row(name, case, found, sweep, n, delay_s, link, transport=VIRTUAL, modelled=True)
+    if row.wrong:
         return row
     ranks = VirtualRanks(case, sweep, topology, late, delay_s)
     _, records = ranks.run_timed()

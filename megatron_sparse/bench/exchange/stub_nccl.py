@@ -30,7 +30,8 @@ import torch.distributed as dist
 from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
-from megatron_sparse.bench.table import Columns, TableRow, describe_cpu, print_table, torch_threads
+from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import describe_cpu, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
@@ -47,33 +48,22 @@ TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
-class StubRow(TableRow):
-    """Medians for one bucket.
+class StubRow(CellRow, gap="  "):
+    """Medians for one bucket."""
 
-    Attributes:
-        scheme: of the bucket.
-        world_size: ranks of the group.
-        posts: calls of c10d that post something.
-        host_cpu_us: processor time of the progress thread.
-        c10d_us: the part of it inside those calls; 0 with the engine, which does not call c10d.
-        dense_us: the same time for a bucket of `dense`, measured in turn.
-        nccl_engine: whether `scheme.nccl_engine` was on.
-    """
-
-    COLUMNS = Columns(
-        "world_size >7 ranks | name <17 scheme | posts >5 | host_cpu_us >8.0f host(us) | "
-        "c10d_us >14.0f of it c10d(us) | dense_us >9.0f dense(us) | "
-        "host_cpu_us/dense_us >11.1f times dense",
-        gap="  ",
+    scheme: str = cell("of the bucket")
+    world_size: int = cell("ranks of the group", ">7 ranks | name <17 scheme")
+    posts: int = cell("calls of c10d that post something", ">5")
+    host_cpu_us: float = cell("processor time of the progress thread", ">8.0f host(us)")
+    c10d_us: float = cell(
+        "the part of it inside those calls; 0 with the engine, which does not call c10d",
+        ">14.0f of it c10d(us)",
     )
-
-    scheme: str
-    world_size: int
-    posts: int
-    host_cpu_us: float
-    c10d_us: float
-    dense_us: float
-    nccl_engine: bool = False
+    dense_us: float = cell(
+        "the same time for a bucket of `dense`, measured in turn",
+        ">9.0f dense(us) | host_cpu_us/dense_us >11.1f times dense",
+    )
+    nccl_engine: bool = cell("whether `scheme.nccl_engine` was on", default=False)
 
     @property
     def name(self) -> str:
@@ -90,7 +80,7 @@ def run(sweep: BucketSweep, json_path: Path | None) -> list[StubRow]:
     print(f"# {describe_cpu(1)}")
     print("# NCCL calls are stubbed out: no time of launches, of NCCL or of the device")
     with torch_threads(1):
-        return print_table(StubRow.COLUMNS, rows(sweep), json_path)
+        return print_table(StubRow, rows(sweep), json_path)
 
 
 def rows(sweep: BucketSweep) -> Iterator[StubRow]:

@@ -22,7 +22,8 @@ from statistics import mean
 from typing import IO, TYPE_CHECKING, Any
 
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
-from megatron_sparse.bench.table import TableRow, describe_cpu, print_table
+from megatron_sparse.bench.row import CellRow
+from megatron_sparse.bench.table import describe_cpu, print_table
 from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
@@ -255,7 +256,7 @@ def finished(runs: Sequence[Run]) -> list[Outcome]:
     return outcomes
 
 
-def report[Row: TableRow](
+def report[Row: CellRow](
     rows: Sequence[Row],
     json_path: Path | None,
     pictures: Callable[[Sequence[Row]], Sequence[Picture]],
@@ -267,7 +268,7 @@ def report[Row: TableRow](
         ConfigError: the JSON lines cannot be written.
         DependencyError: matplotlib is missing.
     """
-    done = print_table(rows[0].COLUMNS, rows, json_path)
+    done = print_table(type(rows[0]), rows, json_path)
     if folder is not None:
         for picture in pictures(done):
             for path in figures.write_picture(folder, *picture):

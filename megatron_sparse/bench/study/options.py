@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from megatron_sparse.bench.options import (
+    Check,
     Options,
     at_least,
-    check_arguments,
-    known,
+    density_option,
+    names_option,
     option,
-    parse_densities,
-    parse_list,
+    parse_integers,
     parse_names,
 )
 from megatron_sparse.bench.study.settings import (
@@ -39,11 +39,12 @@ def _settings(settings: tuple[Setting, ...], help: str) -> Any:
     def parse(option: str, text: str) -> tuple[str, ...]:
         return tuple(by_name(settings)) if text == "all" else parse_names(option, text)
 
-    return option("all", help, parse, flag="--setting", metavar="NAME,...")
+    return option("all", help, parse, flag="--setting", metavar="NAME,...", among=by_name(settings))
 
 
-def _parse_integers(option: str, text: str) -> tuple[int, ...]:
-    return parse_list(option, text, int, "whole numbers with commas between")
+def _validated(iters: int) -> str:
+    whole = iters > 0 and iters % VALIDATIONS == 0
+    return "" if whole else f"a multiple of {VALIDATIONS}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,12 @@ class StudyOptions(Options):
         return replace(self, out=out, overrides=overrides or ())
 
 
+def _schemes() -> Iterable[str]:
+    from megatron_sparse.collectives import AUTO, SCHEMES
+
+    return (PLAIN, AUTO, *SCHEMES)
+
+
 def _check_bed(*, netbed: bool, mbit: int | None) -> None:
     from megatron_sparse.run import local_ranks
 
@@ -76,21 +83,21 @@ class TrainingOptions(StudyOptions):
     With a slow rank, schemes that can skip a straggler have it pinned.
     """
 
-    schemes: Sequence[str] = option(
-        "plain,direct", "plain: Megatron without the plugin.", parse_names, flag="--scheme"
+    NAME = "bench training"
+
+    schemes: Sequence[str] = names_option(
+        "plain,direct", "plain: Megatron without the plugin.", "--scheme", among=_schemes
     )
-    densities: Sequence[float] = option(
-        "0.01", "Fractions sent.", parse_densities, flag="--density"
-    )
-    methods: Sequence[str] = option(
+    densities: Sequence[float] = density_option("0.01", "Fractions sent.")
+    methods: Sequence[str] = names_option(
         "auto",
         "Values of parameters.method.",
-        parse_names,
-        flag="--parameters",
+        "--parameters",
         metavar="METHOD,...",
+        among=METHODS,
     )
-    levels: Sequence[str] = option(
-        RANK, "Values of compression.level.", parse_names, flag="--level", metavar="LEVEL,..."
+    levels: Sequence[str] = names_option(
+        RANK, "Values of compression.level.", "--level", metavar="LEVEL,...", among=LEVELS
     )
     ranks: int = option(2, "Processes on this machine.", min=1)
     ranks_per_node: int = option(1, "On each host of --netbed.", min=1)
@@ -101,19 +108,12 @@ class TrainingOptions(StudyOptions):
     slow_rank: int | None = option(None, "Sleeps in every backward pass.", min=0)
     slow_ms: float = option(300.0, "For so long.", min=0)
 
-    def __post_init__(self) -> None:
-        from megatron_sparse.collectives import AUTO, SCHEMES
-
+    def checks(self) -> list[Check]:
+        """See `Options`."""
         _check_bed(netbed=self.netbed, mbit=self.mbit)
         divides = self.ranks % self.ranks_per_node == 0
         has_hosts = self.netbed or self.ranks_per_node == 1
-        checks = [
-            known("scheme", self.schemes, (PLAIN, AUTO, *SCHEMES)),
-            known("parameters", self.methods, METHODS),
-            at_least("ranks", self.ranks, 1),
-            at_least("warmup", self.warmup, 0),
-            at_least("iters", self.iters, 1),
-            known("level", self.levels, LEVELS),
+        checks: list[Check] = [
             ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
             ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
         ]
@@ -126,7 +126,7 @@ class TrainingOptions(StudyOptions):
                 ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
                 ("scheme", self.schemes, PLAIN not in self.schemes, sleeps),
             ]
-        check_arguments("bench training", checks)
+        return checks
 
     @property
     def nodes(self) -> int:
@@ -138,49 +138,40 @@ class TrainingOptions(StudyOptions):
 class RaceOptions(StudyOptions):
     """The options of `bench time-to-loss`; on the test bed each rank has a host of its own."""
 
+    NAME = "bench time-to-loss"
+
     settings: Sequence[str] = _settings(TIME_TO_LOSS, "Of docs/results/time-to-loss.md, or all.")
-    ranks: int = option(4, "Processes on this machine.")
+    ranks: int = option(4, "Processes on this machine.", fits=at_least(2))
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     mbits: Sequence[int] | None = option(
-        None, "Rates of the test bed's links.", _parse_integers, flag="--mbit", metavar="R,..."
+        None, "Rates of the test bed's links.", parse_integers, flag="--mbit", metavar="R,..."
     )
-    iters: int = option(200, "Iterations of plain Megatron.")
-    batch: int = option(2, "Sequences of a rank in an iteration.")
-    seed: int = option(1, "Of weights and samples.")
+    iters: int = option(200, "Iterations of plain Megatron.", fits=_validated)
+    batch: int = option(2, "Sequences of a rank in an iteration.", fits=at_least(1))
+    seed: int = option(1, "Of weights and samples.", fits=at_least(1))
 
-    def __post_init__(self) -> None:
+    def checks(self) -> list[Check]:
+        """See `Options`."""
         _check_bed(netbed=self.netbed, mbit=min(self.mbits or (), default=None))
-        whole = self.iters > 0 and self.iters % VALIDATIONS == 0
-        checks = [
-            known("setting", self.settings, by_name(TIME_TO_LOSS)),
+        return [
             ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
-            at_least("ranks", self.ranks, 2),
-            ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
-            at_least("batch", self.batch, 1),
-            at_least("seed", self.seed, 1),
         ]
-        check_arguments("bench time-to-loss", checks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvergenceOptions(StudyOptions):
     """The options of `bench convergence`."""
 
-    models: Sequence[str] = option("gpt,starcoder", "gpt | starcoder", parse_names, flag="--model")
+    NAME = "bench convergence"
+
+    models: Sequence[str] = names_option("gpt,starcoder", flag="--model", among=CORPORA)
     settings: Sequence[str] = _settings(CONVERGENCE, "all, or of docs/results/convergence.md.")
     seeds: Sequence[int] = option(
-        "1,2", "Each trains every setting.", _parse_integers, metavar="N,..."
+        "1,2", "Each trains every setting.", parse_integers, metavar="N,...", fits=at_least(1)
     )
-    iters: int = option(1500, "Iterations of each run.")
-    ranks: int = option(RANKS, "Ranks of each run; they share the batch.")
-
-    def __post_init__(self) -> None:
-        whole = self.iters > 0 and self.iters % VALIDATIONS == 0
-        checks = [
-            known("model", self.models, CORPORA),
-            known("setting", self.settings, by_name(CONVERGENCE)),
-            ("seeds", self.seeds, min(self.seeds, default=0) >= 1, "numbers of 1 or more"),
-            ("iters", self.iters, whole, f"a multiple of {VALIDATIONS}"),
-            ("ranks", self.ranks, BATCH % max(self.ranks, 1) == 0, f"a divisor of {BATCH}"),
-        ]
-        check_arguments("bench convergence", checks)
+    iters: int = option(1500, "Iterations of each run.", fits=_validated)
+    ranks: int = option(
+        RANKS,
+        "Ranks of each run; they share the batch.",
+        fits=lambda ranks: "" if BATCH % max(ranks, 1) == 0 else f"a divisor of {BATCH}",
+    )

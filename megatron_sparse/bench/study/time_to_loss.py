@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.row import CellRow, cell, ratio
 from megatron_sparse.bench.study import frame
 from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
 from megatron_sparse.bench.study.options import RaceOptions
@@ -26,7 +26,6 @@ from megatron_sparse.bench.study.settings import (
     by_name,
     schedule,
 )
-from megatron_sparse.bench.table import ratio
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
 

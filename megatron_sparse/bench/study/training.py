@@ -122,7 +122,7 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[dict[st
         f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations, "
         f"medians{'' if options.slow_rank is None else slow}",
     )
-    return [row.to_dict() for row in print_table(Row.COLUMNS, _rows(options, runs), json_path)]
+    return [row.to_dict() for row in print_table(Row, _rows(options, runs), json_path)]
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
@@ -145,6 +145,11 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
     how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
     if variant.parameters not in (None, "auto"):
         how.append(f"parameters.method={variant.parameters}")
+    slow = []
+    if options.slow_rank is not None:
+        slow.append(f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}")
+        if skips_straggler(scheme):
+            slow += ["straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
     arguments = [
         "experiment=testbed",
         *how,
@@ -156,19 +161,11 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         "cluster.device=cpu",
         f"training.global_batch_size={options.ranks}",
         f"training.iterations={options.warmup + options.iters}",
-        *_slow(options, scheme),
+        *slow,
         *options.overrides,
     ]
     mbit = options.mbit if options.netbed else None
     return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
-
-
-def _slow(options: TrainingOptions, scheme: str) -> list[str]:
-    if options.slow_rank is None:
-        return []
-    asleep = [f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"]
-    pinned = ["straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
-    return [*asleep, *pinned] if skips_straggler(scheme) else asleep
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
