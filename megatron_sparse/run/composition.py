@@ -175,6 +175,21 @@ def load(path: Path) -> RunConfig:
     return from_mapping(mapping)  # type: ignore[arg-type]
 
 
+def saved_schedule(path: Path) -> dict[str, int]:
+    """The numbers of `compression.warmup_iters` and `compression.ramp_iters` in a run's file.
+
+    Returns:
+        Those that are there: none of a file that cannot be read, nor of a run without the plugin.
+        Other keys may be of another version.
+    """
+    try:
+        section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]
+        found = {key: section[key] for key in ("warmup_iters", "ramp_iters")}  # type: ignore[index]
+    except Exception:  # yaml's errors have no common base with those of the disk
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, int)}
+
+
 def save(config: RunConfig, path: Path, command: str) -> None:
     """Writes every value of the run as YAML, under a comment with the command that made it.
 
