@@ -88,7 +88,7 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
             "the report cannot be written",
             expected="a writable file and folder",
             got=error,
-            remedy="choose others with --output and --png",
+            remedy="choose others with --output",
         ) from None
     return written
 

@@ -145,10 +145,11 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         Mistake("view made --output view.png", "--output view.svg"),
         Mistake("report made --output report.pdf", "--output report.html"),
         Mistake("schedule --ranks 4 --output schedule.bmp", "--output schedule.png"),
+        Mistake("report made --png charts", "write --output in its place"),
         Mistake("bench prune --json no/folder/rows.jsonl", "there is no folder"),
         Mistake("bench prune --json thesis", "is a folder"),
-        Mistake("calibrate --out mine.yaml", "--force"),
-        Mistake("corpus --kind code --out thesis", "another folder"),
+        Mistake("calibrate --output mine.yaml", "--force"),
+        Mistake("corpus --kind code --output thesis", "another folder"),
     ),
     "Where the ranks run": (
         Mistake("train data=mock cluster.nodes=2", "put srun before the command"),
@@ -190,7 +191,7 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _without("scipy", "bench planner --quick", "megatron-sparse[figures]"),
         _without("scipy", "simulate --paper zen", "megatron-sparse[figures]"),
         _without("wandb_workspaces", "dashboard me/mine", "megatron-sparse[dashboard]"),
-        _without("tokenizers", "corpus --kind code --out corpus", "megatron-sparse[train]"),
+        _without("tokenizers", "corpus --kind code --output corpus", "megatron-sparse[train]"),
     ),
 }
 

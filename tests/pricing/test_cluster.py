@@ -312,7 +312,7 @@ class TestCommandLine:
     def test_an_existing_file_is_not_replaced(self, path, capsys):
         before = path.read_text()
         with pytest.raises(SystemExit) as caught:
-            main.main(["calibrate", "--out", str(path)])
+            main.main(["calibrate", "--output", str(path)])
         assert caught.value.code == 2
         assert "--force" in capsys.readouterr().err
         assert path.read_text() == before
@@ -320,7 +320,7 @@ class TestCommandLine:
     def test_a_sweep_does_not_add_to_a_damaged_file(self, path, capsys):
         path.write_text("nodes: [1")
         with pytest.raises(SystemExit) as caught:
-            main.main(["calibrate", "--sweep", "--out", str(path)])
+            main.main(["calibrate", "--sweep", "--output", str(path)])
         assert caught.value.code == 2
         assert "cannot be read" in capsys.readouterr().err
 

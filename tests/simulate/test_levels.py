@@ -92,7 +92,7 @@ def test_the_command(tmp_path, capsys):
     out, lines = tmp_path / "figures", tmp_path / "levels.jsonl"
     options = ["--ranks", "8,16", "--schemes", "direct", "--preset", "safe"]
     with pytest.raises(SystemExit) as caught:
-        main.main(["levels", *options, "--out", str(out), "--json", str(lines)])
+        main.main(["levels", *options, "--output", str(out), "--json", str(lines)])
     assert not caught.value.code
     printed = capsys.readouterr().out
     assert "1.5 B parameters on ethernet_25gbit_8: fp32 gradients" in printed
