@@ -64,11 +64,12 @@ class CompressionConfig:
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
-        warmup_iters: iterations at the start that synchronise densely. null: 5 % of
-            `training.iterations`, at most 500; a resumed run keeps its number. 500 in `install`,
-            `attach` and `ddp_hook`, which do not know the run's length.
+        warmup_iters: iterations at the start that synchronise densely; null takes 5 % of
+            `training.iterations`, at most 500. A resumed run keeps its number. `install`, `attach`
+            and `ddp_hook` do not know the run's length, and take 500.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`,
-            by equal factors. null: 10 % of `training.iterations`, at most 1000; else the same.
+            by equal factors; null takes 10 % of `training.iterations`, at most 1000, otherwise as
+            `warmup_iters`.
         ramp_start_density: the first density of the ramp.
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
