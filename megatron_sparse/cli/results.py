@@ -14,8 +14,10 @@ from megatron_sparse.cli.outputs import (
     of_kind,
     outputs,
     picture,
+    view_picture,
     writable_file,
 )
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require, require_figures
 
 
@@ -68,17 +70,32 @@ def view(
     iteration: Annotated[
         int | None, typer.Option(min=1, help="Show the state after it; default: the last one.")
     ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as lines come, to the run's end.")
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.svg", callback=writable_file(".svg"), help="Draw an SVG instead."
+            metavar="FILE.svg|FILE.png", callback=view_picture, help="Draw a picture instead."
         ),
     ] = None,
     columns: Annotated[
-        int | None, typer.Option(min=20, help="Width; default: the terminal's, 100 in an SVG.")
+        int | None, typer.Option(min=20, help="Width; default: the terminal's, 100 in a picture.")
     ] = None,
 ) -> None:
     """For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md."""
+    if follow and (output is not None or iteration is not None):
+        raise ConfigError(
+            "view --follow goes on to the end",
+            expected="--follow alone, or --iteration and --output without it",
+            got="--follow with " + ("--iteration" if output is None else "--output"),
+            remedy="leave one of them out",
+        )
+    if follow:
+        from megatron_sparse.report import view_follow
+
+        view_follow.run(run, columns)
+        return
     from megatron_sparse.report import live_view
 
     live_view.run(run, iteration, output, columns)
