@@ -285,8 +285,22 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
+def _compiles_first(config: RunConfig) -> str:
+    """What the ranks compile before their first iteration, in words; empty if nothing."""
+    from megatron_sparse.cuda_ext import compiles_first
+    from megatron_sparse.formats.codec_choice import CODEC
+
+    if not (config.plugin and config.compression.enabled):
+        return ""
+    takes_cuda = config.cluster.device == "cuda" and os.environ.get(CODEC) != "torch"
+    return compiles_first("cpu", *(["cuda"] if takes_cuda else []))
+
+
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
-    """The run in three lines, with its choice or checkpoint in five; ranks add the parameters."""
+    """The run in three lines; one more each of its choice, its checkpoint, and what is compiled.
+
+    Ranks add the parameters.
+    """
     from megatron_sparse.collectives import AUTO, SCHEMES
 
     training, cluster = config.training, config.cluster
@@ -311,6 +325,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     choice = ""
     if config.plugin and config.scheme.name == AUTO:
         choice = f"  {basis(config.sparse)}\n"
+    waits = _compiles_first(config)
+    choice += f"  {waits}\n" if waits else ""
     return (
         f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
         f"{training.precision}\n"
