@@ -6,9 +6,12 @@ Nothing is imported or loaded until `load` is called; `ops` calls it. The librar
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from typing import Literal
 
+logger = logging.getLogger(__name__)
 _lock = threading.Lock()
 _loaded: set[str] = set()
 
@@ -67,10 +70,45 @@ def status() -> dict[str, dict[str, object]]:
     return found
 
 
+def compiles_first(*parts: str) -> str:
+    """What the first use of these parts compiles, in words; builds and loads nothing.
+
+    Args:
+        parts: of `cpu` and `cuda`.
+
+    Returns:
+        Empty where they are built, or where a compiler is missing.
+    """
+    from megatron_sparse.cuda_ext import sources, toolchain
+    from megatron_sparse.errors import DependencyError
+
+    found = []
+    for part in parts:
+        if sources.is_current(part):
+            continue
+        try:
+            toolchain.find_cxx()
+            if part == "cuda":
+                toolchain.find_cuda()
+        except DependencyError:
+            continue
+        found.append(part)
+    if not found:
+        return ""
+    several = len(found) > 1
+    return (
+        f"the native librar{'ies' if several else 'y'} ({', '.join(found)}) "
+        f"{'are' if several else 'is'} compiled at the first start, once; this takes minutes"
+    )
+
+
 def _build_if_needed(name: str) -> None:
     from megatron_sparse.cuda_ext import build, sources
 
     if not sources.is_current(name):
+        waits = compiles_first(name)
+        if waits and os.environ.get("RANK", "0") == "0":
+            logger.warning("%s", waits)
         build.build("on" if name == "cuda" else "off", parts=(name,))
 
 

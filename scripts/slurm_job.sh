@@ -89,7 +89,7 @@ gone_nodes() {
 # skips this.
 preflight() {
   local mode=${MEGATRON_SPARSE_PREFLIGHT:-on}
-  local arguments=(calibrate --quick --force --out "megatron-sparse-$SLURM_JOB_ID.yaml")
+  local arguments=(calibrate --quick --force --output "megatron-sparse-$SLURM_JOB_ID.yaml")
   case $mode in
     off) return ;;
     on) ;;

@@ -1,6 +1,6 @@
 """DeepFM, a recommendation model: embeddings of categories, of which a batch holds few.
 
-    python examples/natural_sparsity/deepfm.py --out recordings/deepfm
+    python examples/natural_sparsity/deepfm.py --output recordings/deepfm
     megatron-sparse profile recordings/deepfm
 
 The data are made: 26 categorical fields as in Criteo's, whose values occur by Zipf's law, each with

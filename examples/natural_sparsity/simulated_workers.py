@@ -28,7 +28,7 @@ def options(description: str, default_out: str) -> argparse.Namespace:
     """The command line of the scripts."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--out", type=Path, default=Path(default_out), help="folder of the gradient dump"
+        "--output", type=Path, default=Path(default_out), help="folder of the gradient dump"
     )
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=None, help="samples of a worker's batch")
@@ -53,7 +53,7 @@ def train(
     """
     dumped = range(args.iterations - args.record + 1, args.iterations + 1)
     writers = [
-        GradientDumpWriter(args.out, dumped, rank=rank, world_size=args.workers)
+        GradientDumpWriter(args.output, dumped, rank=rank, world_size=args.workers)
         for rank in range(args.workers)
     ]
     draws = [torch.Generator().manual_seed(1 + rank) for rank in range(args.workers)]
@@ -76,7 +76,7 @@ def train(
         optimizer.step()
         losses.append(loss)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.iterations} iterations")
-    print(f"{args.out}: iterations {dumped[0]} to {dumped[-1]} of {args.workers} workers")
+    print(f"{args.output}: iterations {dumped[0]} to {dumped[-1]} of {args.workers} workers")
 
 
 def buckets(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """A translation model with two sparse embeddings: from Python functions to their bytecode.
 
-    python examples/natural_sparsity/translation.py --out recordings/translation
+    python examples/natural_sparsity/translation.py --output recordings/translation
     megatron-sparse profile recordings/translation
 
 The pairs come from Python's own library: the words of a short function, and the instructions that

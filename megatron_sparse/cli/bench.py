@@ -184,34 +184,34 @@ def stragglers(
 def training(
     options: TrainingOptions,
     overrides: Overrides = None,
-    out: RunsFolder = Path("runs/bench_training"),
+    output: RunsFolder = Path("runs/bench_training"),
     json: JsonFile = None,
 ) -> None:
     """See docs/testbed.md."""
     from megatron_sparse.bench.study import training as runner
 
-    runner.run(options.given(out, overrides), json)
+    runner.run(options.given(output, overrides), json)
 
 
 @command(bench, "Seconds of training until a small GPT reaches plain Megatron's losses.")
 def time_to_loss(
     options: RaceOptions,
     overrides: Overrides = None,
-    out: RunsFolder = Path("runs/time_to_loss"),
+    output: RunsFolder = Path("runs/time_to_loss"),
     figures: Figures = None,
     json: JsonFile = None,
 ) -> None:
     """A finished run is not repeated. See docs/results/time-to-loss.md."""
     from megatron_sparse.bench.study import time_to_loss as runner
 
-    runner.run(options.given(out, overrides), figures, json)
+    runner.run(options.given(output, overrides), figures, json)
 
 
 @command(bench, "Final validation loss of small models, compressed beside dense.")
 def convergence(
     options: ConvergenceOptions,
     overrides: Overrides = None,
-    out: RunsFolder = Path("runs/convergence"),
+    output: RunsFolder = Path("runs/convergence"),
     figures: Figures = None,
     report: Annotated[
         bool, typer.Option("--report", help="Train nothing: report the finished runs.")
@@ -221,7 +221,7 @@ def convergence(
     """A finished run is not repeated. See docs/results/convergence.md."""
     from megatron_sparse.bench.study import convergence as runner
 
-    runner.run(options.given(out, overrides), figures, json, trains=not report)
+    runner.run(options.given(output, overrides), figures, json, trains=not report)
 
 
 @command(bench, "Compare the planner's choice with the best of all schemes.")

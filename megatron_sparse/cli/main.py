@@ -18,12 +18,18 @@ import typer
 from megatron_sparse.bench.options import command
 from megatron_sparse.cli import plans, results, runs
 from megatron_sparse.cli.bench import bench
+from megatron_sparse.cli.renamed import Program
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError, StorageError
 from megatron_sparse.version import __version__
 
+MEASUREMENTS = "Measurements and models"
+"""The help's panel of commands that a training run does not need."""
+
 app = typer.Typer(
+    cls=Program,
     help="Gradient compression for Megatron-LM.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,22 +46,13 @@ app.command("sweep", help="Show all runs of a sweep in one table.")(runs.sweep)
 app.command("corpus", help="Make a training corpus from files of this machine.")(runs.corpus)
 app.command("build", help="Rebuild the native libraries.")(runs.build)
 
-# Measure and plan.
-app.command(
-    "profile", help="Measure the sparsity of recorded gradients: density, overlap, skewness."
-)(plans.profile)
+# Plan.
 command(app, "Measure this cluster's links, codecs and host into a file for the planner.")(
     plans.calibrate
 )
 app.command(
     "plan", help="Show every scheme's predicted time for each bucket, and the chosen scheme."
 )(plans.plan)
-app.command("levels", help="Price whole synchronisations at the levels rank and node: a model.")(
-    plans.levels
-)
-app.command("schedule", help="Make, check and show a straggler-aware all-reduce's schedule.")(
-    plans.schedule
-)
 
 # Show what runs have written.
 app.command(
@@ -71,11 +68,28 @@ app.command("dashboard", help="Make a W&B workspace: communication time first, t
     results.dashboard
 )
 
-# Models and benchmarks.
-app.command("simulate", help="Draw the papers' figures anew on the virtual cluster: a model.")(
-    plans.simulate
-)
-app.add_typer(bench, name="bench")
+# Measurements and models.
+app.command(
+    "profile",
+    rich_help_panel=MEASUREMENTS,
+    help="Measure the sparsity of recorded gradients: density, overlap, skewness.",
+)(plans.profile)
+app.command(
+    "levels",
+    rich_help_panel=MEASUREMENTS,
+    help="Price whole synchronisations at the levels rank and node: a model.",
+)(plans.levels)
+app.command(
+    "schedule",
+    rich_help_panel=MEASUREMENTS,
+    help="Make, check and show a straggler-aware all-reduce's schedule.",
+)(plans.schedule)
+app.command(
+    "simulate",
+    rich_help_panel=MEASUREMENTS,
+    help="Draw the papers' figures anew on the virtual cluster: a model.",
+)(plans.simulate)
+app.add_typer(bench, name="bench", rich_help_panel=MEASUREMENTS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

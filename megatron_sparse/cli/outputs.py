@@ -6,7 +6,7 @@ Of several ranks, rank 0 checks, because it writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +16,14 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_figures
 
 PICTURES = (".png", ".svg", ".pdf")
+FOLDER = ""
+"""The ending of a folder's name."""
+
+Check = Callable[[typer.CallbackParam, Path | None], Path | None]
+"""A callback of an option: raises a `ConfigError`, or returns the path."""
 
 
-def writable_file(
-    *suffixes: str, makes_folder: bool = False
-) -> Callable[[typer.CallbackParam, Path | None], Path | None]:
+def writable_file(*suffixes: str, makes_folder: bool = False) -> Check:
     """A callback of an option: its file can be written, and has one of these suffixes.
 
     Args:
@@ -33,12 +36,7 @@ def writable_file(
             return path
         flag = parameter.opts[0]
         if suffixes and path.suffix.lower() not in suffixes:
-            raise ConfigError(
-                f"{flag} cannot write this kind of file",
-                expected=f"a name that ends in {' or '.join(suffixes)}",
-                got=path,
-                remedy=f"write {flag} {path.with_suffix(suffixes[0])}",
-            )
+            raise _other_kind(flag, path, suffixes)
         folder = _nearest(path.parent) if makes_folder else path.parent
         problem = _problem(path) if path.exists() else _problem_of_folder(folder)
         if problem:
@@ -58,6 +56,13 @@ def picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     if path is not None:
         require_figures()
     return writable_file(*PICTURES)(parameter, path)
+
+
+def view_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """A callback of an option: as `picture`, but an SVG needs no package beside rich."""
+    if path is not None and path.suffix.lower() == ".svg":
+        return writable_file(*PICTURES)(parameter, path)
+    return picture(parameter, path)
 
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
@@ -80,6 +85,46 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
     if folder is not None:
         require_figures()
     return writable_folder(parameter, folder)
+
+
+def outputs(
+    checks: Mapping[str, Check],
+) -> Callable[[typer.CallbackParam, list[Path] | None], list[Path]]:
+    """A callback of an option that may be repeated: each name's ending decides its check.
+
+    Args:
+        checks: by ending, such as `.csv`; `FOLDER` for names without one. Of an ending the last
+            name counts, see `of_kind`.
+    """
+
+    def check(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
+        for path in paths or ():
+            kind = path.suffix.lower()
+            if kind not in checks:
+                raise _other_kind(parameter.opts[0], path, [end for end in checks if end])
+            checks[kind](parameter, path)
+        return paths or []
+
+    return check
+
+
+def of_kind(paths: Sequence[Path], *suffixes: str) -> Path | None:
+    """The path that ends so; None if there is none.
+
+    Example:
+        >>> of_kind([Path("delays.png"), Path("delays.csv")], ".csv").name
+        'delays.csv'
+    """
+    return next((path for path in reversed(paths) if path.suffix.lower() in suffixes), None)
+
+
+def _other_kind(flag: str, path: Path, suffixes: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{flag} cannot write this kind of file",
+        expected=f"a name that ends in {' or '.join(suffixes)}",
+        got=path,
+        remedy=f"write {flag} {path.with_suffix(suffixes[0])}",
+    )
 
 
 def _writes() -> bool:

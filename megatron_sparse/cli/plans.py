@@ -37,7 +37,7 @@ def profile(
             metavar="D", help="Keep only this fraction of each rank's gradient, by magnitude."
         ),
     ] = None,
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
@@ -51,13 +51,13 @@ def profile(
     from megatron_sparse.report import profile as profile_report
     from megatron_sparse.run.json_lines import write_rows
 
-    write_rows(json, profile_report.run(recording, kind=kind, density=density, out=out))
+    write_rows(json, profile_report.run(recording, kind=kind, density=density, out=output))
 
 
 def calibrate(
     options: CalibrationOptions,
     place: CalibrationPlace,
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
@@ -78,8 +78,8 @@ def calibrate(
             got=" ".join(flag for flag, is_set in given.items() if is_set),
             remedy="virtual ranks can only find thresholds: give all three options, or none",
         )
-    out = out if out or place.virtual else Path("cluster.yaml")
-    raise typer.Exit(runner.run(replace(options, out=out), place))
+    output = output if output or place.virtual else Path("cluster.yaml")
+    raise typer.Exit(runner.run(replace(options, out=output), place))
 
 
 def plan(
@@ -177,7 +177,7 @@ def levels(
     schemes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
     ] = None,
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR", callback=figures_folder, help="Draw the curves there: PNG and CSV."
@@ -204,7 +204,7 @@ def levels(
     rows = list(level_rows(training, find(cluster), settings, counts, names))
     print_levels(rows, training)
     write_rows(json, [row.to_dict() for row in rows])
-    for path in draw_levels(rows, training, out) if out is not None else ():
+    for path in draw_levels(rows, training, output) if output is not None else ():
         print(path)
 
 
@@ -239,7 +239,7 @@ def simulate(
     paper: Annotated[str | None, typer.Option(help="spccl | zen | pccl | stragglar")] = None,
     figure: Annotated[int | None, typer.Option(help="The figure's number in the paper.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Draw all figures of all papers.")] = False,
-    out: Annotated[
+    output: Annotated[
         Path,
         typer.Option(metavar="DIR", callback=writable_folder, help="Folder for PNG and CSV."),
     ] = Path("figures"),
@@ -265,5 +265,5 @@ def simulate(
         if list_only:
             print(f"--paper {chosen.paper} --figure {chosen.number}: {chosen.title}")
             continue
-        for path in chosen.make(out, fast=fast):
+        for path in chosen.make(output, fast=fast):
             print(path, flush=True)

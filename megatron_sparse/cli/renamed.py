@@ -1,10 +1,12 @@
-"""Commands that have left or were renamed, each with what to use in their place."""
+"""Commands and options that have left or were renamed, with what to use in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from megatron_sparse.errors import ConfigError
 
@@ -16,6 +18,37 @@ RENAMED: Mapping[str, str] = {
     "bench peer": "`bench collectives --scheme direct`, which runs over NCCL",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
+
+OUTPUT = "--output"
+OUTPUTS = ("--out", "--png", "--csv")
+"""Former names of `--output`."""
+
+
+class Program(TyperGroup):
+    """The commands, of which a former option's name is a typed error that has the new one."""
+
+    def invoke(self, ctx: Any) -> object:
+        """Runs the command.
+
+        Raises:
+            ConfigError: an option was renamed.
+        """
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            # By its attribute: the class is click's, or that of Typer's own copy of click.
+            former = getattr(error, "option_name", None)
+            if former not in OUTPUTS:
+                raise
+            command = error.ctx.command  # type: ignore[attr-defined]
+            if not any(OUTPUT in parameter.opts for parameter in command.params):
+                raise
+            raise ConfigError(
+                f"{former} is now {OUTPUT}",
+                expected=f"{OUTPUT} PATH, whose ending decides the format",
+                got=former,
+                remedy=f"write {OUTPUT} in its place; `report` and `stragglers` take it twice",
+            ) from None
 
 
 def answer_for_renamed(app: typer.Typer, group: str = "") -> None:

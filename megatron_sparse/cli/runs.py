@@ -57,24 +57,24 @@ def doctor(
 
 def sweep(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The sweep's runs_dir.")],
-    csv: Annotated[
+    output: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.csv", callback=writable_file(), help="Write the table."),
+        typer.Option(metavar="FILE.csv", callback=writable_file(".csv"), help="Write the table."),
     ] = None,
     json: JsonFile = None,
 ) -> None:
     """For `train --multirun`. See docs/slurm.md."""
     from megatron_sparse.run import sweep as runs
 
-    runs.report(folder, csv, json)
+    runs.report(folder, output, json)
 
 
 def corpus(
     kind: Annotated[str, typer.Option(help="code | prose")],
-    out: Annotated[
+    output: Annotated[
         Path,
         typer.Option(
-            metavar="DIR", callback=writable_folder, help="Output folder, for example data/code."
+            metavar="DIR", callback=writable_folder, help="The corpus' folder, such as data/code."
         ),
     ],
     vocab_size: Annotated[
@@ -84,8 +84,8 @@ def corpus(
     """Prints the corpus' size."""
     from megatron_sparse.megatron import corpus as maker
 
-    made = maker.prepare(kind, out, vocab_size)  # type: ignore[arg-type] - checked there
-    print(f"{out}: {made.n_documents} documents, {made.n_tokens} tokens of {made.vocab_size}")
+    made = maker.prepare(kind, output, vocab_size)  # type: ignore[arg-type] - checked there
+    print(f"{output}: {made.n_documents} documents, {made.n_tokens} tokens of {made.vocab_size}")
 
 
 def build(

@@ -35,11 +35,11 @@ def phase_and_density(config: CompressionConfig, step: int) -> tuple[Phase, floa
     """
     if not config.enabled:
         return Phase.OFF, 1.0
-    if step < config.warmup_iters:
+    if step < config.warmup:
         return Phase.WARMUP, 1.0
-    ramp_step = step - config.warmup_iters
-    if ramp_step >= config.ramp_iters:
+    ramp_step = step - config.warmup
+    if ramp_step >= config.ramp:
         return Phase.TARGET, config.density
     start = max(config.ramp_start_density, config.density)
-    progress = ramp_step / config.ramp_iters
+    progress = ramp_step / config.ramp
     return Phase.RAMP, start * (config.density / start) ** progress

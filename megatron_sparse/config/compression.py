@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_sparse.config.checks import are_patterns, in_range, is_flag, one_of
 from megatron_sparse.config.level import LEVELS, RANK
@@ -15,6 +15,8 @@ VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
 DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
+WARMUP_ITERS, RAMP_ITERS = 500, 1000
+"""What null takes where the run's length is not known, and at most where it is."""
 
 
 def dense_value_bits(value_bits: int | None) -> int:
@@ -62,9 +64,12 @@ class CompressionConfig:
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode); `always`, `never`.
-        warmup_iters: iterations at the start that synchronise densely.
+        warmup_iters: iterations at the start that synchronise densely; null takes 5 % of
+            `training.iterations`, at most 500. A resumed run keeps its number. `install`, `attach`
+            and `ddp_hook` do not know the run's length, and take 500.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`,
-            by equal factors.
+            by equal factors; null takes 10 % of `training.iterations`, at most 1000, otherwise as
+            `warmup_iters`.
         ramp_start_density: the first density of the ramp.
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
@@ -89,8 +94,8 @@ class CompressionConfig:
     threshold_scope: str = "parameter"
     residual_dtype: str = "fp32"
     undo: str = "auto"
-    warmup_iters: int = 500
-    ramp_iters: int = 1000
+    warmup_iters: int | None = None
+    ramp_iters: int | None = None
     ramp_start_density: float = 0.25
     keep_below_numel: int = 4096
     keep_patterns: list[str] = field(default_factory=list)
@@ -109,8 +114,8 @@ class CompressionConfig:
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
-        in_range("compression.warmup_iters", self.warmup_iters, 0, math.inf, integer=True)
-        in_range("compression.ramp_iters", self.ramp_iters, 0, math.inf, integer=True)
+        in_range("compression.warmup_iters", self.warmup, 0, math.inf, integer=True)
+        in_range("compression.ramp_iters", self.ramp, 0, math.inf, integer=True)
         in_range("compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True)
         in_range("compression.keep_below_numel", self.keep_below_numel, 0, math.inf, integer=True)
         one_of("compression.residual_checkpoint", self.residual_checkpoint, RESIDUAL_CHECKPOINTS)
@@ -132,6 +137,36 @@ class CompressionConfig:
     def given_value_bits(self) -> int | None:
         """Bits of a value; None: in full, as `auto` outside a `SparseConfig` is."""
         return None if isinstance(self.value_bits, str) else self.value_bits
+
+    @property
+    def warmup(self) -> int:
+        """Dense iterations at the start; of null, those of a run of unknown length."""
+        return WARMUP_ITERS if self.warmup_iters is None else self.warmup_iters
+
+    @property
+    def ramp(self) -> int:
+        """Iterations over which the density falls, as `warmup`."""
+        return RAMP_ITERS if self.ramp_iters is None else self.ramp_iters
+
+    def in_run_of(self, iterations: int) -> CompressionConfig:
+        """With null in `warmup_iters` and `ramp_iters` replaced by what suits the run's length.
+
+        Args:
+            iterations: `training.iterations`.
+
+        Example:
+            >>> short = CompressionConfig().in_run_of(1000)
+            >>> short.warmup_iters, short.ramp_iters
+            (50, 100)
+            >>> CompressionConfig(warmup_iters=0).in_run_of(100_000).ramp_iters
+            1000
+        """
+        warmup, ramp = self.warmup_iters, self.ramp_iters
+        return replace(
+            self,
+            warmup_iters=min(WARMUP_ITERS, iterations // 20) if warmup is None else warmup,
+            ramp_iters=min(RAMP_ITERS, iterations // 10) if ramp is None else ramp,
+        )
 
     def _check_bits(self) -> None:
         """Refuses values in few bits where they would not do as documented."""

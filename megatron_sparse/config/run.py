@@ -312,9 +312,9 @@ class RunConfig:
 
     @property
     def sparse(self) -> SparseConfig:
-        """The plugin's part."""
+        """The plugin's part, whose schedule is decided."""
         return SparseConfig(
-            self.compression,
+            self.compression.in_run_of(self.training.iterations),
             self.scheme,
             self.tracking,
             self.planner,

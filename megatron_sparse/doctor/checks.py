@@ -262,10 +262,11 @@ def _extension() -> Iterator[Check]:
             yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
         else:
             without = ": torch operations make the messages, slower" if part == "cuda" else ""
+            waits = "" if found["built"] else cuda_ext.compiles_first(part)
             yield Check(
                 name,
                 "warn",
-                f"{found['reason']}{without}",
+                f"{found['reason']}; {waits}" if waits else f"{found['reason']}{without}",
                 "megatron-sparse build",
             )
 

@@ -14,7 +14,7 @@ paragraph of prose is kept the first time it is seen only, and documents are ord
 their names, so that every part of Megatron's contiguous train / validation / test split sees every
 source.
 
-    megatron-sparse corpus --kind code --out data/code
+    megatron-sparse corpus --kind code --output data/code
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def load(out_dir: str | Path) -> Corpus:
 def _read(out_dir: Path) -> tuple[Corpus, str]:
     """The corpus in `out_dir` and the fingerprint of its sources."""
     path = out_dir / MANIFEST
-    remedy = f"make it: {_COMMAND} --kind code|prose --out {out_dir}"
+    remedy = f"make it: {_COMMAND} --kind code|prose --output {out_dir}"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
         fields = {name: manifest[name] for name in ("kind", "vocab_size", "eod")}
@@ -321,12 +321,12 @@ def main(argv: list[str] | None = None) -> int:
         prog=_COMMAND, description="Makes a corpus for Megatron from what is installed."
     )
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder, for example data/code")
+    parser.add_argument("--output", type=Path, required=True, help="folder, for example data/code")
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--no-progress", action="store_true")
     options = parser.parse_args(argv)
     try:
-        corpus = prepare(options.kind, options.out, options.vocab_size, not options.no_progress)
+        corpus = prepare(options.kind, options.output, options.vocab_size, not options.no_progress)
     except MegatronSparseError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

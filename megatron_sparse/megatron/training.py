@@ -144,7 +144,7 @@ def find_data(config: RunConfig) -> tuple[int, Path | None]:
                 expected=f"{prefix}.idx and {prefix}.bin",
                 got="no such file",
                 remedy="give the path without .bin, or choose data=code and make it: "
-                "megatron-sparse corpus --kind code --out data/code",
+                "megatron-sparse corpus --kind code --output data/code",
             )
     wanted = config.model.vocab_size
     if wanted is not None and wanted < vocab_size:

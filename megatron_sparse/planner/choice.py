@@ -200,8 +200,8 @@ class PricedPlanner(FixedPlanner):
             return False
         if not _untried(state):
             return False
-        ramp, every = self._compression.warmup_iters, self._pace.profile_every
-        target = ramp + self._compression.ramp_iters
+        ramp, every = self._compression.warmup, self._pace.profile_every
+        target = ramp + self._compression.ramp
         since = step - (ramp if step < target else target)
         return (
             since < self._pace.profile_iters
@@ -247,7 +247,7 @@ class PricedPlanner(FixedPlanner):
         state = self._state_of(bucket)
         if not self._scheme.deterministic and step and step % self._pace.replan_every == 0:
             yield from self._compare(bucket, state, plan, step, transport)
-        if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup_iters:
+        if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup:
             # Pricing takes time, so it is done here and not at the launch of the next step.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)

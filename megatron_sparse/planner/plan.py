@@ -284,7 +284,9 @@ class FixedPlanner:
         """See `Planner`."""
         plan = self.plan_for(bucket, step)
         bits = self._compression.given_value_bits
-        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, bits)
+        # The schedule's density, with which schemes are compared: that of a dense plan is 1.
+        _, density = phase_and_density(self._compression, step)
+        wire_bytes = predicted_bytes(bucket, density, self._scheme, bits)
         return {
             "bucket": bucket.name,
             **bucket_facts(bucket, self._scheme.wire_dtype, bits),

@@ -219,7 +219,7 @@ def rows(
             f"plan: {named[0]}{' with --ranks' if run else ''} needs a cluster to be priced on",
             expected="--cluster FILE, or the name of a shipped model cluster",
             got="no --cluster",
-            remedy="--cluster ethernet_25gbit; megatron-sparse calibrate --out FILE measures one",
+            remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
         )
     if dump is not None:
         return of_dump(dump, pricing, ranks, density, op)

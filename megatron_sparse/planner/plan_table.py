@@ -1,4 +1,7 @@
-"""`megatron-sparse plan`: every scheme's predicted time for each bucket, the chosen one marked."""
+"""`megatron-sparse plan`: every scheme's predicted time for each bucket, the chosen one marked.
+
+Of a run without a cluster file, whose planner compares bytes: the predicted bytes instead.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,8 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
     prices, measured = row["predicted_us"], row.get("measured_us") or {}
     if prices:
         console.print(_table(row["chosen"], prices, measured))
+    elif row.get("predicted_bytes"):
+        console.print(_bytes_table(row["chosen"], row["predicted_bytes"]))
     console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
 
 
@@ -66,6 +71,24 @@ def _table(chosen: str, prices: dict[str, float], measured: dict[str, float]) ->
             f"{time_us:.1f}",
             f"{time_us / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
             *cells,
+            style="bold" if name == chosen else None,
+        )
+    return table
+
+
+def _bytes_table(chosen: str, wire_bytes: dict[str, float]) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("")
+    table.add_column("scheme")
+    table.add_column("predicted wire(B) of a rank", justify="right")
+    table.add_column("/ dense", justify="right")
+    for name, nbytes in sorted(wire_bytes.items(), key=lambda item: item[1]):
+        dense = wire_bytes.get(DENSE)
+        table.add_row(
+            "*" if name == chosen else "",
+            name,
+            f"{nbytes:.0f}",
+            f"{nbytes / dense:.2f}" if dense else "-",
             style="bold" if name == chosen else None,
         )
     return table

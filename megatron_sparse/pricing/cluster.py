@@ -45,7 +45,7 @@ PAIRS_END = 1 / 32
 RING_FORMATS = ("coo", "pici")
 """Formats for which a file may hold thresholds of the adaptive ring."""
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
-_REMEASURE = "measure anew: megatron-sparse calibrate --out FILE --force"
+_REMEASURE = "measure anew: megatron-sparse calibrate --output FILE --force"
 
 
 class CodecOp(StrEnum):
@@ -306,7 +306,7 @@ class ClusterModel:
                 f"{path} cannot be written",
                 expected="a file that can be written",
                 got=error,
-                remedy="give another --out",
+                remedy="give another --output",
             ) from error
 
     def to_yaml(self, comment: str) -> str:
@@ -345,7 +345,7 @@ def find(name_or_path: str | Path) -> ClusterModel:
             f"there is no cluster {str(name_or_path)!r}",
             expected=f"a file of `megatron-sparse calibrate`, or {' | '.join(shipped())}",
             got=str(name_or_path),
-            remedy="megatron-sparse calibrate --out FILE makes one",
+            remedy="megatron-sparse calibrate --output FILE makes one",
         )
     return ClusterModel.load(path)
 

@@ -52,7 +52,7 @@ def change_density(
     if phase is Phase.OFF:
         raise _refusal("compression.enabled=true", "false", "switch compression on at the start")
     if phase is Phase.RAMP:
-        end = compression.warmup_iters + compression.ramp_iters
+        end = compression.warmup + compression.ramp
         raise _refusal(
             f"a step before the ramp or after it, so from step {end} on",
             f"step {step} of the ramp to density {compression.density:g}",

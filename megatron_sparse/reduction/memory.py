@@ -313,7 +313,7 @@ class _Group:
             return
         # Of the layout, and in capacity mode of each density: a message's slots and its shards'.
         compression = self._config.compression
-        densities = 1 + compression.ramp_iters if has_slots else 0
+        densities = 1 + compression.ramp if has_slots else 0
         self._tables += len(tables) + densities * (2 + bucket.world_size)
         largest = max(table.nbytes for table in tables)
         self._largest_table = max(self._largest_table, -(-largest // ALLOCATION) * ALLOCATION)
@@ -336,6 +336,6 @@ class _Group:
 
 def _steps(compression: CompressionConfig) -> list[int]:
     """Steps whose plans may differ: the first, some of the ramp, and one at the target."""
-    start, ramp = compression.warmup_iters, compression.ramp_iters
+    start, ramp = compression.warmup, compression.ramp
     count = min(ramp, RAMP_STEPS)
     return sorted({0, *(start + ramp * i // count for i in range(count)), start + ramp})

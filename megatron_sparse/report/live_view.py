@@ -14,8 +14,9 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.report.run_data import load_breakdown, load_config
+from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
 from megatron_sparse.telemetry.live import Progress, render
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
 PICTURE_COLUMNS = 100
 
@@ -75,6 +76,23 @@ def progress_of(folder: Path, iteration: int | None) -> Progress:
     return progress
 
 
+def progress_at_start(folder: Path) -> Progress:
+    """The progress of a run of which no iteration is known.
+
+    Raises:
+        ConfigError: the folder is not a run's.
+    """
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, BREAKDOWN_FILE)):
+        raise ConfigError(
+            f"{folder} is not the folder of a run",
+            expected=f"a folder with {CONFIG_FILE}, such as runs/quickstart",
+            got="a folder without it" if folder.is_dir() else "no such folder",
+            remedy="name the folder that training printed",
+        )
+    _, config = load_config(folder, [])
+    return Progress(config.get("name") or folder.resolve().name, _total(config))
+
+
 def _total(config: dict[str, object]) -> int | None:
     total = config.get("training.iterations")
     return total if isinstance(total, int) else None
@@ -86,8 +104,8 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
     Args:
         folder: the run's folder.
         iteration: see `progress_of`.
-        output: an SVG file; None prints.
-        columns: width of the view; None takes the terminal's, or `PICTURE_COLUMNS` for an SVG.
+        output: an SVG, PNG or PDF file; None prints.
+        columns: width of the view; None takes the terminal's, or `PICTURE_COLUMNS` for a picture.
 
     Raises:
         ConfigError: see `progress_of`; or the file cannot be written.
@@ -98,7 +116,7 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
         console.print(render(progress, console.width))
         return
     try:
-        output.write_text(svg(progress, columns or PICTURE_COLUMNS), encoding="utf-8")
+        picture(progress, columns or PICTURE_COLUMNS, output)
     except OSError as error:
         raise ConfigError(
             f"{output} cannot be written",
@@ -107,6 +125,24 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
             remedy="choose another file with --output",
         ) from None
     print(output)
+
+
+def picture(progress: Progress, columns: int, output: Path) -> None:
+    """Writes the view into a file, whose ending decides the format.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if output.suffix.lower() == ".svg":
+        output.write_text(svg(progress, columns), encoding="utf-8")
+        return
+    from megatron_sparse.report import view_picture  # needs matplotlib
+
+    view_picture.draw(render(progress, columns), columns, _title(progress), output)
+
+
+def _title(progress: Progress) -> str:
+    return f"{progress.name}, iteration {progress.latest.iteration}"
 
 
 def svg(progress: Progress, columns: int) -> str:
@@ -125,5 +161,4 @@ def svg(progress: Progress, columns: int) -> str:
         highlight=False,
     )
     console.print(render(progress, columns))
-    title = f"{progress.name}, iteration {progress.latest.iteration}"
-    return console.export_svg(title=title, code_format=_SVG, unique_id="view")
+    return console.export_svg(title=_title(progress), code_format=_SVG, unique_id="view")

@@ -95,7 +95,7 @@ def run(
             "the report cannot be written",
             expected="a writable file and folder",
             got=error,
-            remedy="choose others with --output and --png",
+            remedy="choose others with --output",
         ) from None
     return written
 

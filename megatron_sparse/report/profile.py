@@ -93,7 +93,7 @@ def run(
         DependencyError: figures are requested, but matplotlib is missing.
     """
     if out is not None and out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} cannot be made", expected="a folder", got="a file")
+        raise ConfigError(f"--output {out} cannot be made", expected="a folder", got="a file")
     dump = GradientDump.open(path)
     chosen = _kind(dump, kind, density)
     samples = list(samples_of(dump, chosen, density))

@@ -39,6 +39,7 @@ from megatron_sparse.config.removed import removed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
+from megatron_sparse.run import train_help
 from megatron_sparse.version import __version__
 
 CONFIG_MODULE = "megatron_sparse.configs"
@@ -57,12 +58,11 @@ _FREE = re.compile(r"(megatron|cluster\.env)\.")
 def register_schema() -> None:
     """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
-    OmegaConf.register_new_resolver("groups", _groups, replace=True)
-
-
-def _groups() -> str:
-    """The groups and their options, for `--help`."""
-    return "\n".join(f"{group}: {', '.join(group_options(group))}" for group in sorted(GROUPS))
+    # Both for `--help`.
+    OmegaConf.register_new_resolver(
+        "groups", lambda: train_help.groups(GROUPS, group_options), replace=True
+    )
+    OmegaConf.register_new_resolver("keys", lambda *, _root_: train_help.keys(_root_), replace=True)
 
 
 def group_options(group: str) -> list[str]:
@@ -173,6 +173,21 @@ def load(path: Path) -> RunConfig:
             remedy="start the run again; it writes this file",
         )
     return from_mapping(mapping)  # type: ignore[arg-type]
+
+
+def saved_schedule(path: Path) -> dict[str, int]:
+    """The numbers of `compression.warmup_iters` and `compression.ramp_iters` in a run's file.
+
+    Returns:
+        Those that are there: none of a file that cannot be read, nor of a run without the plugin.
+        Other keys may be of another version.
+    """
+    try:
+        section = OmegaConf.to_container(OmegaConf.load(path))["compression"]  # type: ignore[index]
+        found = {key: section[key] for key in ("warmup_iters", "ramp_iters")}  # type: ignore[index]
+    except Exception:  # yaml's errors have no common base with those of the disk
+        return {}
+    return {key: value for key, value in found.items() if isinstance(value, int)}
 
 
 def save(config: RunConfig, path: Path, command: str) -> None:

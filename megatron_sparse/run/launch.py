@@ -103,6 +103,7 @@ def _launch(config: RunConfig, command: str) -> int:
     if start.is_done(config):
         print(resume.describe(config, start), flush=True)
         return 0
+    config = preparation.with_schedule(config, start)
     with ExitStack() as held:
         run_dir = preparation.make_run_dir(config, command, start, held)
         print(preparation.describe(config, run_dir, start), flush=True)

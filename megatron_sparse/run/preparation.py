@@ -35,6 +35,7 @@ def decide(config: RunConfig) -> RunConfig:
     """Replaces `auto` in `cluster.device` and `training.precision` by this machine's values.
 
     Also replaces `auto` in `compression.value_bits` and `scheme.sum_bits`, by a number or null.
+    `with_schedule` decides the schedule, which depends on the checkpoint that a run goes on from.
 
     Raises:
         ConfigError: the run needs more GPUs than this machine has.
@@ -57,7 +58,11 @@ def decide(config: RunConfig) -> RunConfig:
     if not config.plugin:
         return config
     sparse = config.sparse
-    return dataclasses.replace(config, compression=sparse.compression, scheme=sparse.scheme)
+    given = config.compression
+    compression = dataclasses.replace(
+        sparse.compression, warmup_iters=given.warmup_iters, ramp_iters=given.ramp_iters
+    )
+    return dataclasses.replace(config, compression=compression, scheme=sparse.scheme)
 
 
 def with_precision(config: RunConfig) -> RunConfig:
@@ -67,6 +72,23 @@ def with_precision(config: RunConfig) -> RunConfig:
         precision = "bf16" if config.cluster.device == "cuda" else "fp32"
     training = dataclasses.replace(config.training, precision=precision)
     return dataclasses.replace(config, training=training)
+
+
+def with_schedule(config: RunConfig, start: Start) -> RunConfig:
+    """Replaces null in `compression.warmup_iters` and `compression.ramp_iters` by numbers.
+
+    A run that goes on keeps those of its folder's `config.yaml`, whatever length it has now:
+    another ramp would make the density jump.
+
+    Args:
+        config: the run.
+        start: from `check_start`.
+    """
+    earlier = composition.saved_schedule(run_folder(config) / CONFIG_FILE) if start.own else {}
+    given = config.compression
+    missing = {key: value for key, value in earlier.items() if getattr(given, key) is None}
+    compression = dataclasses.replace(given, **missing).in_run_of(config.training.iterations)
+    return dataclasses.replace(config, compression=compression)
 
 
 def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
@@ -263,8 +285,22 @@ def package_path() -> dict[str, str]:
     return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
+def _compiles_first(config: RunConfig) -> str:
+    """What the ranks compile before their first iteration, in words; empty if nothing."""
+    from megatron_sparse.cuda_ext import compiles_first
+    from megatron_sparse.formats.codec_choice import CODEC
+
+    if not (config.plugin and config.compression.enabled):
+        return ""
+    takes_cuda = config.cluster.device == "cuda" and os.environ.get(CODEC) != "torch"
+    return compiles_first("cpu", *(["cuda"] if takes_cuda else []))
+
+
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
-    """The run in three lines, with its choice or checkpoint in five; ranks add the parameters."""
+    """The run in three lines; one more each of its choice, its checkpoint, and what is compiled.
+
+    Ranks add the parameters.
+    """
     from megatron_sparse.collectives import AUTO, SCHEMES
 
     training, cluster = config.training, config.cluster
@@ -278,7 +314,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
     else:
-        first = config.compression.warmup_iters + config.compression.ramp_iters + 1
+        schedule = config.sparse.compression
+        first = schedule.warmup + schedule.ramp + 1
         how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"
         bits = config.sparse.compression.given_value_bits
         how += f" in {bits} bits" if bits is not None else ""
@@ -288,6 +325,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     choice = ""
     if config.plugin and config.scheme.name == AUTO:
         choice = f"  {basis(config.sparse)}\n"
+    waits = _compiles_first(config)
+    choice += f"  {waits}\n" if waits else ""
     return (
         f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
         f"{training.precision}\n"

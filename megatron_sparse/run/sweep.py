@@ -228,7 +228,7 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
                 "the table cannot be written",
                 expected="a file that can be written",
                 got=error,
-                remedy="give --csv another path",
+                remedy="give another --output",
             ) from None
     console = Console(highlight=False)
     console.print(f"{len(found)} runs in {folder}", markup=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
 import sys
@@ -91,9 +93,10 @@ def run_started(config: RunConfig, command: str) -> int:
     held = ExitStack()
     try:
         config = _prepared(config)
-        run_dir = _agree_on_folder(config, command, store, rank, held)
-        if run_dir is None:
+        agreed = _agree_on_folder(config, command, store, rank, held)
+        if agreed is None:
             return 0
+        config, run_dir = agreed
         from megatron_sparse.megatron import training
 
         with rank_log(run_dir, rank, config.cluster.world_size), _nccl_errors(config):
@@ -245,10 +248,11 @@ def _is_reported(store: Any) -> bool:
 
 def _agree_on_folder(
     config: RunConfig, command: str, store: Any, rank: int, held: ExitStack
-) -> Path | None:
+) -> tuple[RunConfig, Path] | None:
     """Rank 0 makes the run's folder; the others wait for its path. None: nothing is left to do.
 
-    `held` gets the folder's lock.
+    Rank 0 also decides the schedule, because the file that a resumed run keeps it in is being
+    replaced. `held` gets the folder's lock.
     """
     key = "megatron_sparse/run_dir"
     if rank == 0:
@@ -260,20 +264,25 @@ def _agree_on_folder(
                 answer = _NOTHING_LEFT
                 print(resume.describe(config, start), flush=True)
             else:
+                config = preparation.with_schedule(config, start)
                 run_dir = preparation.make_run_dir(config, command, start, held)
                 print(preparation.describe(config, run_dir, start), flush=True)
-                answer = str(run_dir)
+                schedule = config.compression.warmup, config.compression.ramp
+                answer = json.dumps([*schedule, str(run_dir)])
         finally:
             store.set(key, answer)
         if run_dir is None:
             _wait_for_readers(store, config.cluster.world_size - 1)
-        return run_dir
+            return None
+        return config, run_dir
     answer = store.get(key).decode()
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     if answer == _NOTHING_LEFT:
         store.add(_READERS, 1)
         return None
-    run_dir = Path(answer)
+    warmup, ramp, folder = json.loads(answer)
+    run_dir = Path(folder)
     run_dir.mkdir(parents=True, exist_ok=True)  # nodes may not share a disk
-    return run_dir
+    compression = dataclasses.replace(config.compression, warmup_iters=warmup, ramp_iters=ramp)
+    return dataclasses.replace(config, compression=compression), run_dir

@@ -189,7 +189,7 @@ class TestSweep:
 
 def calibrated(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The command, as a process that starts ranks."""
-    command = local_ranks.command_line(["calibrate", f"--out={out}", *options])
+    command = local_ranks.command_line(["calibrate", f"--output={out}", *options])
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
@@ -242,7 +242,7 @@ class TestCommand:
         path = tmp_path / "model.yaml"
         words = "calibrate --sweep --virtual --cluster ethernet_25gbit --ranks 2 --format pici"
         with pytest.raises(SystemExit) as caught:
-            main.main([*words.split(), "--density=0.2", "--quick", f"--out={path}"])
+            main.main([*words.split(), "--density=0.2", "--quick", f"--output={path}"])
         assert not caught.value.code
         out = capsys.readouterr().out
         assert "model (VirtualCluster), not measured" in out

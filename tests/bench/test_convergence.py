@@ -127,7 +127,7 @@ def test_every_setting_is_a_configuration_and_differs_from_the_default(tmp_path)
 def test_command_table_and_figures(runs, tmp_path, capsys):
     lines, folder = tmp_path / "rows.jsonl", tmp_path / "figures"
     command = ["convergence", "--model=gpt", "--setting=dense,topk1", "--iters=100"]
-    command += [f"--out={tmp_path / 'out'}", f"--json={lines}", f"--figures={folder}"]
+    command += [f"--output={tmp_path / 'out'}", f"--json={lines}", f"--figures={folder}"]
     assert run_cli(*command) == 0
     printed = capsys.readouterr().out
     assert "4.1205" in printed

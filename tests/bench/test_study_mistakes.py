@@ -37,7 +37,7 @@ from tests.bench.study_runs import FakeRuns
 )
 def test_mistakes_are_found_before_anything_runs(command, said, tmp_path, capsys, monkeypatch):
     runs = FakeRuns(monkeypatch, lambda words, log: None)
-    assert run_cli(*command.split(), f"--out={tmp_path / 'out'}") == ConfigError.exit_code
+    assert run_cli(*command.split(), f"--output={tmp_path / 'out'}") == ConfigError.exit_code
     error = capsys.readouterr().err
     assert error.count("error:") == 1
     assert said in error
@@ -59,7 +59,7 @@ def test_a_run_that_fails_shows_the_end_of_its_log(command, said, tmp_path, caps
         return 3
 
     FakeRuns(monkeypatch, train)
-    assert run_cli(*command.split(), f"--out={tmp_path}") == MegatronSparseError.exit_code
+    assert run_cli(*command.split(), f"--output={tmp_path}") == MegatronSparseError.exit_code
     error = capsys.readouterr().err
     assert said in error
     assert "exit code 3" in error

@@ -105,7 +105,7 @@ def test_schedules_are_stretched_with_the_run(tmp_path):
 def test_command_table_and_picture(runs, tmp_path, capsys):
     lines, pictures = tmp_path / "rows.jsonl", tmp_path / "pictures"
     arguments = ["time-to-loss", "--netbed", "--mbit", "100,1000", "--iters", "20"]
-    arguments += ["--setting", "plain,safe", "--out", str(tmp_path / "runs")]
+    arguments += ["--setting", "plain,safe", "--output", str(tmp_path / "runs")]
     assert run_cli(*arguments, "--json", str(lines), "--figures", str(pictures)) == 0
     assert "safe, parameters in 4 bits" in capsys.readouterr().out
     written = read_rows(lines)

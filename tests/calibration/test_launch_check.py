@@ -149,7 +149,7 @@ def _calibrate(tmp_path: Path, rank: int, port: int, timeout_s: int) -> subproce
     place = {"RANK": str(rank), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
     environment = place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out = tmp_path / "cluster.yaml"
-    options = ["--quick", f"--out={out}", f"--timeout={timeout_s}"]
+    options = ["--quick", f"--output={out}", f"--timeout={timeout_s}"]
     return subprocess.Popen(
         local_ranks.command_line(["calibrate", *options]),
         cwd=ROOT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -36,6 +37,20 @@ class TestRoot:
         for command in ("train", "doctor", "corpus", "build", "bench"):
             assert f" {command} " in out
 
+    @pytest.mark.parametrize("line", ["", "doctor", "bench", "bench prune", "plan"])
+    def test_h_is_help_of_every_command(self, line, capsys):
+        assert run(line, "-h") == 0
+        shown = capsys.readouterr().out
+        assert run(line, "--help") == 0
+        assert shown == capsys.readouterr().out
+
+    def test_measurements_and_models_have_a_panel_of_their_own(self, capsys):
+        assert run("--help") == 0
+        commands, panel = capsys.readouterr().out.split("Measurements and models")
+        for command in ("bench", "simulate", "schedule", "levels", "profile"):
+            assert f" {command} " in panel
+            assert f" {command} " not in commands
+
     def test_help_imports_nothing_heavy(self):
         """So it takes less than a second."""
         code = (
@@ -59,6 +74,76 @@ class TestRoot:
 def test_a_command_that_has_left_names_its_remedy(command, capsys):
     assert run(*command.split(), "--any") == ConfigError.exit_code
     is_one_error(capsys.readouterr().err, f"megatron-sparse {command} has left", RENAMED[command])
+
+
+class TestOneNameForOutputs:
+    """`--output`; its ending decides the format."""
+
+    FORMER = (
+        "profile runs/x --out=f",
+        "calibrate --out f",
+        "levels --out f",
+        "simulate --all --out f",
+        "corpus --kind code --out f",
+        "bench training --out f",
+        "bench time-to-loss --out f",
+        "bench convergence --out f",
+        "report runs/x --png f",
+        "stragglers runs/x --csv f",
+        "sweep runs/x --csv f",
+    )
+
+    @pytest.mark.parametrize("line", FORMER)
+    def test_a_former_name_leads_to_it(self, line, capsys):
+        assert run(line) == ConfigError.exit_code
+        former = re.search("--(out|png|csv)", line)
+        assert former
+        is_one_error(
+            capsys.readouterr().err, f"{former[0]} is now --output", "write --output in its place"
+        )
+
+    @pytest.mark.parametrize("line", ["doctor --csv f", "plan --out f", "report x --pgn f"])
+    def test_others_stay_unknown(self, line, capsys):
+        assert run(line) == 2
+        assert "No such option" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("line", "endings"),
+        [
+            ("report made --output page.pdf", "ends in .html"),
+            ("stragglers made --output=d.png --output=d.txt", ".png or .svg or .pdf or .csv"),
+            ("sweep made --output table.txt", "ends in .csv"),
+        ],
+    )
+    def test_another_ending_is_refused(self, line, endings, capsys):
+        pytest.importorskip("matplotlib")
+        assert endings in refused(capsys, line)
+
+    def test_a_command_gets_each_by_its_ending(self, monkeypatch, tmp_path):
+        pytest.importorskip("matplotlib")
+        from megatron_sparse.report import page
+        from megatron_sparse.telemetry import straggler_report
+
+        given: list[tuple[object, ...]] = []
+        monkeypatch.setattr(page, "run", lambda *paths: given.append(paths) or [])
+        monkeypatch.setattr(straggler_report, "run", lambda *paths: given.append(paths))
+        monkeypatch.chdir(tmp_path)
+        for line in (
+            "report a b",
+            "report a --output charts",
+            "report a --output x.html --output charts",
+            "stragglers a --output x.csv",
+            "stragglers a --output x.csv --output x.SVG",
+        ):
+            assert run(line) == 0
+        a, html, charts = Path("a"), Path("x.html"), Path("charts")
+        assert given == [
+            ([a, Path("b")], Path("report.html"), None),
+            ([a], Path("report.html"), charts),
+            ([a], html, charts),
+            (a, None, Path("x.csv")),
+            (a, Path("x.SVG"), Path("x.csv")),
+        ]
 
 
 class TestTrain:
@@ -178,7 +263,7 @@ class TestOthers:
         assert "megatron_sparse.bench.codec.prune" not in calls
 
     def test_corpus_mistake(self, tmp_path, capsys):
-        error = refused(capsys, "corpus --kind poems --out", tmp_path / "data")
+        error = refused(capsys, "corpus --kind poems --output", tmp_path / "data")
         assert "code | prose" in error
 
 

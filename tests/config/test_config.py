@@ -9,6 +9,7 @@ import pytest
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
+from megatron_sparse.config.compression import RAMP_ITERS, WARMUP_ITERS
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.removed import REMOVED
@@ -318,6 +319,39 @@ class TestRun:
     )
     def test_the_warm_up_of_a_short_run_is_derived(self, iterations, given, taken):
         assert TrainingConfig(iterations=iterations, lr_warmup_iters=given).lr_warmup == taken
+
+
+class TestScheduleOfTheRunsLength:
+    """`compression.warmup_iters=null` and `ramp_iters=null`."""
+
+    @pytest.mark.parametrize(
+        ("iterations", "given", "taken"),
+        [
+            (1, {}, (0, 0)),
+            (19, {}, (0, 1)),
+            (1000, {}, (50, 100)),
+            (10_000, {}, (500, 1000)),
+            (300_000, {}, (500, 1000)),
+            (1000, {"warmup_iters": 0}, (0, 100)),
+            (1000, {"ramp_iters": 2300}, (50, 2300)),
+            (9, {"warmup_iters": 7, "ramp_iters": 8}, (7, 8)),
+        ],
+    )
+    def test_what_is_not_given_follows_the_runs_length(self, iterations, given, taken):
+        run = RunConfig(
+            training=TrainingConfig(iterations=iterations), compression=CompressionConfig(**given)
+        )
+        found = run.sparse.compression
+        assert (found.warmup_iters, found.ramp_iters) == (found.warmup, found.ramp) == taken
+
+    def test_without_a_run_it_is_the_longest(self):
+        compression = SparseConfig().compression
+        assert (compression.warmup, compression.ramp) == (WARMUP_ITERS, RAMP_ITERS) == (500, 1000)
+
+    @pytest.mark.parametrize("key", ["warmup_iters", "ramp_iters"])
+    def test_refusals(self, key):
+        for wrong in (-1, 0.5, "5%"):
+            assert f"compression.{key}" in str(refusal(CompressionConfig, **{key: wrong}))
 
 
 def test_the_number_of_keys_is_frozen():

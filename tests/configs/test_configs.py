@@ -12,12 +12,12 @@ import pytest
 from megatron_sparse.collectives import SCHEMES, check, skips_straggler
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.presets import preset_names
-from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.run import RunConfig, TrainingConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.pricing.records import record_bytes
-from megatron_sparse.run import composition
+from megatron_sparse.run import composition, preparation
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
 
 CONFIGS = Path(composition.__file__).parents[2] / "configs"
@@ -103,6 +103,8 @@ def test_presets_are_the_same_on_the_command_line_and_in_python():
     for name, values in PRESETS.items():
         composed, made = compose([f"preset={name}"]).sparse, SparseConfig.preset(name)
         assert made == SparseConfig.given("install", name, {})
+        # On the command line the run's length decides the schedule that a preset leaves open.
+        made.compression = made.compression.in_run_of(TrainingConfig.iterations)
         for section in ("compression", "scheme", "parameters"):
             assert getattr(composed, section) == getattr(made, section)
         chosen = made.compression
@@ -162,6 +164,12 @@ def test_big_models_state_their_parameters(name, billions):
 def test_the_two_starcoders_differ_in_key_value_heads_only():
     whole, grouped = (compose([f"model=starcoder2_3b_28l{end}"]).model for end in ("", "_gqa"))
     assert dataclasses.replace(whole, num_query_groups=2) == grouped
+
+
+def test_a_default_run_is_mostly_at_its_target():
+    text = preparation.describe(compose(), Path("runs/run"))
+    assert "  1000 iterations of 4 x " in text
+    assert text.count("density 0.22 in 4 bits from iteration 151 on\n") == 1
 
 
 def test_quickstart_is_mostly_at_its_target():

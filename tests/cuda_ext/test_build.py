@@ -45,6 +45,53 @@ def test_status_of_the_libraries_built_here():
     assert set(found["cuda"]) == {"path", "built", "loaded", "reason"}
 
 
+class TestWhatIsCompiledFirst:
+    """Whoever waits for it is told before."""
+
+    @pytest.fixture
+    def nothing_built(self, monkeypatch):
+        monkeypatch.setattr(sources, "is_current", lambda part: False)
+        monkeypatch.setattr(toolchain, "find_cxx", lambda: "g++")
+        monkeypatch.setattr(toolchain, "find_cuda", lambda: None)
+
+    def test_it_is_said_where_it_can_be_compiled(self, nothing_built):
+        said = "the native libraries (cpu, cuda) are compiled at the first start, once"
+        assert cuda_ext.compiles_first("cpu", "cuda").startswith(said)
+        assert cuda_ext.compiles_first("cpu").startswith("the native library (cpu) is compiled")
+
+    def test_without_nvcc(self, nothing_built, monkeypatch):
+        def missing():
+            raise DependencyError("no nvcc", expected="nvcc", got="none")
+
+        monkeypatch.setattr(toolchain, "find_cuda", missing)
+        assert "(cpu)" in cuda_ext.compiles_first("cpu", "cuda")
+
+    def test_without_a_compiler(self, nothing_built, monkeypatch, no_compiler):
+        monkeypatch.undo()
+        monkeypatch.setattr(sources, "is_current", lambda part: False)
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.delenv("CXX", raising=False)
+        assert cuda_ext.compiles_first("cpu", "cuda") == ""
+
+    def test_what_is_built_is_not_mentioned(self, monkeypatch):
+        monkeypatch.setattr(sources, "is_current", lambda part: True)
+        assert cuda_ext.compiles_first("cpu", "cuda") == ""
+
+    @pytest.mark.parametrize(("rank", "times"), [(None, 1), ("0", 1), ("1", 0)])
+    def test_one_rank_says_it_where_it_compiles(
+        self, nothing_built, monkeypatch, caplog, rank, times
+    ):
+        built = []
+        monkeypatch.setattr(build, "build", lambda cuda, parts: built.append(parts))
+        if rank is None:
+            monkeypatch.delenv("RANK", raising=False)
+        else:
+            monkeypatch.setenv("RANK", rank)
+        cuda_ext._build_if_needed("cpu")
+        assert built == [("cpu",)]
+        assert caplog.text.count("this takes minutes") == times
+
+
 def test_no_compiler_says_what_to_install(no_compiler, tmp_path):
     with pytest.raises(DependencyError, match="no C\\+\\+ compiler") as caught:
         build.build("off", tmp_path / "lib")

@@ -183,7 +183,7 @@ def test_extension_matters_where_it_could_run(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, part: str, loaded: bool, status: str
 ) -> None:
     state = {"built": loaded, "loaded": loaded, "path": "ops.so", "reason": "no compiler here"}
-    stub = SimpleNamespace(status=lambda: {part: state})
+    stub = SimpleNamespace(status=lambda: {part: state}, compiles_first=lambda part: "")
     monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
     check = looked(doctor._extension)[f"extension, {part}"]
@@ -207,6 +207,16 @@ def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.Monke
         "no symbol: torch operations make the messages, slower",
         "megatron-sparse build",
     )
+
+
+def test_minutes_of_compiling_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"built": False, "loaded": False, "path": "ops.so", "reason": "not built"}
+    stub = SimpleNamespace(
+        status=lambda: {"cpu": state}, compiles_first=lambda part: f"{part} takes minutes"
+    )
+    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
+    check = looked(doctor._extension)["extension, cpu"]
+    assert (check.status, check.detail) == ("warn", "not built; cpu takes minutes")
 
 
 class TestTheTable:

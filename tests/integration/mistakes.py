@@ -142,13 +142,14 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
     "Where the output goes": (
         Mistake("train data=mock runs_dir=notes.txt", "runs_dir"),
         Mistake("train data=mock runs_dir=. name=thesis", "choose another name"),
-        Mistake("view made --output view.png", "--output view.svg"),
+        Mistake("view made --output view.jpg", "--output view.png"),
         Mistake("report made --output report.pdf", "--output report.html"),
         Mistake("schedule --ranks 4 --output schedule.bmp", "--output schedule.png"),
+        Mistake("report made --png charts", "write --output in its place"),
         Mistake("bench prune --json no/folder/rows.jsonl", "there is no folder"),
         Mistake("bench prune --json thesis", "is a folder"),
-        Mistake("calibrate --out mine.yaml", "--force"),
-        Mistake("corpus --kind code --out thesis", "another folder"),
+        Mistake("calibrate --output mine.yaml", "--force"),
+        Mistake("corpus --kind code --output thesis", "another folder"),
     ),
     "Where the ranks run": (
         Mistake("train data=mock cluster.nodes=2", "put srun before the command"),
@@ -190,7 +191,7 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _without("scipy", "bench planner --quick", "megatron-sparse[figures]"),
         _without("scipy", "simulate --paper zen", "megatron-sparse[figures]"),
         _without("wandb_workspaces", "dashboard me/mine", "megatron-sparse[dashboard]"),
-        _without("tokenizers", "corpus --kind code --out corpus", "megatron-sparse[train]"),
+        _without("tokenizers", "corpus --kind code --output corpus", "megatron-sparse[train]"),
     ),
 }
 

@@ -252,8 +252,8 @@ def test_bench_collectives_on_the_test_bed(tmp_path):
 def test_bench_training_on_the_test_bed(tmp_path):
     """Megatron's own loop in the namespaces: dense and compressed learn alike."""
     plain, dense, direct = bench(
-        f"training --ranks=2 --scheme=plain,dense,direct --iters=2 --warmup=1 --out='{tmp_path}' "
-        "model.num_layers=1 model.hidden_size=96",
+        "training --ranks=2 --scheme=plain,dense,direct --iters=2 --warmup=1 "
+        f"--output='{tmp_path}' model.num_layers=1 model.hidden_size=96",
         tmp_path,
     )
     assert plain["loss_first"] == dense["loss_first"] == direct["loss_first"]

@@ -280,7 +280,7 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
         str(folder),
         "--json",
         str(folder / "table.jsonl"),
-        "--csv",
+        "--output",
         str(folder / "table.csv"),
     )
     assert table.returncode == 0, table.stderr

@@ -207,14 +207,14 @@ def test_refusals(
 def test_command_line_prints_json_and_no_traceback(
     tmp_path: Path, small: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--kind", "code", "--out", str(tmp_path / "code"), "--vocab-size", "512"]
+    arguments = ["--kind", "code", "--output", str(tmp_path / "code"), "--vocab-size", "512"]
     assert corpus.main(arguments) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["prefix"] == str(tmp_path / "code" / "text")
     assert printed["n_documents"] == len(DOCUMENTS)
 
     (tmp_path / "file").write_text("")
-    assert corpus.main(["--kind", "code", "--out", str(tmp_path / "file")]) == 2
+    assert corpus.main(["--kind", "code", "--output", str(tmp_path / "file")]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "remedy:" in captured.err

@@ -60,7 +60,7 @@ def test_delays_are_in_the_run(observed, tmp_path, capsys):
     assert breakdown[-1]["extra"]["straggler/delay_ms"] > SLOW_MS / 2
 
     picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
-    arguments = ["stragglers", str(observed), "--output", str(picture), "--csv", str(table)]
+    arguments = ["stragglers", str(observed), "--output", str(picture), "--output", str(table)]
     with pytest.raises(SystemExit) as ended:
         main.main(arguments)
     assert ended.value.code == 0

@@ -7,6 +7,8 @@ import json
 import pytest
 import torch
 
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.planner.plan import FixedPlanner
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
@@ -77,6 +79,33 @@ def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
     there = rows_of(out)
     assert [row["world_size"] for row in there] == [8, 8]
     assert there[0]["predicted_us"]["dense"] != written[0]["predicted_us"]["dense"]
+
+
+def test_a_run_without_a_cluster_file_shows_bytes(tmp_path, capsys):
+    compression = CompressionConfig(density=0.01, warmup_iters=0, ramp_iters=0)
+    planner = FixedPlanner(compression, SchemeConfig())
+    written = planner.report(a_bucket(name="a"), 0)
+    (tmp_path / "plan.json").write_text(json.dumps({"step": 1, "buckets": [written]}))
+    assert run(tmp_path) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "predicted wire(B) of a rank / dense" in words
+    wire_bytes = written["predicted_bytes"]
+    assert set(wire_bytes) == {"dense", "agsparse", "direct"}
+    for name, nbytes in wire_bytes.items():
+        star = "* " if name == written["chosen"] else ""
+        assert f"{star}{name} {nbytes} {nbytes / wire_bytes['dense']:.2f}" in words
+    assert f"{wire_bytes[written['chosen']]} B against dense {wire_bytes['dense']} B" in words
+
+
+def test_what_dense_was_compared_with_is_shown(tmp_path, capsys):
+    """Sparse schemes have the bytes of the density that was asked for, not of the dense plan's."""
+    planner = FixedPlanner(
+        CompressionConfig(density=0.9, warmup_iters=0, ramp_iters=0), SchemeConfig()
+    )
+    row = planner.report(a_bucket(name="a"), 0)
+    assert row["chosen"] == "dense"
+    least = min(nbytes for name, nbytes in row["predicted_bytes"].items() if name != "dense")
+    assert f" {least} B against dense" in row["reason"]
 
 
 def test_a_recording(tmp_path, capsys):

@@ -309,13 +309,13 @@ class TestCommandLine:
 
     def test_an_existing_file_is_not_replaced(self, path, capsys):
         before = path.read_text()
-        assert run("calibrate --out", path) == 2
+        assert run("calibrate --output", path) == 2
         assert "--force" in capsys.readouterr().err
         assert path.read_text() == before
 
     def test_a_sweep_does_not_add_to_a_damaged_file(self, path, capsys):
         path.write_text("nodes: [1")
-        assert run("calibrate --sweep --out", path) == 2
+        assert run("calibrate --sweep --output", path) == 2
         assert "cannot be read" in capsys.readouterr().err
 
 

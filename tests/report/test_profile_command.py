@@ -88,7 +88,7 @@ def test_the_largest_elements_are_taken_and_zeros_never():
 
 def test_the_figures_show_the_numbers_of_the_samples(recorded, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    assert run("profile", recorded, "--kind gradient --out", tmp_path / "f") == 0
+    assert run("profile", recorded, "--kind gradient --output", tmp_path / "f") == 0
     names = [f"zen-figure-{number}" for number in (2, 3, 8, 16, 17)]
     files = sorted(path.name for path in (tmp_path / "f").iterdir())
     assert files == sorted(f"{name}.{end}" for name in names for end in ("csv", "png"))
@@ -158,7 +158,7 @@ def test_a_model_and_a_measurement_are_labelled_as_such(recorded):
         ("{} --kind whole", ["--kind", "gradient | selected"]),
         ("{} --density 0", ["--density"]),
         ("{} --density 0.1 --kind selected", ["--density selects from gradients"]),
-        ("{} --out {}/iteration-000001/group-0-4/rank-0000/others.gradient.pt", ["--out"]),
+        ("{} --output {}/iteration-000001/group-0-4/rank-0000/others.gradient.pt", ["--output"]),
     ],
 )
 def test_mistakes(recorded, capsys, arguments, words):
@@ -185,7 +185,7 @@ def test_examples_record_naturally_sparse_gradients(script, embeddings, tmp_path
     path = ROOT / "examples" / "natural_sparsity" / f"{script}.py"
     monkeypatch.syspath_prepend(path.parent)
     options = ["--workers", "2", "--iterations", "2", "--record", "1", "--batch", "8"]
-    monkeypatch.setattr(sys, "argv", [str(path), "--out", str(tmp_path), *options])
+    monkeypatch.setattr(sys, "argv", [str(path), "--output", str(tmp_path), *options])
     with torch.random.fork_rng():
         runpy.run_path(str(path), run_name="__main__")
     dump = GradientDump.open(tmp_path)

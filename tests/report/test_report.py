@@ -361,13 +361,13 @@ class TestMistakes:
     def test_nowhere_to_write(self, run, tmp_path, capsys):
         (tmp_path / "file").touch()
         file, free = tmp_path / "file", tmp_path / "a.html"
-        for options in (("--output", file / "report.html"), ("--png", file, "--output", free)):
+        for options in (("--output", file / "report.html"), ("--output", file, "--output", free)):
             assert "cannot be written" in refused(capsys, "report", run, *options)
 
 
 def test_the_command_writes_page_and_pictures(run, tmp_path, capsys):
     output, folder = tmp_path / "deep" / "r.html", tmp_path / "png"
-    assert commands.run("report", run, "--output", output, "--png", folder) == 0
+    assert commands.run("report", run, "--output", output, "--output", folder) == 0
     printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert printed[0] == output
     assert sorted(printed[1:]) == sorted(folder.iterdir())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_sparse import cuda_ext
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -258,6 +259,19 @@ class TestSlurm:
         task = {key: value for key, value in TASK.items() if key != "MASTER_ADDR"}
         with pytest.raises(ConfigError, match="scontrol show hostnames"):
             slurm.ranks(task)
+
+
+def test_the_summary_says_that_minutes_of_compiling_come(config, monkeypatch):
+    cluster = dataclasses.replace(config.cluster, device="cuda")
+    run, folder = dataclasses.replace(config, cluster=cluster), Path("runs/mine")
+    monkeypatch.setattr(cuda_ext, "compiles_first", lambda *parts: f"compiles {'+'.join(parts)}")
+    assert "\n  compiles cpu+cuda\n" in preparation.describe(run, folder)
+    monkeypatch.setenv("MEGATRON_SPARSE_CODEC", "torch")
+    assert "\n  compiles cpu\n" in preparation.describe(run, folder)
+    plain = dataclasses.replace(run, plugin=False)
+    assert "compiles" not in preparation.describe(plain, folder)
+    monkeypatch.setattr(cuda_ext, "compiles_first", lambda *parts: "")
+    assert preparation.describe(run, folder).count("\n") == 3
 
 
 def test_the_summary_says_when_the_target_is_reached(config):

@@ -118,6 +118,56 @@ class TestWhatIsLeft:
         assert resume.describe(config, resume.find(config)) == ""
 
 
+class TestSchedule:
+    """A run that goes on keeps its warm-up and ramp; the file of its folder has them."""
+
+    NULL = ("compression.warmup_iters=null", "compression.ramp_iters=null")
+
+    def scheduled(self, runs: Path, *overrides: str) -> tuple[int | None, int | None]:
+        config = config_of(runs, *self.NULL, *overrides, iterations=10_000)
+        found = preparation.with_schedule(config, resume.find(config)).compression
+        return found.warmup_iters, found.ramp_iters
+
+    def write(self, runs: Path, text: str) -> None:
+        (runs / "mine" / preparation.CONFIG_FILE).write_text(text)
+
+    def test_it_is_kept_where_the_user_sets_none(self, runs):
+        assert self.scheduled(runs, "resume=must") == (0, 0)
+        self.write(runs, "compression: {warmup_iters: 500, ramp_iters: 70, left: 1}\n")
+        assert self.scheduled(runs, "resume=auto") == (500, 70)
+        assert self.scheduled(runs, "resume=auto", "compression.ramp_iters=5") == (500, 5)
+
+    def test_another_run_has_its_own(self, runs):
+        load = f"training.load={runs / 'mine/checkpoints'}"
+        assert self.scheduled(runs, "resume=never") == (500, 1000)
+        assert self.scheduled(runs, "name=other", load) == (500, 1000)
+
+    @pytest.mark.parametrize("text", ["", "compression: {", "compression: {warmup_iters: null}"])
+    def test_a_file_without_it_leaves_the_length(self, runs, text):
+        self.write(runs, text)
+        assert self.scheduled(runs, "resume=must") == (500, 1000)
+
+    def test_ranks_that_srun_started_take_that_of_rank_0(self, runs, monkeypatch):
+        """The other rank does not see its folder, as on nodes without a common disk."""
+        start = start_of(runs, "resume=must")
+        monkeypatch.setattr(preparation, "preflight", lambda config: VOCAB_SIZE)
+        monkeypatch.setattr(preparation, "check_start", lambda *given, in_rank: start)
+        store = torch.distributed.HashStore()
+        overrides = (*self.NULL, "resume=auto", "cluster.ranks_per_node=2")
+        configs = [config_of(folder, *overrides, iterations=9) for folder in (runs, runs / "far")]
+        with ExitStack() as held, ThreadPoolExecutor(2) as ranks:
+            agreed = list(
+                ranks.map(
+                    lambda rank: worker._agree_on_folder(configs[rank], "x", store, rank, held),
+                    range(2),
+                )
+            )
+        for each in agreed:
+            assert each is not None
+            assert (each[0].compression.warmup_iters, each[0].compression.ramp_iters) == (0, 0)
+            assert each[1] == runs / "mine"
+
+
 class TestFit:
     """What Megatron refuses after the start, with an assertion or with nothing at all."""
 

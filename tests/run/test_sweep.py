@@ -172,7 +172,7 @@ class TestTable:
     def test_files_hold_the_table(self, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "300")
         made_run(tmp_path, "a", "scheme=direct", loss=2.0)
-        files = ("--csv", tmp_path / "t.csv", "--json", tmp_path / "t.json")
+        files = ("--output", tmp_path / "t.csv", "--json", tmp_path / "t.json")
         assert run("sweep", tmp_path, *files) == 0
         printed = capsys.readouterr().out
         assert "1 runs in" in printed

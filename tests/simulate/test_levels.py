@@ -91,7 +91,7 @@ def test_numbers_out_of_range_are_refused(field):
 def test_the_command(tmp_path, capsys):
     out, lines = tmp_path / "figures", tmp_path / "levels.jsonl"
     options = ["--ranks", "8,16", "--schemes", "direct", "--preset", "safe"]
-    assert run("levels", *options, "--out", out, "--json", lines) == 0
+    assert run("levels", *options, "--output", out, "--json", lines) == 0
     printed = capsys.readouterr().out
     assert "1.5 B parameters on ethernet_25gbit_8: fp32 gradients" in printed
     assert "not measured" in printed

@@ -219,7 +219,7 @@ def test_every_figure_is_drawn_from_its_table(figure, tmp_path):
 def test_command_line(tmp_path, capsys):
     main.app(["simulate", "--list"], standalone_mode=False)
     assert len(capsys.readouterr().out.splitlines()) == len(simulate.FIGURES) == 16
-    where = ["--out", str(tmp_path / "new"), "--fast"]
+    where = ["--output", str(tmp_path / "new"), "--fast"]
     main.app(["simulate", "--paper", "zen", "--figure", "8", *where], standalone_mode=False)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == [
         "zen-figure-8.csv",

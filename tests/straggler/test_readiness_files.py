@@ -75,7 +75,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
     _iterate(telemetry, range(1, 6))
     telemetry.close()
     picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
-    assert run("stragglers", tmp_path, f"--output={picture}", f"--csv={table}") == 0
+    assert run("stragglers", tmp_path, f"--output={picture}", f"--output={table}") == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("persistence", "all", "3.00", "100%"))
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -89,7 +89,7 @@ def test_the_command_prints_draws_and_writes(tmp_path, capsys):
     [
         ("nowhere", "no measured delays"),
         ("RUN --output=cdf.xyz", "cannot write this kind of file"),
-        ("RUN --csv=no/such/folder.csv", "cannot be written"),
+        ("RUN --output=no/such/folder.csv", "cannot be written"),
     ],
 )
 def test_mistakes_are_one_error(arguments, words, tmp_path, capsys, monkeypatch):

@@ -70,7 +70,7 @@ def check_out(request: CalibrationOptions, *, adds: bool) -> None:
             f"{request.out} exists already",
             expected="a new file",
             got=request.out,
-            remedy="give another --out, or --force to measure it anew",
+            remedy="give another --output, or --force to measure it anew",
         )
     ClusterModel.load(request.out)
 

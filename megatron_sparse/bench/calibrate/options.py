@@ -64,5 +64,5 @@ class CalibrationOptions(Options):
 
     def arguments(self) -> list[str]:
         """The command line with the same options."""
-        out = [] if self.out is None else [f"--out={self.out}"]
+        out = [] if self.out is None else [f"--output={self.out}"]
         return [*out, *super().arguments()]

@@ -213,7 +213,7 @@ def begin(runs: Sequence[Run], header: str) -> None:
             f"bench {runs[0].bench}: the folder of the runs cannot be made",
             expected="a folder that can be made and written",
             got=error,
-            remedy="give another --out",
+            remedy="give another --output",
         ) from None
     print(f"# {describe_cpu(1)}\n# {header}", flush=True)
 
@@ -251,7 +251,7 @@ def finished(runs: Sequence[Run]) -> list[Outcome]:
             f"bench {runs[0].bench}: there is nothing to report",
             expected=f"{OUTCOME_FILE} of a finished run with these arguments in {runs[0].out}",
             got="none",
-            remedy="leave out --report, or give the --out and --iters of the study",
+            remedy="leave out --report, or give the --output and --iters of the study",
         )
     return outcomes
 
