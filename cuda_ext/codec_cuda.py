@@ -33,17 +33,18 @@ def results(
     """The bytes and the non-zero elements of each segment, from an encoder's report.
 
     Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
-    `reports` checks it later, and they stay on its device; the CPU's are there at once.
+    `reports` checks it later, and they stay on its device. The CPU's need no check.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
             was written.
     """
-    if reports is None or report.device.type == "cpu":
-        report = report.cpu()
-        check_report(op, report, segment_offsets)
-    else:
-        reports.add(report, lambda words: check_report(op, words, segment_offsets))
+    if report.device.type == "cuda":
+        if reports is None:
+            report = report.cpu()
+            check_report(op, report, segment_offsets)
+        else:
+            reports.add(report, lambda words: check_report(op, words, segment_offsets))
     sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
     return sizes_S, nnz_S
 
