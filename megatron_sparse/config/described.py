@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 _ENTRY = re.compile(r"^    (\w+): (.*)")
-_SENTENCE = re.compile(r".+?(?<!e\.g)(?<!i\.e)\.(?= |$)")
+_SENTENCE = re.compile(r"(.+?)(?:(?<!e\.g)(?<!i\.e)\.|;)(?= |$)")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Key:
 
 
 def first_sentence(text: str) -> str:
-    """Up to the first full stop; all of a text without one.
+    """Up to the first full stop or semicolon; all of a text without one.
 
     Example:
         >>> first_sentence("any flag, e.g. `seed`. Not ours.")
         'any flag, e.g. `seed`.'
     """
     found = _SENTENCE.match(text)
-    return text if found is None else found[0]
+    return text if found is None else f"{found[1]}."
 
 
 def summary(section: type) -> str:

@@ -224,7 +224,7 @@ def test_free_keys_need_no_plus():
     ],
 )
 def test_mistakes_are_one_typed_error(override, words):
-    """Besides those of docs/mistakes.md, which are made on the command line."""
+    """Besides those of `tests.integration.mistakes`, which are made on the command line."""
     with pytest.raises(ConfigError) as caught:
         compose([override])
     text = str(caught.value)

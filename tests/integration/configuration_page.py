@@ -1,11 +1,10 @@
-"""docs/reference/configuration.md: every key with its default and what its dataclass says of it.
+"""docs/reference/configuration.md: every key with its default and a line from its dataclass.
 
 `python -m tests.integration.configuration_page` writes it anew.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +28,11 @@ its sections `compression` and `scheme` and the other sections whole. A wrong va
 
 `python -m tests.integration.configuration_page` writes this page.
 """
+_FULL = """\
+## In full
+
+The dataclasses' own texts, on the site.
+"""
 
 
 def page() -> str:
@@ -44,21 +48,23 @@ def page() -> str:
             "## A training run\n",
             *_section(RunConfig, ""),
             *(line for name, section in others.items() for line in _section(section, name)),
+            _FULL,
+            *(f"::: {s.__module__}.{s.__name__}" for s in (*of_plugin.values(), *others.values())),
+            "",
         ]
     )
 
 
 def _section(section: type, name: str) -> Iterator[str]:
     yield f"### {section.__name__}\n"
-    prose, _, _ = (inspect.getdoc(section) or "").partition("\n\nAttributes:")
-    yield f"{f'`{name}`. ' if name else ''}{_linked(' '.join(prose.split()))}\n"
+    yield f"{f'`{name}`. ' if name else ''}{_linked(described.summary(section))}\n"
     keys = list(described.keys(section, f"{name}." if name else ""))
     if keys:
         yield "| key | default | meaning |"
         yield "| --- | --- | --- |"
     for key in keys:
         value = yaml.safe_dump(key.default, default_flow_style=True).removesuffix("...\n").strip()
-        yield f"| `{key.name}` | `{value}` | {_linked(key.text)} |"
+        yield f"| `{key.name}` | `{value}` | {_linked(key.line)} |"
     if keys:
         yield ""
 

@@ -1,12 +1,8 @@
-"""Mistakes that users make, each as typed, and what the program answers.
-
-`docs/mistakes.md` shows them: `python -m tests.integration.mistakes` writes it anew.
-"""
+"""Mistakes that users make, each as typed, and what the program answers."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import shlex
 import socket
@@ -26,7 +22,6 @@ from megatron_sparse.run import launch
 from tests.report_runs import make_run
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "mistakes.md"
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
 
 
@@ -39,7 +34,7 @@ class Mistake:
         says: what the message contains, besides `expected:` and `got:`.
         lacks: a package that is not installed.
         ranks: variables that a launcher sets; `BUSY` as a port is one that is in use.
-        note: what else is needed to see it, for the page.
+        note: what else is needed to see it.
     """
 
     typed: str
@@ -314,44 +309,6 @@ def _refuse(started: list[str]) -> Callable[..., None]:
     return refuse
 
 
-HEAD = """\
-# Mistakes
-
-Every mistake below gives one error with `expected`, `got` and mostly a `remedy`, and exit code 2,
-before a rank starts or a measurement begins; no file is made, changed or removed. Commands follow
-`megatron-sparse`. A test makes each mistake. After a change of a message, write the page anew:
-
-```bash
-python -m tests.integration.mistakes
-```
-
-[Troubleshooting](troubleshooting.md) says what to do about the most common errors, and about those
-that come while ranks run.
-"""
-
-
-def page(outcomes: Mapping[Mistake, Outcome]) -> str:
-    """The text of `docs/mistakes.md`."""
-    parts = [HEAD]
-    for part, mistakes in MISTAKES.items():
-        rows = [
-            f"| `{each.typed}`{f', {each.note}' if each.note else ''} | "
-            f"{_cell(outcomes[each].message)} |"
-            for each in mistakes
-        ]
-        head = ["| typed | the error's first line |", "|---|---|"]
-        parts.append("\n".join([f"## {part}", "", *head, *rows, ""]))
-    return "\n".join(parts)
-
-
-def _cell(message: str) -> str:
-    return json.dumps(message, ensure_ascii=False)[1:-1].replace("|", "\\|").replace('\\"', '"')
-
-
 def everything() -> dict[Mistake, Outcome]:
     """Makes every mistake."""
     return {each: outcome_of(each) for part in MISTAKES.values() for each in part}
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(everything()), encoding="utf-8")

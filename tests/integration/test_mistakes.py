@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.mistakes import MISTAKES, PAGE, Mistake, Outcome, everything, page
+from tests.integration.mistakes import MISTAKES, Mistake, Outcome, everything
 
 EVERY = [mistake for part in MISTAKES.values() for mistake in part]
 
@@ -29,8 +29,3 @@ def test_a_mistake_is_one_error_and_costs_nothing(mistake, outcomes):
 def test_there_are_forty_at_least():
     assert len(EVERY) >= 40
     assert len({str(mistake) for mistake in EVERY}) == len(EVERY)
-
-
-def test_the_page_says_what_the_program_says(outcomes):
-    """`python -m tests.integration.mistakes` writes it anew."""
-    assert PAGE.read_text("utf-8") == page(outcomes)

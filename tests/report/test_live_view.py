@@ -91,7 +91,7 @@ def test_a_name_of_the_user_is_text_in_the_picture(tmp_path):
 
 
 def test_mistakes(run, tmp_path, capsys):
-    """A folder that is no run's is among the mistakes of docs/mistakes.md."""
+    """A folder that is no run's is among `tests.integration.mistakes`."""
     error = commands.refused(capsys, "view", run, "--iteration 13")
     assert "has no iteration 13" in error
     assert "expected: 1 to 12" in error

@@ -336,7 +336,7 @@ class TestGaps:
 
 
 class TestMistakes:
-    """Folders without iterations, and places that cannot be written; more: docs/mistakes.md."""
+    """Folders without iterations, and places that cannot be written; more in `mistakes`."""
 
     def test_no_iteration(self, tmp_path, capsys):
         folder = make_run(tmp_path / "run", "run")
