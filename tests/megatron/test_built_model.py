@@ -19,7 +19,8 @@ LAYOUTS = {
 def _count(layout: Layout) -> int:
     from megatron_sparse.megatron.built_model import count_parameters
 
-    return count_parameters(ParallelGPT(layout).chunks)
+    model = ParallelGPT(layout)  # takes its chunks apart when it goes
+    return count_parameters(model.chunks)
 
 
 def _counts(rank: int) -> dict[str, int]:
