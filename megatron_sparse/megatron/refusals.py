@@ -83,6 +83,14 @@ REFUSALS = (
         "restarts training in a process in which the plugin's threads and groups still run",
         "a new start of the ranks: torchrun --max-restarts, or resume=auto",
     ),
+    Refusal(
+        "dist_ckpt_optim_fully_reshardable",
+        "dist_ckpt_optim_fully_reshardable",
+        # sharded_param_state_fully_reshardable takes ranges of the padded buffer from a tensor
+        # without the padding.
+        "saves other numbers than the optimizer's where buckets are padded, in megatron-core 0.19",
+        "the default format, which another number of data-parallel ranks can load",
+    ),
 )
 
 

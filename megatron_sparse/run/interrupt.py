@@ -10,14 +10,17 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
@@ -58,10 +61,21 @@ class QuickEnd:
         if self.after_ctrl_c:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(128 + signal.SIGINT)
+            end_at_once(128 + signal.SIGINT)
 
 
 quick_end = QuickEnd()
+
+
+def end_at_once(code: int) -> NoReturn:
+    """Ends this process without destructors and without writing what streams still hold.
+
+    Ends the processes that it has started by `multiprocessing`, too: that of Megatron's checkpoints
+    would wait for ever.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 @contextmanager
@@ -119,6 +133,22 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def end_soon_after_parent() -> None:
+    """From now on this process ends within a second after the one that started it.
+
+    By looking: the kernel's signal of `end_with_parent` would come when the thread ends that
+    started this process.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="megatron_sparse_parent", daemon=True).start()
+
+
 @contextmanager
 def ending_where_stuck() -> Iterator[None]:
     """In the block Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
@@ -136,7 +166,7 @@ def ending_where_stuck() -> Iterator[None]:
             while received := signals.recv(1):
                 is_stuck = received[0] == signal.SIGINT and not left.wait(STUCK_S)
                 if is_stuck and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                    os._exit(128 + signal.SIGINT)
+                    end_at_once(128 + signal.SIGINT)
 
     threading.Thread(target=watch, name="megatron_sparse_ctrl_c", daemon=True).start()
     try:

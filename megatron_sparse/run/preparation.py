@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.config.level import NODE
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
@@ -313,6 +314,8 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
             how += f": compression.density={config.compression.density:g} has no effect"
     elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
+    elif config.compression.level == NODE and cluster.nodes == 1:
+        how = "compression.level=node on one node: nothing is compressed"
     else:
         schedule = config.sparse.compression
         first = schedule.warmup + schedule.ramp + 1

@@ -18,7 +18,13 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
-from megatron_sparse.run.interrupt import SIGINT, end_with_parent, ending_where_stuck, quick_end
+from megatron_sparse.run.interrupt import (
+    SIGINT,
+    end_at_once,
+    end_with_parent,
+    ending_where_stuck,
+    quick_end,
+)
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
 from megatron_sparse.transport.membership import node_of_cluster
@@ -215,7 +221,7 @@ def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> N
     if _has_aborted(config, error):
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.exit_code)
+        end_at_once(error.exit_code)
 
 
 def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:

@@ -194,7 +194,7 @@ def test_a_setting_that_is_off_is_not_refused():
     assert refusals.section_errors({each.key: False for each in REFUSALS}) == []
 
 
-OF_THE_PROCESS = ("use_torch_fsdp2", "inprocess_restart")
+OF_THE_PROCESS = ("use_torch_fsdp2", "inprocess_restart", "dist_ckpt_optim_fully_reshardable")
 """Settings that no configuration of a model holds; the class shows the first."""
 
 

@@ -130,6 +130,19 @@ def test_a_checkpoint_resumes_with_one_rank_and_without_the_plugin(tmp_path):
     assert any("megatron_sparse" in name for name in saved_tensors(alone, ITERATIONS))
 
 
+def test_another_number_of_ranks_loads_the_distributed_optimizer(tmp_path):
+    flags = (
+        "scheme=dense",
+        "compression.residual_checkpoint=none",
+        "training.use_distributed_optimizer=true",
+        f"training.save_interval={SAVED_AT}",
+    )
+    whole = train(tmp_path, "whole", *flags)
+    alone = train(tmp_path, "alone", *flags, *resumed_from(whole), "cluster.ranks_per_node=1")
+    expected = {i: loss for i, loss in losses(whole).items() if i > SAVED_AT}
+    assert losses(alone) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_asynchronous_and_temporary_checkpoints_hold_the_residual(tmp_path):
     """Megatron's `global` non-persistent checkpoints, written while training goes on."""

@@ -131,6 +131,16 @@ def test_a_stopped_run_and_the_next_start(folder, launcher, received, resume):
     assert {rank for _, rank, _ in by_folder["mine"]} == {"0", "1"}
 
 
+def holders(path: Path) -> set[str]:
+    """The processes that have a file open; of a log, until its last writer ends."""
+    found = set()
+    for opened in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):
+            if opened.readlink() == path:
+                found.add(opened.parts[2])
+    return found
+
+
 ITERATIONS = 12
 TRAINED = (
     *SMALL,
@@ -152,6 +162,7 @@ def test_a_real_training_writes_each_iteration_once(folder, launcher, received, 
     assert first.exitcode is None, folder.said()
     os.kill(first.pid, received)
     until(lambda: first.exitcode is not None)
+    until(lambda: not holders(folder.run_dir / "logs" / "rank1.log"))
     last = folder.start(launcher, "", resume, *TRAINED)
     until(lambda: last.exitcode is not None)
     assert last.exitcode == 0, folder.said()

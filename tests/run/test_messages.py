@@ -67,6 +67,15 @@ def test_a_density_without_compression_is_said_to_have_no_effect(tmp_path):
     assert "density=0.1 has no effect" in preparation.describe(config, tmp_path)
 
 
+def test_a_run_on_one_node_does_not_claim_what_its_level_leaves_out(tmp_path):
+    config = preparation.decide(
+        compose(["data=mock", "compression.level=node", "cluster.device=cpu"])
+    )
+    said = preparation.describe(config, tmp_path)
+    assert "level=node on one node: nothing is compressed" in said
+    assert "bits" not in said
+
+
 def test_attach_names_what_serves_another_wrapper():
     from megatron_sparse.megatron.buckets import check_supported
 
