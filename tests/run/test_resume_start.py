@@ -443,13 +443,15 @@ class TestEnd:
 
     def test_ctrl_c_leaves_no_traceback_while_a_rank_starts(self, tmp_path):
         rank = subprocess.Popen(
-            [sys.executable, "-X", "importtime", "-m", launch.RANK, str(tmp_path)],
-            stderr=subprocess.PIPE,
+            [sys.executable, "-X", "importtime", "-m", launch.RANK, str(tmp_path / "config.yaml")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
+            env=os.environ | {"RANK": "0", "WORLD_SIZE": "1"},
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-        assert rank.stderr is not None
-        with rank.stderr as said:
+        assert rank.stdout is not None
+        with rank.stdout as said:
             assert any("| " in line and "torch.version" in line for line in said)
             rank.send_signal(signal.SIGINT)
             assert "KeyboardInterrupt" not in said.read()
