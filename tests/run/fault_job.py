@@ -18,6 +18,7 @@ from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.megatron import checkpoint_fit, training
 from megatron_sparse.run import launch, rank
 from megatron_sparse.run.composition import compose
+from megatron_sparse.run.interrupt import end_at_once
 from tests.run.test_launch import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ def _tasks(variables: Callable[[int], dict[str, str]], overrides: list[str]) -> 
             os.environ.update(variables(number))
             code = _run(overrides)
             sys.stdout.flush()
-            os._exit(code)
+            end_at_once(code)
         tasks.append(task)
 
     def hand_on(received: int, frame: object) -> None:
