@@ -154,10 +154,10 @@ def check_encode(
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
-    if is_rice and grad_N.device == CPU:
-        return  # the compiled op checks the rest
     if is_rice:
         _check_rice(op, spec)
+        if grad_N.device == CPU:
+            return  # the compiled op checks the rest
     else:
         check_code(op, "value_dtype", spec.value_dtype)
     if spec.step < 0:
