@@ -213,7 +213,7 @@ class Options:
 
     def _declared(self) -> Iterator[Check]:
         for each, flag, declared in _options(type(self)):
-            name = flag.partition("/")[0].lstrip("-").replace("-", "_")
+            name = flag.partition("/")[0]
             given = [one for one in _values(getattr(self, each.name)) if one is not None]
             for fits, one in product(declared.fits, given):
                 expected = fits(one)

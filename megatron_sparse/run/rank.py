@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from importlib import import_module
 from pathlib import Path
 
@@ -28,11 +29,15 @@ def main() -> None:
     quick_end.register()
     run_dir = Path(sys.argv[1]).parent
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        with rank_log(run_dir, rank, ranks), ending_where_stuck():
+    with rank_log(run_dir, rank, ranks), ending_where_stuck():
+        try:
             code = import_module("megatron_sparse.run.worker").main()
-    except Exception:
-        code = 1  # the log has the traceback, and the launcher shows the log's end
+        except (SystemExit, KeyboardInterrupt):
+            raise
+        except BaseException:  # torch's CheckpointException is no Exception
+            # Here, where it goes to the log alone; the launcher shows the log's end.
+            traceback.print_exc()
+            code = 1
     sys.exit(code)
 
 

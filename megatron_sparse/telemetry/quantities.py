@@ -184,9 +184,8 @@ def scope(summary: Mapping[str, Any]) -> str:
         '70 iterations at the target density'
     """
     figures = at_target(summary)
-    where = ""
-    if "target" in summary["phases"]:
-        where = " after the ramp" if figures["density"] == 1.0 else " at the target density"
+    reached = "target" in summary["phases"] and figures["density"] != 1.0
+    where = " at the target density" if reached else ""
     return f"{figures['iterations']} iterations{where}"
 
 

@@ -293,9 +293,9 @@ class TestCommandLine:
             (["--sweep", "--virtual"], "--virtual does not fit"),
             (["--cluster", "perlmutter"], "--virtual does not fit"),
             (["--sweep", "--virtual", "--cluster", "nowhere"], "there is no cluster 'nowhere'"),
-            (["--sweep", "--format", "zip"], "calibrate: format is"),
-            (["--sweep", "--density", "2"], "calibrate: density is"),
-            (["--timeout", "0"], "calibrate: timeout is"),
+            (["--sweep", "--format", "zip"], "--format"),
+            (["--sweep", "--density", "2"], "--density"),
+            (["--timeout", "0"], "--timeout"),
             (["--netbed"], "--netbed"),
         ],
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sparse.bench.options import (
-    Check,
     Options,
     above_zero,
     density_option,
@@ -15,6 +14,12 @@ from megatron_sparse.bench.options import (
     option,
     parse_size,
 )
+
+
+def _ring_formats() -> tuple[str, ...]:
+    from megatron_sparse.pricing.cluster import RING_FORMATS
+
+    return RING_FORMATS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +51,11 @@ class CalibrationOptions(Options):
         False, "Find adaptive_ring's thresholds and add them to FILE.", flag="--sweep"
     )
     formats: Sequence[str] = names_option(
-        "coo,pici", "Message formats of the sweep.", "--format", metavar="FORMAT,..."
+        "coo,pici",
+        "Message formats of the sweep.",
+        "--format",
+        among=_ring_formats,
+        metavar="FORMAT,...",
     )
     size_bytes: int = option("16M", "Bucket size of the sweep.", parse_size, flag="--size")
     densities: Sequence[float] = density_option("0.05,0.2,0.4", "Gradient densities of the sweep.")
@@ -54,13 +63,6 @@ class CalibrationOptions(Options):
     timeout_s: float = option(
         120.0, "Seconds after which an operation has failed.", flag="--timeout", fits=above_zero
     )
-
-    def checks(self) -> list[Check]:
-        """See `Options`."""
-        from megatron_sparse.pricing.cluster import RING_FORMATS
-
-        fits = not self.sweep or set(self.formats) <= set(RING_FORMATS)
-        return [("format", self.formats, fits, " | ".join(RING_FORMATS))]
 
     def arguments(self) -> list[str]:
         """The command line with the same options."""
