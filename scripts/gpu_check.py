@@ -270,7 +270,7 @@ def bench_codecs(rehearse: bool) -> list[int]:
     tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
     whole = {"min_bytes": 2**26, "max_bytes": 2**30, "iters": 10, "device": "cuda"}
     rows = run(CodecSweep(densities=(0.01,), **(tiny if rehearse else whole)), json_path())
-    return [row["wrong"] for row in rows]
+    return [row.wrong for row in rows]
 
 
 def bench_hashing(rehearse: bool) -> list[int]:
@@ -282,7 +282,7 @@ def bench_hashing(rehearse: bool) -> list[int]:
     whole = {"min_bytes": 2**26, "max_bytes": 2**26, "iters": 5, "device": "cuda"}
     forms = ("hash_bitmap", "pairs", "row_sparse")
     sweep = CodecSweep(densities=(0.01,), forms=forms, **(tiny if rehearse else whole))
-    return [row["wrong"] for row in run(sweep, json_path())]
+    return [row.wrong for row in run(sweep, json_path())]
 
 
 def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:

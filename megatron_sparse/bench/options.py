@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import partial
+from inspect import Signature
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, get_type_hints
 
@@ -105,16 +106,10 @@ def parse_list[Value](
 
 
 parse_names = partial(parse_list, convert=str, expected="names")
-parse_integers = partial(parse_list, convert=int, expected="whole numbers with commas between")
-parse_rates = partial(
-    parse_list, convert=float, expected="numbers with commas between, such as 1e-4,3e-4"
+parse_numbers = partial(
+    parse_list, convert=float, expected="numbers with commas between, such as 0.001,0.01"
 )
-"""Learning rates."""
-parse_densities = partial(
-    parse_list,
-    convert=float,
-    expected="fractions: numbers in (0, 1] with commas between, as 0.001,0.01",
-)
+"""Fractions, learning rates."""
 
 
 def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
@@ -136,7 +131,7 @@ def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
 
 _METAVARS: dict[object, str] = {
     parse_size: "SIZE",
-    parse_densities: "D,...",
+    parse_numbers: "X,...",
     parse_counts: "N,...",
     parse_names: "NAME,...",
 }
@@ -195,7 +190,7 @@ def names_option(usual: str | None, help: str = "", flag: str = "", **more: Any)
 
 def density_option(usual: str, help: str, flag: str = "--density", fits: Fits = fraction) -> Any:
     """An option of fractions with commas between."""
-    return option(usual, help, parse_densities, flag=flag, fits=fits)
+    return option(usual, help, parse_numbers, flag=flag, metavar="D,...", fits=fits)
 
 
 class Options:
@@ -206,7 +201,12 @@ class Options:
     """
 
     NAME: ClassVar[str] = ""
-    """The command's, for errors."""
+    """The command's, such as `bench prune`."""
+    RUNNER: ClassVar[str] = ""
+    """Of a bench that has no more options: the module of this package whose `run` it calls. The
+    first line of the class's docstring is the command's help."""
+    DRAWS: ClassVar[bool] = False
+    """Whether such a bench has `--figures`."""
 
     def __post_init__(self) -> None:
         check_arguments(self.NAME, [*self._declared(), *self.checks()])
@@ -280,25 +280,33 @@ def _options(kind: Any) -> Iterator[tuple[Field, str, _Declared]]:
             yield each, declared.flag or f"--{each.name.replace('_', '-')}", declared
 
 
+def add_command(
+    app: typer.Typer, name: str, help: str, action: Callable[..., None], signature: Signature
+) -> None:
+    """Registers a command; parameters of the signature that are `Options` become their options."""
+    parameters: list[inspect.Parameter] = []
+    bundles: dict[str, type[Options]] = {}
+    for each in signature.parameters.values():
+        if is_dataclass(each.annotation) and issubclass(each.annotation, Options):  # type: ignore[arg-type]
+            bundles[each.name] = each.annotation
+            parameters += each.annotation.parameters()
+        else:
+            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    def run(**given: Any) -> None:
+        made = {name: bundle.of(given) for name, bundle in bundles.items()}
+        action(**made, **given)
+
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name, help=help)(run)
+
+
 def command(app: typer.Typer, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as a command; parameters that are `Options` become their options."""
+    """Registers a function as the command of its name; see `add_command`."""
 
     def register(action: Callable[..., None]) -> Callable[..., None]:
-        parameters: list[inspect.Parameter] = []
-        bundles: dict[str, type[Options]] = {}
-        for each in inspect.signature(action, eval_str=True).parameters.values():
-            if is_dataclass(each.annotation) and issubclass(each.annotation, Options):  # type: ignore[arg-type]
-                bundles[each.name] = each.annotation
-                parameters += each.annotation.parameters()
-            else:
-                parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-
-        def run(**given: Any) -> None:
-            made = {name: bundle.of(given) for name, bundle in bundles.items()}
-            action(**made, **given)
-
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        app.command(action.__name__.replace("_", "-"), help=help)(run)
+        name = action.__name__.replace("_", "-")
+        add_command(app, name, help, action, inspect.signature(action, eval_str=True))
         return action
 
     return register

@@ -105,6 +105,11 @@ class CellRow:
         if columns:
             cls.COLUMNS = Columns("|".join(columns), gap)
 
+    @property
+    def bad(self) -> bool:
+        """Whether the bench fails because of this row: a result is wrong, or misses its target."""
+        return bool(getattr(self, "wrong", 0))
+
     def line(self) -> str:
         """The table's line."""
         return self.COLUMNS.line(self)

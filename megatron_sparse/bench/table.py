@@ -5,16 +5,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+from megatron_sparse.bench.options import Options
 from megatron_sparse.bench.row import CellRow
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.run.json_lines import append_row, write_rows
@@ -61,21 +64,53 @@ def copy_action(bytes_moved: int, device: torch.device | str = "cpu") -> Action:
     return lambda: target.copy_(source)
 
 
-def print_table[Row: CellRow](
-    kind: type[Row], rows: Iterable[Row], json_path: Path | None
+def local[Sweep: Options, Row: CellRow](
+    where: str | Callable[[Sweep], str], rows: Callable[[Sweep], Iterable[Row]]
+) -> Callable[..., list[Row]]:
+    """Makes `run` of a bench that is this process alone.
+
+    Args:
+        where: describes the place and the method, for the table's head.
+        rows: every case of a sweep; each is measured when it is asked for.
+
+    Returns:
+        A function of the sweep and of a file for JSON lines (None writes none). It prints the
+        table, with the sweep's threads, and returns the rows. It raises a `ConfigError` if the
+        file cannot be written.
+    """
+
+    def run(sweep: Sweep, json_path: Path | None = None) -> list[Row]:
+        with torch_threads(getattr(sweep, "threads", None)):
+            head = where if isinstance(where, str) else where(sweep)
+            return print_rows(head, sweep, rows(sweep), json_path)
+
+    return run
+
+
+def print_rows[Row: CellRow](
+    where: str, sweep: Options, rows: Iterable[Row], json_path: Path | None
 ) -> list[Row]:
+    """Prints machine, versions, place and settings, then the table; see `print_table`."""
+    resolved = json.dumps(asdict(sweep), default=str)  # type: ignore[call-overload] - a dataclass
+    print(f"# {describe_cpu()}\n# {where}\n# {resolved}", flush=True)
+    return print_table(rows, json_path)
+
+
+def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> list[Row]:
     """Prints rows as they come and writes one JSON object a line; returns them.
 
-    A sweep that is stopped keeps its rows.
+    A row of another kind than the one before begins a table. A sweep that is stopped keeps its
+    rows.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     write_rows(json_path, [])
-    print(kind.COLUMNS.header, flush=True)
     done: list[Row] = []
     for row in rows:
         clear_progress()
+        if not done or type(row) is not type(done[-1]):
+            print(row.COLUMNS.header)
         print(row.line(), flush=True)
         done.append(row)
         append_row(json_path, row.to_dict())

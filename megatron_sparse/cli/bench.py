@@ -5,9 +5,10 @@ They import what they need when they run, as those that `cli.main` lists.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from importlib import import_module
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,12 +25,18 @@ from megatron_sparse.bench.exchange.options import (
     GatherSweep,
     LinkPlace,
     NodePlace,
+    Place,
     PlannerOptions,
     RowSparseSweep,
     StragglerSweep,
 )
-from megatron_sparse.bench.options import command
-from megatron_sparse.bench.study.options import ConvergenceOptions, RaceOptions, TrainingOptions
+from megatron_sparse.bench.options import Options, add_command, command
+from megatron_sparse.bench.study.options import (
+    ConvergenceOptions,
+    OverheadOptions,
+    RaceOptions,
+    TrainingOptions,
+)
 from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
 from megatron_sparse.cli.renamed import answer_for_renamed
 
@@ -43,66 +50,52 @@ RunsFolder = Annotated[
 ]
 Figures = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", callback=figures_folder, help="Write pictures and their CSV here."),
+    typer.Option(
+        "--figures", metavar="DIR", callback=figures_folder, help="Write pictures and their CSV."
+    ),
 ]
 
 
-@command(bench, "Selection from a gradient: threshold, error feedback, pruning, encoding.")
-def prune(sweep: PruneSweep, json: JsonFile = None) -> None:
-    """Exits with 1 when a row is wrong."""
-    from megatron_sparse.bench.codec import prune as runner
-
-    rows = runner.run(sweep, json)
-    raise typer.Exit(1 if any(row["wrong"] for row in rows) else 0)
-
-
-@command(bench, "The density that is sent against the one asked for, for many distributions.")
-def density(sweep: DensitySweep, json: JsonFile = None) -> None:
-    """Exits with 1 when a row misses its target: see docs/compression.md."""
-    from megatron_sparse.bench.codec import density as runner
-
-    rows = runner.run(sweep, json)
-    raise typer.Exit(1 if any(row.off for row in rows) else 0)
-
-
-@command(bench, "The coders of parameters' moves: bits and speed, against zstd, lz4 and raw.")
-def parameters(sweep: ParameterSweep, json: JsonFile = None) -> None:
-    """Exits with 1 when a number comes out wrong: see docs/parameters.md."""
-    from megatron_sparse.bench.codec import parameters as runner
-
-    rows = runner.run(sweep, json)
-    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
+DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
+    (PruneSweep, None),
+    (DensitySweep, None),
+    (ParameterSweep, None),
+    (BitsSweep, None),
+    (BucketSweep, None),
+    (GatherSweep, NodePlace),
+    (RowSparseSweep, Place),
+    (CollectiveSweep, NodePlace),
+    (StragglerSweep, LinkPlace),
+    (PlannerOptions, None),
+    (OverheadOptions, None),
+)
+"""The benches that take nothing but declared options, and the place of their ranks. They exit with
+1 when a row is wrong or misses its target."""
 
 
-@command(bench, "The all-gather of updated parameters, raw and exact, with their bits compared.")
-def gather(sweep: GatherSweep, place: NodePlace, json: JsonFile = None) -> None:
-    """Exits with 1 when a bit comes out wrong: see docs/parameter-gather.md."""
-    from megatron_sparse.bench.exchange.frame import run
-    from megatron_sparse.bench.exchange.gather import GatherBench
+def _declare(kind: type[Options], place: type[Options] | None) -> None:
+    def action(**given: Any) -> None:
+        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**given))
 
-    raise typer.Exit(run(GatherBench, sweep, place, json))
-
-
-@command(bench, "Row-sparse all-reduce beside torch's sparse and dense ones; see docs/ddp.md.")
-def row_sparse(sweep: RowSparseSweep, place: LinkPlace, json: JsonFile = None) -> None:
-    """Exits with 1 when a sum is wrong."""
-    from megatron_sparse.bench.exchange.frame import run
-    from megatron_sparse.bench.exchange.row_sparse import RowSparseBench
-
-    raise typer.Exit(run(RowSparseBench, sweep, place, json))
+    types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
+    types["figures"] = Figures if kind.DRAWS else None
+    given = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in types.items()
+        if annotation is not None
+    ]
+    help = (kind.__doc__ or "").partition("\n")[0]
+    add_command(bench, kind.NAME.removeprefix("bench "), help, action, Signature(given))
 
 
-@bench.command(help="The plugin's own cost: dense through it against Megatron alone, in pairs.")
-def overhead(
-    ranks: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 2,
-    warmup: Annotated[int, typer.Option(min=0, help="Pairs that are not timed.")] = 3,
-    iters: Annotated[int, typer.Option(min=2, help="Pairs that are timed.")] = 20,
-    json: JsonFile = None,
-) -> None:
-    """Exits with the ranks' code."""
-    from megatron_sparse.bench.study import overhead as runner
+def _exit(outcome: Any) -> None:
+    """Ends a bench of this process by its rows, one of several ranks by its exit code."""
+    is_code = isinstance(outcome, int)
+    raise typer.Exit(outcome if is_code else int(any(row.bad for row in outcome)))
 
-    raise typer.Exit(runner.run(ranks, warmup, iters, json))
+
+for _each in DECLARED:
+    _declare(*_each)
 
 
 @command(bench, "The message codec: selection with encoding, encoding, adding up.")
@@ -127,57 +120,7 @@ def codecs(
     """Sizes are swept by fours from `min_bytes` to `max_bytes`."""
     from megatron_sparse.bench.codec import codecs as runner
 
-    runner.run(sweep, json, check, margin, save_baseline)
-
-
-@command(bench, "Bits an entry by density and format against the entropy; errors of few bits.")
-def bits(sweep: BitsSweep, json: JsonFile = None) -> None:
-    """Exits with 1 where positions take too many bits: see docs/wire-format.md."""
-    from megatron_sparse.bench.codec import bits as runner
-
-    rows, _ = runner.run(sweep, json)
-    raise typer.Exit(1 if any(row.off for row in rows) else 0)
-
-
-@command(bench, "One bucket on this device, without a network: time, waits, overlap.")
-def bucket(sweep: BucketSweep, json: JsonFile = None) -> None:
-    """Exits with 1 when a row is wrong. See docs/reading-the-breakdown.md."""
-    from megatron_sparse.bench.exchange import bucket as runner
-    from megatron_sparse.bench.exchange import stub_nccl
-
-    if sweep.stub_nccl:
-        stub_nccl.run(sweep, json)
-        return
-    rows = runner.run(sweep, json)
-    raise typer.Exit(1 if any(row.wrong for row in rows) else 0)
-
-
-@command(bench, "Collectives, dense gradient to dense sum, beside the backend's dense one.")
-def collectives(sweep: CollectiveSweep, place: NodePlace, json: JsonFile = None) -> None:
-    """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/testbed.md."""
-    from megatron_sparse.bench.exchange.collectives import CollectiveBench
-    from megatron_sparse.bench.exchange.frame import run
-
-    raise typer.Exit(run(CollectiveBench, sweep, place, json))
-
-
-@command(bench, "Time from the last rank's arrival to the end, scheme by scheme.")
-def stragglers(
-    sweep: StragglerSweep,
-    place: LinkPlace,
-    figure: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", callback=figures_folder, help="Draw the rows as StragglAR's figure 5."
-        ),
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """Sizes are swept by fours; exits with 1 when a row is wrong. See docs/stragglers.md."""
-    from megatron_sparse.bench.exchange.frame import run
-    from megatron_sparse.bench.exchange.stragglers import StragglerBench
-
-    raise typer.Exit(run(StragglerBench, replace(sweep, figure=figure), place, json))
+    _exit(runner.run(sweep, json, check, margin, save_baseline))
 
 
 @command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")
@@ -222,14 +165,6 @@ def convergence(
     from megatron_sparse.bench.study import convergence as runner
 
     runner.run(options.given(output, overrides), figures, json, trains=not report)
-
-
-@command(bench, "Compare the planner's choice with the best of all schemes.")
-def planner(options: PlannerOptions, json: JsonFile = None) -> None:
-    """Exits with 1 when the planner is worse than it claims. See docs/planner.md."""
-    from megatron_sparse.bench.exchange import planner as runner
-
-    raise typer.Exit(runner.run(options, json))
 
 
 answer_for_renamed(bench, "bench")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -10,15 +10,31 @@ from typer.core import TyperGroup
 
 from megatron_sparse.errors import ConfigError
 
-RENAMED: Mapping[str, str] = {
-    "bench cost-models": "`bench planner` compares every prediction with the time that was taken",
-    "bench host": "`bench bucket --stub-nccl --scheme dense,agsparse,direct --nccl-engine "
+RENAMED: dict[str, str] = {
+    "bench cost-models": "use `bench planner`, which compares every prediction with the time taken",
+    "bench host": "use `bench bucket --stub-nccl --scheme dense,agsparse,direct --nccl-engine "
     "--warmup 30 --iters 200`",
-    "bench node": "`bench collectives --ranks 4`, which measures ranks of this host over gloo",
-    "bench peer": "`bench collectives --scheme direct`, which runs over NCCL",
+    "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
+    "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
+OPTIONS: dict[str, str] = {
+    "bench collectives --alpha-us": "leave it out: virtual links have 10 us",
+    "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
+    "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",
+    "bench collectives --prune": "leave it out: selection is always timed",
+    "bench gather --alpha-us": "leave it out: virtual links have 10 us",
+    "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
+    "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
+    "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
+    "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
+    "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
+    "bench stragglers --alpha-us": "leave it out: virtual links have 10 us",
+    "bench stragglers --figure": "use `--figures DIR`",
+    "bench stragglers --gbit": "use `--inter-gbit`",
+}
+"""Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"
 OUTPUTS = ("--out", "--png", "--csv")
 """Former names of `--output`."""
@@ -31,17 +47,21 @@ class Program(TyperGroup):
         """Runs the command.
 
         Raises:
-            ConfigError: an option was renamed.
+            ConfigError: an option was renamed, or has left.
         """
         try:
             return super().invoke(ctx)
         except Exception as error:
             # By its attribute: the class is click's, or that of Typer's own copy of click.
             former = getattr(error, "option_name", None)
-            if former not in OUTPUTS:
+            if former is None:
                 raise
-            command = error.ctx.command  # type: ignore[attr-defined]
-            if not any(OUTPUT in parameter.opts for parameter in command.params):
+            context = error.ctx  # type: ignore[attr-defined]
+            name = f"{context.command_path.removeprefix('megatron-sparse ')} {former}"
+            if name in OPTIONS:
+                raise _left(name) from None
+            has_output = any(OUTPUT in parameter.opts for parameter in context.command.params)
+            if former not in OUTPUTS or not has_output:
                 raise
             raise ConfigError(
                 f"{former} is now {OUTPUT}",
@@ -58,7 +78,7 @@ def answer_for_renamed(app: typer.Typer, group: str = "") -> None:
         app: the group of commands that had them.
         group: its name, such as `bench`; empty for commands of the program itself.
     """
-    for name, remedy in RENAMED.items():
+    for name in RENAMED:
         its_group, _, own = name.rpartition(" ")
         if its_group == group:
             app.command(
@@ -66,16 +86,20 @@ def answer_for_renamed(app: typer.Typer, group: str = "") -> None:
                 hidden=True,
                 add_help_option=False,
                 context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_refusal(name, remedy))
+            )(_refusal(name))
 
 
-def _refusal(name: str, remedy: str) -> Callable[[], None]:
+def _refusal(name: str) -> Callable[[], None]:
     def refuse() -> None:
-        raise ConfigError(
-            f"megatron-sparse {name} has left",
-            expected="a command that exists",
-            got=name,
-            remedy=f"use {remedy}",
-        )
+        raise _left(name)
 
     return refuse
+
+
+def _left(name: str) -> ConfigError:
+    return ConfigError(
+        f"megatron-sparse {name} has left",
+        expected="a command and options that exist",
+        got=name,
+        remedy=(RENAMED | OPTIONS)[name],
+    )

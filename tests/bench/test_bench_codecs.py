@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_sparse.bench.codec import baseline as codec_baseline
 from megatron_sparse.bench.codec import codecs, hashing, prune, records
+from megatron_sparse.bench.codec.frame import Row
 from megatron_sparse.bench.codec.options import (
     RICE_FORMS,
     BitsSweep,
@@ -32,13 +32,12 @@ SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threa
 
 
 TIMED_MISTAKES = (("min_bytes", 0), ("max_bytes", 2), ("iters", 0), ("threads", 0), ("warmup", -1))
-type Row = dict[str, Any]
 
 
 def is_timed(row: Row, *more: str) -> bool:
     """It is right, and its times are positive; `more` names further ones."""
-    fields = ("time_us", "copy_us", "ratio", *more)
-    return row["wrong"] == 0 and all(row[f] > 0 and math.isfinite(row[f]) for f in fields)
+    times = [getattr(row, field) for field in ("time_us", "copy_us", "ratio", *more)]
+    return row.wrong == 0 and all(time > 0 and math.isfinite(time) for time in times)
 
 
 def printed_and_written(
@@ -48,10 +47,10 @@ def printed_and_written(
     path, threads = folder / "rows.jsonl", torch.get_num_threads()
     rows = run(path)
     assert torch.get_num_threads() == threads
-    assert read_rows(path) == rows
+    assert read_rows(path) == [row.to_dict() for row in rows]
     printed = capsys.readouterr().out.splitlines()
-    assert "#wrong" in printed[1]
-    assert len(printed) == 2 + len(rows)
+    assert "#wrong" in printed[3]
+    assert len(printed) == 4 + len(rows)
     return rows
 
 
@@ -75,12 +74,12 @@ def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -
 def test_rows_are_right_timed_and_written(tmp_path, capsys):
     sweep = CodecSweep(densities=(0.01, 1.0), dtypes=("fp32", "bf16"), **SMALL)
     rows = printed_and_written(lambda path: codecs.run(sweep, path), tmp_path, capsys)
-    assert {row["op"] for row in rows} == {"prune_encode", "encode", "decode_add"}
-    assert {row["format"] for row in rows} == {"coo", "pici", "pici_paper", "blocks", "dense"}
-    assert {row["peer"] for row in rows} >= {"torch nonzero", "torch to_sparse", "numpy"}
+    assert {row.op for row in rows} == {"prune_encode", "encode", "decode_add"}
+    assert {row.format for row in rows} == {"coo", "pici", "pici_paper", "blocks", "dense"}
+    assert {row.peer for row in rows} >= {"torch nonzero", "torch to_sparse", "numpy"}
     for row in rows:
         assert is_timed(row, "peer_us")
-        assert (row["stream_us"] is None) == (row["op"] == "prune_encode")
+        assert (row.stream_us is None) == (row.op == "prune_encode")
 
 
 @pytest.mark.parametrize(
@@ -90,26 +89,26 @@ def test_rows_of_prune_are_right_timed_and_written(dtype, residual_dtype, tmp_pa
     sizes = SMALL | {"min_bytes": 2**14}
     sweep = PruneSweep(densities=[0.01, 0.9], dtype=dtype, residual_dtype=residual_dtype, **sizes)
     rows = printed_and_written(lambda path: prune.run(sweep, path), tmp_path, capsys)
-    done = [(row["count"], row["density"], row["op"]) for row in rows]
+    done = [(row.count, row.density, row.op) for row in rows]
     assert len(set(done)) == 2 * 2 * 3  # sizes, densities, operations
     for row in rows:
-        assert set(row) == FIELDS
+        assert set(row.to_dict()) == FIELDS
         assert is_timed(row, "peer_us")
-    assert {(r["op"], r["format"]) for r in rows} >= {("encode", "coo"), ("encode", "dense")}
+    assert {(r.op, r.format) for r in rows} >= {("encode", "coo"), ("encode", "dense")}
 
 
 def test_rice_records_are_in_the_same_table():
     rows = rows_of(*RICE_FORMS, density=0.05)
-    done = {(row["format"], row["op"]) for row in rows}
+    done = {(row.format, row.op) for row in rows}
     assert done == set(product(RICE_FORMS, ("prune_encode", "decode_add", "decode_sum")))
-    assert {row["peer"] for row in rows} >= {"torch ops", "torch ops, zstd", "one by one"}
+    assert {row.peer for row in rows} >= {"torch ops", "torch ops, zstd", "one by one"}
     assert all(map(is_timed, rows))
 
 
 @pytest.mark.parametrize("density", [0.01, 0.5])
 def test_hashing_and_rows_are_in_the_same_table(density):
     rows = rows_of("hash_bitmap", "pairs", "row_sparse", density=density, dtype="bf16")
-    done = {(row["format"], row["op"]) for row in rows}
+    done = {(row.format, row.op) for row in rows}
     both = set(product(("hash_bitmap", "pairs"), ("encode", "decode_add")))
     steps = {("row_sparse", op) for op in ("encode", "row_union", "row_match", "row_expand")}
     assert done == both | steps | {("pairs", "hash_partition")}
@@ -151,9 +150,9 @@ def test_what_is_wrong_is_counted_and_not_timed(module, function, breaks, form, 
         return result
 
     monkeypatch.setattr(module, function, broken)
-    row = next(row for row in rows_of(form) if row["wrong"])
-    assert wrong in (None, row["wrong"])
-    assert row["time_us"] is None
+    row = next(row for row in rows_of(form) if row.wrong)
+    assert wrong in (None, row.wrong)
+    assert row.time_us is None
     with pytest.raises(MegatronSparseError, match="a codec is wrong"):
         codec_baseline.compare([row], {}, 1.0)
 
@@ -167,9 +166,9 @@ def test_a_wrong_prune_is_counted_and_not_timed(monkeypatch):
     real = prune.ops.prune_
     monkeypatch.setattr(prune.ops, "prune_", broken)
     sweep = PruneSweep(min_bytes=2**12, max_bytes=2**12, densities=[0.01], iters=1)
-    row = next(r for r in prune.run(sweep) if r["op"] == "prune")
-    assert row["wrong"] == 3
-    assert row["time_us"] is None
+    row = next(r for r in prune.run(sweep) if r.op == "prune")
+    assert row.wrong == 3
+    assert row.time_us is None
 
 
 def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
@@ -234,7 +233,8 @@ def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
 
 
 def test_nothing_to_compare_is_an_error():
-    row = {"op": "encode", "format": "coo", "dtype": "fp32", "density": 0.1, "count": 1, "ratio": 1}
+    known = {"op": "encode", "format": "coo", "dtype": "fp32", "density": 0.1, "count": 1}
+    row = Row(bytes_moved=1, device="cpu", ratio=1.0, **known)
     with pytest.raises(ConfigError, match="nothing that was measured"):
         codec_baseline.compare([row], {}, 1.0)
 

@@ -162,11 +162,14 @@ class TestInputs:
     """The data of the check and of the timed rounds."""
 
     def left(self, case: Case, rank: int, values_N: torch.Tensor) -> torch.Tensor:
-        """What a rank's selection leaves in its residual."""
-        path = BucketPath(case, sweep(), Groups(VirtualCluster(2).transports[rank]))
-        bucket = case.bucket(values_N, 2)
-        path.select(bucket, 0)
-        return path.residual(bucket)
+        """What a rank's selection leaves in its residual; both ranks have the same gradient."""
+
+        def steps(transport):
+            path, bucket = BucketPath(case, sweep(), Groups(transport)), case.bucket(values_N, 2)
+            yield from path.steps(dataclasses.replace(bucket, grad_N=values_N.clone()), 0)
+            return path.residual(bucket)
+
+        return VirtualCluster(2).run(steps)[rank]
 
     @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
     def test_the_check_selects_about_what_the_case_says(self, density):
@@ -243,7 +246,7 @@ class TestFigures:
         dense = [[90.0, 90.0, 90.0], [80.0, 120.0, 120.0]]
         row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
         rounds, dense = (torch.tensor(each, dtype=torch.float64) for each in (rounds, dense))
-        return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6, prune=True)
+        return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6)
 
     def test_the_slowest_rank_of_each_round_counts(self):
         row = self.measured()
@@ -261,10 +264,11 @@ class TestFigures:
 
     def test_floor(self):
         assert payload_rate(1000) == pytest.approx(119.55e6, rel=1e-4)
-        assert codec_bytes(self.CASE, "dense", 100, 10, 2, prune=True) == 0
-        assert codec_bytes(self.CASE, "agsparse", 100, 10, 2, prune=False) == 4100
+        assert codec_bytes(self.CASE, "dense", 100, 10, 2) == 0
+        # Selection: 4000 + 8000 bytes and a message of 10 entries.
+        assert codec_bytes(self.CASE, "agsparse", 100, 10, 2) == 12_080 + 4100
         shard = dataclasses.replace(self.CASE, op=CollectiveOp.REDUCE_SCATTER)
-        assert codec_bytes(shard, "direct", 100, 10, 4, prune=False) == 1100
+        assert codec_bytes(shard, "direct", 100, 10, 4) == 12_080 + 1100
 
     def test_noisy_rows_say_so(self):
         row = self.measured()
@@ -301,14 +305,8 @@ class TestHostLoad:
 class TestLoopback:
     """Processes of this machine."""
 
-    @pytest.mark.parametrize(
-        ("prune", "schemes", "ops"),
-        [
-            ("--prune", "dense,agsparse,direct,auto", "all_reduce,reduce_scatter"),
-            ("--no-prune", "dense,direct", "all_reduce"),
-        ],
-    )
-    def test_rows_are_right_timed_and_written(self, prune, schemes, ops, tmp_path):
+    def test_rows_are_right_timed_and_written(self, tmp_path):
+        schemes, ops = "dense,agsparse,direct,auto", "all_reduce,reduce_scatter"
         path = tmp_path / "rows.jsonl"
         size = ["--min-bytes=64K", "--max-bytes=64K", "--density=0.05", "--warmup=1", "--iters=3"]
         done = running.run_process(
@@ -316,7 +314,6 @@ class TestLoopback:
             "--ranks=2",
             f"--scheme={schemes}",
             f"--op={ops}",
-            prune,
             f"--json={path}",
             *size,
         )
@@ -336,7 +333,7 @@ class TestLoopback:
             assert row["floor_us"] >= row["network_floor_us"] > 0
             assert 0 <= row["foreign_load"] <= 1
             sparse = SCHEMES[row["carried_by"]].takes == "sparse"
-            assert (row["prune_us"] > 0) == (sparse and prune == "--prune")
+            assert (row["prune_us"] > 0) == sparse
             assert (row["sent_density"] < 0.1) == sparse
 
     def test_the_first_failure_is_the_exit_code_and_ends_the_others(self, monkeypatch):

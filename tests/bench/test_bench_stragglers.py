@@ -34,8 +34,8 @@ DENSE = ("dense", "dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast"
 
 def run_virtual(n, delays_ms, path=None, figure=None, **changed):
     fields = {"min_bytes": 2**18, "max_bytes": 2**18, "densities": [0.02], "delays_ms": delays_ms}
-    sweep = StragglerSweep(figure=figure, **fields | changed)
-    rows = running.run_virtual(StragglerBench, sweep, Topology((n,), LINK, LINK), path)
+    sweep = StragglerSweep(**fields | changed)
+    rows = running.run_virtual(StragglerBench, sweep, Topology((n,), LINK, LINK), path, figure)
     return {(row["scheme"], round(row["delay_us"])): row for row in rows}, rows
 
 

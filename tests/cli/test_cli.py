@@ -216,7 +216,11 @@ class TestOthers:
 
         stand_in("megatron_sparse.doctor.checks", "run", 1)
         stand_in("megatron_sparse.cuda_ext.build", "main", 0)
-        stand_in("megatron_sparse.bench.codec.prune", "run", [{"wrong": 0}, {"wrong": 3}])
+        stand_in(
+            "megatron_sparse.bench.codec.prune",
+            "run",
+            [types.SimpleNamespace(bad=bad) for bad in (False, True)],
+        )
         return calls
 
     def test_doctor(self, calls):
@@ -242,7 +246,10 @@ class TestOthers:
             iters=2,
             threads=1,
         )
-        assert calls["megatron_sparse.bench.codec.prune"] == ((sweep, Path("rows.jsonl")), {})
+        assert calls["megatron_sparse.bench.codec.prune"] == (
+            (),
+            {"sweep": sweep, "json_path": Path("rows.jsonl")},
+        )
         asked = dict(argument.split("=") for argument in sweep.arguments())
         assert asked["--dtype"] == "bf16"
         assert asked["--min-bytes"] == str(2**16)

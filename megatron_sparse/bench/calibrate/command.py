@@ -24,6 +24,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     sweep_virtual,
     swept,
 )
+from megatron_sparse.bench.exchange.frame import start_ranks
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.table import torch_threads
@@ -107,11 +108,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
         run_rank(request)
         return 0
     check_out(request, adds=request.sweep)
-    command = local_ranks.command_line(["calibrate", *request.arguments()])
-    if place.netbed:
-        nodes = -(-ranks // place.ranks_per_node)
-        return local_ranks.run_netbed(command, ranks, place.mbit or 0, nodes)
-    return local_ranks.run_loopback(command, ranks)
+    return start_ranks(["calibrate", *request.arguments()], place, ranks, place.mbit)
 
 
 def run_rank(request: CalibrationOptions) -> None:

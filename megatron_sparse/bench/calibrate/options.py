@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_sparse.bench.exchange.options import Place
 from megatron_sparse.bench.options import (
     Options,
     above_zero,
@@ -23,15 +24,18 @@ def _ring_formats() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CalibrationPlace(Options):
+class CalibrationPlace(Place):
     """Where to measure."""
 
     ranks: int | None = option(None, "Default: the ranks that a launcher started, else 2.", min=1)
-    netbed: bool = option(False, "Run on the network test bed; needs root.", flag="--netbed")
     mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
     ranks_per_node: int = option(1, "Ranks on each node of the test bed.", min=1)
     virtual: bool = option(False, "Run the sweep on virtual ranks: a model.", flag="--virtual")
     cluster: str | None = option(None, "Cluster model of the virtual ranks.", metavar="NAME|FILE")
+
+    def nodes(self, ranks: int) -> int:
+        """See `Place`."""
+        return -(-ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)

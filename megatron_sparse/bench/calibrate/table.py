@@ -60,7 +60,7 @@ def print_curves(
     points: Sequence[SweepPoint], found: Mapping[str, tuple[float, float, float]]
 ) -> None:
     """Prints each curve, the value that was taken marked, and the result."""
-    print_table(SweepPoint, points, None)
+    print_table(points, None)
     for form, densities in found.items():
         named = zip(THRESHOLDS, densities, strict=True)
         keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)

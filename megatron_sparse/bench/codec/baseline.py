@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_sparse.bench.codec.frame import Row
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run.json_lines import write_text
 
@@ -24,7 +25,7 @@ _KEY = ("op", "format", "dtype", "density", "count")
 type Key = tuple[Any, ...]
 
 
-def save(path: Path, runs: Sequence[Sequence[dict[str, Any]]], header: str) -> None:
+def save(path: Path, runs: Sequence[Sequence[Row]], header: str) -> None:
     """Writes each row's median ratio over several runs, and as noise the largest excess over it.
 
     Raises:
@@ -57,9 +58,7 @@ def read(path: Path) -> dict[Key, tuple[float, float]]:
         ) from error
 
 
-def compare(
-    rows: Sequence[dict[str, Any]], expected: dict[Key, tuple[float, float]], margin: float
-) -> None:
+def compare(rows: Sequence[Row], expected: dict[Key, tuple[float, float]], margin: float) -> None:
     """Compares the rows that have a baseline, and prints how many these are.
 
     Raises:
@@ -91,10 +90,10 @@ def compare(
     print(f"# {len(shared)} rows are within the baseline")
 
 
-def _ratios(rows: Sequence[dict[str, Any]]) -> dict[Key, float]:
-    wrong = [row for row in rows if row["ratio"] is None]
+def _ratios(rows: Sequence[Row]) -> dict[Key, float]:
+    wrong = [row for row in rows if row.ratio is None]
     if wrong:
         raise MegatronSparseError(
             "a codec is wrong, so its speed means nothing", expected="#wrong 0", got=wrong[0]
         )
-    return {tuple(row[k] for k in _KEY): row["ratio"] for row in rows}
+    return {tuple(getattr(row, k) for k in _KEY): row.ratio for row in rows if row.ratio}

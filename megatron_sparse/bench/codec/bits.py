@@ -16,17 +16,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from pathlib import Path
 
 import numpy as np
 
 from megatron_sparse.bench.codec.options import BitsSweep
 from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import print_table
+from megatron_sparse.bench.table import local
 from megatron_sparse.reference.rice import SUB_HEADER
 from megatron_sparse.reference.rice_chunk import index_words, words_of_values
 from megatron_sparse.reference.rice_values import GROUP, levels_of, quantise
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.wire import (
     FORMAT_COO,
     FORMAT_PICI,
@@ -66,7 +64,7 @@ class BitsRow(CellRow):
     q2: float = cell("a record", ">7.2f")
 
     @property
-    def off(self) -> bool:
+    def bad(self) -> bool:
         """Whether positions miss their target."""
         return 0.001 <= self.density <= 0.1 and self.rice > TARGET * self.entropy
 
@@ -80,25 +78,6 @@ class ErrorRow(CellRow):
     bits: int = cell("of a code", ">5")
     even: float = cell("error of even levels from 0 on", ">8.4f")
     fitted: float = cell("of the levels of Rice records", ">8.4f | fitted/even >7.2f ratio")
-
-
-def run(sweep: BitsSweep, json_path: Path | None = None) -> tuple[list[BitsRow], list[ErrorRow]]:
-    """Prints the two tables and returns their rows; CPU only.
-
-    Args:
-        sweep: what to measure.
-        json_path: file for one JSON object a line, of both tables; None writes none.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    print("# bits an entry: entropy and positions; whole Rice records by their values")
-    bits = [bits_row(*case) for case in product(sweep.elements, sweep.densities)]
-    print_table(BitsRow, bits, None)
-    print("#\n# error of quantised values, relative, root mean square")
-    errors = print_table(ErrorRow, error_rows(sweep.tails, sweep.groups), None)
-    write_rows(json_path, [row.to_dict() for row in [*bits, *errors]])
-    return bits, errors
 
 
 def bits_row(count: int, density: float) -> BitsRow:
@@ -167,3 +146,16 @@ def _tail(distribution: str, tail: float, groups: int) -> np.ndarray:
 
 def _rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(x.astype(np.float64) ** 2)))
+
+
+def _rows(sweep: BitsSweep) -> Iterator[BitsRow | ErrorRow]:
+    for case in product(sweep.elements, sweep.densities):
+        yield bits_row(*case)
+    yield from error_rows(sweep.tails, sweep.groups)
+
+
+run = local(
+    "bits an entry: entropy and positions, whole Rice records by their values; then errors of "
+    "quantised values, relative, root mean square",
+    _rows,
+)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_sparse.bench.codec import baseline, hashing, records
-from megatron_sparse.bench.codec.frame import Case, Row, measure, print_rows
+from megatron_sparse.bench.codec.frame import Case, Row, measure
 from megatron_sparse.bench.codec.options import CodecSweep
-from megatron_sparse.bench.table import describe_cpu
-from megatron_sparse.version import __version__
+from megatron_sparse.bench.table import describe_cpu, local
 
 
 def run(
@@ -22,7 +20,7 @@ def run(
     check: Path | None = None,
     margin: float = 1.0,
     save_baseline: Path | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Prints the table and returns its rows.
 
     Args:
@@ -32,36 +30,24 @@ def run(
         margin: a row may exceed its baseline by this many times the noise stated there.
         save_baseline: measures three times and writes ratios and noise to this file.
 
-    Returns:
-        A dictionary for each row, with the fields of `Row`.
-
     Raises:
         ConfigError: an argument is out of range, or a file cannot be read or written.
         MegatronSparseError: a row is slower than the baseline allows.
     """
     expected = None if check is None else baseline.read(check)
-    head = describe(sweep)
-    runs = [
-        [row.to_dict() for row in print_rows(head, sweep, _rows(sweep), json_path)]
-        for _ in range(1 if save_baseline is None else 3)
-    ]
-    rows = runs[-1]
+    runs = [_measure(sweep, json_path) for _ in range(1 if save_baseline is None else 3)]
     if save_baseline is not None:
-        method = f"{head}, {sweep.warmup} + {sweep.iters} rounds, medians"
+        method = f"{describe_cpu(sweep.threads)}, {sweep.warmup} + {sweep.iters} rounds, medians"
         baseline.save(save_baseline, runs, method)
     if expected is not None:
-        baseline.compare(rows, expected, margin)
-    return rows
+        baseline.compare(runs[-1], expected, margin)
+    return runs[-1]
 
 
-def describe(sweep: CodecSweep) -> str:
-    """The machine and the versions."""
+def _where(sweep: CodecSweep) -> str:
     if sweep.device != "cuda":
-        return describe_cpu(sweep.threads)
-    return (
-        f"{torch.cuda.get_device_name()}, megatron_sparse {__version__}, "
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, events"
-    )
+        return "CPU, medians"
+    return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, medians of events' times"
 
 
 def _rows(sweep: CodecSweep) -> Iterator[Row]:
@@ -75,3 +61,6 @@ def _rows(sweep: CodecSweep) -> Iterator[Row]:
         for task in tasks:
             if task.op in sweep.ops:
                 yield from measure(case, task, sweep, peers=sweep.peers)
+
+
+_measure = local(_where, _rows)

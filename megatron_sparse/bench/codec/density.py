@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -22,7 +21,7 @@ import torch
 from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import print_table
+from megatron_sparse.bench.table import local
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
@@ -53,29 +52,10 @@ class Row(CellRow, gap="  "):
     fed_worst: float = cell("with error feedback", ">11.1f worst(s.e.)")
 
     @property
-    def off(self) -> bool:
+    def bad(self) -> bool:
         """Whether any number misses its target."""
         mean = max(abs(self.mean - 1), abs(self.fed_mean - 1))
         return mean > MEAN_TARGET or max(self.worst, self.fed_worst) > STEP_TARGET
-
-
-def run(sweep: DensitySweep, json_path: Path | None = None) -> list[Row]:
-    """Prints the table and returns its rows; CPU only.
-
-    Args:
-        sweep: what to measure.
-        json_path: file for one JSON object a line; None writes none.
-
-    Raises:
-        ConfigError: an unknown scope, or a file that cannot be written.
-    """
-    names = sweep.distributions or tuple(DISTRIBUTIONS)
-    print(
-        f"# threshold_scope {sweep.threshold_scope}, {sweep.elements} elements, "
-        f"{sweep.samples} samples, {sweep.steps} steps"
-    )
-    cases = product(names, sweep.densities)
-    return print_table(Row, (measure(sweep, *case) for case in cases), json_path)
 
 
 def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:
@@ -106,3 +86,11 @@ def sent_densities(
         selector.residuals.commit()
         nonzero = message.pruned_nnz + int(selector.residuals["b"].count_nonzero())
         yield message.pruned_nnz / sweep.elements, min(density, nonzero / sweep.elements)
+
+
+def _rows(sweep: DensitySweep) -> Iterator[Row]:
+    for case in product(sweep.distributions or DISTRIBUTIONS, sweep.densities):
+        yield measure(sweep, *case)
+
+
+run = local("CPU only", _rows)

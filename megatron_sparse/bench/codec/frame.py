@@ -12,9 +12,8 @@ the codec: none of them writes a header, checks an index or rounds stochasticall
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import NormalDist, median
 
 import numpy as np
@@ -22,12 +21,7 @@ import torch
 
 from megatron_sparse.bench.codec.options import TimedSweep
 from megatron_sparse.bench.row import CellRow, cell, optional
-from megatron_sparse.bench.table import (
-    Action,
-    copy_action,
-    print_table,
-    torch_threads,
-)
+from megatron_sparse.bench.table import Action, copy_action
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.formats.message import VALUE_DTYPES as DTYPES
 from megatron_sparse.formats.message import WIRE_CODES, record_spec
@@ -181,17 +175,6 @@ def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) ->
     own.stream_us = median(more_us.pop(0)) if streams else None
     spent_us = zip(others, more_us, strict=True)
     return [replace(own, peer=name, peer_us=median(us)) for name, us in spent_us] or [own]
-
-
-def print_rows(head: str, sweep: TimedSweep, rows: Iterable[Row], path: Path | None) -> list[Row]:
-    """Prints the method of measurement and the table, with the sweep's threads.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    with torch_threads(sweep.threads):
-        print(f"# {head}, {sweep.warmup} + {sweep.iters} rounds, medians")
-        return print_table(Row, rows, path)
 
 
 def time_in_turn(

@@ -14,7 +14,7 @@ from megatron_sparse.bench.options import (
     density_option,
     names_option,
     option,
-    parse_rates,
+    parse_numbers,
     parse_size,
 )
 from megatron_sparse.config.compression import CompressionConfig
@@ -100,9 +100,10 @@ class CodecSweep(TimedSweep):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSweep(TimedSweep):
-    """The options of `bench prune`."""
+    """Selection from a gradient: threshold, error feedback, pruning, encoding."""
 
     NAME = "bench prune"
+    RUNNER = "codec.prune"
 
     max_bytes: int = option("256M", "Such as 64M, 1G.", parse_size)
     densities: Sequence[float] = density_option("0.001,0.01", "Fractions kept.", fits=_below_one)
@@ -117,9 +118,10 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class BitsSweep(Options):
-    """The options of `bench bits`."""
+    """Bits an entry by density and format against the entropy; errors of few bits."""
 
     NAME = "bench bits"
+    RUNNER = "codec.bits"
 
     elements: Sequence[int] = option(
         "1M,16M",
@@ -139,9 +141,10 @@ class BitsSweep(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DensitySweep(Options):
-    """The options of `bench density`."""
+    """The density that is sent against the one asked for, for many distributions."""
 
     NAME = "bench density"
+    RUNNER = "codec.density"
 
     distributions: Sequence[str] | None = names_option(
         None, "Of the gradient; all by default.", "--distribution", among=_distributions
@@ -165,14 +168,15 @@ class DensitySweep(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSweep(Options):
-    """The options of `bench parameters`."""
+    """The coders of parameters' moves: bits and speed, against zstd, lz4 and raw."""
 
     NAME = "bench parameters"
+    RUNNER = "codec.parameters"
 
     rates: Sequence[float] = option(
         "3e-5,1e-4,3e-4,1e-3",
         "Learning rates: updates of RMS 0.3 times the rate on weights of RMS 0.02, both normal.",
-        parse_rates,
+        parse_numbers,
         flag="--lr",
         metavar="LR,...",
         fits=at_least(0),

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,7 +25,7 @@ import torch
 from megatron_sparse.bench.codec.frame import DTYPES, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import describe_cpu, print_table, show_progress, torch_threads
+from megatron_sparse.bench.table import local, show_progress
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
@@ -65,26 +64,6 @@ class Row(CellRow, gap="  "):
     encode_gbps: float = cell("median", ">12.2f encode(GB/s)")
     decode_gbps: float = cell("median", ">12.2f decode(GB/s)")
     wrong: int = cell("parameters with another bit pattern after decoding", ">6")
-
-
-def run(sweep: ParameterSweep, json_path: Path | None = None) -> list[Row]:
-    """Prints the table and returns its rows; CPU only.
-
-    Raises:
-        ConfigError: a file that cannot be written.
-    """
-    print(f"# {describe_cpu(sweep.threads)}\n# synthetic: normal weights and updates")
-    coders = [name for name in sweep.coders if name in MOVES_CODERS]
-    for name in (name for name in PACKAGES if name in sweep.coders):
-        try:
-            import_module(PACKAGES[name])
-            coders.append(name)
-        except ImportError:
-            print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
-    cases = (synthetic(sweep.elements, rate, DTYPES[sweep.dtype]) for rate in sweep.rates)
-    with torch_threads(sweep.threads):
-        rows = (row for case in cases for row in measure(case, coders, sweep.warmup, sweep.iters))
-        return print_table(Row, rows, json_path)
 
 
 def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:
@@ -206,3 +185,19 @@ def _entropy(symbols: np.ndarray) -> float:
     counts = np.unique(symbols, return_counts=True)[1]
     shares = counts / max(symbols.size, 1)
     return float(-(shares * np.log2(shares)).sum())
+
+
+def _rows(sweep: ParameterSweep) -> Iterator[Row]:
+    coders = [name for name in sweep.coders if name in MOVES_CODERS]
+    for name in (name for name in PACKAGES if name in sweep.coders):
+        try:
+            import_module(PACKAGES[name])
+            coders.append(name)
+        except ImportError:
+            print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
+    for rate in sweep.rates:
+        case = synthetic(sweep.elements, rate, DTYPES[sweep.dtype])
+        yield from measure(case, coders, sweep.warmup, sweep.iters)
+
+
+run = local("CPU; synthetic: normal weights and updates", _rows)

@@ -9,43 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from megatron_sparse.bench.codec.frame import (
-    DTYPES,
-    KEY,
-    Case,
-    Row,
-    Task,
-    measure,
-    print_rows,
-)
+from megatron_sparse.bench.codec.frame import DTYPES, KEY, Case, Row, Task, measure
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.codec.records import Codec, make_tasks
-from megatron_sparse.bench.table import describe_cpu
+from megatron_sparse.bench.table import local
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference import prune as prune_oracle
 
 PEER = "torch ops"
 _ORACLE_CHUNK = 2**20  # elements that the oracle sees at once: it works in float64
-
-
-def run(sweep: PruneSweep, json_path: Path | None = None) -> list[dict[str, Any]]:
-    """Prints the table and returns its rows; CPU only.
-
-    Args:
-        sweep: what to measure.
-        json_path: file for one JSON object a line; None writes none.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    head = f"{describe_cpu(sweep.threads)}, residual {sweep.residual_dtype}"
-    return [row.to_dict() for row in print_rows(head, sweep, _rows(sweep), json_path)]
 
 
 def _rows(sweep: PruneSweep) -> Iterator[Row]:
@@ -102,3 +78,6 @@ def _unequal(got: torch.Tensor, expected: torch.Tensor) -> int:
     """Elements whose bits differ."""
     bits = torch.int32 if got.dtype == torch.float32 else torch.int16
     return int((got.view(bits) != expected.view(bits)).sum())
+
+
+run = local("CPU", _rows)

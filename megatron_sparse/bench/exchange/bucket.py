@@ -24,21 +24,20 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from megatron_sparse.bench.exchange import stub_nccl
 from megatron_sparse.bench.exchange.case import Case, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
-from megatron_sparse.bench.exchange.frame import print_rows
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.row import CellRow, cell, optional
-from megatron_sparse.bench.table import copy_action, show_progress
+from megatron_sparse.bench.table import copy_action, local, show_progress
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.reducer import PendingReduction
@@ -100,8 +99,6 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         sweep: what to measure.
         codec: as of `BucketRow`; selected by MEGATRON_SPARSE_CODEC already.
     """
-
-    ROW = BucketRow
 
     def __init__(self, sweep: BucketSweep, codec: str) -> None:
         self._codec, has_slots = codec, codec != "torch"
@@ -217,25 +214,17 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         return sum("synchronizing" in str(each.message) for each in caught)
 
 
-def run(sweep: BucketSweep, json_path: Path | None = None) -> Sequence[BucketRow]:
-    """Prints the table and returns its rows.
-
-    Args:
-        sweep: what to measure.
-        json_path: gets one JSON object a line; None writes none.
-
-    Raises:
-        ConfigError: an argument does not fit, or the file cannot be written.
-        MegatronSparseError: the collective failed.
-    """
-    on_cuda = torch.cuda.is_available()
-    where = f"1 rank, {torch.cuda.get_device_name() if on_cuda else 'cpu'}"
-    rows = _rows(sweep, sweep.codecs if on_cuda else ("cpu",))
-    return print_rows(BucketBench, sweep, where, rows, json_path)
+def _where(sweep: BucketSweep) -> str:
+    if sweep.stub_nccl:
+        return "NCCL calls are stubbed out: no time of launches, of NCCL or of the device"
+    return f"1 rank, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}"
 
 
-def _rows(sweep: BucketSweep, codecs: Sequence[str]) -> Iterator[BucketRow]:
-    for codec in codecs:
+def _rows(sweep: BucketSweep) -> Iterator[BucketRow | stub_nccl.StubRow]:
+    if sweep.stub_nccl:
+        yield from stub_nccl.rows(sweep)
+        return
+    for codec in sweep.codecs if torch.cuda.is_available() else ("cpu",):
         with _selected(codec), BucketBench(sweep, codec) as bench:
             yield from bench.bucket_rows()
 
@@ -253,3 +242,6 @@ def _selected(codec: str) -> Iterator[None]:
             os.environ.pop(CODEC, None)
         else:
             os.environ[CODEC] = before
+
+
+run = local(_where, _rows)

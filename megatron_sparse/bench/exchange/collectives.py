@@ -16,6 +16,7 @@ the ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of, left_out
 from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
 from megatron_sparse.bench.exchange.row import MEASURED, Row, figures_of, payload_rate
@@ -34,7 +36,6 @@ from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.level_choice import choose_level
-from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -52,8 +53,6 @@ messages."""
 
 class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
     """See the module's docstring."""
-
-    ROW = Row
 
     def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
@@ -169,11 +168,10 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         base_N = case.normal_values(self.rank).to(self._device)
         bucket = case.bucket(base_N.clone(), self.world_size)
         spare_N = base_N.clone()
-        synchronise = self._whole if sweep.prune else self._rest
 
         def scheme(step: int) -> list[float]:
             bucket.grad_N.copy_(base_N)
-            figures = synchronise(path, bucket, step)
+            figures = self._whole(path, bucket, step)
             return [figures[name] for name in MEASURED]
 
         def dense(_: int) -> list[float]:
@@ -185,7 +183,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
 
         figures, share = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
         dense_nR, copy_nR = (each.squeeze(-1) for each in figures[1:])
-        row.measured(case, figures[0], dense_nR, copy_nR, wire_rate, prune=sweep.prune)
+        row.measured(case, figures[0], dense_nR, copy_nR, wire_rate)
         row.set_load(share)
 
     def _whole(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
@@ -193,20 +191,6 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         records: list[BucketRecord] = []
         total_us = self._timed(lambda: records.append(path.run(bucket, step)))
         return figures_of(records[0], total_us)
-
-    def _rest(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
-        """Figures of a step whose selection is done before the barrier."""
-        record, rest = path.select(bucket, step)
-        before_us = record.stage_us()
-        ended: list[Pending] = []
-
-        def submit() -> None:
-            ended.append(self._progress.submit(bucket.name, rest, record.timer))
-            ended[0].wait()
-
-        figures = figures_of(record, self._timed(submit))
-        stages = {name: figures[name] - us for name, us in before_us.items()}
-        return figures | stages | {"host_cpu": ended[0].host_cpu_s * 1e6}
 
     def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
         groups = self._groups(case)
@@ -354,3 +338,6 @@ class VirtualRanks:
         # Only now: with `scheme.sum_bits` an owner's residual keeps what the gathered sum loses.
         sent_N = given_N.float() + before_N - path.residual(bucket)
         return _Outcome(bucket.grad_N[self._case.owned(rank, n)], sent_N, record)
+
+
+run = partial(run_bench, CollectiveBench)

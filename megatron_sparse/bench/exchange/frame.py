@@ -7,21 +7,15 @@ error, the first of them reports it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from megatron_sparse.bench.exchange.options import Place, Rounds
 from megatron_sparse.bench.rank_group import RankGroup, as_rank
 from megatron_sparse.bench.row import CellRow
-from megatron_sparse.bench.table import (
-    describe_cpu,
-    print_table,
-    show_progress,
-    torch_threads,
-)
+from megatron_sparse.bench.table import print_rows, show_progress, torch_threads
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.json_lines import write_rows
@@ -42,8 +36,6 @@ class Bench[Cases: Rounds](RankGroup):
     Raises:
         CommunicationError: the ranks cannot reach one another.
     """
-
-    ROW: ClassVar[type[CellRow]]
 
     def __init__(
         self, cases: Cases, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
@@ -77,23 +69,39 @@ class Bench[Cases: Rounds](RankGroup):
     @classmethod
     def right(cls, rows: Sequence[Any]) -> bool:
         """Whether the rows are as they should be; the exit code says so."""
-        return not any(row.wrong for row in rows)
+        return not any(row.bad for row in rows)
 
     @classmethod
     def show(cls, cases: Cases, rows: Sequence[Any]) -> None:
-        """Draws or judges the rows, where they were printed."""
+        """Judges the rows, where they were printed."""
+
+    @classmethod
+    def draw(cls, rows: Sequence[Any], folder: Path) -> list[Path]:
+        """Makes the pictures of the rows, for benches with `--figures`; returns their files."""
+        raise NotImplementedError
 
 
 def run[Cases: Rounds](
-    bench: type[Bench[Cases]], cases: Cases, place: Place, json_path: Path | None
+    bench: type[Bench[Cases]],
+    sweep: Cases,
+    place: Place,
+    json_path: Path | None = None,
+    figures: Path | None = None,
 ) -> int:
     """Starts the ranks that are missing, or does one rank's part; returns the exit code.
+
+    Args:
+        bench: what is measured.
+        sweep: its options.
+        place: of the ranks.
+        json_path: for one JSON object a line; None writes none.
+        figures: folder for the bench's pictures; None draws none.
 
     Raises:
         ConfigError: flags contradict one another, or an option does not fit.
         MegatronSparseError: a collective failed.
     """
-    cases, started = replace(cases, mbit=cases.mbit or netbed_mbit()), local_ranks.started_ranks()
+    cases, started = replace(sweep, mbit=sweep.mbit or netbed_mbit()), local_ranks.started_ranks()
     local_ranks.check_place(
         netbed=place.netbed,
         virtual=place.virtual,
@@ -103,21 +111,43 @@ def run[Cases: Rounds](
     )
     ranks = place.ranks or started or 4
     bench.check(cases, ranks, virtual=place.virtual)
-    if not started:
-        write_rows(json_path, [])
     if place.virtual:
-        return int(not bench.right(run_virtual(bench, cases, place.topology(ranks), json_path)))
+        rows = run_virtual(bench, cases, place.topology(ranks), json_path, figures)
+        return int(not bench.right(rows))
     if started:
-        return int(not bench.right(run_rank(bench, cases, json_path)))
-    output = [] if json_path is None else [f"--json={json_path}"]
-    of_rank = local_ranks.command_line([*cases.NAME.split(), *cases.arguments(), *output])
+        return int(not bench.right(run_rank(bench, cases, json_path, figures)))
+    write_rows(json_path, [])
+    outputs = {"json": json_path, "figures": figures}
+    flags = [f"--{name}={path}" for name, path in outputs.items() if path is not None]
+    command = [*cases.NAME.split(), *cases.arguments(), *flags]
+    return start_ranks(command, place, ranks, cases.mbit)
+
+
+def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | None) -> int:
+    """Runs a command of `megatron-sparse` as every rank; returns the exit code.
+
+    Args:
+        command: its words.
+        place: loopback, or the test bed.
+        ranks: how many.
+        mbit: rate of the test bed's links.
+
+    Raises:
+        ConfigError: there is no test bed.
+        CommunicationError: a signal killed a rank.
+    """
+    of_rank = local_ranks.command_line(command)
     if place.netbed:
-        return local_ranks.run_netbed(of_rank, ranks, cases.mbit or 0, place.nodes(ranks))
+        return local_ranks.run_netbed(of_rank, ranks, mbit or 0, place.nodes(ranks))
     return local_ranks.run_loopback(of_rank, ranks)
 
 
 def run_virtual[Cases: Rounds](
-    bench: type[Bench[Cases]], cases: Cases, topology: Topology, json_path: Path | None
+    bench: type[Bench[Cases]],
+    cases: Cases,
+    topology: Topology,
+    json_path: Path | None,
+    figures: Path | None = None,
 ) -> list[Any]:
     """Prints the table of a virtual cluster, labelled as a model; returns its rows.
 
@@ -132,11 +162,11 @@ def run_virtual[Cases: Rounds](
     )
     rows = bench.virtual_rows(cases, topology)
     with torch_threads(1):
-        return print_rows(bench, cases, where, rows, json_path)
+        return show_rows(bench, cases, where, rows, json_path, figures)
 
 
 def run_rank[Cases: Rounds](
-    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None
+    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None, figures: Path | None
 ) -> list[Any]:
     """One rank's part where RANK and WORLD_SIZE are set; see `as_rank` for errors."""
 
@@ -144,23 +174,24 @@ def run_rank[Cases: Rounds](
         if group.rank:
             return list(group.rows())
         where = f"{group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}"
-        return print_rows(bench, cases, where, group.rows(), json_path)
+        return show_rows(bench, cases, where, group.rows(), json_path, figures)
 
     return as_rank(lambda *where: bench(cases, *where), measure)
 
 
-def print_rows(
-    bench: type[Bench[Any]],
-    cases: Any,
+def show_rows[Cases: Rounds](
+    bench: type[Bench[Cases]],
+    cases: Cases,
     where: str,
     rows: Iterable[CellRow],
     json_path: Path | None,
+    figures: Path | None = None,
 ) -> list[Any]:
-    """Prints machine, versions, settings and table, and what the bench shows of the rows."""
-    resolved = json.dumps(asdict(cases), default=str)
-    print(f"# {describe_cpu()}\n# {where}\n# {resolved}", flush=True)
-    done = print_table(bench.ROW, rows, json_path)
+    """Prints the table and what the bench says of its rows, and draws them; returns the rows."""
+    done = print_rows(where, cases, rows, json_path)
     bench.show(cases, done)
+    for path in bench.draw(done, figures) if figures is not None else ():
+        print(path)
     return done
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
@@ -21,7 +22,8 @@ import torch
 
 from megatron_sparse.bench.codec.parameters import synthetic
 from megatron_sparse.bench.exchange.frame import Bench, each_case
-from megatron_sparse.bench.exchange.options import PER_NODE, GatherSweep
+from megatron_sparse.bench.exchange.frame import run as run_bench
+from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.bench.exchange.path import LastRecord
 from megatron_sparse.bench.options import check_arguments
 from megatron_sparse.bench.row import CellRow, cell, ratio
@@ -33,6 +35,8 @@ from megatron_sparse.reduction.held import HeldProgress
 from megatron_sparse.reduction.job import Progress as JobProgress
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
+FLAT, PER_NODE = "flat", "per-node"
+"""Every record to every rank, or to each other node once, where nodes have several ranks."""
 MEASURED = ("encode_us", "decode_us", "wire_bytes", "message_bytes")
 """What a rank measures of a gather."""
 
@@ -53,7 +57,7 @@ class GatherCase:
 
 def cases_of(sweep: GatherSweep, nodes: Sequence[int]) -> list[GatherCase]:
     """The cases that these nodes, the node of each rank, have."""
-    ways = [way for way in sweep.ways if way != PER_NODE or several_levels(nodes)]
+    ways = (FLAT, PER_NODE) if several_levels(nodes) else (FLAT,)
     return [GatherCase(*each) for each in product(sweep.rates, sweep.coders, ways)]
 
 
@@ -200,8 +204,6 @@ class RankGather:
 class GatherBench(Bench[GatherSweep]):
     """See the module's docstring."""
 
-    ROW = GatherRow
-
     @classmethod
     def check(cls, cases: GatherSweep, ranks: int, *, virtual: bool) -> None:
         """See `Bench`."""
@@ -281,3 +283,6 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         raw_us=raw_us,
         wrong=sum(rank.wrong(1) for rank in ranks),
     )
+
+
+run = partial(run_bench, GatherBench)

@@ -25,7 +25,7 @@ from megatron_sparse.bench.options import (
     parse_counts,
     parse_list,
     parse_names,
-    parse_rates,
+    parse_numbers,
     parse_size,
 )
 from megatron_sparse.config.compression import VALUE_BITS
@@ -42,23 +42,23 @@ STRAGGLER_SCHEMES = (
     "dense,dense_ring,dense_rhd,dense_allpairs,dense_broadcast,straggler,agsparse,direct,"
     "straggler_direct"
 )
+ALPHA_S, INTRA_GBIT = 10e-6, 1600.0
+"""Of virtual links: latency of a message, and the rate inside a node."""
 GATHER_CODERS = ("rans", "packed")
 CLUSTERS = ("ethernet_25gbit", "ethernet_100gbit", "perlmutter")
 """Of `bench planner`."""
 OPS = ("all_reduce", "reduce_scatter")
-FLAT, PER_NODE = "flat", "per-node"
 BUCKET_CODECS = ("cuda", "torch")
 """MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Options):
-    """Where the ranks are; virtual links are all alike."""
+    """Where the ranks are; `virtual` is an option of the benches that have virtual ranks."""
 
     ranks: int | None = option(None, "4, or as many as a launcher has started.", min=1)
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
-    virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
-    alpha_us: float = option(10.0, "Virtual latency of a message.", min=0)
+    virtual: bool = False
 
     def nodes(self, ranks: int) -> int:
         """Hosts of the test bed."""
@@ -68,35 +68,34 @@ class Place(Options):
         """The virtual cluster."""
         raise NotImplementedError
 
-    def _topology(self, ranks: int, ranks_per_node: int, intra: float, inter: float) -> Topology:
-        from megatron_sparse.transport import Link, Topology
-
-        one, other = (Link(self.alpha_us * 1e-6, 8e-9 / gbit) for gbit in (intra, inter))
-        return Topology.even(ranks, ranks_per_node, one, other)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LinkPlace(Place):
     """Ranks whose virtual links are all alike."""
 
-    gbit: float = option(25.0, "Virtual links.", min=1e-6)
+    virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
+    inter_gbit: float = option(25.0, "Virtual links between nodes.", min=1e-6)
 
     def topology(self, ranks: int) -> Topology:
         """See `Place`."""
-        return self._topology(ranks, ranks, self.gbit, self.gbit)
+        return self._topology(ranks, ranks, self.inter_gbit)
+
+    def _topology(self, ranks: int, ranks_per_node: int, intra_gbit: float) -> Topology:
+        from megatron_sparse.transport import Link, Topology
+
+        intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (intra_gbit, self.inter_gbit))
+        return Topology.even(ranks, ranks_per_node, intra, inter)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodePlace(Place):
-    """Ranks on nodes; virtual links inside of nodes and between them have rates of their own."""
+class NodePlace(LinkPlace):
+    """Ranks on nodes; virtual links inside of nodes have another rate than those between them."""
 
     ranks_per_node: int | None = option(
         None,
         "Ranks on each host of --netbed (default: 1) or node of --virtual (default: all).",
         min=1,
     )
-    intra_gbit: float = option(1600.0, "Virtual links in a node.", min=1e-6)
-    inter_gbit: float = option(25.0, "Virtual links between.", min=1e-6)
 
     def __post_init__(self) -> None:
         if self.ranks_per_node is not None and not (self.netbed or self.virtual):
@@ -113,7 +112,7 @@ class NodePlace(Place):
 
     def topology(self, ranks: int) -> Topology:
         """See `Place`."""
-        return self._topology(ranks, self.ranks_per_node or ranks, self.intra_gbit, self.inter_gbit)
+        return self._topology(ranks, self.ranks_per_node or ranks, INTRA_GBIT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +140,7 @@ def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveSweep(Rounds, Sizes):
-    """All cases of `bench collectives`, and how they are timed.
+    """Collectives, dense gradient to dense sum, beside the backend's dense one.
 
     Schemes that lack an operation are left out of it, those with a format of their own where values
     have few bits. Dense ones run once, whatever the density and the bits; `dense_q` runs once for
@@ -149,6 +148,7 @@ class CollectiveSweep(Rounds, Sizes):
     """
 
     NAME = "bench collectives"
+    RUNNER = "exchange.collectives"
 
     min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
     densities: Sequence[float] = density_option("0.001,0.01,0.05", "Fractions selected.")
@@ -188,15 +188,12 @@ class CollectiveSweep(Rounds, Sizes):
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
     )
-    prune: bool = option(True, "Time selection with the collective.", flag="--prune/--no-prune")
 
     def checks(self) -> list[Check]:
         """See `Options`."""
-        level_fits = self.prune or set(self.levels) == {RANK}
         engine_fits = not self.nccl_engine or self.capacity is not None
         return [
             *super().checks(),
-            ("level", ",".join(self.levels), level_fits, "rank with --no-prune"),
             ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
         ]
 
@@ -221,24 +218,25 @@ def parse_delays(flag: str, text: str) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerSweep(CollectiveSweep):
-    """All groups of `bench stragglers`, and how late the straggler is in each.
+    """Time from the last rank's arrival to the end, scheme by scheme.
 
     An automatic delay is `AUTO_FACTOR` times the reduce-scatter of `dense_ring` on the same
-    gradient, measured (or modelled) before. `figure` is a folder to draw the rows in.
+    gradient, measured (or modelled) before.
     """
 
     NAME = "bench stragglers"
+    RUNNER = "exchange.stragglers"
+    DRAWS = True
 
     densities: Sequence[float] = density_option("0.01", "Fractions selected.")
     schemes: Sequence[str] = names_option(
         STRAGGLER_SCHEMES, "Of docs/collectives.md.", "--scheme", among=_schemes
     )
-    # Messages are always the schemes' own, sizes travel with them, and selection is timed.
+    # Messages are always the schemes' own, and sizes travel with them.
     message_format: str = "auto"
     levels: Sequence[str] = ("rank",)
     capacity: float | None = None
     nccl_engine: bool = False
-    prune: bool = True
     delays_ms: Sequence[float | None] = option(
         "0,auto",
         "How late; auto: 1.5 reduce-scatters.",
@@ -248,11 +246,6 @@ class StragglerSweep(CollectiveSweep):
     )
     straggler: int | None = option(None, "The late rank; the last by default.")
     rule: bool = option(True, "Measure also what the rule takes.", flag="--rule/--no-rule")
-    figure: Path | None = None
-
-    def arguments(self) -> list[str]:
-        """See `Options`; the command line declares `--figure`, which it checks."""
-        return super().arguments() + ([f"--figure={self.figure}"] if self.figure else [])
 
     def checks(self) -> list[Check]:
         """See `Options`."""
@@ -282,15 +275,16 @@ class StragglerSweep(CollectiveSweep):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherSweep(Rounds):
-    """What `bench gather` measures; `per-node` only where nodes have several ranks."""
+    """The all-gather of updated parameters, raw and exact, with their bits compared."""
 
     NAME = "bench gather"
+    RUNNER = "exchange.gather"
 
     elements: int = option(4_000_000, "Parameters; rounded up to whole shards.", min=1)
     rates: Sequence[float] = option(
         "1e-4",
         "Learning rates of a step of Adam on normal weights.",
-        parse_rates,
+        parse_numbers,
         flag="--lr",
         fits=at_least(0),
     )
@@ -298,20 +292,15 @@ class GatherSweep(Rounds):
     coders: Sequence[str] = names_option(
         ",".join(GATHER_CODERS), flag="--coder", among=GATHER_CODERS
     )
-    ways: Sequence[str] = names_option(
-        f"{FLAT},{PER_NODE}",
-        "flat: every record to every rank | per-node: to each other node once.",
-        "--way",
-        among=(FLAT, PER_NODE),
-    )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowSparseSweep(Rounds):
-    """What `bench row-sparse` measures: a gradient of an embedding, with a few of its rows."""
+    """Row-sparse all-reduce beside torch's sparse and dense ones; see docs/ddp.md."""
 
     NAME = "bench row-sparse"
+    RUNNER = "exchange.row_sparse"
 
     num_rows: int = option(50_000, "Rows of the embedding.", min=1)
     width: int = option(256, "Elements of a row.", min=1)
@@ -320,9 +309,13 @@ class RowSparseSweep(Rounds):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSweep(Sizes):
-    """What `bench bucket` measures; with `stub_nccl` a small bucket on rank 0 of several."""
+    """One bucket on this device, without a network: time, waits, overlap.
+
+    With `stub_nccl` it is a small bucket on rank 0 of several.
+    """
 
     NAME = "bench bucket"
+    RUNNER = "exchange.bucket"
 
     min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
     max_bytes: int = option("1G", "Such as 64M, 1G.", parse_size)
@@ -342,6 +335,11 @@ class BucketSweep(Sizes):
     )
     ranks: Sequence[int] = option("2,8,16", "With --stub-nccl: sizes of the group.", parse_counts)
     iters: int = option(10, "Buckets that are timed.", min=1)
+
+    @property
+    def threads(self) -> int | None:
+        """Of torch; None: as they are."""
+        return 1 if self.stub_nccl else None
 
     def checks(self) -> list[Check]:
         """See `Options`."""
@@ -367,9 +365,13 @@ def _kinds() -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerOptions(Rounds):
-    """Gradients, ranks, clusters and candidates of `bench planner`; None stands for the usual."""
+    """Compare the planner's choice with the best of all schemes.
+
+    Of gradients, ranks, clusters and candidates None stands for the usual.
+    """
 
     NAME = "bench planner"
+    RUNNER = "exchange.planner"
 
     kinds: Sequence[str] | None = names_option(None, "Of gradients; all by default.", among=_kinds)
     recording: Path | None = option(  # noqa: RUF009 - it makes a field

@@ -1,7 +1,6 @@
 """One rank's way of a bucket in a bench: the reducer of training, run as a bench needs it.
 
-Between processes a progress thread drives it; virtual ranks are driven step by step; `--no-prune`
-runs selection first and times the rest.
+Between processes a progress thread drives it; virtual ranks are driven step by step.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Job, Progress, Stage, without_gates
+from megatron_sparse.reduction.job import Progress, without_gates
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
@@ -85,19 +84,6 @@ class BucketPath:
         job.record.timer = timer or job.record.timer
         yield from without_gates(self.reducer.synchronise(job))
         return job.record
-
-    def select(self, bucket: Bucket, step: int) -> tuple[BucketRecord, Job]:
-        """Selects, here and now; returns the record and the rest: a job, to be driven once."""
-        job = self.reducer.job(bucket, step)
-        steps = self.reducer.synchronise(job)
-        gate = next(steps)
-        assert gate is GATE, "at level `rank` selection asks nobody"
-
-        def rest() -> Stage[None]:
-            yield GATE
-            yield from steps
-
-        return job.record, rest
 
     def residual(self, bucket: Bucket) -> torch.Tensor:
         """A copy of what the rank holds, fp32 [N], at its places in the bucket."""

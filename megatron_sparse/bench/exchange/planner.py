@@ -28,7 +28,7 @@ import torch
 from megatron_sparse.bench.exchange import planner_cases as cases
 from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bench.exchange.case import Case
-from megatron_sparse.bench.exchange.frame import Bench, print_rows
+from megatron_sparse.bench.exchange.frame import Bench, show_rows
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CLUSTERS, CollectiveSweep, Place, PlannerOptions
 from megatron_sparse.bench.exchange.path import BucketPath
@@ -71,25 +71,25 @@ WORST_OVER_DENSE = 1.05
 SCHEME_OPTIONS = SchemeConfig(capacity=None)
 
 
-def run(options: PlannerOptions, json_path: Path | None) -> int:
+def run(sweep: PlannerOptions, json_path: Path | None = None) -> int:
     """Tries the planner; returns the exit code, 1 where it is worse than it claims.
 
     Raises:
         ConfigError: an option does not fit.
         MegatronSparseError: the error of a collective.
     """
-    named = PlannerConfig(schemes=None if options.schemes is None else list(options.schemes))
+    named = PlannerConfig(schemes=None if sweep.schemes is None else list(sweep.schemes))
     check_names(SchemeConfig(), named)
-    check_op(SchemeConfig(), named, CollectiveOp(options.op))
-    if options.netbed or local_ranks.started_ranks() is not None:
-        _workloads(options, is_real=True)  # refuses unknown kinds before ranks start
-        ranks = (options.ranks or (4,))[0] if options.netbed else None
-        place, of_rank = Place(ranks=ranks, netbed=options.netbed), replace(options, netbed=False)
+    check_op(SchemeConfig(), named, CollectiveOp(sweep.op))
+    if sweep.netbed or local_ranks.started_ranks() is not None:
+        _workloads(sweep, is_real=True)  # refuses unknown kinds before ranks start
+        ranks = (sweep.ranks or (4,))[0] if sweep.netbed else None
+        place, of_rank = Place(ranks=ranks, netbed=sweep.netbed), replace(sweep, netbed=False)
         return run_bench(PlannerBench, replace(of_rank, ranks=None), place, json_path)
-    where = f"MODELLED times of virtual clusters; buckets of {options.bucket_bytes} bytes"
+    where = f"MODELLED times of virtual clusters; buckets of {sweep.bucket_bytes} bytes"
     with torch_threads(1):
-        found = virtual_rows(options, _workloads(options, is_real=False))
-        rows = print_rows(PlannerBench, options, where, found, json_path)
+        found = virtual_rows(sweep, _workloads(sweep, is_real=False))
+        rows = show_rows(PlannerBench, sweep, where, found, json_path)
     return 0 if PlannerBench.right(rows) else 1
 
 
@@ -288,8 +288,6 @@ class PlannerBench(Bench[PlannerOptions]):
     Raises:
         ConfigError: the cluster file was measured on another cluster.
     """
-
-    ROW = PlannerRow
 
     @classmethod
     def right(cls, rows: Sequence[PlannerRow]) -> bool:

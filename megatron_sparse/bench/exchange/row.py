@@ -128,9 +128,7 @@ class Row(CaseRow):
     )
     dense_us: float | None = optional("of the backend's own dense collective, in turn")
     speedup: float | None = optional("of the pairs of dense and scheme, the median")
-    prune_us: float | None = optional(
-        "threshold, error feedback, pruning and encoding; 0 with `--no-prune`"
-    )
+    prune_us: float | None = optional("threshold, error feedback, pruning and encoding")
     encode_us: float | None = optional("encoding sums, without the selection")
     network_us: float | None = optional("waiting for messages and for slower ranks")
     decode_us: float | None = optional("adding messages up")
@@ -156,8 +154,6 @@ class Row(CaseRow):
         dense_nR: torch.Tensor,
         copy_nR: torch.Tensor,
         wire_rate: float,
-        *,
-        prune: bool,
     ) -> Row:
         """Fills in the times; mutates and returns the row.
 
@@ -167,7 +163,6 @@ class Row(CaseRow):
             dense_nR: microseconds of the dense collective.
             copy_nR: microseconds of the plain copy.
             wire_rate: payload bytes a second that a rank can send.
-            prune: whether selection was timed.
         """
         rounds = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
         slowest, every = rounds["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
@@ -188,9 +183,7 @@ class Row(CaseRow):
         nnz = float(rounds["nnz"].mean())
         self.sent_density = nnz / float(rounds["numel"].mean())
         copy_rate = 2 * case.nbytes / self.copy_us
-        codec = codec_bytes(
-            case, self.carried_by, self.wire_bytes, nnz, self.world_size, prune=prune
-        )
+        codec = codec_bytes(case, self.carried_by, self.wire_bytes, nnz, self.world_size)
         # What stays inside a node does not cross the link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
         self.floor_us = self.network_floor_us + codec / copy_rate
@@ -212,9 +205,7 @@ def payload_rate(mbit: float) -> float:
     return mbit * 1e6 / 8 * PAYLOAD_SHARE
 
 
-def codec_bytes(
-    case: Case, scheme: str, wire_bytes: float, nnz: float, n: int, *, prune: bool
-) -> float:
+def codec_bytes(case: Case, scheme: str, wire_bytes: float, nnz: float, n: int) -> float:
     """Bytes that one rank's codec reads and writes at least.
 
     Args:
@@ -223,11 +214,10 @@ def codec_bytes(
         wire_bytes: sent by the busiest rank.
         nnz: elements that a rank selected.
         n: ranks.
-        prune: count selection.
 
     Example:
         >>> case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
-        >>> codec_bytes(case, "agsparse", 8, 1, 2, prune=True)  # 400 + 800 + 400 + 8 + 8
+        >>> codec_bytes(case, "agsparse", 8, 1, 2)  # 400 + 800 + 400 + 8 + 8
         1616.0
     """
     if SCHEMES[scheme].takes is Input.DENSE:
@@ -235,5 +225,5 @@ def codec_bytes(
     owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
     value_bytes = VALUE_DTYPES[case.dtype].itemsize
     message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
-    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message if prune else 0
+    selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message
     return float(selection + owned + wire_bytes)

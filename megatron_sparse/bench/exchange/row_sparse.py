@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from megatron_sparse.bench.exchange.frame import Bench
+from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import RowSparseSweep
 from megatron_sparse.bench.rank_group import Turn
 from megatron_sparse.bench.row import CellRow, cell, optional
@@ -75,8 +77,6 @@ def torch_dense(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:
 class RowSparseBench(Bench[RowSparseSweep]):
     """See the module's docstring."""
 
-    ROW = RowSparseRow
-
     def rows(self) -> Iterator[CellRow]:
         """See `Bench`."""
         sweep = self._cases
@@ -116,3 +116,6 @@ class RowSparseBench(Bench[RowSparseSweep]):
 
     def _turn(self, version: Version, gradient: torch.Tensor) -> Turn:
         return lambda _: [self._timed(lambda: version(gradient))]
+
+
+run = partial(run_bench, RowSparseBench)

@@ -22,6 +22,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,7 @@ from megatron_sparse.bench.exchange.collectives import (
     check_memory,
 )
 from megatron_sparse.bench.exchange.frame import each_case
+from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import StragglerSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import CaseRow
@@ -214,8 +216,6 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         ConfigError: the ranks are on several machines, or a delay is too long.
     """
 
-    ROW = StragglerRow
-
     @classmethod
     def check(cls, cases: StragglerSweep, ranks: int, *, virtual: bool) -> None:
         """See `Bench`."""
@@ -223,11 +223,9 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         cases_of(cases, ranks)
 
     @classmethod
-    def show(cls, cases: StragglerSweep, rows: Sequence[StragglerRow]) -> None:
+    def draw(cls, rows: Sequence[StragglerRow], folder: Path) -> list[Path]:
         """See `Bench`."""
-        if cases.figure is not None:
-            for path in draw([row.to_dict() for row in rows], cases.figure):
-                print(path)
+        return draw([row.to_dict() for row in rows], folder)
 
     @property
     def _late_rank(self) -> int:
@@ -374,3 +372,6 @@ def _virtual_row(
         for rank, record in enumerate(records)
     ]
     return row.measured(torch.tensor(figures, dtype=torch.float64), link)
+
+
+run = partial(run_bench, StragglerBench)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import describe_cpu, print_table, torch_threads
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.cuda_ext.nccl_ops import SumCall
@@ -39,7 +38,7 @@ from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
-from megatron_sparse.transport.nccl_library import POSTING, NcclLibrary
+from megatron_sparse.transport.nccl_library import POSTING
 from megatron_sparse.transport.process_group import ProcessGroupTransport
 
 NUMEL_A_RANK = 64
@@ -69,18 +68,6 @@ class StubRow(CellRow, gap="  "):
     def name(self) -> str:
         """The scheme's name, marked if the engine ran it."""
         return f"{self.scheme} (engine)" if self.nccl_engine else self.scheme
-
-
-def run(sweep: BucketSweep, json_path: Path | None) -> list[StubRow]:
-    """Prints the table, each line as soon as it is measured, and writes it.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    print(f"# {describe_cpu(1)}")
-    print("# NCCL calls are stubbed out: no time of launches, of NCCL or of the device")
-    with torch_threads(1):
-        return print_table(StubRow, rows(sweep), json_path)
 
 
 def rows(sweep: BucketSweep) -> Iterator[StubRow]:
@@ -205,33 +192,16 @@ class _Recorded:
             self.came[number] = {peer: values.clone() for peer, values in receives}
 
 
-class _NoNccl(NcclLibrary):
-    """A stand-in for NCCL's functions, which this bench never calls."""
-
-    def __init__(self) -> None:
-        self.addresses = (0,) * len(POSTING)
-
-    def unique_id(self) -> bytes:
-        """See `NcclLibrary`."""
-        return b""
-
-    def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
-        """See `NcclLibrary`."""
-        return 0
-
-    def trouble(self, communicator: int) -> str | None:
-        """See `NcclLibrary`."""
-
-    def destroy(self, communicator: int) -> None:
-        """See `NcclLibrary`."""
-
-
-class _Queued:
-    """A stand-in for a CUDA event."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it: always."""
-        return True
+_NO_NCCL: Any = SimpleNamespace(
+    addresses=(0,) * len(POSTING),
+    unique_id=bytes,
+    make=lambda unique_id, rank, world_size: 0,
+    trouble=lambda communicator: None,
+    destroy=lambda communicator: None,
+)
+"""In place of `NcclLibrary`: functions that the engine's one call would use, and no NCCL."""
+_QUEUED: Any = SimpleNamespace(query=lambda: True)
+"""In place of a CUDA event: the device has always reached it."""
 
 
 class _CommunicatorWithoutPeers(NcclCommunicator):
@@ -242,8 +212,8 @@ class _CommunicatorWithoutPeers(NcclCommunicator):
         summed.arguments(communicator)
         return torch.zeros(summed.plan.report_words, dtype=torch.int64), 0
 
-    def _record(self) -> _Queued:
-        return _Queued()
+    def _record(self) -> Any:
+        return _QUEUED
 
 
 class _RankWithoutPeers(ProcessGroupTransport):
@@ -256,7 +226,7 @@ class _RankWithoutPeers(ProcessGroupTransport):
         super().__init__(dist.group.WORLD, TIMEOUT_S, torch.device("cpu"), liveness=False)
         if nccl_engine:
             self.communicator: NcclCommunicator | None = _CommunicatorWithoutPeers(
-                _NoNccl(),
+                _NO_NCCL,
                 0,
                 self.world_size,
                 self.device,

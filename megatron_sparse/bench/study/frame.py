@@ -268,7 +268,7 @@ def report[Row: CellRow](
         ConfigError: the JSON lines cannot be written.
         DependencyError: matplotlib is missing.
     """
-    done = print_table(type(rows[0]), rows, json_path)
+    done = print_table(rows, json_path)
     if folder is not None:
         for picture in pictures(done):
             for path in figures.write_picture(folder, *picture):

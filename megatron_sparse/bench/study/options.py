@@ -14,7 +14,7 @@ from megatron_sparse.bench.options import (
     density_option,
     names_option,
     option,
-    parse_integers,
+    parse_counts,
     parse_names,
 )
 from megatron_sparse.bench.study.settings import (
@@ -144,7 +144,7 @@ class RaceOptions(StudyOptions):
     ranks: int = option(4, "Processes on this machine.", fits=at_least(2))
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     mbits: Sequence[int] | None = option(
-        None, "Rates of the test bed's links.", parse_integers, flag="--mbit", metavar="R,..."
+        None, "Rates of the test bed's links.", parse_counts, flag="--mbit", metavar="R,..."
     )
     iters: int = option(200, "Iterations of plain Megatron.", fits=_validated)
     batch: int = option(2, "Sequences of a rank in an iteration.", fits=at_least(1))
@@ -166,12 +166,22 @@ class ConvergenceOptions(StudyOptions):
 
     models: Sequence[str] = names_option("gpt,starcoder", flag="--model", among=CORPORA)
     settings: Sequence[str] = _settings(CONVERGENCE, "all, or of docs/results/convergence.md.")
-    seeds: Sequence[int] = option(
-        "1,2", "Each trains every setting.", parse_integers, metavar="N,...", fits=at_least(1)
-    )
+    seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
     iters: int = option(1500, "Iterations of each run.", fits=_validated)
     ranks: int = option(
         RANKS,
         "Ranks of each run; they share the batch.",
         fits=lambda ranks: "" if BATCH % max(ranks, 1) == 0 else f"a divisor of {BATCH}",
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadOptions(Options):
+    """The plugin's own cost: dense through it against Megatron alone, in pairs."""
+
+    NAME = "bench overhead"
+    RUNNER = "study.overhead"
+
+    ranks: int = option(2, "Processes on this machine.", min=1)
+    warmup: int = option(3, "Pairs that are not timed.", min=0)
+    iters: int = option(20, "Pairs that are timed.", min=2)

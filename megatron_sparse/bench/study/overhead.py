@@ -9,13 +9,14 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_sparse.bench.study.options import OverheadOptions
 from megatron_sparse.run import local_ranks
 
 
-def run(ranks: int, warmup: int, iters: int, json_path: Path | None = None) -> int:
+def run(sweep: OverheadOptions, json_path: Path | None = None) -> int:
     """Measures and prints the table; returns the ranks' exit code."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as `train` does for a local run
-    options = [f"--warmup={warmup}", f"--iters={iters}"]
+    options = [f"--warmup={sweep.warmup}", f"--iters={sweep.iters}"]
     options += [] if json_path is None else [f"--json={json_path}"]
     command = [sys.executable, "-m", "megatron_sparse.megatron.overhead", *options]
-    return local_ranks.run_loopback(command, ranks)
+    return local_ranks.run_loopback(command, sweep.ranks)

@@ -103,7 +103,7 @@ class Row(CellRow):
         return f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
 
 
-def run(options: TrainingOptions, json_path: Path | None = None) -> list[dict[str, Any]]:
+def run(options: TrainingOptions, json_path: Path | None = None) -> list[Row]:
     """Trains, prints the table and returns its rows.
 
     Args:
@@ -122,7 +122,7 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[dict[st
         f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations, "
         f"medians{'' if options.slow_rank is None else slow}",
     )
-    return [row.to_dict() for row in print_table(Row, _rows(options, runs), json_path)]
+    return print_table(_rows(options, runs), json_path)
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
