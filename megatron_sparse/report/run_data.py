@@ -31,7 +31,7 @@ from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import Iterations, RunHistory
-from megatron_sparse.telemetry.lines import read_lines
+from megatron_sparse.telemetry.lines import other_version, read_lines
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE, BUCKETS_FILE, FLUSH_EVERY, SUMMARY_FILE
@@ -40,6 +40,7 @@ CONFIG_FILE = "config.yaml"
 WINDOW = 200
 """Iterations at the end of a run that buckets' medians are taken over."""
 LINES_NAMED = 5
+MADE_BY = "make the report with the version that trained"
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
             f"{FLUSH_EVERY} iterations",
         ) from None
     except (TypeError, ValueError, KeyError) as error:
-        raise _other_version(path, error) from None
+        raise other_version(path, error, MADE_BY) from None
     if not lines:
         raise ConfigError(
             f"{folder} has no iteration to report",
@@ -189,15 +190,6 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
         )
     _note_damaged(path, damaged, gaps)
     return lines, history
-
-
-def _other_version(path: Path, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"{path} was not written by this version of megatron_sparse",
-        expected="lines as docs/reading-the-breakdown.md describes them",
-        got=f"{type(error).__name__}: {error}",
-        remedy="make the report with the version that trained",
-    )
 
 
 def _damaged_sentence(path: Path, damaged: list[int]) -> str:
@@ -303,7 +295,7 @@ def _load_buckets(
         gaps.append(f"{BUCKETS_FILE} cannot be read ({error.strerror}): no times for buckets")
         return {}
     except (TypeError, ValueError, KeyError) as error:
-        raise _other_version(path, error) from None
+        raise other_version(path, error, MADE_BY) from None
     _note_damaged(path, damaged, gaps)
     return found
 

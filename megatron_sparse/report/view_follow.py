@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.report import live_view
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.lines import other_version
 from megatron_sparse.telemetry.live import render
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
@@ -104,9 +104,5 @@ def run(folder: Path, columns: int | None) -> None:
             except KeyboardInterrupt:
                 return
             except (TypeError, KeyError) as error:
-                raise ConfigError(
-                    f"{folder / BREAKDOWN_FILE} was not written by this version of megatron_sparse",
-                    expected="lines as docs/reading-the-breakdown.md describes them",
-                    got=f"{type(error).__name__}: {error}",
-                    remedy="view it with the version that trains",
-                ) from None
+                remedy = "view it with the version that trains"
+                raise other_version(folder / BREAKDOWN_FILE, error, remedy) from None

@@ -27,6 +27,9 @@ from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
 from megatron_sparse.telemetry.metrics import METRICS
 from megatron_sparse.telemetry.quantities import REST, exposed_share, thread_parts
 
+SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "message_bytes", "nnz", "numel")
+"""Attributes of a bucket's record that an iteration adds up."""
+
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -248,8 +251,6 @@ def iteration_breakdown(
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
-    dense_bytes = wire_bytes = message_bytes = nnz = numel = 0
-    planned = 0.0
     for record in records:
         for stage, time_us in record.stage_us().items():
             stage_us[stage] += time_us
@@ -257,12 +258,8 @@ def iteration_breakdown(
         phase, scheme = str(record.phase), str(record.scheme)
         numel_by_phase[phase] = numel_by_phase.get(phase, 0) + record.numel
         schemes[scheme] = schemes.get(scheme, 0) + 1
-        dense_bytes += record.dense_bytes
-        wire_bytes += record.wire_bytes
-        message_bytes += record.message_bytes
-        nnz += record.nnz
-        numel += record.numel
-        planned += record.density * record.numel
+    sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
+    numel, planned = sums["numel"], sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
     dense_s = dense_iteration_s(records, iteration_s, gathers[gathers_before:])
     numbers = {name: finite(value) for name, value in (extra or {}).items()}
@@ -273,11 +270,8 @@ def iteration_breakdown(
         stage_ms={stage: step_s.get(stage, 0.0) * 1e3 for stage in STEP_STAGES}
         | {stage: time_us / 1e3 for stage, time_us in stage_us.items()},
         overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
-        dense_bytes=dense_bytes,
-        wire_bytes=wire_bytes,
-        nnz=nnz,
-        numel=numel,
-        density=nnz / numel if numel else None,
+        **sums,
+        density=sums["nnz"] / numel if numel else None,
         schemes=schemes,
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
         loss=finite(loss),
@@ -286,7 +280,6 @@ def iteration_breakdown(
         skipped=bool(skipped),
         extra=numbers,
         planned_density=planned / numel if numel else None,
-        message_bytes=message_bytes,
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
         dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
         tokens_per_s=numbers.pop("tokens_per_s", None),
@@ -294,7 +287,6 @@ def iteration_breakdown(
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
         param_wire_bytes=sum(gather.wire_bytes for gather in gathers),
         param_gathers=dict(Counter(gather.method for gather in gathers)),
-        inside_bytes=sum(record.inside_bytes for record in records),
         inside_ms=sum(record.inside_us for record in records) / 1e3,
     )
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import require
 from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.telemetry.metrics import STEP
 
@@ -189,17 +190,10 @@ def make(entity: str, project: str, name: str) -> Any:
     Raises:
         DependencyError: wandb-workspaces is not installed.
     """
-    try:
-        from wandb_workspaces import workspaces
-        from wandb_workspaces.reports import v2 as reports
-        from wandb_workspaces.reports.v2.interface import Layout
-    except ImportError as error:
-        raise DependencyError(
-            "wandb-workspaces is not installed",
-            expected="an importable `wandb_workspaces`",
-            got=error,
-            remedy="pip install 'megatron-sparse[dashboard]'",
-        ) from None
+    require("wandb_workspaces", "makes workspaces", "dashboard")
+    from wandb_workspaces import workspaces
+    from wandb_workspaces.reports import v2 as reports
+    from wandb_workspaces.reports.v2.interface import Layout
 
     def plot(panel: Panel, place: int, of: int) -> Any:
         width = COLUMNS // min(of, 3)

@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill: append, read back, drop lines that a resumed run repeats."""
+"""Files of a run that survive a kill: JSON lines to append to and to cut, files written whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import logging
 import math
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron_sparse.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,30 @@ def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[st
                     damaged.append(number)
             else:
                 yield value
+
+
+def other_version(path: Path, error: Exception, remedy: str) -> ConfigError:
+    """The error of a file whose lines have other fields than this version's."""
+    return ConfigError(
+        f"{path} was not written by this version of megatron_sparse",
+        expected="lines as docs/reading-the-breakdown.md describes them",
+        got=f"{type(error).__name__}: {error}",
+        remedy=remedy,
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file atomically.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 class JsonLines:

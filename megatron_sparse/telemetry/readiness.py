@@ -16,7 +16,7 @@ from typing import Any
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.straggler.detector import DelayStatistics, delay_s, last_rank
-from megatron_sparse.telemetry.lines import read_lines
+from megatron_sparse.telemetry.lines import other_version, read_lines
 
 READINESS_FILE = "readiness.jsonl"
 
@@ -56,11 +56,7 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
             "dynamic",
         ) from None
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path} was not written by this version of megatron_sparse",
-            expected="lines with iteration, bucket and waited_ms",
-            got=f"{type(error).__name__}: {error}",
-        ) from None
+        raise other_version(path, error, "read it with the version that trained") from None
     return dict(found)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from megatron_sparse.telemetry.breakdown import (
 from megatron_sparse.telemetry.console import print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.isolated import Isolated
-from megatron_sparse.telemetry.lines import JsonLines, read_lines
+from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
 from megatron_sparse.telemetry.live import open_view
 from megatron_sparse.telemetry.machine import machine, versions
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
@@ -146,12 +145,8 @@ class RunTelemetry:
                 remedy="choose another run folder or free the disk",
             ) from None
         except (TypeError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"{run_dir / BREAKDOWN_FILE} was not written by this version of megatron_sparse",
-                expected="lines with the fields of IterationBreakdown",
-                got=f"{type(error).__name__}: {error}",
-                remedy="resume with the version that started the run, or choose another run folder",
-            ) from None
+            remedy = "resume with the version that started the run, or choose another run folder"
+            raise other_version(run_dir / BREAKDOWN_FILE, error, remedy) from None
         self._files = files
         self._traces = IterationTraces(run_dir, self._tracking)
         atexit.register(self.flush)
@@ -301,7 +296,7 @@ class RunTelemetry:
             sink.close()
         if self._run_dir is not None:
             try:
-                _write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+                write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
         if self._is_writer and self._tracking.console != "off":
@@ -367,13 +362,3 @@ class RunTelemetry:
         if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
             return None
         return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Writes `path` atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)

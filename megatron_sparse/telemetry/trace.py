@@ -12,12 +12,12 @@ which torch.profiler shows.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_sparse.recording import BucketRecord, GatherRecord
+from megatron_sparse.telemetry.lines import write_whole
 
 TRAINING_ROW = 0
 
@@ -136,6 +136,4 @@ def write_trace(
     Raises:
         OSError: the file cannot be written.
     """
-    part = path.with_name(f".{path.name}.partial")
-    part.write_text(json.dumps({"displayTimeUnit": "ms", **(trace or {}), "traceEvents": events}))
-    os.replace(part, path)
+    write_whole(path, json.dumps({"displayTimeUnit": "ms", **(trace or {}), "traceEvents": events}))

@@ -15,7 +15,7 @@ import megatron_sparse
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.cli import main
-from megatron_sparse.cli.renamed import RENAMED
+from megatron_sparse.cli.renamed import OPTIONS, RENAMED
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
 from megatron_sparse.run.composition import GROUPS, group_options
@@ -74,6 +74,12 @@ class TestRoot:
 def test_a_command_that_has_left_names_its_remedy(command, capsys):
     assert run(*command.split(), "--any") == ConfigError.exit_code
     is_one_error(capsys.readouterr().err, f"megatron-sparse {command} has left", RENAMED[command])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_that_has_left_names_its_remedy(option, capsys):
+    assert run(option) == ConfigError.exit_code
+    is_one_error(capsys.readouterr().err, f"megatron-sparse {option} has left", OPTIONS[option])
 
 
 class TestOneNameForOutputs:

@@ -19,6 +19,7 @@ from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import prior
 from megatron_sparse.pricing.cluster import find
+from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import gradients
@@ -192,7 +193,8 @@ def test_the_virtual_cluster_agrees(name, inside, nodes, op):
         whole = [part.expand(nodes, inside, -1).flatten() for part in cut]
     given = [w if not rank else torch.zeros_like(w) for w in whole for rank in range(inside)]
     level = NODE if inside > 1 else RANK
-    profile = truth.at_full_size(SparsityProfile.uniform(numel, density, nodes), lane.numel)
+    drawn = without_chance(SparsityProfile.uniform(numel, density, nodes))
+    profile = replace(drawn, numel=lane.numel)
     rate = MACHINES[name][0].codec_rate
     setting = truth.Setting(cluster, inside * nodes, rate, op, full_numel)
     for scheme in ("dense", "direct", "ssar_rd"):

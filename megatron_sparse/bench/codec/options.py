@@ -16,6 +16,7 @@ from megatron_sparse.bench.options import (
     option,
     parse_numbers,
     parse_size,
+    parse_sizes,
 )
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
@@ -109,11 +110,6 @@ class PruneSweep(TimedSweep):
     densities: Sequence[float] = density_option("0.001,0.01", "Fractions kept.", fits=_below_one)
     dtype: str = option("fp32", among=DTYPE_NAMES)
     residual_dtype: str = option("fp32", among=("fp32", "bf16"))
-
-
-def parse_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Sizes as `parse_size` reads them, separated by commas."""
-    return tuple(parse_size(option, part) for part in text.split(","))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,8 +33,6 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.pricing.densities import without_chance
-from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.reducer import Groups
@@ -148,14 +146,6 @@ def _largest(*values: Any) -> int:
         elif isinstance(value, dict):
             sizes.append(_largest(*value.values()))
     return max(sizes)
-
-
-def at_full_size(profile: SparsityProfile, numel: int) -> SparsityProfile:
-    """A simulated bucket's profile as that of the bucket that it stands for.
-
-    Less the skewness that only so few elements have; a bucket of full size has next to none.
-    """
-    return replace(without_chance(profile), numel=numel)
 
 
 def run(
