@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain
+from itertools import chain, starmap
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ import torch
 from megatron_sparse.bench.codec.frame import DTYPES, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import local, show_progress
+from megatron_sparse.bench.table import Action, local, show_progress
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
@@ -81,8 +81,19 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
     entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
     made = [_coder(name, case, z_N) for name in coders]
-    steps = [(each.run_encode, each.prepare, each.run_decode) for each in made]
-    times_us = time_in_turn(list(chain(*steps)), warmup, iters)
+    records: list[Any] = [None] * len(made)
+    results = list(records)
+
+    def steps(index: int, coder: Coder) -> tuple[Action, Action, Action]:
+        def encode() -> None:
+            records[index] = coder.encode()
+
+        def decode() -> None:
+            results[index] = coder.decode(records[index])
+
+        return encode, coder.prepare, decode
+
+    times_us = time_in_turn(list(chain(*starmap(steps, enumerate(made)))), warmup, iters)
     for index, (name, coder) in enumerate(zip(coders, made, strict=True)):
         encode_us, _, decode_us = map(median, times_us[3 * index : 3 * index + 3])
         yield Row(
@@ -90,16 +101,15 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
             coder=name,
             dtype=dtype,
             numel=numel,
-            bits=8 * memoryview(coder.record).nbytes / max(numel, 1),
+            bits=8 * memoryview(records[index]).nbytes / max(numel, 1),
             entropy=entropy,
             encode_gbps=case.old_N.nbytes / encode_us / 1e3,
             decode_gbps=case.old_N.nbytes / decode_us / 1e3,
-            wrong=coder.wrong(coder.result),
+            wrong=coder.wrong(results[index]),
         )
 
 
-@dataclass
-class Coder:
+class Coder(NamedTuple):
     """A way to code one pair's moves.
 
     Attributes:
@@ -107,24 +117,12 @@ class Coder:
         decode: makes the moves of them, or the new parameters.
         wrong: counts the numbers of a result that are wrong.
         prepare: what decoding needs, and is not timed.
-        record: the bytes that `run_encode` made last.
-        result: what `run_decode` made of them.
     """
 
     encode: Callable[[], Any]
     decode: Callable[[Any], Any]
     wrong: Callable[[Any], int]
     prepare: Callable[[], object] = lambda: None
-    record: Any = None
-    result: Any = None
-
-    def run_encode(self) -> None:
-        """Keeps the record."""
-        self.record = self.encode()
-
-    def run_decode(self) -> None:
-        """Keeps the result."""
-        self.result = self.decode(self.record)
 
 
 def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:

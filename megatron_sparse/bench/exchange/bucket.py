@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 
 import torch
@@ -38,7 +39,6 @@ from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bench.table import copy_action, local, show_progress
-from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.reducer import PendingReduction
 
@@ -134,31 +134,28 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
     def _measure(self, case: Case, row: BucketRow) -> None:
         base_N = case.normal_values(0).to(self._device)
         bucket = case.bucket(torch.empty_like(base_N), 1)
-        reducer = self._path(case).reducer
-        copy = copy_action(FLOOR_BYTES * case.numel, self._device)
-        step = 0
+        reducer, steps = self._path(case).reducer, count()
+
+        def start() -> PendingReduction:
+            return reducer.start(bucket, next(steps))
 
         def synchronise(work: Callable[[], object] = lambda: None) -> None:
             """Starts the bucket, does other work as a backward pass does, and awaits the sum."""
-            nonlocal step
-            pending = reducer.start(bucket, step)
+            pending = start()
             work()
             pending.wait()
-            step += 1
 
         def refill() -> None:
             bucket.grad_N.copy_(base_N)
 
-        row.floor_us = self._median(copy)
+        row.floor_us = self._median(copy_action(FLOOR_BYTES * case.numel, self._device))
         row.time_us = self._median(synchronise, refill)
         busy = self._busy(row.time_us)
         row.busy_us = self._median(busy)
         row.both_us = self._median(lambda: synchronise(busy), refill)
-        row.host_us = median(
-            self._host_us(lambda: reducer.start(bucket, step), refill)
-            for _ in range(self._cases.iters)
-        )
-        row.waits = self._waits(bucket, synchronise, refill)
+        row.host_us = median(self._host_us(start, refill) for _ in range(self._cases.iters))
+        refill()
+        row.waits = self._waits(synchronise)
 
     def _median(
         self, action: Callable[[], object], before: Callable[[], object] = lambda: None
@@ -180,8 +177,8 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         def product() -> object:
             return torch.mm(a_KK, a_KK, out=out_KK)
 
-        count = max(round(time_us / self._median(product)), 1)
-        return lambda: [product() for _ in range(count)]
+        products = max(round(time_us / self._median(product)), 1)
+        return lambda: [product() for _ in range(products)]
 
     def _host_us(
         self, start: Callable[[], PendingReduction], before: Callable[[], object]
@@ -196,13 +193,10 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         pending.confirm()
         return spent_us
 
-    def _waits(
-        self, bucket: Bucket, action: Callable[[], object], before: Callable[[], object]
-    ) -> int | None:
-        """How often torch sees the host wait for the device in one bucket."""
-        if bucket.grad_N.device.type != "cuda":
+    def _waits(self, action: Callable[[], object]) -> int | None:
+        """How often torch sees the host wait for the device; None on a CPU."""
+        if self._device.type != "cuda":
             return None
-        before()
         self._meet()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -127,7 +127,8 @@ class Rounds(Options):
     )
 
 
-def _schemes() -> Iterable[str]:
+def scheme_names() -> Iterable[str]:
+    """`auto`, and all that are registered."""
     from megatron_sparse.collectives import SCHEMES
 
     return ("auto", *SCHEMES)
@@ -135,7 +136,7 @@ def _schemes() -> Iterable[str]:
 
 def parse_schemes(flag: str, text: str) -> tuple[str, ...]:
     """Names of schemes; `all` is each of them and `auto`."""
-    return tuple(_schemes()) if text == "all" else parse_names(flag, text)
+    return tuple(scheme_names()) if text == "all" else parse_names(flag, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ class CollectiveSweep(Rounds, Sizes):
         parse_schemes,
         flag="--scheme",
         metavar="NAME,...",
-        among=_schemes,
+        among=scheme_names,
     )
     ops: Sequence[str] = names_option("all_reduce", flag="--op", metavar="OP,...", among=OPS)
     message_format: str = option("auto", "scheme.format", flag="--format", among=MESSAGE_FORMATS)
@@ -230,7 +231,7 @@ class StragglerSweep(CollectiveSweep):
 
     densities: Sequence[float] = density_option("0.01", "Fractions selected.")
     schemes: Sequence[str] = names_option(
-        STRAGGLER_SCHEMES, "Of docs/collectives.md.", "--scheme", among=_schemes
+        STRAGGLER_SCHEMES, "Of docs/collectives.md.", "--scheme", among=scheme_names
     )
     # Messages are always the schemes' own, and sizes travel with them.
     message_format: str = "auto"
@@ -320,7 +321,7 @@ class BucketSweep(Sizes):
     min_bytes: int = option("64M", "Such as 64K, 1M.", parse_size)
     max_bytes: int = option("1G", "Such as 64M, 1G.", parse_size)
     schemes: Sequence[str] = names_option(
-        "direct", "Of docs/collectives.md.", "--scheme", among=_schemes
+        "direct", "Of docs/collectives.md.", "--scheme", among=scheme_names
     )
     density: float = option(0.01, "Fraction selected.", min=1e-6, max=1)
     capacity: float = option(1.25, "scheme.capacity", min=1)

@@ -23,7 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,10 +77,8 @@ def groups_of(sweep: StragglerSweep, world_size: int) -> list[Group]:
     Raises:
         ConfigError: a gradient has fewer elements than there are ranks.
     """
-    found: dict[tuple[CollectiveOp, str, int], Group] = {}
-    for case in cases_of(sweep, world_size):
-        found.setdefault((case.op, case.dtype, case.numel), []).append(case)
-    return list(found.values())
+    like = attrgetter("op", "dtype", "numel")
+    return [list(group) for _, group in groupby(cases_of(sweep, world_size), like)]
 
 
 def reduce_scatter_of(group: Group) -> Case:
@@ -300,9 +299,10 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         """Times the correct cases of a group in turn, and the case that the rule chooses."""
         named = named_cases(self._cases, group, self.world_size, delay_s, link)
         more = [self._check(case, self._sleep) for _, case in named[len(group) :]]
+        late = late_cells(self._cases, self.world_size, delay_s, link) | self._place
         rows = [
-            _row(name, case, found, self._cases, self.world_size, delay_s, link, **self._place)
-            for (name, case), found in zip(named, [*checked, *more], strict=True)
+            StragglerRow.of(case, carried_by, self.world_size, wrong, **late | {"scheme": name})
+            for (name, case), (wrong, carried_by) in zip(named, [*checked, *more], strict=True)
         ]
         base_N = group[0].normal_values(self.rank).to(self._device)
         bucket = group[0].bucket(base_N.clone(), self.world_size)
@@ -339,20 +339,10 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         return turn
 
 
-def _row(
-    name: str,
-    case: Case,
-    found: tuple[int, str],
-    sweep: StragglerSweep,
-    n: int,
-    delay_s: float,
-    link: Link,
-    **place: Any,
-) -> StragglerRow:
-    wrong, carried_by = found
+def late_cells(sweep: StragglerSweep, n: int, delay_s: float, link: Link) -> dict[str, Any]:
+    """The cells that all rows of one delay share."""
     late = {"straggler": sweep.late_rank(n), "delay_us": delay_s * 1e6}
-    late |= {"scheme": name, "alpha_us": link.alpha_s * 1e6}
-    return StragglerRow.of(case, carried_by, n, wrong, **late, **place)
+    return late | {"alpha_us": link.alpha_s * 1e6}
 
 
 def _virtual_row(
@@ -361,9 +351,10 @@ def _virtual_row(
     show_progress(case.title)
     n, link, late = topology.world_size, topology.intra, sweep.late_rank(topology.world_size)
     ranks = VirtualRanks(case, sweep, topology, late, delay_s)
-    found = ranks.count_wrong(), ranks.carried_by
-    row = _row(name, case, found, sweep, n, delay_s, link, transport=VIRTUAL, modelled=True)
-    if row.wrong:
+    wrong, cells = ranks.count_wrong(), late_cells(sweep, n, delay_s, link)
+    cells |= {"scheme": name, "transport": VIRTUAL, "modelled": True}
+    row = StragglerRow.of(case, ranks.carried_by, n, wrong, **cells)
+    if wrong:
         return row
     ranks = VirtualRanks(case, sweep, topology, late, delay_s)
     _, records = ranks.run_timed()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_sparse.bench.exchange.options import scheme_names
 from megatron_sparse.bench.options import (
     Check,
     Options,
@@ -65,9 +66,7 @@ class StudyOptions(Options):
 
 
 def _schemes() -> Iterable[str]:
-    from megatron_sparse.collectives import AUTO, SCHEMES
-
-    return (PLAIN, AUTO, *SCHEMES)
+    return (PLAIN, *scheme_names())
 
 
 def _check_bed(*, netbed: bool, mbit: int | None) -> None:
