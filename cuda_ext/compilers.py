@@ -19,6 +19,8 @@ from pathlib import Path
 from megatron_sparse.errors import ExtensionError
 
 LOCK = ".lock"
+BYTES_OF_A_COMPILER = 2 * 2**30
+"""The most memory that one compiler takes, about."""
 
 
 @contextmanager
@@ -40,8 +42,10 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> list[str]:
-    """Runs the compilers, two at a time: more would not fit the memory of small machines."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    """Runs the compilers, as many at a time as there are cores and memory for."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    workers = max(min(len(os.sched_getaffinity(0)), memory_bytes // BYTES_OF_A_COMPILER), 1)
+    with ThreadPoolExecutor(max_workers=workers) as pool:
         running = [pool.submit(run, [*words, "-o", path], verbose) for words, path in jobs]
         try:
             return [future.result() for future in running]

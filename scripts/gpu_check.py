@@ -9,10 +9,10 @@
 
 A call takes at most ten minutes and builds what it needs, for this device's architecture only, so
 each may run on a fresh machine. The tests need torch, Triton, numpy and pytest; the benches need no
-more. A stage that fails or runs out of time does not keep the next from running. Each stage's table
-is printed when it ends, and the whole log of one that fails. Logs and JSON lines lie in
-runs/gpu-check; after every stage they are packed into DIR/gpu-check-CALL.tar.gz (DIR: --out, else
-runs).
+more. A stage that fails or runs out of time is ended with all that it started, and the next one
+runs. A failed test is printed when it fails, tables at the end. Logs and JSON lines lie in
+runs/gpu-check; after every stage they are packed into DIR/gpu-call-CALL.tar.gz (DIR: --out, else
+runs). `gpu_results.py ARCHIVE...` puts the numbers into docs/results/gpu.md.
 
 A rehearsal starts all stages where there is no GPU, with every package hidden that the machine
 may lack: tests are collected and skip for want of a device, benches measure something tiny on the
@@ -27,11 +27,14 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,6 +46,10 @@ SANITIZER = os.environ.get("COMPUTE_SANITIZER", "compute-sanitizer")
 TESTS = "tests/cuda_emulator/test_"
 NO_DEVICE = "no CUDA device"
 """Why a test may skip in a rehearsal."""
+FAILURE = "! "
+"""Begins the lines that `tests/print_failures.py` writes."""
+MOST_SHOWN = 2000
+"""Characters of a failed stage's log that are printed; the archive has all."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class Stage:
     Attributes:
         name: of the stage and its log.
         call: the calls that run it.
-        limit_s: seconds after which it is ended.
+        limit_s: seconds after which it is ended: at least 1.5 times what it should take on 16
+            cores, which a comment beside the stage explains.
         tests: files whose tests marked gpu it runs.
         bench: the bench that it runs, by its name in `BENCHES`.
         tool: of compute-sanitizer, under which the tests run.
@@ -71,6 +79,7 @@ class Stage:
         """The command line."""
         if self.tests:
             found = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+            found += ["-p", "tests.print_failures"]
             tool = [] if rehearse or not self.tool else sanitizer(self.tool)
             return [*tool, *found, *self.tests]
         if self.bench:
@@ -88,53 +97,59 @@ class Stage:
 
 def sanitizer(tool: str) -> list[str]:
     """compute-sanitizer, which exits with 9 where it finds something."""
-    return [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
+    # torch asks CUDA for things that may fail, which is no error of ours.
+    return [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
 
 
+CODEC_TESTS = (f"{TESTS}codec.py", f"{TESTS}decode.py")
+MOVES_TESTS = (f"{TESTS}moves_emulated.py",)
 STAGES = (
-    Stage("build", (1, 2, 3), 130),
+    # 170 processor seconds for one architecture; the longest unit of the CPU part takes 16, of the
+    # CUDA part 22.
+    Stage("build", (1, 2, 3), 90),
+    # The questions that decide: the CPU's bits, and the share of a copy's speed.
+    Stage("speed", (1,), 120, bench="speed"),
     Stage(
         "codec-tests",
         (1,),
-        60,
+        90,
         tests=(
-            "tests/cuda_ext/test_gpu.py",
-            "tests/cuda_ext/test_prune.py",
             "tests/cuda_ext/test_cuda_codecs.py",
+            *CODEC_TESTS,
             "tests/formats/test_codec_choice.py",
-            f"{TESTS}codec.py",
-            f"{TESTS}decode.py",
             f"{TESTS}threshold_emulated.py",
         ),
     ),
-    Stage("codecs", (1,), 60, bench="codecs"),
-    Stage("bucket", (1,), 50, bench="bucket"),
-    Stage("bucket-engine", (1,), 30, bench="bucket-engine"),
-    Stage("bucket-1-queue", (1,), 30, bench="bucket", queues=1),
+    Stage("bucket", (1,), 80, bench="bucket"),
+    Stage("bucket-engine", (1,), 60, bench="bucket-engine"),
+    Stage("bucket-1-queue", (1,), 60, bench="bucket", queues=1),
+    # Each start of a process takes 6 s: torch, the context, NCCL.
     Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
     Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py", f"{TESTS}memory_account.py")),
-    Stage("streams", (2,), 25, tests=("tests/reduction/test_streams_on_gpu.py",)),
-    Stage("triton-bucket", (2,), 30, tests=("tests/bench/test_bench_bucket.py",)),
-    Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
-    Stage("hashing", (2,), 25, bench="hashing"),
+    Stage("streams", (2,), 80, tests=("tests/reduction/test_streams_on_gpu.py",)),
     Stage(
         "moves",
         (2,),
         60,
         tests=(
-            f"{TESTS}moves_emulated.py",
+            *MOVES_TESTS,
             f"{TESTS}parameter_gather.py",
             "tests/cuda_ext/test_moves_on_gpu.py",
         ),
     ),
+    Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
+    Stage("hashing", (2,), 25, bench="hashing"),
+    Stage("triton-bucket", (2,), 40, tests=("tests/bench/test_bench_bucket.py",)),
+    # Triton compiles 72 variants of one kernel, one after the other, in 0.6 s each.
     Stage(
-        "memcheck-codecs",
-        (3,),
-        80,
-        tests=(f"{TESTS}codec.py", f"{TESTS}decode.py"),
-        tool="memcheck",
+        "triton", (2,), 120, tests=("tests/cuda_ext/test_gpu.py", "tests/cuda_ext/test_prune.py")
     ),
-    Stage("memcheck-moves", (3,), 60, tests=(f"{TESTS}moves_emulated.py",), tool="memcheck"),
+    Stage("memcheck-codecs", (3,), 90, tests=CODEC_TESTS, tool="memcheck"),
+    Stage("memcheck-moves", (3,), 50, tests=MOVES_TESTS, tool="memcheck"),
+    Stage("racecheck-codecs", (3,), 120, tests=CODEC_TESTS, tool="racecheck"),
+    Stage("racecheck-moves", (3,), 60, tests=MOVES_TESTS, tool="racecheck"),
+    Stage("synccheck-codecs", (3,), 90, tests=CODEC_TESTS, tool="synccheck"),
+    Stage("synccheck-moves", (3,), 50, tests=MOVES_TESTS, tool="synccheck"),
 )
 
 
@@ -197,15 +212,16 @@ def run_stages(stages: list[Stage], given: argparse.Namespace) -> int:
         print(f"[{time.monotonic() - begin_s:4.0f} s] {stage.name}", flush=True)
         log = folder / f"{stage.name}.log"
         said = run_stage(stage, log, folder, given.rehearse)
+        print(f"         {last_line(log)}", flush=True)
         if said:
             failed.append(stage.name)
-            print(f"{log.read_text(errors='replace')}\n{stage.name} FAILED: {said}", flush=True)
-        elif stage.bench and not given.rehearse:
-            print(log.read_text(), flush=True)
-        else:
-            print(f"         {last_line(log)}", flush=True)
+            end = "" if stage.tests else log.read_text(errors="replace")[-MOST_SHOWN:]
+            print(f"{end}\n{stage.name} FAILED: {said}", flush=True)
         with tarfile.open(given.out / f"gpu-{folder.name}.tar.gz", "w:gz") as archive:
             archive.add(folder, folder.name)
+    for stage in stages:
+        if stage.bench and stage.name not in failed and not given.rehearse:
+            print(f"\n{stage.name}\n{(folder / f'{stage.name}.log').read_text()}")
     seconds = time.monotonic() - begin_s
     verdict = f"failed: {', '.join(failed)}" if failed else "no failure"
     print(f"{len(stages)} stages in {seconds:.0f} s, {verdict}")
@@ -219,27 +235,66 @@ def run_stage(stage: Stage, log: Path, folder: Path, rehearse: bool) -> str:
     environment.pop("PYTEST_ADDOPTS", None)  # a stage is judged by pytest's last line
     if stage.queues is not None:
         environment["CUDA_DEVICE_MAX_CONNECTIONS"] = str(stage.queues)
+    if stage.tool == "memcheck":
+        # Else torch hands out parts of large allocations, and memcheck sees no end of a tensor.
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     if rehearse:
         # In front of the checkout, which holds the package.
         environment["PYTHONPATH"] = os.pathsep.join([str(HIDE_PACKAGES), str(ROOT)])
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     else:
         environment["PYTHONPATH"] = str(ROOT)
-    with log.open("w") as file:
-        try:
-            code = subprocess.run(
-                stage.command(rehearse),
-                cwd=ROOT,
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=None if rehearse else stage.limit_s,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            return f"not done after {stage.limit_s} s"
+    limit_s = None if rehearse else stage.limit_s
+    code = run_within(stage.command(rehearse), environment, log, limit_s)
+    if code is None:
+        return f"not done after {limit_s} s"
     if code:
         return f"exit code {code}"
     return skips_for_want_of_a_module(log) if rehearse and stage.tests else ""
+
+
+def run_within(
+    command: list[str], environment: dict[str, str], log: Path, limit_s: float | None
+) -> int | None:
+    """Runs a command with its output in `log`; prints the failures of tests as they come.
+
+    Returns:
+        Its exit code; None if it ran out of time. It is ended then with all that it started, which
+        would hold the GPU.
+    """
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as running,
+    ):
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+
+        timer = None if limit_s is None else threading.Timer(limit_s, end)
+        if timer is not None:
+            timer.start()
+        assert running.stdout is not None
+        for line in running.stdout:
+            file.write(line)
+            file.flush()
+            if line.startswith(FAILURE):
+                print(line, end="", flush=True)
+        running.wait()
+        if timer is not None:
+            timer.cancel()
+    return None if late.is_set() else running.returncode
 
 
 def skips_for_want_of_a_module(log: Path) -> str:
@@ -257,20 +312,36 @@ def last_line(log: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def json_path() -> Path:
-    """Where a bench writes its JSON lines."""
-    return Path(os.environ["GPU_CHECK_JSON"])
+def json_path(part: int | None = None) -> Path:
+    """Where a bench writes its JSON lines, or those of one of its tables."""
+    path = Path(os.environ["GPU_CHECK_JSON"])
+    return path if part is None else path.with_suffix(f".{part}.jsonl")
 
 
-def bench_codecs(rehearse: bool) -> list[int]:
-    """Threshold, prune_encode, encode and decode_add beside a copy of as many bytes."""
-    from megatron_sparse.bench.codec.codecs import run
-    from megatron_sparse.bench.codec.options import CodecSweep
+def bench_speed(rehearse: bool) -> list[int]:
+    """Does every path of the presets give the CPU's bits, and at what share of a copy's speed?"""
+    from megatron_sparse.bench.codec import codecs, parameters
+    from megatron_sparse.bench.codec.options import CodecSweep, ParameterSweep
 
     tiny = {"min_bytes": 2**16, "max_bytes": 2**16, "iters": 1, "warmup": 0, "device": "cpu"}
     whole = {"min_bytes": 2**26, "max_bytes": 2**30, "iters": 10, "device": "cuda"}
-    rows = run(CodecSweep(densities=(0.01,), **(tiny if rehearse else whole)), json_path())
-    return [row.wrong for row in rows]
+    shared = {"peers": False, **(tiny if rehearse else whole)}
+    both = {"ops": ("prune_encode", "decode_add", "decode_sum"), **shared}
+    wrong = []
+    for part, sweep in enumerate(
+        (
+            CodecSweep(forms=("coo",), densities=(0.01,), **both),
+            CodecSweep(forms=("rice_q4", "dense_q4"), densities=(0.22,), **both),
+            # As full as the sum of eight selections of 22 %.
+            CodecSweep(forms=("rice_q8",), densities=(0.86,), ops=("place",), **shared),
+        )
+    ):
+        wrong += [row.wrong for row in codecs.run(sweep, json_path(part))]
+    moves = {"rates": (1e-4,), "coders": ("packed", "rans"), "device": shared["device"]}
+    for part, size in enumerate((2**16,) if rehearse else (2**26, 2**28, 2**30), start=3):
+        sweep = ParameterSweep(elements=size // 2, iters=1 if rehearse else 5, **moves)
+        wrong += [row.wrong for row in parameters.run(sweep, json_path(part))]
+    return wrong
 
 
 def bench_hashing(rehearse: bool) -> list[int]:
@@ -302,7 +373,7 @@ def bench_engine(rehearse: bool) -> list[int]:
 
 
 BENCHES: dict[str, Callable[[bool], list[int]]] = {
-    "codecs": bench_codecs,
+    "speed": bench_speed,
     "hashing": bench_hashing,
     "bucket": bench_bucket,
     "bucket-engine": bench_engine,

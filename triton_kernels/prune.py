@@ -176,7 +176,9 @@ def _find_range(range_offsets, range_count, at):
 
 
 @triton.jit(
+    # Else each class of sizes is compiled again, in a second each.
     do_not_specialize=[
+        "numel",
         "range_count",
         "seed_a",
         "seed_b",

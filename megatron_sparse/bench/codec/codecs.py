@@ -52,10 +52,13 @@ def _where(sweep: CodecSweep) -> str:
 
 def _rows(sweep: CodecSweep) -> Iterator[Row]:
     device, swept = torch.device(sweep.device), (sweep.dtypes, sweep.densities, sweep.forms)
-    for size, dtype, density, form in product(sweep.sizes(), *swept):
-        case = Case(size, density, dtype, form, device)
-        if form in hashing.MAKERS:
-            tasks = hashing.MAKERS[form](case)
+    cases = (
+        Case(size, 1.0 if form == "dense_q4" else density, dtype, form, device)
+        for size, dtype, density, form in product(sweep.sizes(), *swept)
+    )
+    for case in dict.fromkeys(cases):
+        if case.form in hashing.MAKERS:
+            tasks = hashing.MAKERS[case.form](case)
         else:
             tasks = records.make_tasks(case, with_peers=sweep.peers)
         for task in tasks:

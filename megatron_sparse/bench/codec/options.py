@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from megatron_sparse.bench.options import (
     DTYPE_NAMES,
-    Check,
     Options,
     Sizes,
     at_least,
@@ -23,16 +22,36 @@ from megatron_sparse.errors import ConfigError
 
 BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
 """Records of a bucket."""
-RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2")
-"""Records of format Rice; timed on the CPU only."""
+RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2", "dense_q4")
+"""Records of format Rice; `dense_q4` holds every element in 4 bits, as those of `dense_q`."""
 FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
 OPS = (
-    *("prune_encode", "encode", "decode_add", "decode_sum"),
+    *("prune_encode", "encode", "decode_add", "place", "decode_sum"),
     *("hash_partition", "row_union", "row_match", "row_expand"),
 )
 """All operations; each format has some of them."""
 CODERS = ("rans", "packed", "raw", "zstd", "lz4")
 """Of parameters' moves."""
+
+
+def device_option() -> str:
+    """Where a bench runs."""
+    return option("cpu", among=("cpu", "cuda"))
+
+
+def refuse_without_gpu(name: str, device: str) -> None:
+    """Raises a ConfigError if a bench is to run on a GPU that is not there."""
+    if device != "cuda":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{name}: there is no CUDA device",
+            expected="a GPU that torch sees",
+            got="none",
+            remedy="measure with --device cpu; see megatron-sparse doctor",
+        )
 
 
 def _below_one(density: float) -> str:
@@ -69,34 +88,18 @@ class CodecSweep(TimedSweep):
     )
     ops: Sequence[str] = names_option(
         ",".join(OPS),
-        "prune_encode | encode | decode_add | decode_sum (rice) | hash_partition (pairs) | "
+        "prune_encode | encode | decode_add | place | decode_sum | hash_partition (pairs) | "
         "row_union | row_match | row_expand (row_sparse)",
         "--op",
         metavar="OP,...",
         among=OPS,
     )
     peers: bool = option(True, "Time torch, numpy, scipy and zstd too.", flag="--peers/--no-peers")
-    device: str = option("cpu", among=("cpu", "cuda"))
-
-    def checks(self) -> list[Check]:
-        """See `Options`."""
-        no_rice = self.device != "cuda" or not set(RICE_FORMS) & set(self.forms)
-        rice = "format", self.forms, no_rice, "no rice: it is timed on the CPU"
-        return [*super().checks(), rice]
+    device: str = device_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.device != "cuda":
-            return
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError(
-                "bench codecs: there is no CUDA device",
-                expected="a GPU that torch sees",
-                got="none",
-                remedy="measure with --device cpu; see megatron-sparse doctor",
-            )
+        refuse_without_gpu(self.NAME, self.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,3 +191,8 @@ class ParameterSweep(Options):
     warmup: int = option(1, "Rounds that are not timed.", min=0)
     iters: int = option(5, "Rounds that are timed.", min=1)
     threads: int = option(1, "Of torch; zstd and lz4 use one.", min=1)
+    device: str = device_option()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_without_gpu(self.NAME, self.device)

@@ -1,10 +1,11 @@
 """`bench parameters`: bits of parameters' moves, and how fast they are coded.
 
-Each row is one coder on one pair of old and new parameters, on the CPU. `entropy` is the order-0
+Each row is one coder on one pair of old and new parameters. `entropy` is the order-0
 entropy of the moves given the old exponent, in bits: the least that a coder can reach that looks at
 no more than that. zstd (level 3) and lz4 get the moves themselves, as integers in zigzag order
 (0, -1, 1, ...), in the parameters' width: far better for them than the parameters' own bytes. Their
-times are without the subtraction that makes the moves.
+times are without the subtraction that makes the moves. On a GPU only the plugin's own coders have
+rows; their times include reading the record's size and status on the host.
 
 The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
 the learning rate (measured for AdamW), both rounded to the dtype. `measure` takes any other pair.
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_sparse.bench.codec.frame import DTYPES, time_in_turn
+from megatron_sparse.bench.codec.frame import DTYPES, differing, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.table import Action, local, show_progress
@@ -34,6 +35,8 @@ WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
 ENTROPY_NUMEL = 2**24
 """Of more numbers the entropy is that of the first so many."""
+COMPARED_NUMEL = 2**20 + 17
+"""Numbers whose record on a GPU is compared with the CPU's."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Case:
     name: str
     old_N: torch.Tensor
     new_N: torch.Tensor
+
+    def on_host(self, numel: int) -> Case:
+        """The first numbers, on the CPU."""
+        return Case(self.name, self.old_N[:numel].cpu(), self.new_N[:numel].cpu())
 
 
 @dataclass
@@ -63,23 +70,25 @@ class Row(CellRow, gap="  "):
     )
     encode_gbps: float = cell("median", ">12.2f encode(GB/s)")
     decode_gbps: float = cell("median", ">12.2f decode(GB/s)")
-    wrong: int = cell("parameters with another bit pattern after decoding", ">6")
+    wrong: int = cell("bytes of parameters that are wrong after decoding", ">6")
 
 
-def synthetic(numel: int, rate: float, dtype: torch.dtype) -> Case:
+def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") -> Case:
     """Weights and an update as AdamW's at this learning rate; a pure function."""
-    draw = torch.Generator().manual_seed(11)
-    weight_N = torch.randn(numel, generator=draw) * WEIGHT_RMS
-    update_N = torch.randn(numel, generator=draw) * UPDATE_SHARE * rate
+    draw = torch.Generator(device).manual_seed(11)
+    weight_N = torch.randn(numel, generator=draw, device=device) * WEIGHT_RMS
+    update_N = torch.randn(numel, generator=draw, device=device) * UPDATE_SHARE * rate
     return Case(f"lr {rate:g}", weight_N.to(dtype), (weight_N + update_N).to(dtype))
 
 
 def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[Row]:
     """The rows of one pair; coders are timed in turn, so that all see the same machine."""
     show_progress(case.name)
-    z_N, numel = moves_of(case), case.old_N.numel()
+    numel, device = case.old_N.numel(), case.old_N.device
+    host = case if device.type == "cpu" else case.on_host(ENTROPY_NUMEL)
+    z_N = moves_of(host)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
-    entropy = None if dtype == "fp32" else conditional_entropy(case, z_N)
+    entropy = None if dtype == "fp32" else conditional_entropy(host, z_N)
     made = [_coder(name, case, z_N) for name in coders]
     records: list[Any] = [None] * len(made)
     results = list(records)
@@ -93,7 +102,7 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
 
         return encode, coder.prepare, decode
 
-    times_us = time_in_turn(list(chain(*starmap(steps, enumerate(made)))), warmup, iters)
+    times_us = time_in_turn(list(chain(*starmap(steps, enumerate(made)))), warmup, iters, device)
     for index, (name, coder) in enumerate(zip(coders, made, strict=True)):
         encode_us, _, decode_us = map(median, times_us[3 * index : 3 * index + 3])
         yield Row(
@@ -101,7 +110,7 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
             coder=name,
             dtype=dtype,
             numel=numel,
-            bits=8 * memoryview(records[index]).nbytes / max(numel, 1),
+            bits=8 * len(records[index]) / max(numel, 1),
             entropy=entropy,
             encode_gbps=case.old_N.nbytes / encode_us / 1e3,
             decode_gbps=case.old_N.nbytes / decode_us / 1e3,
@@ -129,29 +138,37 @@ def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:
     if name in MOVES_CODERS:
         held = torch.empty_like(case.old_N)
 
-        def decode(record: np.ndarray) -> torch.Tensor:
-            decode_moves_(torch.from_numpy(record), held, epoch=1)
+        def decode(record: torch.Tensor) -> torch.Tensor:
+            decode_moves_(record, held, epoch=1)
             return held
 
-        return Coder(
-            lambda: encode_moves(case.old_N, case.new_N, coder=name, epoch=1).numpy(),
-            decode,
-            lambda result: int((bit_patterns(result) != bit_patterns(case.new_N)).sum()),
-            lambda: held.copy_(case.old_N),
-        )
+        def wrong(result: torch.Tensor) -> int:
+            count = int((result.view(torch.uint8) != case.new_N.view(torch.uint8)).sum())
+            if case.old_N.is_cuda:
+                first = slice(COMPARED_NUMEL)
+                part = Case(case.name, case.old_N[first], case.new_N[first])
+                count += differing(encoded(part, name), encoded(case.on_host(COMPARED_NUMEL), name))
+            return count
+
+        return Coder(lambda: encoded(case, name), decode, wrong, lambda: held.copy_(case.old_N))
     moves = z_N.tobytes()
 
-    def differing(data: bytes) -> int:
+    def wrong_moves(data: bytes) -> int:
         return int((np.frombuffer(data, z_N.dtype) != z_N).sum())
 
     if name == "zstd":
         import zstandard
 
         compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-        return Coder(lambda: compressor.compress(moves), decompressor.decompress, differing)
+        return Coder(lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
     import lz4.frame
 
-    return Coder(lambda: lz4.frame.compress(moves), lz4.frame.decompress, differing)
+    return Coder(lambda: lz4.frame.compress(moves), lz4.frame.decompress, wrong_moves)
+
+
+def encoded(case: Case, coder: str) -> torch.Tensor:
+    """The record of the pair, on its device."""
+    return encode_moves(case.old_N, case.new_N, coder=coder, epoch=1)
 
 
 def bit_patterns(values_N: torch.Tensor) -> np.ndarray:
@@ -187,15 +204,16 @@ def _entropy(symbols: np.ndarray) -> float:
 
 def _rows(sweep: ParameterSweep) -> Iterator[Row]:
     coders = [name for name in sweep.coders if name in MOVES_CODERS]
-    for name in (name for name in PACKAGES if name in sweep.coders):
+    on_cpu = sweep.device == "cpu"
+    for name in (name for name in PACKAGES if name in sweep.coders and on_cpu):
         try:
             import_module(PACKAGES[name])
             coders.append(name)
         except ImportError:
             print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
     for rate in sweep.rates:
-        case = synthetic(sweep.elements, rate, DTYPES[sweep.dtype])
+        case = synthetic(sweep.elements, rate, DTYPES[sweep.dtype], sweep.device)
         yield from measure(case, coders, sweep.warmup, sweep.iters)
 
 
-run = local("CPU; synthetic: normal weights and updates", _rows)
+run = local(lambda sweep: f"{sweep.device}; synthetic: normal weights and updates", _rows)

@@ -1,19 +1,17 @@
 """The cases of `bench codecs` for records of a bucket, Rice included, on the CPU and on a GPU.
 
-The operations on one gradient: `prune_encode`, `encode` (but for Rice), `decode_add`, and for Rice
-`decode_sum` of several messages. Message, residual and sum are first compared with the oracles' on
-a smaller gradient, byte for byte.
+The operations on one gradient: `prune_encode`, `encode` (but for Rice), `decode_add`, `place` (a
+message replaces what is there, as that of a gathered sum does), and `decode_sum` of several
+messages. Message, residual and sum are first compared with the oracles' on a smaller gradient, byte
+for byte.
 
-On a GPU the compiled ops are called directly. Their times leave out the few words that
-`cuda_ext.ops` reads on the host afterwards.
+On a GPU the host reads no report meanwhile, as in capacity mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,10 +19,9 @@ from megatron_sparse.bench.codec import peers
 from megatron_sparse.bench.codec.frame import CPU, KEY, STEP, Case, Task, differing
 from megatron_sparse.bench.codec.options import RICE_FORMS
 from megatron_sparse.bench.table import Action
-from megatron_sparse.cuda_ext import codec_cuda, load, ops
-from megatron_sparse.cuda_ext.arguments import overload
-from megatron_sparse.cuda_ext.encode_ops import record_arguments
+from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, Segments
+from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
@@ -34,8 +31,8 @@ from megatron_sparse.wire import FORMAT_NAMES, HEADER_BYTES
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond an element."""
 type Encoder = Callable[[], torch.Tensor]
-"""A timed call; returns the bytes of the record, or on a GPU the op's report."""
-SUMMED = 4
+"""A timed call; returns the bytes of the record."""
+SUMMED = 8
 """Messages that `decode_sum` adds up."""
 
 
@@ -65,20 +62,33 @@ class Codec:
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
     ) -> Encoder:
         """With leak 0 only rounding errors stay in the residual: all rounds see almost the same."""
-        encoder = ops.rice_prune_encode if self.is_rice else ops.prune_encode
-        pruning = self.pruning(residual_N, leak)
-        return lambda: encoder(grad_N, pruning, self.segments, self.spec, self.out, self.scratch)[0]
+        op = ops.rice_prune_encode if self.is_rice else ops.prune_encode
+        given = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
+        return lambda: op(*given, self.scratch, reports=self.reports())[0]
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Of a gradient with so many elements that are not zero."""
         given = self.spec, self.out, self.scratch
         if self.is_rice:
-            return lambda: ops.rice_encode(pruned_N, self.segments, *given)[0]
-        return lambda: ops.encode(pruned_N, self.segments, nnz, *given)
+            return lambda: ops.rice_encode(pruned_N, self.segments, *given, reports=self.reports())[
+                0
+            ]
+        counts = nnz if self.case.device == CPU else None
+        return lambda: ops.encode(pruned_N, self.segments, counts, *given, reports=self.reports())
 
-    def decode_add(self, acc_N: torch.Tensor, message: torch.Tensor) -> Action:
-        """To an fp32 accumulator."""
-        return lambda: ops.decode_add_(acc_N, message, self.expected, 0)
+    def decode_add(self, acc_N: torch.Tensor, message: torch.Tensor, *, fresh=False) -> Action:
+        """To an fp32 accumulator; fresh: in place of what is there."""
+        given = acc_N, message, self.expected, 0
+        return lambda: ops.decode_add_(*given, fresh=fresh, reports=self.reports())
+
+    def decode_sum(self, sum_N: torch.Tensor, messages: list[torch.Tensor]) -> Action:
+        """Of several ranks' messages."""
+        given = sum_N, messages, self.expected, 0, range(len(messages))
+        return lambda: ops.decode_sum_(*given, reports=self.reports())
+
+    def reports(self) -> Reports | None:
+        """On a GPU, of one call: they are dropped, for the results are compared."""
+        return None if self.case.device == CPU else Reports()
 
     def record(self) -> torch.Tensor:
         """What was written last; a view of `out`."""
@@ -87,36 +97,7 @@ class Codec:
     def record_name(self) -> str:
         """The format that the encoder chose, which may be dense."""
         name = FORMAT_NAMES[int(self.out[5])]
-        return self.case.form if self.case.form.split("_")[0] in (name, "rice") else name
-
-
-class DeviceCodec(Codec):
-    """The same on a GPU, without waiting for the device; the calls return the ops' reports."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        load("cuda")
-        self.device_offsets = codec_cuda.on_device(self.offsets, case.device)
-
-    def _written(self, op: str, grad_N: torch.Tensor) -> tuple[Any, ...]:
-        return record_arguments(op, grad_N, self.segments, self.spec, self.out, None)
-
-    def prune_encode(
-        self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
-    ) -> Encoder:
-        """As `Codec`'s."""
-        op, written = "prune_encode", self._written("prune_encode", grad_N)
-        selected = residual_N, self.device_offsets, self.threshold_R, None, leak, KEY
-        return partial(overload(op), grad_N, *written, *selected)
-
-    def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
-        """As `Codec`'s; the op counts for itself."""
-        return partial(overload("encode"), pruned_N, *self._written("encode", pruned_N))
-
-    def decode_add(self, acc_N: torch.Tensor, message: torch.Tensor) -> Action:
-        """As `Codec`'s."""
-        given = message, self.device_offsets, self.spec.value_dtype, STEP, 0, False
-        return partial(overload("decode_add_"), acc_N, *given)
+        return self.case.form if self.is_rice or self.case.form.split("_")[0] == name else name
 
 
 def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
@@ -127,13 +108,13 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     """
     wrong = wrong_bytes(case)
     on_gpu = case.device.type == "cuda"
-    codec = DeviceCodec(case) if on_gpu else Codec(case)
+    codec = Codec(case)
     grad_N, residual_N = case.gradient(), torch.zeros(case.numel, device=case.device)
     prune_encode = codec.prune_encode(grad_N, residual_N)
     prune_encode()
     others: dict[str, Action] = {}
     if with_peers:
-        others = peers.prune_encode(grad_N, case.threshold, zstd=codec.is_rice)
+        others = peers.prune_encode(grad_N, case.threshold, zstd=codec.is_rice and not on_gpu)
         if on_gpu:
             others |= peers.triton(case, grad_N)
     moved = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
@@ -156,8 +137,9 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     others = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
     moved, decode_add = message.nbytes + 2 * touched, codec.decode_add(acc_N, message)
     yield Task("decode_add", name, moved, wrong, decode_add, lambda: written.fill_(1), others)
-    if codec.is_rice:
-        yield _sum_task(codec, grad_N, nnz, wrong)
+    moved, place = message.nbytes + acc_N.nbytes, codec.decode_add(acc_N, message, fresh=True)
+    yield Task("place", name, moved, wrong, place)
+    yield _sum_task(codec, grad_N, nnz, wrong)
 
 
 def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: int) -> Task:
@@ -166,21 +148,22 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
     for rank in range(SUMMED):
         codec.encode(pruned_N.roll(rank * pruned_N.numel() // SUMMED), nnz)()
         messages.append(codec.record().clone())
-    sum_N, other_N, stream_N = (torch.zeros(pruned_N.numel()) for _ in range(3))
-
-    def in_one_pass() -> None:
-        ops.decode_sum_(sum_N, messages, codec.expected, 0, range(SUMMED))
+    sum_N, other_N = (torch.zeros(pruned_N.numel(), device=pruned_N.device) for _ in range(2))
+    in_one_pass = codec.decode_sum(sum_N, messages)
+    adds = [
+        codec.decode_add(other_N, message, fresh=rank == 0) for rank, message in enumerate(messages)
+    ]
 
     def one_by_one() -> None:
-        for rank, message in enumerate(messages):
-            ops.decode_add_(other_N, message, codec.expected, 0, fresh=rank == 0)
+        for add in adds:
+            add()
 
     in_one_pass()
     one_by_one()
     wrong += differing(sum_N, other_N)
-    moved, form = sum(message.nbytes for message in messages) + sum_N.nbytes, codec.case.form
+    moved, name = sum(message.nbytes for message in messages) + sum_N.nbytes, codec.record_name()
     peers: dict[str, Action] = {"one by one": one_by_one}
-    return Task("decode_sum", form, moved, wrong, in_one_pass, lambda: stream_N.fill_(1), peers)
+    return Task("decode_sum", name, moved, wrong, in_one_pass, peers=peers)
 
 
 def wrong_bytes(case: Case) -> int:
