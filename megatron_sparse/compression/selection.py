@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_sparse.bucket import Bucket, Cuts
-from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.compression.threshold import range_limits
+from megatron_sparse.compression.threshold import draw_key, range_limits
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec

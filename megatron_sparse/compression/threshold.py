@@ -11,15 +11,29 @@ whatever its distribution: `ops.sample_threshold` has the rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import torch
 
 from megatron_sparse.bucket import Bucket, Layout, ParameterSlice
-from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.formats.codec_choice import is_compiled
+
+
+def draw_key(seed: int, step: int, *names: object) -> int:
+    """A non-negative 63-bit key for the random draw that `names` names in step `step`.
+
+    A draw (sample positions, stochastic rounding) must not depend on how parameters are grouped
+    into buckets, on the process, or on Python's salted `hash`, so that a resumed run repeats it.
+
+    Example:
+        >>> draw_key(1, 2, "w") == draw_key(1, 2, "w") != draw_key(1, 3, "w")
+        True
+    """
+    text = "\0".join([str(seed), str(step), *map(str, names)])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def range_limits(

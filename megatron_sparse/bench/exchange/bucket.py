@@ -41,7 +41,7 @@ from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bench.table import copy_action, show_progress
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.codec_choice import CODEC
-from megatron_sparse.reduction.reducer import PendingReduction
+from megatron_sparse.reduction.job import Pending
 
 FLOOR_BYTES = 16
 """Of an element: fp32 gradient and residual read, residual and sum written."""
@@ -186,9 +186,7 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         count = max(round(time_us / self._median(product)), 1)
         return lambda: [product() for _ in range(count)]
 
-    def _host_us(
-        self, start: Callable[[], PendingReduction], before: Callable[[], object]
-    ) -> float:
+    def _host_us(self, start: Callable[[], Pending], before: Callable[[], object]) -> float:
         """Microseconds from the launch until a training loop would go on to the optimizer."""
         before()
         self._meet()

@@ -33,8 +33,8 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BucketRecord
+from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.level_choice import choose_level
-from megatron_sparse.reduction.pending import Pending
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
 from megatron_sparse.transport.virtual_rank import VirtualTransport
@@ -198,15 +198,14 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         """Figures of a step whose selection is done before the barrier."""
         record, rest = path.select(bucket, step)
         before_us = record.stage_us()
-        ended: list[Pending] = []
+        pending = Pending(bucket.name, rest, record.timer)
 
         def submit() -> None:
-            ended.append(self._progress.submit(bucket.name, rest, record.timer))
-            ended[0].wait()
+            self._progress.submit(pending).wait()
 
         figures = figures_of(record, self._timed(submit))
         stages = {name: figures[name] - us for name, us in before_us.items()}
-        return figures | stages | {"host_cpu": ended[0].host_cpu_s * 1e6}
+        return figures | stages | {"host_cpu": pending.host_cpu_s * 1e6}
 
     def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
         groups = self._groups(case)

@@ -18,9 +18,10 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Job, Progress, Stage, without_gates
+from megatron_sparse.reduction.job import GATE, Gate, Stage, without
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 
@@ -83,11 +84,11 @@ class BucketPath:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
         job = self.reducer.job(bucket, step)
         job.record.timer = timer or job.record.timer
-        yield from without_gates(self.reducer.synchronise(job))
+        yield from without(self.reducer.synchronise(job), Gate)
         return job.record
 
-    def select(self, bucket: Bucket, step: int) -> tuple[BucketRecord, Job]:
-        """Selects, here and now; returns the record and the rest: a job, to be driven once."""
+    def select(self, bucket: Bucket, step: int) -> tuple[BucketRecord, Stage[None]]:
+        """Selects, here and now; returns the record and the rest, a job."""
         job = self.reducer.job(bucket, step)
         steps = self.reducer.synchronise(job)
         gate = next(steps)
@@ -97,7 +98,7 @@ class BucketPath:
             yield GATE
             yield from steps
 
-        return job.record, rest
+        return job.record, rest()
 
     def residual(self, bucket: Bucket) -> torch.Tensor:
         """A copy of what the rank holds, fp32 [N], at its places in the bucket."""
