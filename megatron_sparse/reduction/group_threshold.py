@@ -17,8 +17,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
-from megatron_sparse.compression.selection import Agreed, Selector
-from megatron_sparse.compression.threshold import sampled_magnitudes
+from megatron_sparse.compression.selection import Agreed, Selector, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Limits
