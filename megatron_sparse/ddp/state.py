@@ -37,6 +37,7 @@ from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.ddp import refusals
 from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
@@ -92,11 +93,12 @@ class DDPState(HostState):
         **overrides: Any,
     ) -> None:
         device = refusals.device_of(ddp)
-        given = check(SparseConfig.given("DDPState", config, overrides))
+        given = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         knows_steps, scheme, group = bool(optimizers), given.scheme, ddp.process_group
         refusals.check_config(given)
         refusals.check_steps(given, ddp, knows_steps=knows_steps, scaler=scaler)
+        self._filter = ParameterFilter(given.compression)
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
             group,
@@ -115,7 +117,6 @@ class DDPState(HostState):
         self._is_plain = False
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        self._filter = ParameterFilter(self.config.compression)
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()

@@ -39,6 +39,7 @@ from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_larg
 from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
+from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
@@ -79,6 +80,7 @@ class Attachment(HostState):
         run_dir: Path | None = None,
     ) -> None:
         # Collect: what Megatron has built. What cannot be attached to is refused here.
+        config = with_swept_thresholds(config)
         self.groups = collect(chunks, config)
         # Make the plugin's side of it, with the other ranks.
         super().__init__(config, device_of(self.buckets))

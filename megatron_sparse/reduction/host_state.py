@@ -20,7 +20,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.planner import Planner
-from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
 
 logger = logging.getLogger("megatron_sparse")
@@ -30,12 +30,12 @@ class HostState:
     """What `megatron.attachment` and `ddp` share. Making one is collective over the group.
 
     Args:
-        config: of the user, checked.
+        config: of the user, checked, with the thresholds of the cluster file.
         device: of the gradients.
         group: the ranks that exchange messages; None takes all.
 
     Attributes:
-        config: as given, with thresholds of the cluster file and the sizes that all ranks can take.
+        config: as given, with message sizes that all ranks can make.
         step: training steps so far; drives warm-up and ramp, keys random draws.
         planner: chooses the scheme of each bucket.
         residuals: error feedback; every step counts as accepted until the host says otherwise.
@@ -45,7 +45,7 @@ class HostState:
     def __init__(
         self, config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.config = with_agreed_capacity(with_swept_thresholds(config), device, group)
+        self.config = with_agreed_capacity(config, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
         self.residuals = ResidualStore(
