@@ -28,8 +28,8 @@ _EXPORTS = {
     "install": "megatron_sparse.megatron",
     "attach": "megatron_sparse.megatron",
     "detach": "megatron_sparse.megatron",
-    "DDPState": "megatron_sparse.ddp",
-    "ddp_hook": "megatron_sparse.ddp",
+    "DDPState": "megatron_sparse.ddp.state",
+    "ddp_hook": "megatron_sparse.ddp.state",
     "row_sparse_all_reduce": "megatron_sparse.reduction.row_sparse",
 }
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_sparse.config.compression import CompressionConfig
     from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
     from megatron_sparse.config.tracking import TrackingConfig
-    from megatron_sparse.ddp import DDPState, ddp_hook
+    from megatron_sparse.ddp.state import DDPState, ddp_hook
     from megatron_sparse.megatron import attach, detach, install
     from megatron_sparse.reduction.row_sparse import row_sparse_all_reduce
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -29,8 +29,31 @@ WAITS = ("host_wait", "param_wait")
 STAGES = STEP_STAGES + BUCKET_STAGES
 
 
+class Awaited:
+    """A record of what the training thread waits for.
+
+    Attributes:
+        WAIT: the step stage that the wait counts to.
+    """
+
+    WAIT: ClassVar[str]
+    finished_s: float
+    wait_began_s: float
+    exposed_s: float
+
+    def waited(self, began_s: float) -> float:
+        """Notes the training thread's wait, which began at `began_s`; returns its seconds."""
+        self.wait_began_s = began_s
+        self.exposed_s = time.perf_counter() - began_s
+        return self.exposed_s
+
+    def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
+        """Takes over what the progress thread has measured, in seconds."""
+        self.finished_s = finished_s
+
+
 @dataclass
-class BucketRecord:
+class BucketRecord(Awaited):
     """What happened to one bucket in one step.
 
     Attributes:
@@ -67,6 +90,8 @@ class BucketRecord:
         timer: measures the stages.
     """
 
+    WAIT: ClassVar = "host_wait"
+
     bucket: str
     step: int
     scheme: str
@@ -91,15 +116,13 @@ class BucketRecord:
     timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
-        """Takes over what the progress thread has measured, in seconds."""
-        self.finished_s = finished_s
+        """See `Awaited`."""
+        super().end(finished_s, host_cpu_s, host_wall_s)
         self.host_cpu_us, self.host_wall_us = host_cpu_s * 1e6, host_wall_s * 1e6
 
-    def waited(self, began_s: float) -> float:
-        """Notes the training thread's wait, which began at `began_s`; returns its seconds."""
-        self.wait_began_s = began_s
-        self.exposed_s = time.perf_counter() - began_s
-        return self.exposed_s
+    def hand_to(self, sink: RecordSink) -> None:
+        """Gives the record to its sink."""
+        sink.record_bucket(self)
 
     def stage_us(self) -> dict[str, float]:
         """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
@@ -112,7 +135,7 @@ class BucketRecord:
 
 
 @dataclass
-class GatherRecord:
+class GatherRecord(Awaited):
     """What happened to one bucket's parameters in one all-gather.
 
     Attributes:
@@ -132,6 +155,8 @@ class GatherRecord:
         timer: measures the stages `encode`, `network` and `decode` of an exact or lossy gather.
     """
 
+    WAIT: ClassVar = "param_wait"
+
     bucket: str
     step: int
     method: str
@@ -145,6 +170,10 @@ class GatherRecord:
     exposed_s: float = 0.0
     dense_us: float | None = None
     timer: StageTimer = field(default_factory=lambda: StageTimer())
+
+    def hand_to(self, sink: RecordSink) -> None:
+        """Gives the record to its sink."""
+        sink.record_gather(self)
 
     @property
     def is_raw(self) -> bool:

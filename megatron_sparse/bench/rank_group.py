@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, MegatronSparseError
-from megatron_sparse.reduction.in_order import progress_on
+from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import slurm
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.netbed import NETBED_MBIT

@@ -20,7 +20,8 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
 from megatron_sparse.recording import NullSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Progress
+from megatron_sparse.reduction.job import GATE, Pending
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, Work
 
@@ -82,7 +83,10 @@ def _driven_messages(transport: Transport, progress: Progress, count: int) -> Ca
         for number in range(count):
             yield from group.exchange(*pieces, last=number == count - 1)
 
-    return lambda: progress.submit("calibrate", job, StageTimer(transport.device)).wait()
+    def run() -> None:
+        progress.submit(Pending("calibrate", job(), StageTimer(transport.device))).wait()
+
+    return run
 
 
 def _small_bucket(transport: Transport) -> Bucket:

@@ -16,7 +16,7 @@ from megatron_sparse.planner import link_timing
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, measure_links
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.reduction.job import Progress
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.transport import ProcessGroupTransport
 
 

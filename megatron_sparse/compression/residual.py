@@ -36,7 +36,7 @@ class ResidualStore:
     """The residual of every bucket of one rank.
 
     Not thread-safe by itself: between `commit` or `rollback` and the next `begin` all selections
-    must have finished, which `PendingReduction.wait` guarantees.
+    must have finished, which `Pending.wait` of `reduction.job` guarantees.
 
     Args:
         dtype: `torch.float32` or `torch.bfloat16`.

@@ -14,7 +14,6 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,34 +21,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import check_op
-from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore, SliceKey
+from megatron_sparse.compression.residual import Outcome, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron import few_tokens
-from megatron_sparse.megatron.bucket_group import CompressedBucketGroup, Handle
+from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import (
     GroupBuckets,
-    check_attachable,
     collect,
     device_of,
     tensor_parallel_group,
 )
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
-from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
-from megatron_sparse.megatron.pieces import in_pieces
+from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
 from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.megatron.transports import Transports
 from megatron_sparse.megatron.units import ResidualUnit, check_undo
-from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import RecordSink
-from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
-from megatron_sparse.reduction.density_change import change_density
-from megatron_sparse.reduction.in_order import progress_on
+from megatron_sparse.reduction.host_state import HostState
+from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.memory import MemoryAccount, account, held, share_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -59,14 +52,12 @@ from megatron_sparse.transport.nccl_errors import HealthCheck
 logger = logging.getLogger("megatron_sparse")
 
 
-class Attachment:
+class Attachment(HostState):
     """The plugin's state in one process. Made by `attach`; ended by `detach`.
 
     Attributes:
-        config: as given.
-        step: optimizer steps seen so far, skipped ones included; drives warm-up and ramp.
-        residuals: error feedback of every bucket.
-        planner: chooses the scheme of each bucket; holds the switch `enabled`.
+        step: optimizer steps seen so far, skipped ones included.
+        groups: Megatron's bucket groups, with the plugin's buckets.
         grad_norm: the gradient's norm as the last optimizer step returned it; None without one.
         usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
         unit: the unit of the residuals' values: loss scale, and division by tokens.
@@ -88,56 +79,31 @@ class Attachment:
         sink: RecordSink,
         run_dir: Path | None = None,
     ) -> None:
+        # Collect: what Megatron has built. What cannot be attached to is refused here.
+        config = with_swept_thresholds(config)
+        self.groups = collect(chunks, config)
+        # Make the plugin's side of it, with the other ranks.
+        super().__init__(config, device_of(self.buckets))
         self.run_dir = run_dir
-        self._chunks = chunks
         self.sink = sink
-        self.step = 0
         self.grad_norm: float | None = None
         self.usual_norm = UsualNorm()
         self.parameters = ParameterGathers(sink)
-        self.groups = collect(chunks, ParameterFilter(config.compression))
-        check_attachable(self.groups)
-        self._device = device = device_of(self.buckets)
-        self.config = config = with_agreed_capacity(with_swept_thresholds(config), device)
-        for group in self.groups:
-            cut = [in_pieces(bucket, config) for bucket in group.buckets]
-            group.buckets = list(itertools.chain.from_iterable(cut))
-        for bucket in self.buckets:
-            check_op(config.scheme, config.planner, bucket.op)
-        self.planner = planner_of(config, logs=dist.get_rank() == 0)
-        self.alone = borrow_group([dist.get_rank()], dist.get_backend(), config.scheme.timeout_s)
-        self.progress = progress_on(device, config.scheme.timeout_s)
-        # Until `bind_optimizer` is called, every step counts as accepted.
-        self.residuals = ResidualStore(
-            RESIDUAL_DTYPES[config.compression.residual_dtype],
-            undo=False,
-            outcome=Outcome.ASSUMED,
-        )
-        # By `id` of Megatron's process group: dense and expert parameters have different groups.
-        self._reducers: dict[int, GradientReducer] = {}
-        self._transports = Transports(config, device)
-        tensor_parallel = None
-        if config.compression.threshold_scope == "tp_group":
-            tensor_parallel = self._transports.make(tensor_parallel_group())
-        self._tensor_parallel = tensor_parallel
-        self.nccl_health: HealthCheck | None = None
-        if config.scheme.nccl_errors == "typed" and device.type == "cuda":
-            self.nccl_health = HealthCheck(
-                config.scheme.timeout_s, self._transports.lost_rank, device
-            )
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
         self._sums = UnconfirmedSums(self._check_nccl)
+        timeout_s = config.scheme.timeout_s
+        self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
+        self._transports = Transports(self.config, self._device)
+        self.nccl_health: HealthCheck | None = None
+        if config.scheme.nccl_errors == "typed" and self._device.type == "cuda":
+            self.nccl_health = HealthCheck(timeout_s, self._transports.lost_rank, self._device)
+        self._reducers = self._make_reducers()
+        # Attach: from here on Megatron calls the plugin.
+        self._chunks = chunks
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
         for group in self.groups:
-            key = id(group.process_group)
-            if key not in self._reducers:
-                self._reducers[key] = self._make_reducer(group)
-        for group in self.groups:
-            host: Any = group.host
-            host.__class__ = CompressedBucketGroup
-            host.sparse_attachment = self
-            host.sparse_group = group
+            swap_in(group, self)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -154,51 +120,33 @@ class Attachment:
         """What was chosen at the start and why: the level of compression, parameters' gathers."""
         return [*self._transports.lines, *self.parameters.lines]
 
-    @property
-    def enabled(self) -> bool:
-        """Switches compression during the run. Off: buckets are sent dense, residual included.
+    def _make_reducers(self) -> dict[int, GradientReducer]:
+        """A reducer for each process group: dense and expert parameters have different ones.
 
-        Set it to the same value on every rank, between two steps.
+        By the `id` of Megatron's process group.
         """
-        return self.planner.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self.planner.enabled = value
-        logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
-
-    def set_density(self, density: float) -> None:
-        """Changes `compression.density` from the next step on.
-
-        Collective: every rank calls it between two steps. During the warm-up it sets the density
-        that the ramp will lead to. A resumed run starts with the density of its configuration.
-
-        Args:
-            density: nnz / numel, in (0, 1]; the same on every rank.
-
-        Raises:
-            CommunicationError: ranks want different densities; nothing is changed.
-            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
-        """
-        change_density(self.config, self.planner, density, step=self.step, device=self._device)
-
-    def _make_reducer(self, group: GroupBuckets) -> GradientReducer:
-        groups = self._transports.groups_of(
-            group, self._buckets_of(id(group.process_group)), self._tensor_parallel
-        )
-        ranks = dist.get_process_group_ranks(group.process_group)
-        writer = GradientDumpWriter.of(
-            self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
-        )
-        return GradientReducer(
-            self.config,
-            groups,
-            self.planner,
-            self.residuals,
-            self.sink,
-            self.progress,
-            [] if writer is None else [writer],
-        )
+        tensor_parallel, made = None, {}
+        if self.config.compression.threshold_scope == "tp_group":
+            tensor_parallel = self._transports.make(tensor_parallel_group())
+        for group in self.groups:
+            key = id(group.process_group)
+            if key in made:
+                continue
+            groups = self._transports.groups_of(group, self._buckets_of(key), tensor_parallel)
+            ranks = dist.get_process_group_ranks(group.process_group)
+            writer = GradientDumpWriter.of(
+                self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank
+            )
+            made[key] = GradientReducer(
+                self.config,
+                groups,
+                self.planner,
+                self.residuals,
+                self.sink,
+                self.progress,
+                [] if writer is None else [writer],
+            )
+        return made
 
     def check_before_save(self) -> None:
         """Raises if NCCL has failed, so that no checkpoint is written after an error.
@@ -251,11 +199,12 @@ class Attachment:
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # Without an optimizer nobody confirms the sums later.
-        return Handle(pending, None if self._optimizer is None else self._sums)
+        return Handle(pending, Pending.confirm if self._optimizer is None else self._sums.add)
 
-    def start_gather(self, group: GroupBuckets) -> GatherHandle | None:
+    def start_gather(self, group: GroupBuckets) -> Handle | None:
         """Launches a group's gather of parameters; None leaves it to Megatron."""
-        return self.parameters.start(group, self.step, enabled=self.enabled)
+        pending = self.parameters.start(group, self.step, enabled=self.enabled)
+        return None if pending is None else Handle(pending, self.parameters.gathered)
 
     def forget_parameters(self) -> None:
         """Gathers raw next. For all ranks, after writing parameters without `load_state_dict`."""
@@ -364,10 +313,7 @@ class Attachment:
     def close(self) -> None:
         """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""
         for group in self.groups:
-            host: Any = group.host
-            if host.__class__ is CompressedBucketGroup:
-                host.__class__ = _ParamAndGradBucketGroup
-                del host.sparse_attachment, host.sparse_group
+            swap_out(group)
         self.unit.close()
         self.parameters.close()
         if self._optimizer is not None:

@@ -11,48 +11,41 @@ Its `start_param_sync` starts the exact gather of parameters, or Megatron's own,
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-from megatron_sparse.megatron.buckets import (
-    INSTANCES_ATTRIBUTE,
-    GroupBuckets,
-    group_attribute,
-    has_instances,
-)
-from megatron_sparse.megatron.optimizer_step import UnconfirmedSums
-from megatron_sparse.megatron.parameter_gathers import GatherHandle, ParameterGathers
-from megatron_sparse.reduction.reducer import PendingReduction
+from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.megatron.parameter_gathers import ParameterGathers
+from megatron_sparse.reduction.job import Pending
 
 
 class Handle:
-    """The handle on which Megatron calls `wait()`.
+    """What Megatron calls `wait()` on, for the gradients or the parameters of a bucket group.
 
     Args:
-        pending: the buckets of the group.
-        sums: confirms them later, before parameters change; None: `wait` does it.
+        pending: of each bucket, in launch order.
+        then: called with each one when its work is on a stream: confirms it, now or later.
     """
 
-    def __init__(self, pending: list[PendingReduction], sums: UnconfirmedSums | None) -> None:
+    def __init__(self, pending: list[Pending], then: Callable[[Pending], None]) -> None:
         self._pending = pending
-        self._sums = sums
+        self._then = then
 
     def wait(self) -> None:
-        """Lets the current stream wait for every bucket of the group, in launch order.
+        """Lets the current stream wait for every bucket of the group.
 
         Raises:
-            MegatronSparseError: a bucket was not synchronised. With `sums`, an error that only the
-                device knows yet is raised before parameters change.
+            MegatronSparseError: a bucket was not synchronised, or not gathered. Where sums are
+                confirmed later, an error that only the device knows yet is raised before
+                parameters change.
         """
         pending, self._pending = self._pending, []
         for each in pending:
-            if self._sums is None:
-                each.wait()
-            else:
-                each.wait_until_queued()
-                self._sums.add(each)
+            each.wait_until_queued()
+            self._then(each)
 
 
 class Launcher(Protocol):
@@ -72,8 +65,8 @@ class Launcher(Protocol):
         """Starts the synchronisation of one bucket group."""
         ...
 
-    def start_gather(self, group: GroupBuckets) -> GatherHandle | None:
-        """Starts the exact gather of one bucket group's parameters; None: Megatron gathers."""
+    def start_gather(self, group: GroupBuckets) -> Handle | None:
+        """Starts the compressed gather of one bucket group's parameters; None: Megatron gathers."""
         ...
 
 
@@ -82,6 +75,11 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
 
     sparse_attachment: Launcher
     sparse_group: GroupBuckets
+
+    @property
+    def _has_instances(self) -> bool:
+        """Whether the distributed optimizer has several instances."""
+        return self.sparse_group.instances_group is not None
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """See `_ParamAndGradBucketGroup.start_grad_sync`.
@@ -99,7 +97,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap:
             self.grad_reduce_handle = handle
-        if not overlap or (self.is_first_batch and has_instances(self)):
+        if not overlap or (self.is_first_batch and self._has_instances):
             handle.wait()
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +106,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         With several instances of the distributed optimizer Megatron waits for a stream of its own
         instead of the handle, and does not reset the handle.
         """
-        if not has_instances(self):
+        if not self._has_instances:
             super().finish_grad_sync(*args, **kwargs)
             return
         if self.grad_reduce_handle is not None:
@@ -143,9 +141,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         alone = self.sparse_attachment.alone
         # Megatron waits for the previous bucket to save its all-to-all's memory; there is none
         # here.
-        changed = {group_attribute(self): alone, "previous_grad_reduce_bucket_group": None}
-        if has_instances(self):
-            changed[INSTANCES_ATTRIBUTE] = alone
+        changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
+        changed["previous_grad_reduce_bucket_group"] = None
         before = {name: getattr(self, name, None) for name in changed}
         vars(self).update(changed)
         try:
@@ -157,6 +154,21 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         if self.grad_reduce_handle is not None:
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
-        if has_instances(self) and self.ddp_config.overlap_grad_reduce:
+        if self._has_instances and self.ddp_config.overlap_grad_reduce:
             made_by_megatron: Any = self.communication_stream
             torch.cuda.current_stream().wait_stream(made_by_megatron)
+
+
+def swap_in(group: GroupBuckets, launcher: Launcher) -> None:
+    """Gives a bucket group of Megatron's the plugin's methods, until `swap_out`."""
+    host: Any = group.host
+    host.__class__ = CompressedBucketGroup
+    host.sparse_attachment, host.sparse_group = launcher, group
+
+
+def swap_out(group: GroupBuckets) -> None:
+    """Gives a bucket group its own methods back; one that has them stays as it is."""
+    host: Any = group.host
+    if host.__class__ is CompressedBucketGroup:
+        host.__class__ = _ParamAndGradBucketGroup
+        del host.sparse_attachment, host.sparse_group

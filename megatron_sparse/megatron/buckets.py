@@ -13,12 +13,12 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from torch.distributed.fsdp import FSDPModule
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import refusals
-
-INSTANCES_ATTRIBUTE = "inter_distributed_optimizer_instance_group"
-"""The attribute of a bucket group that holds the ranks with the same shards in other instances."""
+from megatron_sparse.megatron.pieces import in_pieces
 
 
 @dataclass
@@ -27,7 +27,7 @@ class GroupBuckets:
 
     `expert` marks parameters that the ranks of the expert data-parallel group share. The ranks of
     `instances_group` own the same shards in other instances of the distributed optimizer; None for
-    one instance.
+    one instance. `attributes` are those of `host` that hold its process groups.
     """
 
     host: Any
@@ -35,17 +35,19 @@ class GroupBuckets:
     buckets: list[Bucket]
     expert: bool = False
     instances_group: torch.distributed.ProcessGroup | None = None
+    attributes: tuple[str, ...] = ()
 
 
-def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupBuckets]:
-    """All bucket groups of the DDP-wrapped model chunks, in Megatron's order.
+def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
+    """All bucket groups of the DDP-wrapped model chunks, in Megatron's order. Changes nothing.
 
     Raises:
-        ConfigError: patterns for two kinds of parameter match the same one.
+        ConfigError: patterns for two kinds of parameter match the same one, or the scheme has no
+            form for the buckets' collective.
         HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
-            plugin refuses.
+            plugin refuses, or a bucket group's class is not Megatron's own.
     """
-    result = []
+    parameter_filter, result = ParameterFilter(config.compression), []
     for chunk_index, chunk in enumerate(chunks):
         check_supported(chunk)
         prefix = f"chunk{chunk_index}." if len(chunks) > 1 else ""
@@ -59,34 +61,32 @@ def collect(chunks: list[Any], parameter_filter: ParameterFilter) -> list[GroupB
         )
         for kind, groups in kinds:
             for group_index, group in enumerate(groups):
-                process_group = getattr(group, group_attribute(group))
-                instances = None
-                if has_instances(group):
-                    instances = getattr(group, INSTANCES_ATTRIBUTE)
-                buckets = [
-                    _bucket(
+                attributes = _group_attributes(group.ddp_config)
+                process_group, *others = (getattr(group, name) for name in attributes)
+                instances = others[0] if others else None
+                buckets: list[Bucket] = []
+                for bucket_index, host_bucket in enumerate(group.buckets):
+                    bucket = _bucket(
                         f"{prefix}{kind}{group_index}.{bucket_index}",
-                        bucket,
+                        host_bucket,
                         names,
                         index_of,
                         parameter_filter,
                         group.ddp_config,
                         process_group.size(),
                     )
-                    for bucket_index, bucket in enumerate(group.buckets)
-                ]
+                    check_op(config.scheme, config.planner, bucket.op)
+                    buckets += in_pieces(bucket, config)
+                is_expert = kind == "expert"
                 result.append(
-                    GroupBuckets(group, process_group, buckets, kind == "expert", instances)
+                    GroupBuckets(group, process_group, buckets, is_expert, instances, attributes)
                 )
+    _check_attachable(result)
     return result
 
 
-def check_attachable(groups: Sequence[GroupBuckets]) -> None:
-    """Refuses bucket groups whose class is not Megatron's own.
-
-    Raises:
-        HostError: names the class.
-    """
+def _check_attachable(groups: Sequence[GroupBuckets]) -> None:
+    """Refuses bucket groups whose class is not Megatron's own."""
     for group in groups:
         if type(group.host) is not _ParamAndGradBucketGroup:
             raise HostError(
@@ -97,20 +97,17 @@ def check_attachable(groups: Sequence[GroupBuckets]) -> None:
             )
 
 
-def has_instances(group: Any) -> bool:
-    """Whether a bucket group's distributed optimizer has several instances."""
-    return _instances(group.ddp_config) > 1
-
-
 def _instances(ddp_config: Any) -> int:
     return getattr(ddp_config, "num_distributed_optimizer_instances", 1)
 
 
-def group_attribute(group: Any) -> str:
-    """The attribute of a bucket group that holds the process group it reduces over."""
-    if group.ddp_config.use_distributed_optimizer:
-        return "intra_distributed_optimizer_instance_group"
-    return "data_parallel_group"
+def _group_attributes(ddp_config: Any) -> tuple[str, ...]:
+    """The attributes that hold the group that is reduced over, and the ranks of other instances."""
+    own = "data_parallel_group"
+    if ddp_config.use_distributed_optimizer:
+        own = "intra_distributed_optimizer_instance_group"
+    others = "inter_distributed_optimizer_instance_group"
+    return (own, others) if _instances(ddp_config) > 1 else (own,)
 
 
 def device_of(buckets: Sequence[Bucket]) -> torch.device:

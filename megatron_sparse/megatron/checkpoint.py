@@ -64,33 +64,25 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     saved = None
     if check_is_distributed_checkpoint(str(checkpoint)):
         saved = read(attachment, checkpoint, residuals=wanted)
+    if saved is None and any(checkpoint.glob(OLD_FILES)):
+        check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
+    state = saved or Saved(iteration, attachment.enabled, None, None, [], 0, "none")
+    attachment.restore(
+        state.residuals,
+        step=state.step,
+        enabled=state.enabled,
+        loss_scale=state.loss_scale,
+        gradient_factor=state.gradient_factor,
+        norms=state.norms,
+        planner=state.planner,
+    )
     if saved is None:
-        if any(checkpoint.glob(OLD_FILES)):
-            check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
-        attachment.restore(
-            {},
-            step=iteration,
-            enabled=attachment.enabled,
-            loss_scale=None,
-            gradient_factor=None,
-            norms=(),
-            planner={},
-        )
         logger.warning(
             "%s holds no state of this version of the plugin: residuals start at zero, step %d",
             checkpoint,
             iteration,
         )
         return
-    attachment.restore(
-        saved.residuals,
-        step=saved.step,
-        enabled=saved.enabled,
-        loss_scale=saved.loss_scale,
-        gradient_factor=saved.gradient_factor,
-        norms=saved.norms,
-        planner=saved.planner,
-    )
     lines = _restore_masters(attachment, saved)
     if saved.unknown:
         names = ", ".join(sorted(saved.unknown))
@@ -143,7 +135,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "
             "spread, their total is the same"
         )
-    elif saved.rows is not None and not saved.has_rows(row_layouts(attachment)):
+    elif saved.rows is not None and saved.rows != row_layouts(attachment):
         before, now = (_in_words(rows) for rows in (saved.rows, row_layouts(attachment)))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "

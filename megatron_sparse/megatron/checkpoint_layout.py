@@ -40,7 +40,6 @@ class Place:
     expert_data: int
     expert_data_size: int
     expert_tensor: int
-    expert_tensor_size: int
 
     @classmethod
     def here(cls) -> Place:
@@ -58,7 +57,6 @@ class Place:
             parallel_state.get_expert_data_parallel_world_size(),
             # None only where Megatron's groups were not made.
             parallel_state.get_expert_tensor_parallel_rank() or 0,
-            parallel_state.get_expert_tensor_parallel_world_size() or 1,
         )
 
     def model_sizes(self) -> tuple[int, int, int]:
@@ -102,10 +100,6 @@ class Saved:
     residuals: Residuals = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
     masters: Parts = field(default_factory=dict)
-
-    def has_rows(self, rows: RowLayouts) -> bool:
-        """Whether residuals lie in rows as in the run that wrote the checkpoint."""
-        return self.rows == rows
 
 
 def check_version(checkpoint: Path, version: object, *, wanted: bool) -> None:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.reduction.level_parts import in_place
 from megatron_sparse.reduction.reducer import GradientReducer
 
 
@@ -47,22 +47,15 @@ def take_residuals_out(
         for group in groups:
             for bucket in group.buckets:
                 part = reducer(group).part(bucket)
-                lacking_N = _in_place(bucket, part, lacking.pop(part.name, None))
+                lacking_M = lacking.pop(part.name, None)
+                if lacking_M is None:
+                    lacking_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
+                else:
+                    lacking_N = in_place(lacking_M, part, bucket)
                 dist.all_reduce(lacking_N, group=group.process_group)
                 if group.instances_group is not None:
                     dist.all_reduce(lacking_N, group=group.instances_group)
                 bucket.grad_N.add_(lacking_N)
-
-
-def _in_place(bucket: Bucket, part: Bucket, values_M: torch.Tensor | None) -> torch.Tensor:
-    """Values of this rank's part of a bucket, in their place in the bucket; zeros elsewhere."""
-    values_N = torch.zeros(bucket.numel, dtype=torch.float32, device=bucket.grad_N.device)
-    starts = {each.name: each.start - each.offset for each in bucket.parameters}
-    for each in part.parameters if values_M is not None else ():
-        assert values_M is not None, "the loop is empty then"
-        start = starts[each.name] + each.offset
-        values_N[start : start + each.stop - each.start] = values_M[each.start : each.stop]
-    return values_N
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import RecordSink
-from megatron_sparse.reduction.reducer import PendingReduction
+from megatron_sparse.reduction.job import Pending
 
 UPDATE = "step_with_ready_grads"
 """Megatron's method that changes parameters."""
@@ -30,17 +30,17 @@ class UnconfirmedSums:
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
-        self._pending: dict[str, PendingReduction] = {}
+        self._pending: dict[str, Pending] = {}
 
-    def add(self, pending: PendingReduction) -> None:
+    def add(self, pending: Pending) -> None:
         """Takes a bucket over. One that comes again belongs to a new step: reads the last first.
 
         Raises:
             MegatronSparseError: see `confirm`.
         """
-        if pending.bucket in self._pending:
+        if pending.name in self._pending:
             self.confirm()
-        self._pending[pending.bucket] = pending
+        self._pending[pending.name] = pending
 
     def confirm(self) -> None:
         """Reads all reports; the host waits for those that have not come.

@@ -1,4 +1,4 @@
-"""How each bucket group gathers its parameters, and the handles that Megatron waits on.
+"""How each bucket group gathers its parameters.
 
 Megatron's bucket group gathers in `start_param_sync`; `bucket_group` overrides it and asks
 `ParameterGathers`. Groups that stay raw keep Megatron's own all-gather; it is only timed.
@@ -32,7 +32,6 @@ from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.choice import GatherChooser
 from megatron_sparse.parameters.gather import (
     ExactGather,
-    PendingGather,
     ShardGather,
     dense_gather_bytes,
 )
@@ -40,29 +39,12 @@ from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.parameters.price import MOVE_BITS
 from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.recording import GatherRecord, RecordSink
-from megatron_sparse.reduction.job import Progress
+from megatron_sparse.reduction.job import Pending
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
 
 logger = logging.getLogger("megatron_sparse")
-
-
-class GatherHandle:
-    """A bucket group's compressed gathers; Megatron calls `wait`."""
-
-    def __init__(self, pending: list[PendingGather], waited: Callable[[float], None]) -> None:
-        self._pending = pending
-        self._waited = waited
-
-    def wait(self) -> None:
-        """Blocks until every bucket of the group holds the new parameters.
-
-        Raises:
-            MegatronSparseError: a bucket was not gathered.
-        """
-        pending, self._pending = self._pending, []
-        for each in pending:
-            self._waited(each.wait())
 
 
 class RawHandle:
@@ -205,7 +187,7 @@ class ParameterGathers:
                     hook = module.register_load_state_dict_post_hook(lambda *_: self.forget())
                     self._hooks.append(hook)
 
-    def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> GatherHandle | None:
+    def start(self, group: GroupBuckets, step: int, *, enabled: bool) -> list[Pending] | None:
         """Launches a group's gathers; None if it is to be gathered raw.
 
         Args:
@@ -220,7 +202,17 @@ class ParameterGathers:
             for each in gathers:
                 each.release()
             return None
-        return GatherHandle([each.start(step) for each in gathers], self._waited)
+        return [each.start(step) for each in gathers]
+
+    def gathered(self, pending: Pending) -> None:
+        """Confirms a gather of `start` that is queued, and counts the wait for it.
+
+        Raises:
+            MegatronSparseError: the parameters were not gathered.
+        """
+        pending.confirm()
+        assert pending.record is not None, "every gather has one"
+        self.waited_s += pending.record.exposed_s
 
     def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> RawHandle:
         """Megatron's own gather of a group, which has begun.
@@ -250,9 +242,6 @@ class ParameterGathers:
     def _raw_done(self, records: list[GatherRecord], seconds: float) -> None:
         for record in records:
             self._sink.record_gather(record)
-        self._waited(seconds)
-
-    def _waited(self, seconds: float) -> None:
         self.waited_s += seconds
         self._sink.record_stage("param_wait", seconds)
 

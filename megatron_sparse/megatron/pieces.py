@@ -1,7 +1,7 @@
 """Cuts a large bucket on a GPU into pieces, which are synchronised one after another.
 
 Without `--overlap-grad-reduce` Megatron has one bucket for all gradients, and the buffers for its
-messages and sums would be as large as the model. The pieces share them (`reduction.message_turns`,
+messages and sums would be as large as the model. The pieces share them (`MessageTurns`,
 `Exchange.take`), and one piece is selected while another is exchanged.
 
 A bucket that is reduce-scattered stays whole: a rank's shard of it lies in one place, and pieces

@@ -27,6 +27,7 @@ from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.checkpoint_layout import Place, RowLayouts
+from megatron_sparse.reduction.level_parts import in_place
 
 
 @dataclass(frozen=True)
@@ -154,23 +155,13 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
             values_N = attachment.residuals.settled(bucket)
             if values_N is None:
                 continue
-            total_N = _in_place(values_N, bucket, host)
+            total_N = in_place(values_N, bucket, host)
             dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
             for piece in host.parameters:
                 if turn % size == rank:
                     total_P = total_N[piece.start : piece.stop].cpu().clone()
                     yield SummedParameter(piece.name, group.expert, total_P)
                 turn += 1
-
-
-def _in_place(values_N: torch.Tensor, bucket: Bucket, host: Bucket) -> torch.Tensor:
-    """The slices of `bucket` where they lie in Megatron's bucket, in fp32; zero elsewhere."""
-    starts = {piece.name: piece.start for piece in host.parameters}
-    result_N = torch.zeros(host.numel, dtype=torch.float32, device=values_N.device)
-    for piece in bucket.parameters:
-        start, numel = starts[piece.name] + piece.offset, piece.stop - piece.start
-        result_N[start : start + numel].copy_(values_N[piece.start : piece.stop])
-    return result_N
 
 
 def _data_parallel_group(expert: bool) -> dist.ProcessGroup:

@@ -13,9 +13,9 @@ from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.planner.levels import shapes_of
-from megatron_sparse.reduction.groups import Groups
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 
 logger = logging.getLogger("megatron_sparse")

@@ -51,10 +51,9 @@ from megatron_sparse.parameters.agreement import (
     hash_of,
 )
 from megatron_sparse.parameters.per_node import gather_per_node
-from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Progress, Stage
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import Transport
 
@@ -94,30 +93,6 @@ class ExactWay:
 def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
     """Bytes that each rank of a ring all-gather of N raw parameters sends."""
     return values_N.nbytes * (world_size - 1) // world_size
-
-
-class PendingGather:
-    """A gather under way. Call `wait` once."""
-
-    def __init__(self, pending: Pending, record: GatherRecord, sink: RecordSink) -> None:
-        self._pending = pending
-        self._record = record
-        self._sink = sink
-
-    def wait(self) -> float:
-        """Blocks until the bucket holds every rank's new parameters; returns the seconds.
-
-        Raises:
-            MegatronSparseError: the parameters were not gathered.
-        """
-        record = self._record
-        record.wait_began_s = time.perf_counter()
-        with marked("param_wait"):
-            self._pending.wait()
-        record.exposed_s = time.perf_counter() - record.wait_began_s
-        record.finished_s = self._pending.finished_s
-        self._sink.record_gather(record)
-        return record.exposed_s
 
 
 class ShardGather(ABC):
@@ -200,10 +175,10 @@ class ShardGather(ABC):
     def _keep(self) -> None:
         """From now on every rank holds the bits of `_own_M`."""
 
-    def start(self, step: int) -> PendingGather:
+    def start(self, step: int) -> Pending[None]:
         """Launches a gather; returns at once. The own shard must be final.
 
-        The bucket must not be used or written before `PendingGather.wait` has returned. Gathers are
+        The bucket must not be used or written before `Pending.wait` has returned. Gathers are
         started in the same order on every rank of the group.
 
         Args:
@@ -221,10 +196,10 @@ class ShardGather(ABC):
         )
         number = self._number
         self._number = (number + 1) % 2**NUMBER_BITS
-        pending = self._progress.submit(
-            self._bucket.name, lambda: self._gather(record, number), record.timer
+        steps = self._gather(record, number)
+        return self._progress.submit(
+            Pending(record.bucket, steps, record.timer, record, self._sink)
         )
-        return PendingGather(pending, record, self._sink)
 
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
         """The pipeline; see the module's docstring. Run by the progress thread."""

@@ -31,7 +31,7 @@ from megatron_sparse.formats.quantised import add_difference_, encode_difference
 from megatron_sparse.parameters.agreement import LOSSY
 from megatron_sparse.parameters.gather import NOTHING, ShardGather
 from megatron_sparse.recording import RecordSink
-from megatron_sparse.reduction.job import Progress
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.transport import Transport
 
 SWAPPED_NUMEL = 2**16

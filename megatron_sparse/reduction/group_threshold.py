@@ -12,14 +12,12 @@ sample. Both are messages, so selection begins only when the bucket has passed t
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Protocol
 
 import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
-from megatron_sparse.compression.selection import Agreed, Selector
-from megatron_sparse.compression.threshold import sampled_magnitudes
+from megatron_sparse.compression.selection import Agreed, Selector, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Limits
@@ -29,24 +27,16 @@ from megatron_sparse.reduction.job import GATE, Stage
 from megatron_sparse.transport import Transport, Work
 
 
-class ThresholdSource(Protocol):
-    """Where the threshold of a bucket comes from."""
-
-    def agree(
-        self, bucket: Bucket, density: float, step: int, timer: StageTimer
-    ) -> Stage[Agreed | None]:
-        """The residual and the limits that ranks agree on; None: each rank takes its own."""
-        ...
-
-
-def threshold_source(selector: Selector, tensor_parallel: Transport | None) -> ThresholdSource:
-    """The source that `compression.threshold_scope` asks for.
+def threshold_source(
+    selector: Selector, tensor_parallel: Transport | None
+) -> GroupThreshold | None:
+    """What makes thresholds for `threshold_scope=tp_group`; None where each rank takes its own.
 
     Raises:
         ConfigError: `threshold_scope=tp_group` without a tensor-parallel group.
     """
     if selector.config.threshold_scope != "tp_group":
-        return OwnThresholds()
+        return None
     if tensor_parallel is None:
         raise ConfigError(
             "compression.threshold_scope=tp_group without a tensor-parallel group",
@@ -55,16 +45,6 @@ def threshold_source(selector: Selector, tensor_parallel: Transport | None) -> T
             remedy="set compression.threshold_scope=parameter or bucket",
         )
     return GroupThreshold(selector, tensor_parallel)
-
-
-class OwnThresholds:
-    """Each rank samples its own gradients, in `Selector.select`."""
-
-    def agree(
-        self, bucket: Bucket, density: float, step: int, timer: StageTimer
-    ) -> Stage[Agreed | None]:
-        """See `ThresholdSource`: there is nothing to agree on."""
-        yield from ()
 
 
 class GroupThreshold:
@@ -77,7 +57,7 @@ class GroupThreshold:
     def agree(
         self, bucket: Bucket, density: float, step: int, timer: StageTimer
     ) -> Stage[Agreed | None]:
-        """See `ThresholdSource`. At density 1 everything is sent, without a threshold."""
+        """The residual and the limits of all ranks; None at density 1: everything is sent."""
         if density >= 1:
             return None
         yield GATE

@@ -1,6 +1,6 @@
-"""A bucket's pipeline as a job: a generator, and its steps.
+"""A job: a bucket's pipeline, or a gather of parameters, from its launch to its result.
 
-The generator yields
+A job is a generator. It yields
 
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
 - `GATE`: the job has worked locally until now and will post operations from here on; other `Gate`s
@@ -9,26 +9,30 @@ The generator yields
 - `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter;
 - `QUEUED`: all of its work is on a stream (CUDA only); what follows reads reports on the host.
 
-Between two yields it works locally.
+Between two yields it works locally. `Pending` is the job under way: one thread launches it and
+waits for it, a driver (`progress`) steps it. Only drivers step a job; `without` and
+`one_after_another` make one stage of others.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from enum import IntEnum
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
 from megatron_sparse.collectives import POSTED, QUEUED, UNORDERED
-from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
+from megatron_sparse.errors import CommunicationError
 from megatron_sparse.profiler_ranges import marked
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, RecordSink, StageTimer
 from megatron_sparse.reduction.streams import BucketStreams, JobStream
 from megatron_sparse.transport import Work
-from megatron_sparse.transport.liveness import announce_failure, posting_for
+from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.liveness import posting_for
 
 
 class Gate(IntEnum):
@@ -57,113 +61,218 @@ GATE = Gate.ACROSS
 type Stage[T] = Generator[object, None, T]
 """A job or a part of one: yields works and markers (see the module's docstring), returns T."""
 
-Job = Callable[[], Stage[None]]
-"""Makes the generator."""
 
+def without[T](steps: Stage[T], kind: type) -> Stage[T]:
+    """A stage without what it yields of a kind.
 
-def without_gates[T](steps: Stage[T]) -> Stage[T]:
-    """The steps of a job without its gates: where another job's gates, or none, keep the order."""
+    Args:
+        steps: the stage.
+        kind: `Gate`, where other gates or none keep the order; `Marker` (not `QUEUED`), where the
+            job posts on after this stage.
+    """
     while True:
         try:
             outcome = next(steps)
         except StopIteration as end:
             return end.value
-        if not isinstance(outcome, Gate):
+        if not isinstance(outcome, kind):
             yield outcome
 
 
-POLL_S = 20e-3
-"""Waiting jobs are polled this often, for deadlines and for ranks that are gone: neither wakes the
-thread that drives them."""
+def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None) -> Stage[int]:
+    """Two stages of a bucket; `second` begins when the result of `first` is on the stream.
+
+    What a stage does after `QUEUED` only reads reports: that comes when both are queued.
+
+    Args:
+        first: usually a collective.
+        second: what its result goes into.
+        behind: the gate behind which `second` posts; None if it posts nothing. Behind the gate of
+            `first`, the next bucket may post only when `second` has: ranks would else meet there in
+            the order in which their first halves end, which differs between ranks.
+
+    Returns:
+        The bytes sent in both.
+    """
+    sent_bytes = yield from _until_queued(first, behind)
+    if behind is not None and behind > GATE:
+        yield behind
+    later_bytes = yield from _until_queued(second, None)
+    if sent_bytes is None or later_bytes is None:
+        yield QUEUED
+    if sent_bytes is None:
+        sent_bytes = yield from first
+    if later_bytes is None:
+        later_bytes = yield from second
+    return sent_bytes + later_bytes
+
+
+def _until_queued(steps: Stage[int], next_gate: Gate | None) -> Stage[int | None]:
+    """A stage until its end, or until `QUEUED` (None).
+
+    `POSTED` and `UNORDERED` are passed on, unless the job posts on behind `next_gate`.
+    """
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if outcome is QUEUED:
+            return None
+        if next_gate is None or not isinstance(outcome, Marker):
+            yield outcome
+        elif next_gate > GATE:
+            yield Gate.PAST_ACROSS
+
+
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0
 """The deadline of an operation is this factor times the timeout, plus this slack: it must come
 after the backend's own timeout, whose error says more."""
 
 
-class Progress(Protocol):
-    """Drives jobs: on a thread of its own (`progress`), or in the launching one (`in_order`)."""
+class Pending[T]:
+    """A job under way. Call `wait` once, or else its two halves, each once.
 
-    @property
-    def broken(self) -> bool:
-        """Whether an operation has failed; every later job is refused then."""
-        ...
-
-    def submit(
-        self,
-        name: str,
-        job: Job,
-        timer: StageTimer,
-        on_done: Callable[[], None] | None = None,
-        after: Pending | None = None,
-    ) -> Pending:
-        """Takes over a job. Jobs are submitted in the same order on every rank.
-
-        Args:
-            name: of the bucket, for errors.
-            job: makes the generator.
-            timer: receives the time that operations take.
-            on_done: called once when the job has ended, with or without an error: by the thread
-                that drives it (on CUDA with its stream current), or by the caller if the job is
-                refused. Must neither block nor raise.
-            after: a job submitted before, whose memory this one takes over: it begins on the
-                device when that one's work there has ended.
-        """
-        ...
-
-    def close(self) -> None:
-        """Ends all jobs; those under way end with an error."""
-        ...
-
-
-class RunningJob:
-    """A submitted job, as the thread sees it that drives it.
-
-    Attributes:
-        pending: the launching thread's view.
-        work: the operation that it waits for, if any.
-        at_gate: the gate that it has yielded, if it was not resumed yet.
-        reached: it posts nothing more behind lower gates that later jobs would have to wait for:
-            it has yielded this gate, or `POSTED` or `UNORDERED`.
-        queued: it has yielded `QUEUED`.
+    A job ends in two steps. When it is *queued*, all of its work on the device is on a stream, and
+    the bucket can be used on every stream that waits for `finish_event`. When it has *ended*, its
+    reports have been read, so the sum is known to be right. On a CPU both are one moment; on CUDA
+    only a job in capacity mode has the first one to itself.
 
     Args:
-        pending: the launching thread's view.
-        job: makes the generator.
-        streams: of the process; None on a CPU.
-        timeout_s: seconds that one operation may take.
-        after: see `Progress.submit`.
+        name: of the bucket, for errors.
+        steps: the job.
+        timer: receives the time that operations take.
+        record: gets the job's times, and goes to the sink when the job is confirmed; or None.
+        sink: receives the record, and the launching thread's waits.
+        on_done: called once when the job has ended, with or without an error: by the thread that
+            drives it (on CUDA with its stream current), or by the caller if the job is refused.
+            Must neither block nor raise.
+
+    Attributes:
+        after: a job submitted before, whose memory this one takes over: it begins on the device
+            when that one's work there has ended. Set it before `Progress.submit`.
+        error: the error that ended the job; None without one.
+        result: what the job returned; None before its end, and after an error.
+        finish_event: on CUDA, marks the end of the job's work on its stream.
+        finished_s: `time.perf_counter` when the host's part ended.
+        host_cpu_s: processor seconds that the driving thread has spent in the job's steps.
+        host_wall_s: clock seconds of the same steps; longer if the thread had to wait for a core,
+            for the interpreter's lock, or for the device.
+        drive_rest: runs what a queued job still has to do, where no thread of its own does that.
+        reached: for the driver: the job posts nothing more behind lower gates that later jobs would
+            have to wait for. It has yielded this gate, or `POSTED` or `UNORDERED`.
     """
 
     def __init__(
         self,
-        pending: Pending,
-        job: Job,
-        streams: BucketStreams | None,
-        timeout_s: float,
-        after: Pending | None,
+        name: str,
+        steps: Stage[T],
+        timer: StageTimer,
+        record: BucketRecord | GatherRecord | None = None,
+        sink: RecordSink | None = None,
+        on_done: Callable[[Pending[T]], None] | None = None,
     ) -> None:
-        self.pending = pending
-        self.work: Work | None = None
-        self.at_gate: Gate | None = None
+        self.name = name
+        self.record = record
+        self.after: Pending | None = None
+        self.error: BaseException | None = None
+        self.result: T | None = None
+        self.finish_event: torch.cuda.Event | None = None
+        self.finished_s = self.host_cpu_s = self.host_wall_s = 0.0
+        self.drive_rest: Callable[[], None] | None = None
         self.reached = Gate.INSIDE
-        self.queued = False
-        self._steps = job()
-        self._after = after
+        self._steps = steps
+        self._timer = timer
+        self._sink = sink or NullSink()
+        self._on_done = on_done
+        self._queued, self._ended = threading.Event(), threading.Event()
+        self._start_event: torch.cuda.Event | None = None
+        self._at_gate: Gate | None = None
+        self._work: Work | None = None
         self._since_s = 0.0
+
+    # The launching thread's side.
+
+    def done(self) -> bool:
+        """Whether the host's part has ended, with or without an error."""
+        return self._ended.is_set()
+
+    def queued(self) -> bool:
+        """Whether all of its work on the device is on a stream, or it has ended."""
+        return self._queued.is_set()
+
+    def wait(self) -> T:
+        """Blocks until the job has ended well: the bucket holds the sum, which is right.
+
+        Returns:
+            The job's result.
+
+        Raises:
+            MegatronSparseError: the job failed; the bucket's content is undefined.
+        """
+        self.wait_until_queued()
+        self.confirm()
+        return cast(T, self.result)
+
+    def wait_until_queued(self) -> None:
+        """Blocks the host until the job is queued; on CUDA the current stream waits for its work.
+
+        The host does not wait for the device, unless the job needed a number from it. Nothing
+        irrevocable may be done with the sum before `confirm` has returned.
+
+        Raises:
+            MegatronSparseError: the error that ended the job, if it is known by now.
+        """
+        start_s = time.perf_counter()
+        with nullcontext() if self.record is None else marked(self.record.WAIT):
+            self._queued.wait()
+        if self.error is not None:
+            raise self.error
+        if self.finish_event is not None:
+            torch.cuda.current_stream().wait_event(self.finish_event)
+        if self.record is not None:
+            self._sink.record_stage(self.record.WAIT, self.record.waited(start_s))
+
+    def confirm(self) -> None:
+        """Blocks until the job has ended: its reports have been read. Then the sink has its record.
+
+        Raises:
+            MegatronSparseError: the error that ended the job; the bucket's content is undefined.
+        """
+        if self.drive_rest is not None and not self.done():
+            self.drive_rest()
+        self._ended.wait()
+        if self.error is not None:
+            raise self.error
+        if self.record is not None:
+            self.record.end(self.finished_s, self.host_cpu_s, self.host_wall_s)
+            self.record.hand_to(self._sink)
+
+    # The driver's side.
+
+    def launch(self, streams: BucketStreams | None, timeout_s: float) -> None:
+        """Called once by the launching thread, before the first step.
+
+        Args:
+            streams: of the process; None on a CPU. The job begins after what the current stream
+                has queued.
+            timeout_s: seconds that one operation may take.
+        """
         self._stream = JobStream(streams)
         self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
+        self._start_event = self._stream.marked_here()
 
     def can_move(self, reached: Gate) -> bool:
         """Whether `step` would return at once; `reached`: what all jobs before it have reached."""
-        if self._after is not None:
-            return self._after.queued()
-        if self.at_gate is not None:
-            return self.at_gate < reached
-        if self.work is None:
+        if self.after is not None:
+            return self.after.queued()
+        if self._at_gate is not None:
+            return self._at_gate < reached
+        if self._work is None:
             return True
-        # After the deadline the job is resumed too, and `_finish` raises.
+        # After the deadline the job is resumed too, and `_finish_work` raises.
         waited_s = time.perf_counter() - self._since_s
-        return self.work.ready() or waited_s > self._deadline_s
+        return self._work.ready() or waited_s > self._deadline_s
 
     def step(self, wake: Callable[[], None]) -> bool:
         """Resumes the job until its next yield; False when it has ended.
@@ -172,55 +281,72 @@ class RunningJob:
             wake: called by some thread as soon as the job may have become able to move.
 
         Raises:
-            BaseException: the error that ends the job; the driver ends all others, see `end_all`.
+            BaseException: the error that ends the job; the driver ends it, and all others.
         """
-        pending, begun = self.pending, (time.thread_time(), time.perf_counter())
-        if pending.start_event is not None:
-            self._stream.wait(pending.start_event)
-            pending.start_event = None
-        if self._after is not None:
-            if self._after.finish_event is not None:
-                self._stream.wait(self._after.finish_event)
-            self._after = None
-        if self.at_gate is not None:
-            self.at_gate = None
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        self._stream.wait(self._start_event)
+        self._start_event = None
+        if self.after is not None:
+            self._stream.wait(self.after.finish_event)
+            self.after = None
+        if self._at_gate is not None:
+            self._at_gate = None
             self._stream.pass_gate()
         with self._stream.current():
-            if self.work is not None:
-                self._finish(self.work)
+            if self._work is not None:
+                self._finish_work(self._work)
             # Other ranks' errors name the bucket for which this rank posts.
-            outside = posting_for.set(pending.name)
+            outside = posting_for.set(self.name)
+            ended = False
             try:
                 self._take(next(self._steps), wake)
-            except StopIteration:
-                if not self.queued:
-                    pending.queue(self._stream.finished())
-                pending.charge(*begun)
-                pending.end(None)
-                return False
+            except StopIteration as end:
+                ended, self.result = True, end.value
+                if not self.queued():
+                    self._queue()
             finally:
                 posting_for.reset(outside)
-            pending.charge(*begun)
-        return True
+            self.host_cpu_s += time.thread_time() - cpu_s
+            self.host_wall_s += time.perf_counter() - wall_s
+            if ended:
+                self.end(None)
+        return not ended
+
+    def run_alone(self) -> Stage[None]:
+        """All steps, for a caller that drives the generator itself: without gates or streams."""
+        self.result = yield from without(self._steps, Gate)
+        self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Called once, when the job has ended."""
+        self.error = error
+        self.finished_s = time.perf_counter()
+        self._ended.set()
+        self._queued.set()
+        if self._on_done is not None:
+            self._on_done(self)
+
+    def _queue(self) -> None:
+        self.finish_event = self._stream.marked_here()
+        self._queued.set()
 
     def _take(self, outcome: object, wake: Callable[[], None]) -> None:
         if outcome is Gate.PAST_ACROSS:
             self.reached = Gate.PAST_ACROSS
         elif isinstance(outcome, Gate):
-            self.at_gate = outcome
+            self._at_gate = outcome
             self.reached = max(self.reached, outcome)
             self._stream.at_gate()
         elif outcome is QUEUED:
-            self.queued = True
-            self.pending.queue(self._stream.finished())
+            self._queue()
         elif outcome is POSTED or outcome is UNORDERED:
             self.reached = Gate.END
         else:
             self._since_s = time.perf_counter()
-            self.work = work = cast(Work, outcome)
+            self._work = work = cast(Work, outcome)
             work.when_ready(wake)
 
-    def _finish(self, work: Work) -> None:
+    def _finish_work(self, work: Work) -> None:
         """Takes the result of the work that the job waited for; raises after the deadline."""
         if not work.ready():
             raise CommunicationError(
@@ -229,52 +355,13 @@ class RunningJob:
                 got="none",
                 remedy="look at the other ranks' logs; raise scheme.timeout_s if they are slow",
             )
-        self.work = None
-        timer = self.pending.timer
-        if self.queued:
+        self._work = None
+        if self.queued():
             work.finish()  # reports: neither network nor any other stage
         elif self._stream.on_cuda:
-            with timer.stage("network"):
+            with self._timer.stage("network"):
                 work.finish()
         else:
             with marked("network"):
                 work.finish()
-            timer.add_span("network", self._since_s, time.perf_counter())
-
-
-def launched(
-    name: str, timer: StageTimer, on_done: Callable[[], None] | None, device: torch.device
-) -> Pending:
-    """The launching thread's view of a new job; on CUDA it marks that thread's current stream."""
-    start = None
-    if device.type == "cuda":
-        start = torch.cuda.Event()
-        start.record()
-    return Pending(name, timer, start, on_done)
-
-
-def announce(failed: RunningJob, error: BaseException) -> None:
-    """Adds the bucket's name to an error, and tells the other ranks that this one has failed.
-
-    They need not wait for their timeout then.
-    """
-    if isinstance(error, CommunicationError | WireFormatError):
-        error.args = (f"bucket {failed.pending.name}: {error}",)
-    announce_failure(error)
-
-
-def end_all(jobs: Iterable[RunningJob], failed: RunningJob, error: BaseException) -> None:
-    """Ends every job: after a failure the group's state is unknown, and no sum can be right."""
-    for running in jobs:
-        name = running.pending.name
-        running.pending.end(error if running is failed else refusal(name, error))
-
-
-def refusal(name: str, broken: BaseException | None) -> MegatronSparseError:
-    """The error of a job that comes after a failure, or after the end."""
-    return CommunicationError(
-        f"bucket {name} was not synchronised",
-        expected="a working process group",
-        got=f"an earlier failure: {broken}" if broken else "a closed reducer",
-        remedy="restart from the last checkpoint",
-    )
+            self._timer.add_span("network", self._since_s, time.perf_counter())

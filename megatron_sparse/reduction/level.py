@@ -54,7 +54,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import (
     POSTED,
-    QUEUED,
     Exchange,
     Identity,
     exchange_sizes,
@@ -65,8 +64,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import INSIDE_TIER, BucketRecord
-from megatron_sparse.reduction.instances import until_queued
-from megatron_sparse.reduction.job import GATE, Gate, Stage
+from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another, without
 from megatron_sparse.reduction.level_parts import (
     KeptParts,
     instance_part,
@@ -74,6 +72,7 @@ from megatron_sparse.reduction.level_parts import (
     node_part,
 )
 from megatron_sparse.transport import ProcessGroupTransport, Transport
+from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport
 
 GATHER_TAG = 0
@@ -248,8 +247,7 @@ class _DenseInside:
             return
         steps = dense_allpairs(self._exchange(region, record), values_N, record.step)
         with record.timer.tier(INSIDE_TIER):
-            sent_bytes = yield from until_queued(steps)
-        assert sent_bytes is not None, "it reads no reports"
+            sent_bytes = yield from without(steps, Marker)
         record.inside_bytes += sent_bytes
         store(shard_M, values_N[region.shard(self._group.rank)])
 
@@ -316,38 +314,21 @@ class NodeLevel(_DenseInside):
     ) -> Stage[int]:
         """See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            return self._shard_after(steps, exchange, bucket)
-        return self._gather_after(steps, exchange, bucket, record)
+            return one_after_another(steps, self._place_shard(exchange, bucket), None)
+        gate = Gate.GATHER if self._has_gates(bucket) else GATE
+        return one_after_another(steps, self._gather(exchange, bucket, record), gate)
 
-    def _shard_after(self, steps: Stage[int], exchange: Exchange, bucket: Bucket) -> Stage[int]:
-        """Puts the shard at its place; `steps` may be queued before their end."""
+    def _place_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
+        """Puts this rank's shard of a reduce-scatter at its place."""
         part, lane = exchange.bucket, self.across.rank
         own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
-        is_queued = False
-        while True:
-            try:
-                outcome = next(steps)
-            except StopIteration as end:
-                if not is_queued:
-                    own_M.copy_(part.grad_N[part.shard(lane)])
-                return end.value
-            if outcome is QUEUED:
-                is_queued = True
-                own_M.copy_(part.grad_N[part.shard(lane)])
-            yield outcome
+        own_M.copy_(part.grad_N[part.shard(lane)])
+        yield from ()
+        return 0
 
-    def _gather_after(
-        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Stage[int]:
-        """Gathers the parts of all ranks of the node.
-
-        The markers of `steps` are held back: ranks would else meet in the gathers of two buckets in
-        the order in which exchanges end, which differs between lanes.
-        """
-        part, m, has_gates = exchange.bucket, self._group.world_size, self._has_gates(bucket)
-        sent_bytes = yield from until_queued(steps, Gate.PAST_ACROSS if has_gates else None)
-        if has_gates:
-            yield Gate.GATHER
+    def _gather(self, exchange: Exchange, bucket: Bucket, record: BucketRecord) -> Stage[int]:
+        """Gathers the parts of all ranks of the node; the record gets the bytes."""
+        part, m = exchange.bucket, self._group.world_size
         piece = bucket.numel // m
         even_N, rest = bucket.grad_N[: m * piece], bucket.grad_N[m * piece :]
         # Only the last rank's rest is right; it has fewer than m elements.
@@ -359,11 +340,7 @@ class NodeLevel(_DenseInside):
             yield from works
         record.inside_bytes += _ring_bytes(even_N, m) + _ring_bytes(rests, m)
         rest.copy_(rests[len(rests) - rest.numel() :])
-        if sent_bytes is None:
-            # What is left only reads reports, after the gather has been queued.
-            yield QUEUED
-            sent_bytes = yield from steps
-        return sent_bytes
+        return 0
 
 
 class InstanceLevel(_DenseInside):

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.errors import ConfigError
 
@@ -103,6 +105,22 @@ def instance_part(bucket: Bucket, rank: int) -> Bucket:
     slices, op = slices_of(bucket, [own]), CollectiveOp.ALL_REDUCE
     lanes = bucket.world_size
     return Bucket(bucket.name, bucket.grad_N[own], slices, op, bucket.instances, lanes=lanes)
+
+
+def in_place(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torch.Tensor:
+    """Values of a part's parameters where they lie in the whole bucket: fp32 [N], else zero.
+
+    Args:
+        values_M: of the part.
+        part: see `KeptParts`; at level `rank` the bucket itself.
+        whole: the bucket.
+    """
+    starts = {piece.name: piece.start - piece.offset for piece in whole.parameters}
+    values_N = torch.zeros(whole.numel, dtype=torch.float32, device=values_M.device)
+    for piece in part.parameters:
+        start = starts[piece.name] + piece.offset
+        values_N[start : start + piece.stop - piece.start] = values_M[piece.start : piece.stop]
+    return values_N
 
 
 def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:

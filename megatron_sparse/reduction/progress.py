@@ -1,44 +1,80 @@
-"""One thread for each process runs the pipelines of all pending buckets in turns.
+"""Drivers: they step all pending jobs in turns, so that every rank posts in the same order.
 
-A bucket's pipeline is a job (`job`). All ranks must post operations in the same order, because the
-backend matches them by order, but jobs become ready in any order. One rule ensures this: a job
-passes its gate only when all jobs launched before it have yielded `POSTED` or `UNORDERED`, or a
-later gate (`job.Gate`). So while one bucket is on the wire, the next one is selected and the
-previous one is decoded. On CUDA the two streams of `streams` carry this over to the device.
+The backend matches operations by their order, but jobs become ready in any order. One rule holds: a
+job (`job`) passes its gate only when all jobs launched before it have yielded `POSTED` or
+`UNORDERED`, or a later gate (`job.Gate`). So while one bucket is on the wire, the next one is
+selected and the previous one is decoded. On CUDA the two streams of `streams` carry this over to
+the device.
+
+- `ProgressThread` is one thread for each process, which runs beside the backward pass.
+- `InOrderProgress` drives each job in the thread that launches it, for GPUs with one hardware
+  queue. With CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order in which they were launched,
+  on all streams together. Megatron relies on it with tensor and context parallelism: each rank
+  launches that group's collectives and the data-parallel ones in one order. A thread of ours would
+  launch a bucket's NCCL kernels at a moment that differs between ranks. Two ranks could then each
+  wait in one kernel for a peer whose own kernel is behind another one in its queue: a deadlock. So
+  a bucket's device work is launched where the backward pass launches the bucket, before `submit`
+  returns. In capacity mode the host waits for nothing on the way. Where sizes are exchanged it
+  waits for them, in the middle of the backward pass.
+- `HeldProgress` drives nothing: a virtual cluster does.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from megatron_sparse.errors import CommunicationError
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import (
-    POLL_S,
-    Gate,
-    Job,
-    RunningJob,
-    announce,
-    end_all,
-    launched,
-    refusal,
-)
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
+from megatron_sparse.reduction.job import Gate, Pending, Stage
 from megatron_sparse.reduction.streams import BucketStreams
+from megatron_sparse.transport.liveness import announce_failure
 
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+POLL_S = 20e-3
+"""Waiting jobs are polled this often, for deadlines and for ranks that are gone: neither wakes the
+thread that drives them."""
 CLOSING_S = 1.0
 """When the thread is closed, jobs that are under way have so many seconds to end."""
 CLOSING_SLACK_S = 4.0
 """Further seconds that `close` waits for a slow step of a job."""
 
 
-class ProgressThread:
-    """See the module's docstring.
+class Progress(Protocol):
+    """Drives jobs."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether an operation has failed; every later job is refused then."""
+        ...
+
+    def submit[T](self, pending: Pending[T]) -> Pending[T]:
+        """Takes over a job, and returns it. Jobs are submitted in the same order on every rank."""
+        ...
+
+    def close(self) -> None:
+        """Ends all jobs; those under way end with an error."""
+        ...
+
+
+def progress_on(device: torch.device, timeout_s: float) -> Progress:
+    """The driver of a process's jobs: a thread, or on CUDA with one hardware queue none.
+
+    Args:
+        device: of the gradients.
+        timeout_s: seconds that one operation may take.
+    """
+    if device.type == "cuda" and os.environ.get(QUEUES) == "1":
+        return InOrderProgress(device, timeout_s)
+    return ProgressThread(device, timeout_s)
+
+
+class _Driver:
+    """What both drivers share.
 
     Args:
         device: on CUDA, jobs run on streams of their own, after what the launching stream had
@@ -51,37 +87,37 @@ class ProgressThread:
         self._device = device
         self._streams = BucketStreams(device) if device.type == "cuda" else None
         self._timeout_s = timeout_s
-        self._incoming: deque[RunningJob] = deque()
-        self._running: list[RunningJob] = []
-        self._wake = threading.Condition()
-        self._is_awake = False
-        self._closes_s: float | None = None
         self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
-        self._thread.start()
-
-    def submit(
-        self,
-        name: str,
-        job: Job,
-        timer: StageTimer,
-        on_done: Callable[[], None] | None = None,
-        after: Pending | None = None,
-    ) -> Pending:
-        """Queues a job behind all those submitted before; see `Progress`. Returns at once."""
-        pending = launched(name, timer, on_done, self._device)
-        with self._wake:
-            if self._broken is not None or self._closes_s is not None:
-                pending.end(refusal(name, self._broken))
-                return pending
-            self._incoming.append(RunningJob(pending, job, self._streams, self._timeout_s, after))
-            self._wake_up()
-        return pending
 
     @property
     def broken(self) -> bool:
-        """Whether an operation has failed; every later job is refused then."""
+        """See `Progress`."""
         return self._broken is not None
+
+
+class ProgressThread(_Driver):
+    """See the module's docstring, and `_Driver` for the arguments."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        super().__init__(device, timeout_s)
+        self._incoming: deque[Pending] = deque()
+        self._running: list[Pending] = []
+        self._wake = threading.Condition()
+        self._is_awake = False
+        self._closes_s: float | None = None
+        self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
+        self._thread.start()
+
+    def submit[T](self, pending: Pending[T]) -> Pending[T]:
+        """Queues a job behind all those submitted before; see `Progress`. Returns at once."""
+        pending.launch(self._streams, self._timeout_s)
+        with self._wake:
+            if self._broken is not None or self._closes_s is not None:
+                pending.end(refusal(pending, self._broken))
+            else:
+                self._incoming.append(pending)
+                self._wake_up()
+        return pending
 
     def close(self) -> None:
         """Ends the thread. Jobs that are still under way get `CLOSING_S`, then end with an error.
@@ -141,27 +177,112 @@ class ProgressThread:
         Jobs are in the order of their launch. A job may pass a gate if all before it are past it.
         """
         reached = Gate.END
-        for running in self._running:
-            if running.can_move(reached):
-                self._step(running)
+        for pending in self._running:
+            if pending.can_move(reached):
+                self._step(pending)
                 return True
-            reached = min(reached, running.reached)
+            reached = min(reached, pending.reached)
         return False
 
-    def _step(self, running: RunningJob) -> None:
+    def _step(self, pending: Pending) -> None:
         """Resumes a job until its next yield."""
         try:
-            if not running.step(self._wake_up):
-                self._running.remove(running)
+            if not pending.step(self._wake_up):
+                self._running.remove(pending)
         except BaseException as error:  # handed to the thread that waits
-            self._fail(running, error)
+            self._fail(pending, error)
 
-    def _fail(self, failed: RunningJob, error: BaseException) -> None:
-        """Ends every job; see `end_all`."""
+    def _fail(self, failed: Pending, error: BaseException) -> None:
+        """Ends every job: after a failure the group's state is unknown, and no sum can be right."""
         announce(failed, error)
         with self._wake:
             self._broken = error
-            others = [*self._running, *self._incoming]
+            ended = [*self._running, *self._incoming]
             self._running.clear()
             self._incoming.clear()
-        end_all(others, failed, error)
+        for pending in ended:
+            pending.end(error if pending is failed else refusal(pending, error))
+
+
+class InOrderProgress(_Driver):
+    """See the module's docstring, and `_Driver` for the arguments; only for CUDA.
+
+    One thread at a time may submit jobs and wait for them.
+    """
+
+    _closed = False
+
+    def submit[T](self, pending: Pending[T]) -> Pending[T]:
+        """Launches all of the job's device work; see `Progress`. Errors are raised by the waits."""
+        pending.launch(self._streams, self._timeout_s)
+        if self._broken is not None or self._closed:
+            pending.end(refusal(pending, self._broken))
+            return pending
+        pending.drive_rest = lambda: self._drive(pending, to_the_end=True)
+        self._drive(pending, to_the_end=False)
+        return pending
+
+    def close(self) -> None:
+        """See `Progress`. Every job has been driven to where it waits for its reports alone."""
+        self._closed = True
+
+    @torch.no_grad()
+    def _drive(self, pending: Pending, *, to_the_end: bool) -> None:
+        """Steps a job until it is queued, or has ended."""
+        moved = threading.Event()
+        try:
+            if self._broken is not None or self._closed:
+                raise refusal(pending, self._broken)
+            while to_the_end or not pending.queued():
+                while not pending.can_move(Gate.END):
+                    moved.wait(POLL_S)
+                    moved.clear()
+                if not pending.step(moved.set):
+                    return
+        except BaseException as error:  # handed to the thread that waits
+            if self._broken is None:
+                announce(pending, error)
+                self._broken = error
+            pending.end(error)
+
+
+class HeldProgress:
+    """Keeps the last job that was submitted. One for each virtual rank.
+
+    `VirtualCluster.run(lambda transport: held[transport.rank].steps())` drives the jobs of all
+    ranks; then their `Pending` have ended.
+    """
+
+    broken = False
+
+    def submit[T](self, pending: Pending[T]) -> Pending[T]:
+        """See `Progress`; the job runs when `steps` is driven."""
+        self._pending = pending
+        return pending
+
+    def steps(self) -> Stage[None]:
+        """The job without its gate, which is for threads."""
+        return self._pending.run_alone()
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def announce(failed: Pending, error: BaseException) -> None:
+    """Adds the bucket's name to an error, and tells the other ranks that this one has failed.
+
+    They need not wait for their timeout then.
+    """
+    if isinstance(error, CommunicationError | WireFormatError):
+        error.args = (f"bucket {failed.name}: {error}",)
+    announce_failure(error)
+
+
+def refusal(pending: Pending, broken: BaseException | None) -> MegatronSparseError:
+    """The error of a job that comes after a failure, or after the end."""
+    return CommunicationError(
+        f"bucket {pending.name} was not synchronised",
+        expected="a working process group",
+        got=f"an earlier failure: {broken}" if broken else "a closed reducer",
+        remedy="restart from the last checkpoint",
+    )

@@ -17,8 +17,8 @@ or sparse, and the density.
 
 `GradientReducer.start` returns at once: a progress thread runs the pipeline while the backward
 pass goes on. The stages are generators; each `yield` lets the thread work on other buckets until
-the network has answered. After `PendingReduction.wait` the bucket holds the sum over all ranks of
-the selected values (for a reduce-scatter: this rank's shard of the sum), and the residual holds the
+the network has answered. After `Pending.wait` the bucket holds the sum over all ranks of the
+selected values (for a reduce-scatter: this rank's shard of the sum), and the residual holds the
 values that were not selected.
 
 Features that only some runs use are objects that the pipeline calls, so the pipeline has no
@@ -26,13 +26,13 @@ branches for them. They are chosen once, when the reducer is made:
 
 - `StragglerPolicy` decides which rank to skip. It may replace a plan's scheme by a variant that can
   skip one. With `straggler.mode=off` it does nothing.
-- `ThresholdSource`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
+- `GroupThreshold`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
   threshold; otherwise each rank uses its own.
 - `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
   their gradients before the selection, behind the gate; what follows happens to this rank's part
   of that sum.
-- `SecondHalf`: with several instances of Megatron's distributed optimizer, the exchange
-  reduce-scatters inside an instance, and the second half sums the shards of all instances, dense.
+- `SumOverInstances`: with several instances of Megatron's distributed optimizer, the exchange
+  reduce-scatters inside an instance, then this sums the shards of all instances, dense.
 - `GradientListener`s see gradients and selections, for instance to dump them.
 
 Shape suffixes: N elements of the bucket, R threshold ranges.
@@ -42,29 +42,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from megatron_sparse.bucket import Bucket
+from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.formats.message import Message, MessageBuffers
+from megatron_sparse.formats.message import TURNS, Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
-from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.bucket_job import BucketJob
 from megatron_sparse.reduction.group_threshold import threshold_source
-from megatron_sparse.reduction.groups import Groups
-from megatron_sparse.reduction.instances import second_half
-from megatron_sparse.reduction.job import GATE, Progress, Stage
-from megatron_sparse.reduction.level import alone, level_of
-from megatron_sparse.reduction.message_turns import MessageTurns
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.instances import SumOverInstances
+from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.level import LevelGroups, alone, level_of
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import Transport
@@ -82,52 +78,92 @@ class GradientListener(Protocol):
         """The message holds the selection; not called for a dense plan."""
 
 
-class PendingReduction:
-    """A bucket that is being synchronised. Call `wait` once, or else its two halves, each once."""
+@dataclass(frozen=True)
+class Groups:
+    """The groups of ranks with which a bucket is synchronised.
 
-    def __init__(self, pending: Pending, record: BucketRecord, sink: RecordSink) -> None:
-        self._pending = pending
-        self._record = record
-        self._sink = sink
+    Attributes:
+        data_parallel: the ranks whose gradients are summed.
+        tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
+        instances: the ranks that own the same shard in the other instances of the distributed
+            optimizer; None if there is one instance, or if the level is `instance`.
+        level: of a level above `rank`; None for `rank`.
+    """
+
+    data_parallel: Transport
+    tensor_parallel: Transport | None = None
+    instances: Transport | None = None
+    level: LevelGroups | None = None
+
+
+@dataclass(frozen=True)
+class BucketJob:
+    """A bucket that was launched, with the plan it follows and the record that it fills.
+
+    Attributes:
+        bucket: what is selected from and exchanged: the whole bucket, or this rank's part of it.
+        plan: of `bucket`.
+        step: the training step.
+        record: of `bucket`.
+        whole: the launched bucket; the same as `bucket` at level `rank`.
+    """
+
+    bucket: Bucket
+    plan: Plan
+    step: int
+    record: BucketRecord
+    whole: Bucket
 
     @property
-    def bucket(self) -> str:
-        """The bucket's name."""
-        return self._record.bucket
+    def averages(self) -> bool:
+        """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
 
-    def wait(self) -> None:
-        """Blocks until the bucket holds the sum, and the sum is known to be right.
-
-        Raises:
-            MegatronSparseError: the bucket was not synchronised; its content is undefined.
+        The shards that other ranks own then keep their values in the gradient buffer. Follows from
+        the plan and the bucket alone, so all ranks agree.
         """
-        self.wait_until_queued()
-        self.confirm()
+        bucket, plan = self.bucket, self.plan
+        is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
+        is_plain = not bucket.fp32_sums and not plan.narrows(bucket)
+        return bucket.reduction is Reduction.AVG and is_own and is_plain
 
-    def wait_until_queued(self) -> None:
-        """After it the current stream sees the sum; see `Pending.wait_until_queued`.
+    @property
+    def divisor(self) -> int:
+        """The number of ranks whose gradients are averaged; 1 for a sum."""
+        bucket = self.whole
+        is_average = bucket.reduction is Reduction.AVG
+        return bucket.world_size * bucket.instances if is_average else 1
 
-        In capacity mode on CUDA the host does not wait for the device. Nothing irrevocable may be
-        done with the sum before `confirm` has returned.
+    @property
+    def timer(self) -> StageTimer:
+        """Receives the time of every stage."""
+        return self.record.timer
 
-        Raises:
-            MegatronSparseError: the bucket was not synchronised, as far as is known by now.
-        """
-        start_s = time.perf_counter()
-        with marked("host_wait"):
-            self._pending.wait_until_queued()
-        self._sink.record_stage("host_wait", self._record.waited(start_s))
 
-    def confirm(self) -> None:
-        """Blocks until the bucket's reports have been read, and hands the record to the sink.
+class MessageTurns:
+    """Buffers that hold a bucket's own message on CUDA: a reducer's buckets take them in turn.
 
-        Raises:
-            MegatronSparseError: the bucket was not synchronised; its content is undefined.
-        """
-        ended = self._pending
-        ended.wait_until_ended()
-        self._record.end(ended.finished_s, ended.host_cpu_s, ended.host_wall_s)
-        self._sink.record_bucket(self._record)
+    A message is selected on one stream and exchanged on another (`streams`). While one bucket is
+    exchanged, the next one is selected; the bucket after that begins when the first one's work on
+    the device has ended, and takes over its buffers. So the memory for messages does not grow with
+    the number of buckets. On a CPU each bucket has buffers of its own, because several exchanges
+    are on their way at the same time.
+
+    Args:
+        buffers: of the reducer.
+    """
+
+    def __init__(self, buffers: MessageBuffers) -> None:
+        self._buffers = buffers
+        self._users: list[Pending | None] = [None] * TURNS
+        self._launches = 0
+
+    def take(self, bucket: Bucket, pending: Pending) -> None:
+        """Gives a bucket its turn; call it right before its job is submitted."""
+        if bucket.grad_N.device.type == "cuda":
+            turn = self._launches % TURNS
+            self._launches += 1
+            self._buffers.give_turn(bucket.name, turn)
+            pending.after, self._users[turn] = self._users[turn], pending
 
 
 class GradientReducer:
@@ -139,7 +175,7 @@ class GradientReducer:
         planner: chooses the scheme of each bucket.
         residuals: error feedback; shared by all reducers of a model. The progress thread mutates
             it between `start` and `wait`.
-        sink: receives each bucket's telemetry record, in `PendingReduction.wait`.
+        sink: receives each bucket's telemetry record, in `Pending.confirm`.
         progress: drives the pipelines; shared by all reducers of the process.
         listeners: see `GradientListener`.
 
@@ -171,7 +207,9 @@ class GradientReducer:
         self.selector = Selector(config.compression, residuals, self.transport.rank, self.buffers)
         self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
-        self._second_half = second_half(groups.instances, self.transport.rank)
+        self._instances: SumOverInstances | None = None
+        if groups.instances is not None:
+            self._instances = SumOverInstances(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
 
     def part(self, bucket: Bucket) -> Bucket:
@@ -187,32 +225,31 @@ class GradientReducer:
         return self._level.across
 
     def start(
-        self, bucket: Bucket, step: int, on_done: Callable[[], None] | None = None
-    ) -> PendingReduction:
+        self, bucket: Bucket, step: int, on_done: Callable[[Pending], None] | None = None
+    ) -> Pending[None]:
         """Launches the synchronisation of `bucket`, whose gradients must be final.
 
-        The gradient buffer must not be touched until `PendingReduction.wait` returns. Buckets must
+        The gradient buffer must not be touched until `Pending.wait` returns. Buckets must
         be started in the same order on every rank of the group.
 
         Args:
             bucket: the bucket to synchronise.
             step: the training step, for the density schedule and the keys of random draws.
-            on_done: called when the pipeline has ended; see `Progress.submit`.
+            on_done: called when the pipeline has ended; see `Pending`.
         """
         self._stragglers.begin_step(step)
         job = self.job(bucket, step)
         record = job.record
         # The planner compares its predictions with the times that the pipeline records.
         self.planner.follow(record)
-        pending = self._turns.launch(
-            bucket,
-            lambda after: self.progress.submit(
-                bucket.name, lambda: self.synchronise(job), record.timer, on_done, after
-            ),
+        pending = Pending(
+            bucket.name, self.synchronise(job), record.timer, record, self._sink, on_done
         )
+        self._turns.take(bucket, pending)
+        self.progress.submit(pending)
         # A step's first launch also starts a job that exchanges waiting times with other ranks.
         self._stragglers.launched(self.progress)
-        return PendingReduction(pending, record, self._sink)
+        return pending
 
     def job(self, bucket: Bucket, step: int) -> BucketJob:
         """Plans the synchronisation of `bucket`, which `synchronise` runs."""
@@ -273,7 +310,9 @@ class GradientReducer:
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             return self._take_whole(job)
         spec = plan.message_spec(bucket, self._config.scheme)
-        agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
+        agreed = None
+        if self._thresholds is not None:
+            agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
         message = self.selector.select(bucket, spec, step=job.step, timer=job.timer, agreed=agreed)
         job.record.thresholds_R = self.selector.thresholds_R
         for listener in self._listeners:
@@ -325,8 +364,10 @@ class GradientReducer:
         else:
             steps = SCHEMES[job.record.scheme].run(exchange, selected, job.step)
         steps = self._level.after(steps, exchange, job.whole, job.record)
-        whole = replace(exchange, bucket=job.whole, transport=self.transport)
-        return self._second_half.after(steps, whole, job.step)
+        if self._instances is not None:
+            whole = replace(exchange, bucket=job.whole, transport=self.transport)
+            steps = self._instances.after(steps, whole, job.step)
+        return steps
 
     def _finish(self, job: BucketJob, selected: Message | torch.Tensor, sent_bytes: int) -> None:
         """Completes the record.

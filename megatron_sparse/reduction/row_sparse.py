@@ -7,7 +7,7 @@ that no batch touched. A progress thread does the work; `wait` returns the resul
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -22,49 +22,27 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_sparse import RowSparse, check_coo
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, NullSink, RecordSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Progress
-from megatron_sparse.reduction.pending import Pending
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.progress import Progress, ProgressThread
 from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 
-class PendingRowSparse:
-    """A row-sparse gradient under way. Call `wait` exactly once.
+class PendingRows(Pending[torch.Tensor]):
+    """A row-sparse gradient under way."""
 
-    Attributes:
-        record: its measurements; complete after `wait`.
-        reduced: the result; None before it is there and after a failure.
-    """
-
-    def __init__(self, record: BucketRecord, sink: RecordSink) -> None:
-        self.record = record
-        self.reduced: torch.Tensor | None = None
-        self.pending: Pending | None = None
-        self._sink = sink
+    record: BucketRecord
 
     def wait(self) -> torch.Tensor:
-        """Blocks until the result is there.
+        """Blocks until the result is there; see `Pending.wait`.
 
         Returns:
             A coalesced sparse COO tensor [R, D], bit-identical on all ranks.
-
-        Raises:
-            MegatronSparseError: the gradient was not synchronised.
         """
-        start_s = time.perf_counter()
-        assert self.pending is not None, "handed out after it was submitted"
-        self.pending.wait()
-        assert self.reduced is not None, "a job that ends well leaves its result"
-        if self.reduced.is_cuda:
-            # Made on the progress thread's stream; its memory must not go back there too early.
-            for part in (self.reduced.indices(), self.reduced.values()):
-                part.record_stream(torch.cuda.current_stream(part.device))
-        done = self.pending
-        self.record.end(done.finished_s, done.host_cpu_s, done.host_wall_s)
-        self._sink.record_stage("host_wait", self.record.waited(start_s))
-        self._sink.record_bucket(self.record)
-        return self.reduced
+        reduced = super().wait()
+        # Made on the driver's stream; its memory must not go back there too early.
+        used_here([reduced.indices(), reduced.values()])
+        return reduced
 
 
 class RowSparseReducer:
@@ -96,8 +74,8 @@ class RowSparseReducer:
         gradient: torch.Tensor,
         reduction: Reduction,
         step: int,
-        on_done: Callable[[PendingRowSparse], None] | None = None,
-    ) -> PendingRowSparse:
+        on_done: Callable[[Pending[torch.Tensor]], None] | None = None,
+    ) -> PendingRows:
         """Launches the all-reduce of `gradient`; returns at once.
 
         Gradients must be started in the same order on every rank, and must not change before the
@@ -109,8 +87,7 @@ class RowSparseReducer:
                 fp16; coalesced or not. Only read.
             reduction: sum or average.
             step: the same on every rank.
-            on_done: called once when the work has ended, with or without an error; see
-                `Progress.submit`.
+            on_done: see `Pending`.
 
         Raises:
             ExtensionError: the gradient is of another kind.
@@ -128,19 +105,14 @@ class RowSparseReducer:
             timer=StageTimer(gradient.device),
             launched_s=time.perf_counter(),
         )
-        handle = PendingRowSparse(record, self._sink)
-        handle.pending = self._progress.submit(
-            name,
-            lambda: self._run(handle, gradient, reduction),
-            record.timer,
-            None if on_done is None else lambda: on_done(handle),
-        )
-        return handle
+        steps = self._run(record, gradient, reduction)
+        pending = PendingRows(name, steps, record.timer, record, self._sink, on_done)
+        self._progress.submit(pending)
+        return pending
 
     def _run(
-        self, handle: PendingRowSparse, gradient: torch.Tensor, reduction: Reduction
-    ) -> Generator[object, None, None]:
-        record = handle.record
+        self, record: BucketRecord, gradient: torch.Tensor, reduction: Reduction
+    ) -> Stage[torch.Tensor]:
         with record.timer.stage("encode"):
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
@@ -157,21 +129,21 @@ class RowSparseReducer:
         )
         record.wire_bytes = result.sent_bytes
         record.scheme = f"{NAME}_{result.way}"
-        handle.reduced = result.gradient.to_coo()
+        return result.gradient.to_coo()
 
 
 class PendingAlone:
     """A single all-reduce under way, with the group and the thread that were made for it."""
 
     def __init__(
-        self, pending: PendingRowSparse, transport: ProcessGroupTransport, progress: ProgressThread
+        self, pending: PendingRows, transport: ProcessGroupTransport, progress: ProgressThread
     ) -> None:
         self._pending = pending
         self._transport = transport
         self._progress = progress
 
     def wait(self) -> torch.Tensor:
-        """See `PendingRowSparse.wait`; gives the group back."""
+        """See `PendingRows.wait`; gives the group back."""
         try:
             return self._pending.wait()
         finally:

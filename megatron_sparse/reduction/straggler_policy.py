@@ -51,8 +51,8 @@ from megatron_sparse.planner.link_timing import (
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.recording import ReadinessRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Progress
-from megatron_sparse.reduction.pending import Pending
+from megatron_sparse.reduction.job import GATE, Pending
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.straggler.critical import (
     SplitTimes,
     dense_split,
@@ -212,7 +212,7 @@ class StragglerPolicy:
     def launched(self, progress: Progress) -> None:
         """Called after each launch; submits `agree` after the first launch of a step."""
         if self._last_step and self._agreement is None:
-            self._agreement = progress.submit("readiness", self.agree, StageTimer())
+            self._agreement = progress.submit(Pending("readiness", self.agree(), StageTimer()))
 
     def adapt(self, bucket: Bucket, plan: Plan) -> Plan:
         """The plan with a scheme that can skip a rank, where its own scheme has such a variant."""

@@ -54,16 +54,15 @@ class JobStream:
         """Makes the job's stream the thread's current one."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Lets the job's stream wait for an event."""
-        if self._stream is not None:
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Lets the job's stream wait for an event, if there is one."""
+        if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def at_gate(self) -> None:
         """The job's local work is queued; call it with the job's stream current."""
         if self._streams is not None and self._stream is self._streams.codec:
-            self._selected = torch.cuda.Event()
-            self._selected.record()
+            self._selected = self.marked_here()
 
     def pass_gate(self) -> None:
         """Moves the job to the network stream, behind its own local work."""
@@ -72,8 +71,8 @@ class JobStream:
             self._stream.wait_event(self._selected)
             self._selected = None
 
-    def finished(self) -> torch.cuda.Event | None:
-        """Marks the end of the job's work so far; call it with the job's stream current."""
+    def marked_here(self) -> torch.cuda.Event | None:
+        """An event after all that the current stream has queued; None on a CPU."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()

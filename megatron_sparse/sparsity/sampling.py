@@ -31,7 +31,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
-from megatron_sparse.compression.keys import draw_key
+from megatron_sparse.compression.selection import draw_key
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES, Message, MessageBuffers, decode_add_

@@ -1,11 +1,23 @@
-"""A posted operation: its name, its deadline, and the typed error that its failure becomes."""
+"""A posted operation: its name, its deadline, the typed error of its failure, and its `Work`s."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import SimpleQueue
+
+import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport.liveness import PeerLiveness
+
+POLL_S = 0.01
+"""How often `finish` looks whether waiting has become pointless."""
+
+_Task = tuple[Callable[[], None], "Future[None]"]
 
 
 class Operation:
@@ -57,3 +69,117 @@ class Operation:
             else "look at the other ranks' logs for the one that stopped first or does something "
             "else; raise scheme.timeout_s if one is only slow",
         )
+
+
+class WaitedWork:
+    """Works that a thread waits for, as one `Work`: gloo's.
+
+    Args:
+        operation: their name and deadline.
+        waiting: done when they have finished or failed.
+        check: checks the received bytes; called when they have finished.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        waiting: Future[None],
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        self._operation = operation
+        self._waiting = waiting
+        self._check = check
+
+    def ready(self) -> bool:
+        """See `Work`; also true when waiting has become pointless."""
+        return self._waiting.done() or self._operation.is_hopeless()
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        self._waiting.add_done_callback(lambda _: wake())
+
+    def finish(self) -> None:
+        """See `Work`."""
+        while not self.ready():
+            with suppress(TimeoutError):
+                self._waiting.exception(POLL_S)
+        if not self._waiting.done():
+            raise self._operation.error()
+        try:
+            self._waiting.result()
+        except RuntimeError as error:
+            raise self._operation.error(error) from error
+        if self._check is not None:
+            self._check()
+
+
+class StreamWork:
+    """Works of NCCL as one `Work`; `finish` lets the current stream wait for all of them."""
+
+    def __init__(self, operation: Operation, works: Sequence[dist.Work]) -> None:
+        self._operation = operation
+        self._works = works
+
+    def ready(self) -> bool:
+        """See `Work`. Always true: `finish` only lets the stream wait."""
+        return True
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`."""
+        wake()
+
+    def finish(self) -> None:
+        """See `Work`."""
+        try:
+            wait_all(self._works)
+        except RuntimeError as error:
+            raise self._operation.error(error) from error
+
+
+def wait_all(works: Sequence[dist.Work | None]) -> None:
+    """Waits for all works of c10d."""
+    for work in works:
+        assert work is not None, "only members of the group take part"
+        work.wait()
+
+
+class Waiters:
+    """Threads that wait for operations that cannot be polled. Tasks start in the order of `submit`.
+
+    Unlike the threads of a `ThreadPoolExecutor` they are daemons. If a rank is stopped, gloo blocks
+    a thread until the timeout; a daemon thread does not keep the process from ending meanwhile.
+
+    Args:
+        most: the largest number of threads; they are started on demand.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+        self._threads = 0
+
+    def submit(self, wait: Callable[[], None]) -> Future[None]:
+        """Queues `wait` for a thread to call. Submit from one thread at a time."""
+        waiting: Future[None] = Future()
+        self._tasks.put((wait, waiting))
+        if not self._idle.acquire(blocking=False) and self._threads < self._most:
+            self._threads += 1
+            threading.Thread(target=self._main, name="megatron_sparse_wait", daemon=True).start()
+        return waiting
+
+    def close(self) -> None:
+        """Ends every thread after its current task. Does not wait for the tasks."""
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+    def _main(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            wait, waiting = task
+            try:
+                waiting.set_result(wait())
+            except BaseException as error:  # raised by the future's `result`
+                waiting.set_exception(error)
+            # The task may hold large tensors: free them before the next one starts.
+            del task, wait, waiting
+            self._idle.release()

@@ -33,9 +33,13 @@ from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
 from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
-from megatron_sparse.transport.operation import Operation
-from megatron_sparse.transport.waiters import Waiters
-from megatron_sparse.transport.works import NoWork, StreamWork, WaitedWork, wait_all
+from megatron_sparse.transport.operation import (
+    Operation,
+    StreamWork,
+    WaitedWork,
+    Waiters,
+    wait_all,
+)
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -229,7 +233,7 @@ class ProcessGroupTransport:
         peers = {peer for peer, _ in [*sends, *receives]}
         assert self.rank not in peers, "a rank exchanges nothing with itself"
         if not peers:
-            return NoWork()
+            return StreamWork(Operation("an empty exchange", None, self._timeout_s), [])
         operation = self._announce(f"exchange with ranks {sorted(peers)}")
         if self.device.type == "cuda":
             try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import Case, Forwarding, steps_of
@@ -34,13 +35,8 @@ class Side:
         self._seen = Forwarding(self.transport, nodes=nodes or self.transport.nodes)
 
     def launch(self, case: Case):
-        """Starts a collective; returns the pending job, and a list for its outcome."""
-        outcome: list[tuple[torch.Tensor, int]] = []
-
-        def job():
-            outcome.append((yield from steps_of(case, self._seen)))
-
-        return self.progress.submit("b", job, StageTimer()), outcome
+        """Starts a collective; returns the pending job, whose result is the outcome."""
+        return self.progress.submit(Pending("b", steps_of(case, self._seen), StageTimer()))
 
     def close(self) -> None:
         """Ends the thread and gives the group back."""
@@ -62,8 +58,6 @@ def _run(rank, world_size, cases, nodes, late):
     for case in cases:
         if rank == late:
             time.sleep(LATE_S)
-        pending, outcome = side.launch(case)
-        pending.wait()
-        results.append(outcome[0][0])
+        results.append(side.launch(case).wait()[0])
     side.close()
     return results

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_sparse.compression.keys import draw_key
 from megatron_sparse.compression.parameters import ParameterFilter
+from megatron_sparse.compression.selection import draw_key
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import ConfigError
 

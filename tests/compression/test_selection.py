@@ -8,7 +8,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.compression.residual import Outcome, ResidualStore
-from megatron_sparse.compression.threshold import range_limits
+from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import StageTimer

@@ -19,7 +19,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.recording import BucketRecord, StageTimer
-from megatron_sparse.reduction.job import GATE, without_gates
+from megatron_sparse.reduction.job import GATE, Gate, without
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary
@@ -179,7 +179,7 @@ def test_the_sum_is_the_collectives_own_bit_for_bit(
 
     def oracle(rank: Rank, step: int) -> Iterator[Any]:
         rank.fill(step)
-        return (yield from without_gates(rank.steps(step)))
+        return (yield from without(rank.steps(step), Gate))
 
     engine = settings | {"nccl_engine": True}
     with group_of(nccl, ranks, lambda transport: Rank(transport, op, dtype, **engine)) as group:

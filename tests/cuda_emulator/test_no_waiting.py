@@ -13,8 +13,8 @@ from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.in_order import InOrderProgress
-from megatron_sparse.reduction.job import without_gates
+from megatron_sparse.reduction.job import Gate, without
+from megatron_sparse.reduction.progress import InOrderProgress
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.bucket_rank import NUMEL, Rank
@@ -49,7 +49,7 @@ class Ranks:
 
     def step(self, step: int) -> list[BucketRecord]:
         """The progress thread's work on the bucket, on every rank."""
-        return self._cluster.run(lambda each: without_gates(self.each[each.rank].steps(step)))
+        return self._cluster.run(lambda each: without(self.each[each.rank].steps(step), Gate))
 
 
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])

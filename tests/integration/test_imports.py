@@ -65,7 +65,7 @@ def test_the_contracts_hold() -> None:
             "Kernels know no configuration and no bucket",
         ),
         (
-            "megatron_sparse/ddp.py",
+            "megatron_sparse/ddp/state.py",
             "from megatron.core import parallel_state",
             "Only megatron/ imports Megatron-LM",
         ),

@@ -10,22 +10,22 @@ from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.megatron.bucket_group import Handle
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.reducer import PendingReduction
+from megatron_sparse.reduction.job import Pending
 
 
 class Sum:
     """A bucket that is on a stream; `confirm` reads its report."""
 
-    def __init__(self, log: list[str], bucket: str = "b", *, is_bad: bool = False) -> None:
-        self.bucket = bucket
+    def __init__(self, log: list[str], name: str = "b", *, is_bad: bool = False) -> None:
+        self.name = name
         self._log = log
         self._is_bad = is_bad
 
     def wait_until_queued(self) -> None:
-        self._log.append(f"{self.bucket} on stream")
+        self._log.append(f"{self.name} on stream")
 
     def confirm(self) -> None:
-        self._log.append(f"{self.bucket} read")
+        self._log.append(f"{self.name} read")
         if self._is_bad:
             raise WireFormatError("a bad record", expected="a good one", got="another")
 
@@ -95,7 +95,8 @@ def test_waits_inside_the_step_are_no_part_of_its_stage() -> None:
 
 def finish_grad_sync(sums: UnconfirmedSums | None, *pending: Sum) -> None:
     """Megatron's wait for a bucket group."""
-    Handle(cast("list[PendingReduction]", list(pending)), sums).wait()
+    then = sums.add if sums is not None else lambda each: each.confirm()
+    Handle(cast("list[Pending]", list(pending)), then).wait()
 
 
 @pytest.mark.parametrize(

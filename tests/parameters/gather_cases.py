@@ -6,7 +6,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
-from megatron_sparse.reduction.held import HeldProgress
+from megatron_sparse.reduction.progress import HeldProgress
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from tests.records import Kept

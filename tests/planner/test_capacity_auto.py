@@ -19,8 +19,8 @@ from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction import capacity_choice
-from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
+from megatron_sparse.reduction import host_state
+from megatron_sparse.reduction.host_state import with_agreed_capacity
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.device import GPU, to_gpu
@@ -109,8 +109,8 @@ def test_a_straggler_is_skipped_unless_sizes_were_fixed_by_hand(
 def test_a_rank_without_the_codec_makes_all_exchange_sizes(
     able: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(capacity_choice, "is_compiled", lambda device: True)
-    monkeypatch.setattr(capacity_choice, "_on_every_rank", lambda own, device, group: own and able)
+    monkeypatch.setattr(host_state, "is_compiled", lambda device: True)
+    monkeypatch.setattr(host_state, "_on_every_rank", lambda own, device, group: own and able)
     config = SparseConfig.from_overrides(scheme="direct")
     assert with_agreed_capacity(config, GPU).scheme.capacity == ("auto" if able else None)
     assert ("exchange message sizes" in caplog.text) != able

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_sparse.reduction.in_order import InOrderProgress
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.progress import InOrderProgress, ProgressThread
 
 DEVICE = torch.device("cuda:0")
 type Driver = type[InOrderProgress] | type[ProgressThread]

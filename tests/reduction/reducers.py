@@ -14,10 +14,8 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, RecordSink
-from megatron_sparse.reduction.groups import Groups
-from megatron_sparse.reduction.job import Progress
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import GradientListener, GradientReducer
+from megatron_sparse.reduction.progress import Progress, ProgressThread
+from megatron_sparse.reduction.reducer import GradientListener, GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")

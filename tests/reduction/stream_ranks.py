@@ -18,8 +18,8 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink
-from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
-from megatron_sparse.reduction.in_order import progress_on
+from megatron_sparse.reduction.host_state import with_agreed_capacity
+from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import ProcessGroupTransport
 

@@ -9,7 +9,7 @@ from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.reduction import density_change
+from megatron_sparse.reduction import host_state
 from tests.planner.planned import a_bucket, a_planner
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ def others(monkeypatch):
         found[0].copy_(own)
         found[1].copy_(own if wanted[0] is None else torch.tensor([wanted[0]]))
 
-    monkeypatch.setattr(density_change.dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(density_change.dist, "all_gather", all_gather)
+    monkeypatch.setattr(host_state.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(host_state.dist, "all_gather", all_gather)
     return wanted
 
 
@@ -34,7 +34,7 @@ def changed(density, step=100, **settings):
     given = {"density": 0.01, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0} | settings
     config = SparseConfig.from_overrides(**given)
     planner = planner_of(config, logs=False)
-    density_change.change_density(config, planner, density, step=step, device=CPU)
+    host_state.change_density(config, planner, density, step=step, device=CPU)
     return config, planner
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import GATE, Gate
+from megatron_sparse.reduction.job import GATE, Gate, Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from tests.waiting import DEADLINE_S, until
 
@@ -42,24 +42,25 @@ def progress():
 
 
 def _job(name, log, works):
-    def job():
-        log.append(f"{name} select")
-        yield GATE
-        for index, work in enumerate(works):
-            log.append(f"{name} post{index}")
-            if index == len(works) - 1:
-                yield POSTED
-            yield work
-        log.append(f"{name} decode")
+    log.append(f"{name} select")
+    yield GATE
+    for index, work in enumerate(works):
+        log.append(f"{name} post{index}")
+        if index == len(works) - 1:
+            yield POSTED
+        yield work
+    log.append(f"{name} decode")
 
-    return job
+
+def _submit(progress, name, job, timer=None):
+    return progress.submit(Pending(name, job, timer or StageTimer()))
 
 
 def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
     log = []
     first, second = [ManualWork(), ManualWork()], [ManualWork()]
-    a = progress.submit("a", _job("a", log, first), StageTimer())
-    b = progress.submit("b", _job("b", log, second), StageTimer())
+    a = _submit(progress, "a", _job("a", log, first))
+    b = _submit(progress, "b", _job("b", log, second))
     second[0].event.set()
     until(lambda: "b select" in log)
     assert "b post0" not in log
@@ -84,10 +85,10 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
         yield POSTED
         yield last
 
-    a = progress.submit("a", job, StageTimer())
+    a = _submit(progress, "a", job())
     done = ManualWork()
     done.event.set()
-    progress.submit("b", _job("b", log, [done]), StageTimer()).wait()
+    _submit(progress, "b", _job("b", log, [done])).wait()
     assert log[0] == "a shakes hands"
     assert "a posts the rest" not in log
     straggler.event.set()
@@ -110,7 +111,7 @@ def test_each_gate_is_passed_in_the_order_of_the_launch(progress):
                 yield Gate.PAST_ACROSS if stage == "across" else POSTED
             yield works[name, stage]
 
-    pending = [progress.submit(each, lambda each=each: job(each), StageTimer()) for each in "abc"]
+    pending = [_submit(progress, each, job(each)) for each in "abc"]
 
     def ends(name, stage, then):
         works[name, stage].event.set()
@@ -149,7 +150,7 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
         yield work
         time.sleep(asleep_s)
 
-    pending = progress.submit("a", job, StageTimer())
+    pending = _submit(progress, "a", job())
     until(lambda: posted)
     time.sleep(waited_s)
     work.event.set()
@@ -164,14 +165,14 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
 def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
     log, work = [], ManualWork()
     work.error = CommunicationError("peer gone")
-    failing = progress.submit("a", _job("a", log, [work]), StageTimer())
-    waiting = progress.submit("b", _job("b", log, [ManualWork()]), StageTimer())
+    failing = _submit(progress, "a", _job("a", log, [work]))
+    waiting = _submit(progress, "b", _job("b", log, [ManualWork()]))
     work.event.set()
     with pytest.raises(CommunicationError, match="bucket a: peer gone"):
         failing.wait()
     with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
         waiting.wait()
-    late = progress.submit("c", _job("c", log, []), StageTimer())
+    late = _submit(progress, "c", _job("c", log, []))
     with pytest.raises(CommunicationError, match="bucket c was not synchronised"):
         late.wait()
     assert "c select" not in log
@@ -180,7 +181,7 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
 def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
     monkeypatch.setattr("megatron_sparse.reduction.job.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
-    pending = progress.submit("a", _job("a", [], [ManualWork()]), StageTimer())
+    pending = _submit(progress, "a", _job("a", [], [ManualWork()]))
     with pytest.raises(CommunicationError, match="out of time"):
         pending.wait()
     progress.close()
@@ -188,7 +189,7 @@ def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch
 
 def test_network_time_is_recorded(progress):
     timer, work = StageTimer(), ManualWork()
-    pending = progress.submit("a", _job("a", [], [work]), timer)
+    pending = _submit(progress, "a", _job("a", [], [work]), timer)
     time.sleep(0.05)
     work.event.set()
     pending.wait()
@@ -199,8 +200,8 @@ def test_close_does_not_wait_for_peers_that_never_come():
     """As on a rank that leaves a step because of an error: not the deadline of 455 s."""
     progress = ProgressThread(torch.device("cpu"), timeout_s=300)
     log = []
-    posted = progress.submit("a", _job("a", log, [ManualWork()]), StageTimer())
-    queued = progress.submit("b", _job("b", log, [ManualWork()]), StageTimer())
+    posted = _submit(progress, "a", _job("a", log, [ManualWork()]))
+    queued = _submit(progress, "b", _job("b", log, [ManualWork()]))
     until(lambda: "b post0" in log)
     start_s = time.monotonic()
     progress.close()
@@ -215,8 +216,8 @@ def test_close_does_not_wait_for_peers_that_never_come():
 def test_close_after_an_error_is_immediate(progress):
     work = ManualWork()
     work.error = CommunicationError("peer gone")
-    failing = progress.submit("a", _job("a", [], [work]), StageTimer())
-    progress.submit("b", _job("b", [], [ManualWork()]), StageTimer())
+    failing = _submit(progress, "a", _job("a", [], [work]))
+    _submit(progress, "b", _job("b", [], [ManualWork()]))
     work.event.set()
     with pytest.raises(CommunicationError, match="peer gone"):
         failing.wait()
@@ -229,9 +230,9 @@ def test_close_ends_the_thread_after_pending_jobs():
     progress = ProgressThread(torch.device("cpu"), timeout_s=30)
     log, work = [], ManualWork()
     work.event.set()
-    progress.submit("a", _job("a", log, [work]), StageTimer())
+    _submit(progress, "a", _job("a", log, [work]))
     progress.close()
     assert log[-1] == "a decode"
-    late = progress.submit("b", _job("b", log, []), StageTimer())
+    late = _submit(progress, "b", _job("b", log, []))
     with pytest.raises(CommunicationError, match="closed reducer"):
         late.wait()

@@ -14,10 +14,15 @@ from megatron_sparse.collectives import POSTED, QUEUED
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.in_order import QUEUES, InOrderProgress, progress_on
-from megatron_sparse.reduction.job import GATE, Job, Progress
-from megatron_sparse.reduction.message_turns import MessageTurns
-from megatron_sparse.reduction.progress import ProgressThread
+from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.progress import (
+    QUEUES,
+    InOrderProgress,
+    Progress,
+    ProgressThread,
+    progress_on,
+)
+from megatron_sparse.reduction.reducer import MessageTurns
 from megatron_sparse.reduction.streams import used_here
 from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
 
@@ -46,25 +51,21 @@ class Report:
             raise self._error
 
 
-def bucket(cuda: FakeCuda, name: str, report: Report | None = None) -> Job:
+def bucket(cuda: FakeCuda, name: str, report: Report | None = None) -> Stage[None]:
     """A bucket's job: select, exchange, decode, and in capacity mode a report."""
-
-    def job():
-        cuda.note(f"select {name}")
-        yield GATE
-        cuda.note(f"post {name}")
-        yield POSTED
-        yield StreamWork(lambda: cuda.note(f"arrival of {name}"))
-        cuda.note(f"decode {name}")
-        if report is not None:
-            yield QUEUED
-            yield report
-
-    return job
+    cuda.note(f"select {name}")
+    yield GATE
+    cuda.note(f"post {name}")
+    yield POSTED
+    yield StreamWork(lambda: cuda.note(f"arrival of {name}"))
+    cuda.note(f"decode {name}")
+    if report is not None:
+        yield QUEUED
+        yield report
 
 
-def launch(progress: Progress, name: str, job: Job):
-    return progress.submit(name, job, StageTimer())
+def launch(progress: Progress, name: str, job: Stage[None]):
+    return progress.submit(Pending(name, job, StageTimer()))
 
 
 @drivers
@@ -105,14 +106,9 @@ def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
         gradient = torch.empty(8, device="cuda")
         for name in "abcd":
             launched = Bucket(name, gradient, (), CollectiveOp.ALL_REDUCE, 2)
-            pending.append(
-                turns.launch(
-                    launched,
-                    lambda after, name=name: progress.submit(
-                        name, bucket(cuda, name), StageTimer(), after=after
-                    ),
-                )
-            )
+            pending.append(Pending(name, bucket(cuda, name), StageTimer()))
+            turns.take(launched, pending[-1])
+            progress.submit(pending[-1])
             buffers.take_own("message", launched, 100)
     for each in pending:
         each.wait()
@@ -133,8 +129,10 @@ def test_a_bucket_without_buffers_waits_for_the_host_s_part_too(cuda: FakeCuda) 
         yield sizes
         cuda.note("decode a")
 
-    first = launch(progress, "a", exchanging)
-    second = progress.submit("b", bucket(cuda, "b"), StageTimer(), after=first)
+    first = launch(progress, "a", exchanging())
+    second = Pending("b", bucket(cuda, "b"), StageTimer())
+    second.after = first
+    progress.submit(second)
     assert not second.done()
     sizes.came.set()
     second.wait()
@@ -148,7 +146,8 @@ def test_a_queued_bucket_can_be_used_before_its_report_has_come(
     cuda: FakeCuda, driver: Driver
 ) -> None:
     progress, report, ended = driver(DEVICE, 30), Report(), threading.Event()
-    pending = progress.submit("a", bucket(cuda, "a", report), StageTimer(), ended.set)
+    pending = Pending("a", bucket(cuda, "a", report), StageTimer(), on_done=lambda _: ended.set())
+    progress.submit(pending)
     pending.wait_until_queued()
     cuda.note("use of a")
     assert cuda.precedes("network: decode a", "launching: use of a")
@@ -156,7 +155,7 @@ def test_a_queued_bucket_can_be_used_before_its_report_has_come(
     assert not ended.is_set()
     assert report.reads == 0
     report.came.set()
-    pending.wait_until_ended()
+    pending.confirm()
     assert report.reads == 1
     assert ended.is_set()
     progress.close()
@@ -172,7 +171,7 @@ def test_an_error_in_a_report_surfaces_when_it_is_read_and_stops_what_follows(
     pending.wait_until_queued()
     report.came.set()
     with pytest.raises(WireFormatError, match="bucket a: a bad record"):
-        pending.wait_until_ended()
+        pending.confirm()
     assert progress.broken
     with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
         launch(progress, "b", bucket(cuda, "b")).wait()
@@ -184,9 +183,9 @@ def test_the_launching_thread_launches_all_device_work_in_order(cuda: FakeCuda) 
 
     def job():
         threads.append(threading.current_thread())
-        yield from bucket(cuda, "a", Report())()
+        yield from bucket(cuda, "a", Report())
 
-    launch(progress, "a", job)
+    launch(progress, "a", job())
     assert threads == [threading.current_thread()]
     assert cuda.log[-2:] == ["network: decode a", "network: record network1"]
     cuda.note("a collective of the tensor-parallel group")
@@ -212,8 +211,8 @@ def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda) -> None:
         yield GATE
         raise CommunicationError("rank 1 is gone", expected="all ranks", got="none")
 
-    pending = launch(progress, "a", job)
-    for wait in (pending.wait_until_queued, pending.wait_until_ended):
+    pending = launch(progress, "a", job())
+    for wait in (pending.wait_until_queued, pending.confirm):
         with pytest.raises(CommunicationError, match="bucket a: rank 1 is gone"):
             wait()
     progress.close()

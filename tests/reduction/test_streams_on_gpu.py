@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.reduction.in_order import QUEUES
+from megatron_sparse.reduction.progress import QUEUES
 from tests.gpu_ranks import on_one_gpu
 
 

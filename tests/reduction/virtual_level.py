@@ -12,10 +12,10 @@ from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.groups import Groups
-from megatron_sparse.reduction.job import without_gates
+from megatron_sparse.reduction.job import Gate, without
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
@@ -164,7 +164,7 @@ class VirtualRanks:
         def pipeline(transport):
             job = self.reducers[transport.rank].job(self.buckets[transport.rank], step)
             records[transport.rank] = job.record
-            yield from without_gates(self.reducers[transport.rank].synchronise(job))
+            yield from without(self.reducers[transport.rank].synchronise(job), Gate)
 
         self.cluster.run(pipeline)
         for rank in range(self.n):

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to 
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression import threshold as selection
-from megatron_sparse.compression.threshold import range_limits
+from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.cuda_ext import ops, threshold_triton
 

@@ -40,7 +40,7 @@ from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bench.table import copy_action, local, show_progress
 from megatron_sparse.formats.codec_choice import CODEC
-from megatron_sparse.reduction.reducer import PendingReduction
+from megatron_sparse.reduction.job import Pending
 
 FLOOR_BYTES = 16
 """Of an element: fp32 gradient and residual read, residual and sum written."""
@@ -136,7 +136,7 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         bucket = case.bucket(torch.empty_like(base_N), 1)
         reducer, steps = self._path(case).reducer, count()
 
-        def start() -> PendingReduction:
+        def start() -> Pending:
             return reducer.start(bucket, next(steps))
 
         def synchronise(work: Callable[[], object] = lambda: None) -> None:
@@ -180,9 +180,7 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         products = max(round(time_us / self._median(product)), 1)
         return lambda: [product() for _ in range(products)]
 
-    def _host_us(
-        self, start: Callable[[], PendingReduction], before: Callable[[], object]
-    ) -> float:
+    def _host_us(self, start: Callable[[], Pending], before: Callable[[], object]) -> float:
         """Microseconds from the launch until a training loop would go on to the optimizer."""
         before()
         self._meet()

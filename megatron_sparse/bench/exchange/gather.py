@@ -31,8 +31,8 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.price import several_levels
-from megatron_sparse.reduction.held import HeldProgress
-from megatron_sparse.reduction.job import Progress as JobProgress
+from megatron_sparse.reduction.progress import HeldProgress
+from megatron_sparse.reduction.progress import Progress as JobProgress
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
 FLAT, PER_NODE = "flat", "per-node"

@@ -17,9 +17,10 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
-from megatron_sparse.reduction.job import Progress, without_gates
+from megatron_sparse.reduction.job import Gate, without
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
 
@@ -82,7 +83,7 @@ class BucketPath:
         """Synchronises a bucket on a virtual rank; driven by the cluster."""
         job = self.reducer.job(bucket, step)
         job.record.timer = timer or job.record.timer
-        yield from without_gates(self.reducer.synchronise(job))
+        yield from without(self.reducer.synchronise(job), Gate)
         return job.record
 
     def residual(self, bucket: Bucket) -> torch.Tensor:

@@ -14,13 +14,11 @@ its progress thread, which completes the bucket's future. The gradient of an
 `nn.Embedding(sparse=True)`, for which DDP makes a bucket of its own, goes through the row-sparse
 all-reduce instead, whole.
 
-This is one file because state and hook share one lifecycle: DDP's order of calls in a backward
-pass.
+State and hook share one lifecycle: DDP's order of calls in a backward pass.
 """
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes.
 
-import gc
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,18 +33,16 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
-from megatron_sparse.config.level import AUTO, RANK
-from megatron_sparse.config.parameters import COMPRESSED
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import CheckpointError, ConfigError, HostError
-from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.ddp import refusals
+from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import NullSink, RecordSink
-from megatron_sparse.reduction.capacity_choice import with_agreed_capacity
-from megatron_sparse.reduction.density_change import change_density
-from megatron_sparse.reduction.in_order import progress_on
-from megatron_sparse.reduction.reducer import GradientReducer, Groups, PendingReduction
-from megatron_sparse.reduction.row_sparse import PendingRowSparse, RowSparseReducer
+from megatron_sparse.reduction.host_state import HostState
+from megatron_sparse.reduction.job import Pending
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.transport import ProcessGroupTransport
 
 logger = logging.getLogger("megatron_sparse")
@@ -55,7 +51,7 @@ VERSION = 1
 """Of the state dictionary."""
 
 
-class DDPState:
+class DDPState(HostState):
     """The plugin's state for one DDP model in one process: `register_comm_hook`'s first argument.
 
     Collective: every rank makes one, with the same configuration. Residuals are kept by parameter
@@ -72,9 +68,7 @@ class DDPState:
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Attributes:
-        config: as given.
-        step: backward passes synchronised so far; drives warm-up and ramp, keys random draws.
-        residuals: error feedback.
+        step: backward passes synchronised so far.
 
     Raises:
         HostError: the model is not one that DDP wrapped, or it spreads over several devices.
@@ -98,35 +92,14 @@ class DDPState:
         sink: RecordSink | None = None,
         **overrides: Any,
     ) -> None:
-        device = _device_of(ddp)
+        device = refusals.device_of(ddp)
+        given = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
         optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        self.config = with_swept_thresholds(
-            check(SparseConfig.given("DDPState", config, overrides))
-        )
-        _check_steps(self.config, ddp, knows_steps=bool(optimizers), scaler=scaler)
-        _check_state_is_own(self.config)
-        _check_nothing_is_gathered(self.config)
-        _check_level(self.config)
-        self.step = 0
-        self._knows_steps = bool(optimizers)
-        self._scaler = scaler
-        self._scale: float | None = None
-        self._has_looked_for_scalers = False
-        self._is_unused = False
-        self._is_plain = False
-        self._all_at_end = ddp.static_graph
-        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-        self._filter = ParameterFilter(self.config.compression)
-        self._buckets: dict[int, Bucket] = {}
-        self._launched = 0
-        self._placed: set[int] = set()
-        self._unplaced: dict[str, torch.Tensor] = {}
-        self._in_flight: list[PendingReduction | PendingRowSparse] = []
-        self._device = device
-        scheme = self.config.scheme
-        group = ddp.process_group
+        knows_steps, scheme, group = bool(optimizers), given.scheme, ddp.process_group
+        refusals.check_config(given)
+        refusals.check_steps(given, ddp, knows_steps=knows_steps, scaler=scaler)
+        self._filter = ParameterFilter(given.compression)
         assert group is not None, "DDP without a device mesh has a group"
-        self._group = group
         self._transport = ProcessGroupTransport(
             group,
             scheme.timeout_s,
@@ -134,14 +107,22 @@ class DDPState:
             liveness=scheme.watch_peers,
             nccl_engine=scheme.nccl_engine,
         )
-        self._progress = progress_on(device, scheme.timeout_s)
-        self.config = with_agreed_capacity(self.config, device, self._transport.group)
-        self._planner = planner_of(self.config, logs=self._transport.rank == 0)
-        self.residuals = ResidualStore(
-            RESIDUAL_DTYPES[self.config.compression.residual_dtype],
-            undo=self._knows_steps or self.config.compression.undo == "always",
-            outcome=Outcome.ASSUMED,
-        )
+        super().__init__(given, device, self._transport.group)
+        self._group = group
+        self._knows_steps = knows_steps
+        self._scaler = scaler
+        self._scale: float | None = None
+        self._has_looked_for_scalers = False
+        self._is_unused = False
+        self._is_plain = False
+        self._all_at_end = ddp.static_graph
+        self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._buckets: dict[int, Bucket] = {}
+        self._launched = 0
+        self._placed: set[int] = set()
+        self._unplaced: dict[str, torch.Tensor] = {}
+        self._in_flight: list[Pending] = []
+        self.residuals.undo = knows_steps or given.compression.undo == "always"
         if self.residuals.undo:
             self.residuals.outcome = Outcome.REPORTED
             self._watch(ddp, optimizers)
@@ -149,53 +130,18 @@ class DDPState:
         self._reducer = GradientReducer(
             self.config,
             Groups(self._transport),
-            self._planner,
+            self.planner,
             self.residuals,
             sink,
-            self._progress,
+            self.progress,
         )
-        self._row_reducer = RowSparseReducer(self._transport, sink, self._progress)
+        self._row_reducer = RowSparseReducer(self._transport, sink, self.progress)
         if ddp.find_unused_parameters:
             logger.warning(
                 "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "
                 "rank used in a step, and what its residual sent then is lost; keep such "
                 "parameters whole with keep_patterns"
             )
-
-    @property
-    def enabled(self) -> bool:
-        """The running switch: if False, buckets are synchronised dense and send their residual too.
-
-        Set it to the same value on every rank between two steps.
-        """
-        return self._planner.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self._planner.enabled = value
-        logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
-
-    def set_density(self, density: float) -> None:
-        """Changes `compression.density` from the next step on.
-
-        Collective: every rank calls it between two steps. During the warm-up it sets the density
-        that the ramp will lead to. A resumed run starts with the density of its configuration.
-
-        Args:
-            density: nnz / numel, in (0, 1]; the same on every rank.
-
-        Raises:
-            CommunicationError: ranks want different densities.
-            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
-        """
-        change_density(
-            self.config,
-            self._planner,
-            density,
-            step=self.step,
-            device=self._device,
-            group=self._transport.group,
-        )
 
     def discard_step(self) -> None:
         """The last synchronised pass was not used: puts the residual back as it was before it.
@@ -304,20 +250,20 @@ class DDPState:
 
     def _start_dense(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
-    ) -> PendingReduction:
+    ) -> Pending:
         bucket = self._bucket_of(grad_bucket)
         # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
         # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
-        return self._reducer.start(bucket, self.step, lambda: future.set_result(bucket.grad_N))
+        return self._reducer.start(bucket, self.step, lambda _: future.set_result(bucket.grad_N))
 
     def _start_sparse(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
-    ) -> PendingRowSparse:
+    ) -> Pending:
         gradient = grad_bucket.buffer()
         (parameter,) = grad_bucket.parameters()
 
-        def complete(pending: PendingRowSparse) -> None:
-            future.set_result(gradient if pending.reduced is None else pending.reduced)
+        def complete(pending: Pending[torch.Tensor]) -> None:
+            future.set_result(gradient if pending.result is None else pending.result)
 
         return self._row_reducer.start(
             self._names[parameter], gradient, Reduction.AVG, self.step, complete
@@ -347,7 +293,7 @@ class DDPState:
         self._is_unused = self.residuals.undo
         if not self._has_looked_for_scalers:
             self._has_looked_for_scalers = True
-            _check_scalers(self._scaler)
+            refusals.check_scalers(self._scaler)
 
     def _end_step(self) -> None:
         self._launched = 0
@@ -408,16 +354,18 @@ class DDPState:
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":
             held = self._unplaced | dict(self.residuals.by_parameter())
-        return {
-            "version": VERSION,
-            "rank": self._transport.rank,
-            "world_size": self._transport.world_size,
+        return self._own() | {
             "step": self.step,
             "enabled": self.enabled,
-            "planner": self._planner.state_dict(),
+            "planner": self.planner.state_dict(),
             "scale": self._scale,
             "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
         }
+
+    def _own(self) -> dict[str, int]:
+        """What a saved state must have in common with the one that it is loaded into."""
+        ranks = self._transport
+        return {"version": VERSION, "rank": ranks.rank, "world_size": ranks.world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of `state_dict`, on the same rank and with the same number of ranks.
@@ -428,34 +376,12 @@ class DDPState:
             CheckpointError: the state is another rank's, or its residuals do not fit the model.
         """
         self._check_attached()
-        own = {
-            "version": VERSION,
-            "rank": self._transport.rank,
-            "world_size": self._transport.world_size,
-        }
-        for key, expected in own.items():
-            if state.get(key) != expected:
-                raise CheckpointError(
-                    f"the saved state has another {key}",
-                    expected=expected,
-                    got=state.get(key),
-                    remedy="load on each rank what it saved itself, with as many ranks, or start "
-                    "with zero residuals by not loading it",
-                )
-        numels = {name: parameter.numel() for parameter, name in self._names.items()}
-        for name, residual in state["residuals"].items():
-            if residual.numel() != numels.get(name):
-                raise CheckpointError(
-                    f"the saved residual of {name} does not fit the model",
-                    expected=f"{numels[name]} elements" if name in numels else "a parameter",
-                    got=residual.numel(),
-                    remedy="resume with the same model",
-                )
+        refusals.check_saved(state, self._own(), self._names)
         self.residuals.load(self._buckets.values(), {})
         kept = self.config.compression.residual_checkpoint != "none"
         self._unplaced = dict(state["residuals"]) if kept else {}
-        self._planner.load_state_dict(state.get("planner", {}))
-        self.step, self._planner.enabled = state["step"], state["enabled"]
+        self.planner.load_state_dict(state.get("planner", {}))
+        self.step, self.planner.enabled = state["step"], state["enabled"]
         self._scale = state.get("scale")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -480,8 +406,8 @@ class DDPState:
 
     def close(self) -> None:
         """Ends the thread and releases the process group; DDP cannot be used afterwards."""
-        self._progress.close()
-        self._transport.close(broken=self._progress.broken)
+        self.progress.close()
+        self._transport.close(broken=self.progress.broken)
 
 
 def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -495,112 +421,6 @@ def ddp_hook(state: DDPState, bucket: GradBucket) -> torch.futures.Future[torch.
         bucket: whose gradients are final, not yet divided.
     """
     return state.launch(bucket)
-
-
-def _device_of(ddp: object) -> torch.device:
-    if not isinstance(ddp, DistributedDataParallel):
-        raise HostError(
-            "this model was not wrapped by DDP",
-            expected="a torch.nn.parallel.DistributedDataParallel",
-            got=f"{type(ddp).__module__}.{type(ddp).__qualname__}",
-            remedy="wrap it first; for Megatron's own DDP use megatron_sparse.attach",
-        )
-    if getattr(ddp, "_use_python_reducer", False):
-        raise HostError(
-            "torch's compiled DDP calls no communication hook with gradients in buckets",
-            expected='torch._dynamo.config.optimize_ddp = "ddp_optimizer", the default, or False',
-            got='"python_reducer"',
-            remedy="change it before the model is wrapped by DDP",
-        )
-    devices = {parameter.device for parameter in ddp.module.parameters()}
-    if len(devices) != 1:
-        raise HostError(
-            "the model spreads over several devices",
-            expected="all parameters on one device",
-            got=", ".join(sorted(map(str, devices))),
-            remedy="use one process for each device",
-        )
-    return devices.pop()
-
-
-def _check_state_is_own(config: SparseConfig) -> None:
-    """Each rank saves only its own state, so nothing can add residuals up."""
-    if config.compression.residual_checkpoint == "sum":
-        raise ConfigError(
-            "compression.residual_checkpoint=sum does not go with plain DDP",
-            expected="full or none",
-            got="sum",
-            remedy="set compression.residual_checkpoint=full",
-        )
-
-
-def _check_nothing_is_gathered(config: SparseConfig) -> None:
-    """Every rank of plain DDP updates all parameters itself."""
-    if config.parameters.method in COMPRESSED:
-        raise ConfigError(
-            f"parameters.method={config.parameters.method} does not go with plain DDP",
-            expected="parameters.method=auto or raw",
-            got=config.parameters.method,
-            remedy="leave it out; it is for Megatron's distributed optimizer",
-        )
-
-
-def _check_level(config: SparseConfig) -> None:
-    """DDP makes new buckets after the first step, and their parts would lie on other ranks."""
-    if config.compression.level not in (RANK, AUTO):
-        raise ConfigError(
-            f"compression.level={config.compression.level} does not go with plain DDP",
-            expected="compression.level=rank or auto, which takes rank",
-            got=config.compression.level,
-            remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
-            "hierarchical adds up inside a node what its ranks have selected",
-        )
-
-
-def _check_steps(
-    config: SparseConfig,
-    ddp: DistributedDataParallel,
-    *,
-    knows_steps: bool,
-    scaler: torch.amp.GradScaler | None,
-) -> None:
-    """Refuses settings with which a skipped step would corrupt residuals."""
-    if knows_steps and config.compression.undo == "never":
-        raise ConfigError(
-            "compression.undo=never does not go with DDPState(..., optimizer=...)",
-            expected="compression.undo=auto or always: an unused pass is undone by a copy",
-            got="never",
-            remedy="leave it out",
-        )
-    if scaler is not None and not knows_steps:
-        raise ConfigError(
-            "DDPState got a scaler and no optimizer",
-            expected="both: a step that overflows is skipped, and the optimizer says so",
-            got="scaler=...",
-            remedy="give optimizer=... too",
-        )
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            raise ConfigError(
-                f"{dtype} parameters do not go with plain DDP",
-                expected="fp32 or bf16 parameters; fp16 by autocast and a GradScaler",
-                got=f"{name} in {dtype}",
-                remedy="train in fp32 or bf16; in fp16 under Megatron, with megatron_sparse.attach",
-            )
-
-
-def _check_scalers(known: torch.amp.GradScaler | None) -> None:
-    """Refuses loss scaling that the state does not follow; looks at all objects once."""
-    for each in gc.get_objects():
-        is_scaler = issubclass(type(each), torch.amp.GradScaler)
-        if is_scaler and each is not known and each._scale is not None:
-            raise ConfigError(
-                "a GradScaler scales the loss, and DDPState does not know it",
-                expected="DDPState(ddp, optimizer=..., scaler=...)",
-                got="a scaler in use",
-                remedy="give both to DDPState, or train in bf16 without a scaler",
-            )
 
 
 def _holds_values(parameter: torch.Tensor) -> bool:

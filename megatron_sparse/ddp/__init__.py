@@ -1,0 +1,1 @@
+"""The plugin in torch's own DistributedDataParallel: see `state`."""

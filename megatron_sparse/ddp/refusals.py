@@ -1,0 +1,173 @@
+"""What `DDPState` refuses: models that DDP did not wrap, and settings that need Megatron."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_sparse.config.level import AUTO, RANK
+from megatron_sparse.config.parameters import COMPRESSED
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import CheckpointError, ConfigError, HostError
+
+
+def device_of(ddp: object) -> torch.device:
+    """Where the model is.
+
+    Raises:
+        HostError: the model is not one that DDP wrapped, or it spreads over several devices.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise HostError(
+            "this model was not wrapped by DDP",
+            expected="a torch.nn.parallel.DistributedDataParallel",
+            got=f"{type(ddp).__module__}.{type(ddp).__qualname__}",
+            remedy="wrap it first; for Megatron's own DDP use megatron_sparse.attach",
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        raise HostError(
+            "torch's compiled DDP calls no communication hook with gradients in buckets",
+            expected='torch._dynamo.config.optimize_ddp = "ddp_optimizer", the default, or False',
+            got='"python_reducer"',
+            remedy="change it before the model is wrapped by DDP",
+        )
+    devices = {parameter.device for parameter in ddp.module.parameters()}
+    if len(devices) != 1:
+        raise HostError(
+            "the model spreads over several devices",
+            expected="all parameters on one device",
+            got=", ".join(sorted(map(str, devices))),
+            remedy="use one process for each device",
+        )
+    return devices.pop()
+
+
+def check_config(config: SparseConfig) -> None:
+    """Refuses settings that need Megatron.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    method, level = config.parameters.method, config.compression.level
+    if config.compression.residual_checkpoint == "sum":
+        # Each rank saves only its own state, so nothing can add residuals up.
+        raise ConfigError(
+            "compression.residual_checkpoint=sum does not go with plain DDP",
+            expected="full or none",
+            got="sum",
+            remedy="set compression.residual_checkpoint=full",
+        )
+    if method in COMPRESSED:
+        # Every rank of plain DDP updates all parameters itself.
+        raise ConfigError(
+            f"parameters.method={method} does not go with plain DDP",
+            expected="parameters.method=auto or raw",
+            got=method,
+            remedy="leave it out; it is for Megatron's distributed optimizer",
+        )
+    if level not in (RANK, AUTO):
+        # DDP makes new buckets after the first step, and their parts would lie on other ranks.
+        raise ConfigError(
+            f"compression.level={level} does not go with plain DDP",
+            expected="compression.level=rank or auto, which takes rank",
+            got=level,
+            remedy="leave it out, or use Megatron with megatron_sparse.attach; scheme.name="
+            "hierarchical adds up inside a node what its ranks have selected",
+        )
+
+
+def check_steps(
+    config: SparseConfig,
+    ddp: DistributedDataParallel,
+    *,
+    knows_steps: bool,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Refuses settings with which a skipped step would corrupt residuals.
+
+    Args:
+        config: of the plugin.
+        ddp: the model.
+        knows_steps: whether the state got the optimizer.
+        scaler: that the state got.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if knows_steps and config.compression.undo == "never":
+        raise ConfigError(
+            "compression.undo=never does not go with DDPState(..., optimizer=...)",
+            expected="compression.undo=auto or always: an unused pass is undone by a copy",
+            got="never",
+            remedy="leave it out",
+        )
+    if scaler is not None and not knows_steps:
+        raise ConfigError(
+            "DDPState got a scaler and no optimizer",
+            expected="both: a step that overflows is skipped, and the optimizer says so",
+            got="scaler=...",
+            remedy="give optimizer=... too",
+        )
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{dtype} parameters do not go with plain DDP",
+                expected="fp32 or bf16 parameters; fp16 by autocast and a GradScaler",
+                got=f"{name} in {dtype}",
+                remedy="train in fp32 or bf16; in fp16 under Megatron, with megatron_sparse.attach",
+            )
+
+
+def check_scalers(known: torch.amp.GradScaler | None) -> None:
+    """Refuses loss scaling that the state does not follow; looks at all objects once.
+
+    Raises:
+        ConfigError: a GradScaler other than the known one is in use.
+    """
+    for each in gc.get_objects():
+        is_scaler = issubclass(type(each), torch.amp.GradScaler)
+        if is_scaler and each is not known and each._scale is not None:
+            raise ConfigError(
+                "a GradScaler scales the loss, and DDPState does not know it",
+                expected="DDPState(ddp, optimizer=..., scaler=...)",
+                got="a scaler in use",
+                remedy="give both to DDPState, or train in bf16 without a scaler",
+            )
+
+
+def check_saved(
+    state: Mapping[str, Any], own: Mapping[str, int], names: Mapping[torch.nn.Parameter, str]
+) -> None:
+    """Refuses a saved state of another rank or another model.
+
+    Args:
+        state: of `DDPState.state_dict`.
+        own: what it must have in common with this process.
+        names: of the model's parameters.
+
+    Raises:
+        CheckpointError: names the field, or the parameter.
+    """
+    for key, expected in own.items():
+        if state.get(key) != expected:
+            raise CheckpointError(
+                f"the saved state has another {key}",
+                expected=expected,
+                got=state.get(key),
+                remedy="load on each rank what it saved itself, with as many ranks, or start "
+                "with zero residuals by not loading it",
+            )
+    numels = {name: parameter.numel() for parameter, name in names.items()}
+    for name, residual in state["residuals"].items():
+        if residual.numel() != numels.get(name):
+            raise CheckpointError(
+                f"the saved residual of {name} does not fit the model",
+                expected=f"{numels[name]} elements" if name in numels else "a parameter",
+                got=residual.numel(),
+                remedy="resume with the same model",
+            )

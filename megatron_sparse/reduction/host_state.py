@@ -1,0 +1,193 @@
+"""What the plugin holds in one process, whichever host it is in: Megatron's, or torch's DDP.
+
+Two things are agreed with the other ranks: whether messages have a fixed size, at the start, and a
+new target density, while the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.collectives import SCHEMES, check
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.schedule import Phase, phase_and_density
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.formats.codec_choice import is_compiled
+from megatron_sparse.planner import Planner
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.reduction.progress import progress_on
+
+logger = logging.getLogger("megatron_sparse")
+
+
+class HostState:
+    """What `megatron.attachment` and `ddp` share. Making one is collective over the group.
+
+    Args:
+        config: of the user, checked, with the thresholds of the cluster file.
+        device: of the gradients.
+        group: the ranks that exchange messages; None takes all.
+
+    Attributes:
+        config: as given, with message sizes that all ranks can make.
+        step: training steps so far; drives warm-up and ramp, keys random draws.
+        planner: chooses the scheme of each bucket.
+        residuals: error feedback; every step counts as accepted until the host says otherwise.
+        progress: drives the buckets.
+    """
+
+    def __init__(
+        self, config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.config = with_agreed_capacity(config, device, group)
+        self.step = 0
+        self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
+        self.residuals = ResidualStore(
+            RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False, outcome=Outcome.ASSUMED
+        )
+        self.progress = progress_on(device, config.scheme.timeout_s)
+        self._device = device
+        self._ranks = group
+
+    @property
+    def enabled(self) -> bool:
+        """Switches compression during the run. Off: buckets are sent dense, residual included.
+
+        Set it to the same value on every rank, between two steps.
+        """
+        return self.planner.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        self.planner.enabled = value
+        logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
+
+    def set_density(self, density: float) -> None:
+        """Changes `compression.density` from the next step on.
+
+        Collective: every rank calls it between two steps. During the warm-up it sets the density
+        that the ramp will lead to. A resumed run starts with the density of its configuration.
+
+        Args:
+            density: nnz / numel, in (0, 1]; the same on every rank.
+
+        Raises:
+            CommunicationError: ranks want different densities; nothing is changed.
+            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
+        """
+        change_density(
+            self.config,
+            self.planner,
+            density,
+            step=self.step,
+            device=self._device,
+            group=self._ranks,
+        )
+
+
+def with_agreed_capacity(
+    config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
+) -> SparseConfig:
+    """The configuration with `scheme.capacity=null` for `auto` where a rank lacks the codec.
+
+    Ranks with and without fixed sizes would wait for one another. On CUDA with `auto` this is
+    collective over the group, and the host waits for one number; else it does nothing.
+
+    Args:
+        config: as the user gave it; not changed.
+        device: of the gradients.
+        group: the ranks that will exchange messages; None takes all.
+
+    Raises:
+        ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size.
+    """
+    if device.type != "cuda":
+        return config
+    if config.scheme.capacity != "auto":
+        return config
+    if _on_every_rank(is_compiled(device), device, group):
+        return config
+    logger.warning(
+        "scheme.capacity=auto: ranks exchange message sizes, and the host waits for them, because "
+        "the compiled codec does not work on every rank's GPU (megatron-sparse doctor)"
+    )
+    return check(replace(config, scheme=replace(config.scheme, capacity=None)))
+
+
+def _on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    able = torch.tensor([int(own)], device=device)
+    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
+    return bool(able.item())
+
+
+def change_density(
+    config: SparseConfig,
+    planner: Planner,
+    density: float,
+    *,
+    step: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Sets the target density from `step` on, and lets the planner choose anew.
+
+    Collective over the group, between two steps. Nothing is changed if it raises.
+
+    Args:
+        config: `compression.density` of it is changed in place.
+        planner: plans by that configuration.
+        density: nnz / numel, in (0, 1]; the same on every rank.
+        step: the next step, counted from 0.
+        device: of the gradients; one number is exchanged there.
+        group: the ranks; None takes all.
+
+    Raises:
+        CommunicationError: ranks want different densities.
+        ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
+    """
+    _check_equal(density, device, group)
+    changed = replace(config.compression, density=density)
+    compression, name = config.compression, config.scheme.name
+    if name != "auto" and SCHEMES[name].takes_all:
+        raise _refusal("a sparse scheme", f"scheme={name}", "choose another scheme at the start")
+    phase, _ = phase_and_density(compression, step)
+    if phase is Phase.OFF:
+        raise _refusal("compression.enabled=true", "false", "switch compression on at the start")
+    if phase is Phase.RAMP:
+        end = compression.warmup + compression.ramp
+        raise _refusal(
+            f"a step before the ramp or after it, so from step {end} on",
+            f"step {step} of the ramp to density {compression.density:g}",
+            "wait for the end of the ramp: a new target would make the density jump",
+        )
+    before, compression.density = compression.density, float(changed.density)
+    planner.replan()
+    logger.info("step %d: target density %g, before %g", step, compression.density, before)
+
+
+def _refusal(expected: str, got: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        "the density cannot be changed now", expected=expected, got=got, remedy=remedy
+    )
+
+
+def _check_equal(density: object, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Compares the value of all ranks; one that is no number is left to the configuration."""
+    is_number = isinstance(density, int | float) and not isinstance(density, bool)
+    own = torch.tensor([density if is_number else math.nan], dtype=torch.float64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    wanted = [value.item() for value in found]
+    if any(value != wanted[0] for value in wanted) and not all(map(math.isnan, wanted)):
+        raise CommunicationError(
+            "ranks want different densities",
+            expected="set_density with the same value on every rank",
+            got=", ".join(f"rank {rank}: {value:g}" for rank, value in enumerate(wanted)),
+            remedy="compute the density from numbers that all ranks have, such as the iteration",
+        )
