@@ -12,7 +12,6 @@ from enum import StrEnum
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.config.sparse import SchemeConfig
 
 ALL_OPS = frozenset(CollectiveOp)
@@ -65,7 +64,7 @@ class Scheme:
     run: Callable[..., Steps]
     place: int
     cost: Callable[..., None] | None = None
-    buffers: Callable[[BufferSizes], dict[str, int]] | None = None
+    buffers: Callable[..., dict[str, int]] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = no_cuts

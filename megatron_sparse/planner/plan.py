@@ -68,10 +68,12 @@ class Plan:
         if scheme.sends_whole:
             bits = dense_value_bits(bits)
         form = scheme.message_format(options)
+        if bits is not None and (form == "auto" or scheme.sends_whole):
+            form = "rice"  # the one format of quantised values
         return MessageSpec(
             density=self.density,
             wire_dtype=self.wire_dtype,
-            format="rice" if form == "auto" and bits is not None else form,
+            format=form,
             block_size=options.block_size,
             sharded=self.sharded,
             extra_cuts=scheme.extra_cuts(bucket),

@@ -58,14 +58,14 @@ def predicted_bytes(
     pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
 
     form = scheme.format if value_bits is None else "rice"
+    factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
 
     def message_bytes(density: float, bits: int | None) -> float:
         kept_bytes = element_bytes if bits is None else KEPT_BYTES
-        of_pruned = record_bytes(density, element_bytes, form, bits)
+        of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
         return kept * kept_bytes + pruned * of_pruned
 
     sum_density = 1 - (1 - density) ** n
-    factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
     if factor is not None:
         density = min(factor * density, 1)
         sum_density = min(n * density, 1)

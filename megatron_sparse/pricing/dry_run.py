@@ -82,11 +82,11 @@ class DryRun:
             return BlockFormat(self.options.block_size, self.cluster)
         if name == "auto" and (self.shape.value_bits or self.options.format == "rice"):
             name = "rice"
-        return RecordFormat(name, self.cluster)
+        return RecordFormat(name, self.cluster, fixed=self.has_slots)
 
-    def gathered_sums(self) -> RecordFormat | BlockFormat:
+    def gathered_sums(self, name: str = "auto") -> RecordFormat | BlockFormat:
         """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
-        form = self.format()
+        form = self.format(name)
         if self.options.given_sum_bits is None or not isinstance(form, RecordFormat):
             return form
         return replace(form, value_bits=self.options.given_sum_bits)
@@ -95,7 +95,7 @@ class DryRun:
         """Records of a rank's own message in a format, as `Message` has them."""
         if name == "blocks":
             return self.format(name)
-        return RecordFormat(name, self.cluster, self.shape.value_bits)
+        return RecordFormat(name, self.cluster, self.shape.value_bits, self.has_slots)
 
     def whole_messages(self) -> RecordFormat:
         """Records of a message that holds every element, quantised."""

@@ -8,15 +8,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange import truth
-from megatron_sparse.bench.exchange.truth import Setting, full_size_bytes
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.options import CollectiveSweep
+from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
+from megatron_sparse.bench.exchange.truth import full_size_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
+from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
@@ -31,15 +35,18 @@ from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, Code
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat
 from megatron_sparse.pricing.shape import BucketShape, Prediction
+from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
-from megatron_sparse.transport import Link
+from megatron_sparse.transport import Link, VirtualCluster
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
 PRICED = [name for name in SCHEMES if not skips_straggler(name)]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
+AT_RANK = LevelChoice(RANK, "as asked", ())
+COUNTS = (*range(1, 9), 11, 16)
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
 
 
@@ -97,24 +104,84 @@ def test_one_rank_needs_no_network(scheme, op):
     assert found == Prediction(0.0, 0.0, 0.0)
 
 
-def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: int) -> list[float]:
-    """Seconds that the network takes: predicted, and on a virtual cluster."""
+class Kind(NamedTuple):
+    """The messages of a run, as `scheme` and `compression` name them."""
+
+    format: str = "auto"
+    value_bits: int | None = None
+    sum_bits: int | None = None
+    capacity: float | None = None
+
+
+WHOLE = Kind()
+KINDS = (
+    Kind("coo"),
+    Kind("pici"),
+    Kind("rice"),
+    Kind(value_bits=4),
+    Kind(value_bits=2, sum_bits=8),
+    Kind(capacity=1.25),
+    Kind("rice", 4, capacity=1.25),
+)
+
+
+def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
+    """Whether a scheme has messages of this kind."""
+    entry, options = SCHEMES[scheme], SchemeConfig(capacity=kind.capacity)
+    is_own = entry.own_format is not None or (kind.sum_bits is not None and entry.takes_inner)
+    is_sparse = entry.takes is Input.SPARSE
+    return is_sparse and not is_own and fits(scheme, op, options, kind.value_bits)
+
+
+def both_s(
+    scheme: str,
+    n: int,
+    op: CollectiveOp,
+    where: ClusterModel,
+    numel: int,
+    kind: Kind = WHOLE,
+) -> list[float]:
+    """Seconds that the network takes: predicted, and on a virtual cluster.
+
+    The same data: one non-zero in each 20 elements. Of messages of a kind, the reducer is asked for
+    8 % of the elements, so that its threshold is 0: slots and Rice's chunks are made for 8 %.
+    """
     given = stratified(n, 0.05, numel)
-    setting = Setting(where, n, None, op, numel)
-    taken_s = truth.run(scheme, given, setting).total_s
-    found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
-    return [found.network_s, taken_s]
+    profile, density = profile_of(given), 1.0 if kind == WHOLE else 0.08
+    if kind.capacity is not None:
+        profile = replace(profile, density=density)
+    case = Case(op, scheme, "fp32", density, numel, kind.value_bits, kind.sum_bits)
+    sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
+    virtual = VirtualCluster(n, where.topology(n))
+    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]
+    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
+    options = SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
+    bucket = replace(shape(n, op, numel), value_bits=kind.value_bits)
+    return [predict(scheme, bucket, profile, where, options).network_s, virtual.modelled_s]
 
 
-@pytest.mark.parametrize("nodes", [(64,), (2, 2, 2, 2)])
 @pytest.mark.parametrize(("scheme", "op"), CASES)
-def test_rounds_are_those_of_the_virtual_cluster(scheme, op, nodes):
-    """Latency only: any number of ranks, also on nodes of different size."""
-    where = cluster(LATENCY, Link(100.0, 0.0), nodes)
-    for n in (2, 3, 4, 5, 8):
-        predicted_s, taken_s = both_s(scheme, n, op, where, 4096 * n)
-        # Sums of a hundred numbers of seconds; a schedule of another length is off by one at least.
-        assert predicted_s == pytest.approx(taken_s, abs=1e-6), n
+def test_rounds_are_those_of_the_virtual_cluster(scheme, op):
+    """Latency only, on one node and on nodes of two."""
+    for nodes, counts in (((64,), COUNTS), ((2, 2, 2, 2), (2, 3, 5, 8))):
+        where = cluster(LATENCY, Link(100.0, 0.0), nodes)
+        for n in counts:
+            predicted_s, taken_s = both_s(scheme, n, op, where, 1024 * n)
+            # Sums of a hundred numbers of seconds; another schedule is off by one at least. But
+            # sums of 10 ranks have 40.1 % of non-zeros: at the threshold of 40 % chance decides.
+            by_chance = 1 if scheme == "adaptive_ring" and n > 10 else 0
+            assert predicted_s == pytest.approx(taken_s, abs=by_chance + 1e-6), n
+
+
+@pytest.mark.parametrize(("scheme", "op"), CASES)
+def test_rounds_on_nodes_of_different_size(scheme, op):
+    """A node that has surplus ranks is priced as if all others waited for it in each phase."""
+    for nodes in ((3, 2, 2), (3, 2, 4, 2, 2)):
+        n = sum(nodes)
+        where = cluster(LATENCY, Link(100.0, 0.0), nodes)
+        predicted_s, taken_s = both_s(scheme, n, op, where, 1024 * n)
+        assert taken_s <= predicted_s * (1 + 1e-9), nodes
+        assert predicted_s == pytest.approx(taken_s, rel=0.01), nodes
 
 
 @pytest.mark.parametrize(("nodes", "nic"), [((64,), "rank"), ((4, 4), "rank"), ((4, 4), "node")])
@@ -128,6 +195,50 @@ def test_bytes_are_those_of_the_virtual_cluster(scheme, op, nodes, nic):
         # moment may be served in another order.
         tolerance = 0.10 if nic == "node" else 0.03
         assert predicted_s == pytest.approx(taken_s, rel=tolerance), n
+
+
+@pytest.mark.parametrize(
+    ("scheme", "op", "kind"),
+    [(*case, kind) for case in CASES for kind in KINDS if has_messages(*case, kind)],
+    ids=str,
+)
+def test_bytes_of_each_kind_of_message(scheme, op, kind):
+    """Bandwidth only. Rice's positions take fewer bits where gaps are random."""
+    for n in (3, 8):
+        predicted_s, taken_s = both_s(scheme, n, op, cluster(BANDWIDTH), 4 * 4096 * n, kind)
+        assert predicted_s == pytest.approx(taken_s, rel=0.04), n
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_unequal_nodes_share_out_a_reduce_scatter_by_their_shards(op):
+    """Nodes of four ranks and one: four fifths of the bucket cross the nodes to the first."""
+    where = cluster(BANDWIDTH, Link(0.0, 4e-9), (4, 1))
+    predicted_s, taken_s = both_s("dense_hierarchical", 5, op, where, 4096 * 5)
+    assert predicted_s == pytest.approx(taken_s, rel=0.03)
+
+
+@pytest.mark.parametrize(("n", "density", "parts"), [(2, 0.25, 2), (4, 0.1, 4)])
+def test_long_messages_travel_in_parts(n, density, parts):
+    """On a CPU `agsparse` adds a part while the next one travels."""
+    numel = 2**20 * parts
+    given = stratified(n, density, numel)
+    where = cluster(Link(1.0, 1e-9))
+    case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 1.0, numel)
+    virtual = VirtualCluster(n, where.topology(n))
+    paths = [BucketPath(case, CollectiveSweep(), g) for g in virtual_groups(virtual, AT_RANK)]
+    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
+    found = predict("agsparse", shape(n, numel=numel), profile_of(given), where, OPTIONS)
+    assert found.network_s == pytest.approx(virtual.modelled_s, rel=1e-3)
+    assert round(found.network_s) == 1 + parts
+    # All additions take as long as before, but those of the last part alone are waited for.
+    slow = predict(
+        "agsparse",
+        shape(n, numel=numel),
+        profile_of(given),
+        cluster(Link(0.0, 1e-3), codec_s=1e-9),
+        OPTIONS,
+    )
+    assert slow.codec_s == pytest.approx((1 + n / parts) * numel * 1e-9, rel=1e-6)
 
 
 def test_the_dense_ring_is_the_papers_equation_2():
