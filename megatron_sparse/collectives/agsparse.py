@@ -183,14 +183,14 @@ def cost(run: DryRun) -> None:
     part = run.piece(parts)
     first_s = record_format.seconds(CodecOp.DECODE, part, density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, part, density, run.b)
-    adding_s = float(run.local(first_s + (run.n - 1) * addition_s))
+    adding_s = float(first_s + (run.n - 1) * addition_s)
     if parts == 1:
         run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
     else:
         nbytes = float(record_format.nbytes(part, run.message_density()[0], run.b))
         for number in range(parts):
             run.clocks.everybody_at_once(nbytes, run.host_s, adding_s if number else 0.0)
-    run.clocks.work(adding_s)
+    run.work(adding_s)
 
 
 SCHEME = Scheme(

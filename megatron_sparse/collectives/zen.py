@@ -253,5 +253,6 @@ SCHEME = Scheme(
     buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     own_format="coo",
+    waits_on_cuda=True,
     runs_across_nodes=True,
 )

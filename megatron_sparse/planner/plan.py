@@ -266,8 +266,8 @@ class FixedPlanner:
         shape = BucketShape(**bucket_facts(bucket, None))
         if shape not in self._dense_us:
             whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
-            price = predict("dense", shape, whole, self._cluster, self._scheme)
-            self._dense_us[shape] = price.total_s * 1e6
+            time_s = predict("dense", shape, whole, self._cluster, self._scheme)
+            self._dense_us[shape] = time_s * 1e6
         return self._dense_us[shape]
 
     def follow(self, record: BucketRecord) -> None:
