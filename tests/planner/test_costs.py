@@ -18,7 +18,7 @@ from megatron_sparse.bench.exchange.case import Case
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bench.exchange.truth import full_size_bytes
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
@@ -31,6 +31,7 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.planner.costs import fits, predict, predict_all
+from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat
@@ -114,6 +115,7 @@ class Kind(NamedTuple):
 
 
 WHOLE = Kind()
+KIND_DENSITY = 0.08
 KINDS = (
     Kind("coo"),
     Kind("pici"),
@@ -133,6 +135,32 @@ def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
     return is_sparse and not is_own and fits(scheme, op, options, kind.value_bits)
 
 
+def options_of(kind: Kind) -> SchemeConfig:
+    """`scheme` of the configuration."""
+    return SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
+
+
+def ran(
+    scheme: str,
+    op: CollectiveOp,
+    where: ClusterModel,
+    given: list[torch.Tensor],
+    kind: Kind = WHOLE,
+) -> VirtualCluster:
+    """A virtual cluster that has synchronised these gradients, by the reducer of training.
+
+    Of messages of a kind, the reducer is asked for `KIND_DENSITY`, more than there is: its
+    threshold is then 0, and slots and Rice's chunks are made for that density.
+    """
+    n, density = len(given), 1.0 if kind == WHOLE else KIND_DENSITY
+    case = Case(op, scheme, "fp32", density, given[0].numel(), kind.value_bits, kind.sum_bits)
+    sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
+    virtual = VirtualCluster(n, where.topology(n))
+    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]
+    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
+    return virtual
+
+
 def both_s(
     scheme: str,
     n: int,
@@ -141,23 +169,14 @@ def both_s(
     numel: int,
     kind: Kind = WHOLE,
 ) -> list[float]:
-    """Seconds that the network takes: predicted, and on a virtual cluster.
-
-    The same data: one non-zero in each 20 elements. Of messages of a kind, the reducer is asked for
-    8 % of the elements, so that its threshold is 0: slots and Rice's chunks are made for 8 %.
-    """
+    """Seconds that the network takes: predicted, and on a virtual cluster with the same data."""
     given = stratified(n, 0.05, numel)
-    profile, density = profile_of(given), 1.0 if kind == WHOLE else 0.08
+    profile, options = profile_of(given), options_of(kind)
     if kind.capacity is not None:
-        profile = replace(profile, density=density)
-    case = Case(op, scheme, "fp32", density, numel, kind.value_bits, kind.sum_bits)
-    sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
-    virtual = VirtualCluster(n, where.topology(n))
-    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]
-    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
-    options = SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
+        profile = replace(profile, density=KIND_DENSITY)
     bucket = replace(shape(n, op, numel), value_bits=kind.value_bits)
-    return [predict(scheme, bucket, profile, where, options), virtual.modelled_s]
+    predicted_s = predict(scheme, bucket, profile, where, options)
+    return [predicted_s, ran(scheme, op, where, given, kind).modelled_s]
 
 
 @pytest.mark.parametrize(("scheme", "op"), CASES)
@@ -210,6 +229,19 @@ def test_bytes_of_each_kind_of_message(scheme, op, kind):
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
+@pytest.mark.parametrize("kind", [WHOLE, *(kind for kind in KINDS if not kind.capacity)], ids=str)
+@pytest.mark.parametrize("scheme", ["dense", "agsparse", "direct"])
+def test_the_byte_formula_is_what_ranks_send(scheme, kind, op):
+    """What `auto` compares without a cluster file, less headers, agreements and half words."""
+    n, numel = 3, 16 * 4096 * 3
+    bucket = Bucket("b", torch.zeros(numel), [ParameterSlice("w", 0, numel)], op, n)
+    expected = predicted_bytes(bucket, 0.05, options_of(kind), kind.value_bits)[scheme]
+    virtual = ran(scheme, op, cluster(BANDWIDTH), stratified(n, 0.05, numel), kind)
+    most = max(virtual.sent_bytes(rank) for rank in range(n))
+    assert expected == pytest.approx(most, rel=0.03, abs=400)
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
 def test_unequal_nodes_share_out_a_reduce_scatter_by_their_shards(op):
     """Nodes of four ranks and one: four fifths of the bucket cross the nodes to the first."""
     where = cluster(BANDWIDTH, Link(0.0, 4e-9), (4, 1))
@@ -223,10 +255,7 @@ def test_long_messages_travel_in_parts(n, density, parts):
     numel = 2**20 * parts
     given = stratified(n, density, numel)
     where = cluster(Link(1.0, 1e-9))
-    case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 1.0, numel)
-    virtual = VirtualCluster(n, where.topology(n))
-    paths = [BucketPath(case, CollectiveSweep(), g) for g in virtual_groups(virtual, AT_RANK)]
-    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
+    virtual = ran("agsparse", CollectiveOp.ALL_REDUCE, where, given)
     found = predict("agsparse", shape(n, numel=numel), profile_of(given), where, OPTIONS)
     assert found == pytest.approx(virtual.modelled_s, rel=1e-3)
     assert round(found) == 1 + parts
