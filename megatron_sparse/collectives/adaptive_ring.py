@@ -140,7 +140,7 @@ def cost(run: DryRun) -> None:
     form = run.format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
     if not run.scatter:
-        ring_gather_sums_cost(run, density_n >= gather, form)
+        ring_gather_sums_cost(run, density_n >= gather, run.gathered_sums(run.options.format))
 
 
 SCHEME = Scheme(

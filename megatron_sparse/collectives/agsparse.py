@@ -37,7 +37,14 @@ from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
-from megatron_sparse.collectives.parts import part_borders, part_bytes, parts_at, parts_in_one
+from megatron_sparse.collectives.parts import (
+    most_parts,
+    part_borders,
+    part_bytes,
+    parts_at,
+    parts_for,
+    parts_in_one,
+)
 from megatron_sparse.collectives.records import (
     Cut,
     check_announced,
@@ -158,9 +165,9 @@ def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
     With messages of m bytes: (n - 1) (alpha + m beta) (SparCML, section 5). Added: the agreement,
-    and the additions at the end: what parts hide of them is left out. Each message is priced as an
-    addition of its own, which is too much for those that find the sum in a cache. A reduce-scatter
-    is `split_cost`.
+    and the additions. Each message is priced as an addition of its own, which is too much for those
+    that find the sum in a cache. In parts, the additions of one are hidden behind the exchange of
+    the next. A reduce-scatter is `split_cost`.
     """
     record_format = run.messages(SCHEME.message_format(run.options))
     if run.scatter:
@@ -168,12 +175,22 @@ def cost(run: DryRun) -> None:
         return
     if not run.has_slots:
         run.agree()
-    whole, density = run.piece(), float(run.densities.whole(1))
-    nbytes = float(record_format.nbytes(whole, run.message_density()[0], run.b))
-    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
-    first_s = record_format.seconds(CodecOp.DECODE, whole, density, run.b)
-    addition_s = record_format.seconds(CodecOp.DECODE_ADD, whole, density, run.b)
-    run.work(first_s + (run.n - 1) * addition_s)
+    density = float(run.densities.whole(1))
+    nbytes = float(record_format.nbytes(run.piece(), run.message_density()[0], run.b))
+    parts = 1
+    if run.cluster.device == "cpu":
+        parts = parts_for(most_parts(run.shape.numel, run.n), int(nbytes))
+    part = run.piece(parts)
+    first_s = record_format.seconds(CodecOp.DECODE, part, density, run.b)
+    addition_s = record_format.seconds(CodecOp.DECODE_ADD, part, density, run.b)
+    adding_s = float(first_s + (run.n - 1) * addition_s)
+    if parts == 1:
+        run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
+    else:
+        nbytes = float(record_format.nbytes(part, run.message_density()[0], run.b))
+        for number in range(parts):
+            run.clocks.everybody_at_once(nbytes, run.host_s, adding_s if number else 0.0)
+    run.work(adding_s)
 
 
 SCHEME = Scheme(

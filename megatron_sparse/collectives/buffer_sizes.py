@@ -7,7 +7,7 @@ that takes them. The plugin's account of its memory (`reduction.memory`) adds th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,8 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES, name_of
-from megatron_sparse.wire import FORMAT_DENSE, FORMAT_RICE
+from megatron_sparse.formats.message_sizes import slots_of
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
 
 FP32_BYTES = 4
 
@@ -41,6 +42,15 @@ class MessagePlaces:
     fixed: bool
     records: RecordSpec
 
+    @classmethod
+    def of(
+        cls, layout: Layout, most_S: torch.Tensor, records: RecordSpec, *, fixed: bool
+    ) -> MessagePlaces:
+        """Of records of at most `most_S` elements; blocks take at most the dense size."""
+        if records.record_format == FORMAT_BLOCKS:
+            records = replace(records, record_format=FORMAT_DENSE)
+        return cls(layout, slots_of(layout, most_S, records), fixed, records)
+
 
 @dataclass(frozen=True)
 class BufferSizes:
@@ -49,6 +59,7 @@ class BufferSizes:
     Attributes:
         bucket: only its shape is read.
         rank: of this process in the group.
+        nodes: of each rank, as `Transport.nodes`.
         options: `scheme` of the configuration.
         value_dtype: of values on the wire that are not quantised: fp32, bf16 or fp16.
         message: of a sparse scheme; None for a dense one.
@@ -56,6 +67,7 @@ class BufferSizes:
 
     bucket: Bucket
     rank: int
+    nodes: tuple[int, ...]
     options: SchemeConfig
     value_dtype: str
     message: MessagePlaces | None = None

@@ -25,13 +25,14 @@ value and of a partial sum are as for `dense_ring`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
+from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.dense_rhd import (
     Folding,
     double,
@@ -89,15 +90,13 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
+    cuts = _piece_cuts(bucket, order)
     start_of: dict[int, int] = {}
     shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
     if scatter:
         flat = [owner for owners in order for owner in owners]
         start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
-        cuts = [0, *accumulate(len(owners) * shard_numel for owners in order)]
         values_N = _shuffled(exchange, values_N, flat)
-    else:
-        cuts = even_cuts(bucket.numel, len(order))
     tag = Identity.of_values("dense_hierarchical", exchange, values_N, step).tag
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     accumulator = Accumulator(exchange, values_N)
@@ -138,6 +137,14 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     return sent_bytes + inside.sent_bytes
 
 
+def _piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
+    """Offsets of the pieces of each lane on each node, in the order of `Lanes.order`."""
+    if bucket.op is CollectiveOp.ALL_REDUCE:
+        return even_cuts(bucket.numel, len(order))
+    shard_numel = bucket.numel // bucket.world_size
+    return [0, *accumulate(len(owners) * shard_numel for owners in order)]
+
+
 def _shuffled(exchange: Exchange, values_N: torch.Tensor, owners: list[int]) -> torch.Tensor:
     """A copy of the values whose shards lie in the order of `owners`."""
     bucket = exchange.bucket
@@ -173,6 +180,20 @@ def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: i
         yield from inside.exchange(sends, [], last=True)
 
 
+def buffers(sizes: BufferSizes) -> dict[str, int]:
+    """The parts that come and, narrowed, go: a guest's all, a lane's part, a half of that."""
+    bucket, lanes = sizes.bucket, Lanes(sizes.nodes, sizes.rank)
+    k, cuts = len(lanes.members), _piece_cuts(bucket, lanes.order())
+    part = max(stop - start for start, stop in pairwise(cuts[::k]))
+    most = part if lanes.count > 1 or k > 1 else 0
+    is_guest = sizes.rank != lanes.home
+    incoming, outgoing = (bucket.numel if has else most for has in (lanes.guests, is_guest))
+    found = sizes.of_accumulator(0 if is_guest else incoming, outgoing)
+    if sizes.scatters:
+        found["shuffled"] = bucket.numel * sizes.value_bytes
+    return found
+
+
 def cost(run: DryRun) -> None:
     """Rings within nodes, halving and doubling between them (PCCL, section 4.1).
 
@@ -197,8 +218,12 @@ def cost(run: DryRun) -> None:
     inside = run.part(run.shape, node)
     ring_reduce_scatter_cost(inside, numel)
     run.clocks.wait_for(inside.clocks)
-    across = run.part(_lane_shape(run, nodes, numel / lanes), run.lane(lanes))
-    halving_doubling_cost(across, numel / lanes)
+    # Lane 0 has the most surplus ranks; in a reduce-scatter their shards are in its part.
+    owners = [-(-size // lanes) if run.scatter else 1 for size in sizes]
+    part = numel / (run.n if run.scatter else lanes * nodes)
+    offsets = [part * count for count in accumulate(owners, initial=0)]
+    across = run.part(_lane_shape(run, nodes, offsets[-1]), run.lane(lanes))
+    halving_doubling_cost(across, offsets)
     run.clocks.wait_for(across.clocks)
     if not run.scatter:
         inside = run.part(run.shape, node)
@@ -220,4 +245,5 @@ SCHEME = Scheme(
     run=dense_hierarchical,
     place=60,
     cost=cost,
+    buffers=buffers,
 )

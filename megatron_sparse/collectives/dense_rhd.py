@@ -19,6 +19,8 @@ Bytes of a value and of a partial sum are as for `dense_ring`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -193,17 +195,18 @@ def cost(run: DryRun) -> None:
     takes the first half. Added: the addition of a piece in each halving round; and, where n is no
     power of two, two more rounds that carry the whole bucket.
     """
-    halving_doubling_cost(run, run.shape.numel)
+    halving_doubling_cost(run, even_cuts(run.shape.numel, run.n))
 
 
-def halving_doubling_cost(run: DryRun, numel: float) -> None:
-    """The cost of `dense_rhd` on `numel` elements: the collective's own steps, on its own cuts."""
+def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
+    """The cost of `dense_rhd`: the collective's own steps, on pieces with these n + 1 offsets."""
     n, ranks = run.n, np.arange(run.n)
     active = 1 << (n.bit_length() - 1)
     surplus = n - active
     leads = np.array([2 * j if j < surplus else j + surplus for j in range(active)] + [n])
     guests = leads[:surplus] + 1
-    cuts = np.array(even_cuts(round(numel), n))
+    cuts = np.array(offsets)
+    numel = float(cuts[-1])
     index_n = np.searchsorted(leads, ranks, side="right") - 1
     is_active_n = np.isin(ranks, leads)
 
@@ -236,7 +239,7 @@ def halving_doubling_cost(run: DryRun, numel: float) -> None:
         distance //= 2
     if run.scatter:
         if surplus:
-            run.exchange(from_leads(), numel / n * run.p)
+            run.exchange(from_leads(), np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
         return
     distance = 1
     while distance < active:

@@ -48,8 +48,9 @@ from typing import cast
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
@@ -64,10 +65,13 @@ from megatron_sparse.collectives.base import (
     even_cuts,
     exchange_sizes,
 )
+from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.cuda_ext.record_spec import Expected
+from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec
 from megatron_sparse.errors import WireFormatError
+from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -77,6 +81,7 @@ from megatron_sparse.formats.message import (
     name_of,
     record_spec,
 )
+from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
@@ -101,7 +106,7 @@ def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Sche
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     has_lane = transport.rank == lanes.home
     serves = bool(lanes.guests) if scatter else inside.world_size > 1
-    parts = LaneParts(bucket, message, lanes)
+    parts = LaneParts(bucket, message.layout, lanes)
     with exchange.timer.stage("decode"):
         values_N = _decoded(exchange, message, parts)
 
@@ -139,12 +144,12 @@ class LaneParts:
 
     Args:
         bucket: the bucket to synchronise.
-        message: a rank's message, cut into shards for a reduce-scatter.
+        layout: of a rank's message, cut into shards for a reduce-scatter.
         lanes: each rank's node and lane.
     """
 
-    def __init__(self, bucket: Bucket, message: Message, lanes: Lanes) -> None:
-        self._bucket, self._layout = bucket, message.layout
+    def __init__(self, bucket: Bucket, layout: Layout, lanes: Lanes) -> None:
+        self._bucket, self._layout = bucket, layout
         self._owners: list[int] = []
         order = lanes.order()
         if bucket.op is CollectiveOp.ALL_REDUCE:
@@ -288,20 +293,18 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
         ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
         counts = [values.count_nonzero() for values in ranges]
         nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
-        return encode(
-            lane_bucket,
-            layout,
-            nnz_R,
-            record_spec(
-                value_dtype,
-                message.step,
-                inner.message_format(options),
-                options.block_size,
-                # Of the node's sum, which is not known before it is encoded.
-                min(1.0, message.nnz / max(bucket.numel, 1)),
-            ),
-            across.buffers,
-        )
+        # Of the message, because that of the node's sum is not known before it is encoded.
+        density = min(1.0, message.nnz / max(bucket.numel, 1))
+        records = _lane_records(value_dtype, message.step, inner, options, density)
+        return encode(lane_bucket, layout, nnz_R, records, across.buffers)
+
+
+def _lane_records(
+    value_dtype: str, step: int, inner: Scheme, options: SchemeConfig, density: float
+) -> RecordSpec:
+    """The records of a node's sum, in the format that the inner scheme takes."""
+    form = inner.message_format(options)
+    return record_spec(value_dtype, step, form, options.block_size, density)
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
@@ -347,6 +350,40 @@ def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside:
     elif lanes.guests:
         sends = [(here.index(guest), values_N[parts.shard(guest)]) for guest in lanes.guests]
         yield from inside.exchange(sends, [], last=True)
+
+
+def buffers(sizes: BufferSizes, inners: Mapping[str, Scheme]) -> dict[str, int]:
+    """The contribution as a vector, its lane's parts of the node, the node's sum, and `inner`'s.
+
+    A node's sum is taken to have as many non-zero elements as all its ranks' messages.
+    """
+    bucket, inner = sizes.bucket, inners[sizes.options.inner]
+    lanes = Lanes(sizes.nodes, sizes.rank)
+    parts, found = LaneParts(bucket, sizes.places.layout, lanes), {}
+    if sizes.scatters or bucket.grad_N.dtype != torch.float32:
+        found["lanes"] = FP32_BYTES * bucket.numel
+    if sizes.rank != lanes.home:
+        return found
+    with FakeTensorMode():  # only its shape is read
+        values_N = torch.empty(bucket.numel, device=bucket.grad_N.device)
+    lane_bucket = parts.lane_bucket(values_N, lanes, inner)
+    ranks = len(lanes.members[lanes.node])
+    found["parts"] = FP32_BYTES * lane_bucket.numel * (ranks - 1)
+    if len(lanes.members) == 1 or inner.buffers is None:
+        return found
+    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
+    density = min(1.0, ranks * int(sizes.places.slots.capacity_S.sum()) / max(bucket.numel, 1))
+    records = _lane_records(sizes.partial_dtype, 0, inner, sizes.options, density)
+    across = replace(
+        sizes,
+        bucket=lane_bucket,
+        rank=lanes.node,
+        nodes=tuple(range(len(lanes.members))),
+        value_dtype=sizes.partial_dtype,
+        message=MessagePlaces.of(layout, segment_capacity(layout, density), records, fixed=False),
+    )
+    found["message"] = capacity(layout.segment_offsets, records.value_dtype)
+    return found | inner.buffers(across)
 
 
 def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
@@ -421,5 +458,6 @@ SCHEME = Scheme(
     run=hierarchical,
     place=170,
     cost=cost,
+    buffers=buffers,
     takes_inner=True,
 )

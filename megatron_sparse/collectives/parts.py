@@ -31,8 +31,13 @@ def part_borders(bucket: Bucket) -> Cuts:
     """
     if bucket.grad_N.is_cuda or bucket.op is CollectiveOp.REDUCE_SCATTER:
         return ()
-    parts = _power_of_two(min(MOST_PARTS, bucket.world_size, bucket.numel // PART_NUMEL))
+    parts = most_parts(bucket.numel, bucket.world_size)
     return tuple(bucket.numel * k // parts // ALIGNMENT * ALIGNMENT for k in range(1, parts))
+
+
+def most_parts(numel: int, ranks: int) -> int:
+    """How many parts a bucket's messages may have on a CPU."""
+    return _power_of_two(min(MOST_PARTS, ranks, numel // PART_NUMEL))
 
 
 @lru_cache(CUTS)
@@ -64,8 +69,18 @@ def parts_in_one(sizes: Sequence[Sequence[int]]) -> int:
     Args:
         sizes: for each rank, the bytes of its message's parts, a power of two of them.
     """
-    parts, longest = len(sizes[0]), max(map(sum, sizes))
-    return parts // min(parts, _power_of_two(longest // PART_BYTES))
+    parts = len(sizes[0])
+    return parts // parts_for(parts, max(map(sum, sizes)))
+
+
+def parts_for(most: int, longest: int) -> int:
+    """How many of `most` parts, a power of two, the ranks send if the longest message is so long.
+
+    Example:
+        >>> parts_for(4, 600_000)
+        2
+    """
+    return min(most, _power_of_two(longest // PART_BYTES))
 
 
 def _power_of_two(most: int) -> int:

@@ -78,8 +78,9 @@ def find_schemes() -> dict[str, Scheme]:
     inners = {name: scheme for name, scheme in found.items() if scheme.runs_across_nodes}
     for name, scheme in found.items():
         if scheme.takes_inner:
-            cost = None if scheme.cost is None else partial(scheme.cost, inners=inners)
-            found[name] = replace(scheme, run=partial(scheme.run, inners=inners), cost=cost)
+            functions = {key: getattr(scheme, key) for key in ("run", "cost", "buffers")}
+            bound = {key: partial(f, inners=inners) for key, f in functions.items() if f}
+            found[name] = replace(scheme, **bound)
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 

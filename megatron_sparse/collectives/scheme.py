@@ -12,7 +12,6 @@ from enum import StrEnum
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.config.sparse import SchemeConfig
 
 ALL_OPS = frozenset(CollectiveOp)
@@ -55,6 +54,7 @@ class Scheme:
         has_engine: with `scheme.nccl_engine` a bucket is one call of C++ (`nccl_sum`).
         skips_straggler: it does not wait for `Exchange.straggler`, and needs `straggler.mode` to
             name one.
+        waits_on_cuda: on CUDA the host waits many times for each record, which no cost includes.
         runs_across_nodes: `hierarchical` can run it between the nodes.
         takes_inner: its functions take a further argument, `inners`: the schemes that run across
             nodes, by name. The registry hands it in.
@@ -65,7 +65,7 @@ class Scheme:
     run: Callable[..., Steps]
     place: int
     cost: Callable[..., None] | None = None
-    buffers: Callable[[BufferSizes], dict[str, int]] | None = None
+    buffers: Callable[..., dict[str, int]] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = no_cuts
@@ -74,6 +74,7 @@ class Scheme:
     takes_slots: bool = False
     has_engine: bool = False
     skips_straggler: bool = False
+    waits_on_cuda: bool = False
     runs_across_nodes: bool = False
     takes_inner: bool = False
 

@@ -102,15 +102,16 @@ def of_run(config: RunConfig) -> MemoryAccount:
 
 def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[Share]:
     """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
-    nodes = [
+    nodes = tuple(
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
         for rank in range(buckets[0].world_size)
-    ]
+    )
     sparse = config.sparse
     choice = choose_level(sparse, nodes, buckets[0].instances, shapes_of(buckets, sparse))
     if choice.level == INSTANCE:
         return [Share(0, [instance_part(bucket, 0) for bucket in buckets], buckets)]
-    parts = list(buckets)
+    parts, members = list(buckets), range(len(nodes))
     if len(choice.nodes) > 1:
         parts = [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
-    return [Share(0, parts, buckets)]
+        members = choice.across(0)
+    return [Share(0, parts, buckets, nodes=tuple(nodes[rank] for rank in members))]

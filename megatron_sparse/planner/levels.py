@@ -33,7 +33,7 @@ from megatron_sparse.planner.prices import prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.levels import inside_cluster
-from megatron_sparse.pricing.shape import BucketShape, Prediction
+from megatron_sparse.pricing.shape import BucketShape
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,17 @@ class LevelPrice:
     Attributes:
         scheme: the cheapest one: of all ranks, or of a lane.
         inside_s: seconds of the dense steps inside; 0 at level `rank`.
-        across: the scheme's.
+        across_s: seconds of the scheme.
     """
 
     scheme: str
     inside_s: float
-    across: Prediction
+    across_s: float
 
     @property
     def total_s(self) -> float:
         """Of both tiers."""
-        return self.inside_s + self.across.total_s
+        return self.inside_s + self.across_s
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def price_level(
     if level == INSTANCE:
         lane = replace(lane, op=CollectiveOp.ALL_REDUCE)
     found = predict_all(lane, prior(lane, density), cluster, options, names)
-    scheme = min(found, key=lambda name: found[name].total_s)
+    scheme = min(found, key=lambda name: found[name])
     return LevelPrice(scheme, within_s, found[scheme])
 
 

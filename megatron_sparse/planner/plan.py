@@ -68,10 +68,12 @@ class Plan:
         if scheme.sends_whole:
             bits = dense_value_bits(bits)
         form = scheme.message_format(options)
+        if bits is not None and (form == "auto" or scheme.sends_whole):
+            form = "rice"  # the one format of quantised values
         return MessageSpec(
             density=self.density,
             wire_dtype=self.wire_dtype,
-            format="rice" if form == "auto" and bits is not None else form,
+            format=form,
             block_size=options.block_size,
             sharded=self.sharded,
             extra_cuts=scheme.extra_cuts(bucket),
@@ -264,8 +266,8 @@ class FixedPlanner:
         shape = BucketShape(**bucket_facts(bucket, None))
         if shape not in self._dense_us:
             whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
-            price = predict("dense", shape, whole, self._cluster, self._scheme)
-            self._dense_us[shape] = price.total_s * 1e6
+            time_s = predict("dense", shape, whole, self._cluster, self._scheme)
+            self._dense_us[shape] = time_s * 1e6
         return self._dense_us[shape]
 
     def follow(self, record: BucketRecord) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_sparse.collectives import SCHEMES, registry
+from megatron_sparse.collectives import SCHEMES, Scheme, registry
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.pricing.cluster import ClusterModel
@@ -18,8 +18,6 @@ from megatron_sparse.pricing.shape import BucketShape
 
 DENSE = "dense"
 """The backend's own collective; the planner must not choose a slower scheme."""
-WAITS_ON_CUDA = "zen"
-"""On CUDA it waits for the host many times for each record; no cost model includes these waits."""
 
 
 def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[str]:
@@ -44,10 +42,11 @@ def runnable(names: Collection[str], options: SchemeConfig, device: str) -> list
         options: of the schemes.
         device: `cpu` or `cuda`.
     """
-    if device != "cuda":
-        return list(names)
-    unable = {WAITS_ON_CUDA} | ({"hierarchical"} if options.inner == WAITS_ON_CUDA else set())
-    return [name for name in names if name not in unable]
+
+    def waits(scheme: Scheme) -> bool:
+        return scheme.waits_on_cuda or (scheme.takes_inner and waits(SCHEMES[options.inner]))
+
+    return [name for name in names if device != "cuda" or not waits(SCHEMES[name])]
 
 
 def prices_us(
@@ -64,7 +63,7 @@ def prices_us(
         ConfigError: the cluster file lacks a rate.
     """
     found = predict_all(shape, profile, cluster, options, names)
-    return {name: prediction.total_s * 1e6 for name, prediction in found.items()}
+    return {name: time_s * 1e6 for name, time_s in found.items()}
 
 
 def takes_dense(scheme: str) -> bool:

@@ -58,23 +58,26 @@ def predicted_bytes(
     pruned = sum(p.stop - p.start for p in bucket.parameters) - kept
 
     form = scheme.format if value_bits is None else "rice"
+    factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
 
-    def message_bytes(density: float, bits: int | None) -> float:
+    def message_bytes(density: float, bits: int | None, form: str) -> float:
         kept_bytes = element_bytes if bits is None else KEPT_BYTES
-        of_pruned = record_bytes(density, element_bytes, form, bits)
+        of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
         return kept * kept_bytes + pruned * of_pruned
 
     sum_density = 1 - (1 - density) ** n
-    factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
     if factor is not None:
         density = min(factor * density, 1)
         sum_density = min(n * density, 1)
-    message, shares = message_bytes(density, value_bits), (n - 1) / n
+    message, shares = message_bytes(density, value_bits, form), (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
         agsparse = direct = shares * message
     else:
         agsparse = (n - 1) * message
-        direct = shares * (message + message_bytes(sum_density, scheme.given_sum_bits))
+        # Sums of other messages than Rice travel in the smallest format, whatever these have.
+        sum_form = form if form == "rice" else "auto"
+        sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
+        direct = shares * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}

@@ -48,8 +48,6 @@ class DryRun:
         cluster: the costs.
         options: of the scheme.
         topology: the ranks' nodes and links.
-        charged: whether local work takes time.
-        hosted: whether messages cost the host time.
     """
 
     def __init__(
@@ -59,9 +57,6 @@ class DryRun:
         cluster: ClusterModel,
         options: SchemeConfig,
         topology: Topology,
-        *,
-        charged: bool,
-        hosted: bool,
     ) -> None:
         self.shape, self.densities = shape, densities
         self.cluster, self.options = cluster, options
@@ -69,8 +64,7 @@ class DryRun:
         self.scatter = shape.op is CollectiveOp.REDUCE_SCATTER
         self.clocks = RankClocks(topology)
         self.has_slots = options.given_capacity is not None
-        self.charged = charged
-        self.host_s = cluster.host_s_per_message if hosted else 0.0
+        self.host_s = cluster.host_s_per_message
 
     def piece(self, parts: int = 1) -> Piece:
         """One of equal parts of the bucket."""
@@ -82,11 +76,11 @@ class DryRun:
             return BlockFormat(self.options.block_size, self.cluster)
         if name == "auto" and (self.shape.value_bits or self.options.format == "rice"):
             name = "rice"
-        return RecordFormat(name, self.cluster)
+        return RecordFormat(name, self.cluster, fixed=self.has_slots)
 
-    def gathered_sums(self) -> RecordFormat | BlockFormat:
+    def gathered_sums(self, name: str = "auto") -> RecordFormat | BlockFormat:
         """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
-        form = self.format()
+        form = self.format(name)
         if self.options.given_sum_bits is None or not isinstance(form, RecordFormat):
             return form
         return replace(form, value_bits=self.options.given_sum_bits)
@@ -95,7 +89,7 @@ class DryRun:
         """Records of a rank's own message in a format, as `Message` has them."""
         if name == "blocks":
             return self.format(name)
-        return RecordFormat(name, self.cluster, self.shape.value_bits)
+        return RecordFormat(name, self.cluster, self.shape.value_bits, self.has_slots)
 
     def whole_messages(self) -> RecordFormat:
         """Records of a message that holds every element, quantised."""
@@ -138,12 +132,8 @@ class DryRun:
         return self.shape.partial_bytes
 
     def work(self, seconds: Density) -> None:
-        """Local work of every rank, if it takes time."""
-        self.clocks.work(self.local(seconds))
-
-    def local(self, seconds: Density) -> Density:
-        """The seconds that local work counts: 0 if only the network takes time."""
-        return seconds if self.charged else 0.0
+        """Local work of every rank."""
+        self.clocks.work(seconds)
 
     def plain(self, op: CodecOp, numel: float) -> float:
         """Seconds of an addition or a copy of fp32 values."""
@@ -153,15 +143,7 @@ class DryRun:
         self, shape: BucketShape, topology: Topology, densities: SumDensities | None = None
     ) -> DryRun:
         """A dry run on some of the ranks, with clocks of its own that start at 0."""
-        return DryRun(
-            shape,
-            densities or self.densities,
-            self.cluster,
-            self.options,
-            topology,
-            charged=self.charged,
-            hosted=self.host_s > 0,
-        )
+        return DryRun(shape, densities or self.densities, self.cluster, self.options, topology)
 
     def node(self, ranks: int) -> Topology:
         """Some ranks of one node."""
@@ -200,8 +182,7 @@ class DryRun:
         """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
         shift = self.clocks.shift
         self.clocks.in_rounds(
-            [shift(step, nbytes, self.local(work_s)) for step, nbytes, work_s in rounds],
-            self.host_s,
+            [shift(step, nbytes, work_s) for step, nbytes, work_s in rounds], self.host_s
         )
 
     def agree(self) -> None:

@@ -8,6 +8,9 @@ The kept elements of a part of a bucket are a dense record of their own.
 A Rice record of density p has p (r + 1 / (1 - (1 - p)^(2^r))) bits of positions an element, r being
 its parameter (`_rice_parameter`), and 95 bits a chunk: a row of the table, 64, and the mean
 rounding of its sections to words. Values of q bits take q + 32 / 128, with their group's scale.
+In capacity mode a Rice record fills its slot, which has room for the worst places of its entries
+(`wire.rice_payload_bytes`): p (r + 1) + (1 - p) / 2^r bits an element, and s words more a chunk of
+2^s elements (s + q + 1 of quantised values). Slots of other formats are as long as their records.
 """
 
 from __future__ import annotations
@@ -57,11 +60,13 @@ class RecordFormat:
         cluster: its codec rates give the seconds. Those of 4 bits stand for any number of bits.
         value_bits: of a value: `name` is then `dense`, every element, or any other, Rice records;
             None for values of whole bytes.
+        fixed: records fill slots, in capacity mode.
     """
 
     name: str
     cluster: ClusterModel
     value_bits: int | None = None
+    fixed: bool = False
 
     def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
         """Bytes of a piece's records; none for a piece without elements.
@@ -74,7 +79,8 @@ class RecordFormat:
         if not piece.numel:
             return 0.0 * np.asarray(density)
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
-        pruned = each(lambda d: record_bytes(d, value_bytes, self.name, self.value_bits), density)
+        kind = self.name, self.value_bits, self.fixed
+        pruned = each(lambda d: record_bytes(d, value_bytes, *kind), density)
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
         return headers + piece.kept * kept_bytes + piece.pruned * pruned
 
@@ -158,7 +164,11 @@ def each(function: Callable[[float], float], density: Density) -> Density:
 
 
 def record_bytes(
-    density: float, element_bytes: int, form: str, value_bits: int | None = None
+    density: float,
+    element_bytes: int,
+    form: str,
+    value_bits: int | None = None,
+    fixed: bool = False,
 ) -> float:
     """Bytes for each element of a long record.
 
@@ -168,6 +178,7 @@ def record_bytes(
         form: the format that `scheme.format` names.
         value_bits: of a value: a Rice record, without indices if `form` is `dense`; None for
             values of whole bytes.
+        fixed: of a record that fills its slot.
 
     Example:
         >>> record_bytes(0.05, 4, "coo"), round(8 * record_bytes(0.05, 4, "auto", 4), 3)
@@ -175,9 +186,9 @@ def record_bytes(
     """
     if value_bits is not None:
         value_bytes = (value_bits + SCALE_BITS) / 8
-        return value_bytes if form == "dense" else _rice_bytes(density, value_bytes)
+        return value_bytes if form == "dense" else _rice_bytes(density, value_bytes, fixed)
     if form == "rice":
-        return min(_rice_bytes(density, element_bytes), element_bytes)
+        return min(_rice_bytes(density, element_bytes, fixed), element_bytes)
     sizes = {
         "coo": density * (INDEX_BYTES + element_bytes),
         "pici": density * element_bytes + BITMAP_BYTES,
@@ -186,13 +197,17 @@ def record_bytes(
     return min(min(sizes.values()) if form == "auto" else sizes[form], element_bytes)
 
 
-def _rice_bytes(density: float, value_bytes: float) -> float:
-    """Bytes for each element of a long Rice record with values of so many bytes."""
+def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
+    """Bytes for each element of a long Rice record with values of so many bytes, or of its slot."""
     if density <= 0:
         return 0.0
-    parameter = _rice_parameter(density)
-    gap_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter))
-    return density * (value_bytes + gap_bits / 8) + CHUNK_BITS / 8 / 2 ** rice_span(density)
+    parameter, span = _rice_parameter(density), rice_span(density)
+    gap_bits, chunk_bits = parameter + 1 / (1 - (1 - density) ** (2**parameter)), CHUNK_BITS
+    if fixed:
+        gap_bits = parameter + 1 + (1 - density) / density / 2**parameter
+        # Quantised values are in planes of bits and groups; a chunk begins all of them anew.
+        chunk_bits = 64 + 32 * (span + (math.ceil(8 * value_bytes) if value_bytes < 2 else 0))
+    return density * (value_bytes + gap_bits / 8) + chunk_bits / 8 / 2**span
 
 
 def _rice_parameter(density: float) -> int:

@@ -1,4 +1,4 @@
-"""The question to a cost model, a bucket's shape, and its answer, a prediction."""
+"""The question to a cost model: a bucket's shape."""
 
 from __future__ import annotations
 
@@ -77,24 +77,3 @@ class BucketShape:
             world_size=self.world_size // lanes,
             lanes=lanes,
         )
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Seconds until the last rank has its result, from a final gradient on: a MODEL.
-
-    Attributes:
-        network_s: time on the links alone.
-        codec_s: time that local work adds: selection, records, additions. Work that overlaps with
-            the network does not count.
-        host_s: time that the host adds: for the bucket, and for the busiest rank's messages.
-    """
-
-    network_s: float
-    codec_s: float
-    host_s: float
-
-    @property
-    def total_s(self) -> float:
-        """Of all three."""
-        return self.network_s + self.codec_s + self.host_s

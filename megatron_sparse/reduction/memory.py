@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,13 +28,13 @@ from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
-from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
+from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
 from megatron_sparse.planner import FixedPlanner, Plan
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
+from megatron_sparse.wire import FORMAT_RICE
 
 RAMP_STEPS = 16
 """Steps of the ramp that are looked at, its first one included."""
@@ -54,12 +54,14 @@ class Share(NamedTuple):
         buckets: what this rank selects from: whole buckets, or its parts of them.
         wholes: the buckets themselves, at a level above `rank`; None: the same.
         is_virtual: the ranks of a node add up as a backend of a cluster would, not over gloo.
+        nodes: of each rank of the group; None: all are on one node.
     """
 
     rank: int
     buckets: Sequence[Bucket]
     wholes: Sequence[Bucket] | None = None
     is_virtual: bool = False
+    nodes: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,11 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets, given, is_virtual in groups:
+    for rank, buckets, given, is_virtual, nodes in groups:
         wholes = buckets if given is None else given
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
-        found = _Group(config, rank, undo=undo)
+        found = _Group(config, rank, nodes, undo=undo)
         for bucket, whole in zip(buckets, wholes, strict=True):
             found.add(bucket)
             found.add_inside(bucket, whole, is_virtual=is_virtual)
@@ -148,7 +150,8 @@ def account(
 
 def share_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> Share:
     """This rank's share of the buckets of a reducer."""
-    return Share(reducer.across.rank, [reducer.part(bucket) for bucket in buckets], buckets)
+    across, parts = reducer.across, [reducer.part(bucket) for bucket in buckets]
+    return Share(across.rank, parts, buckets, nodes=across.nodes)
 
 
 def _shard_numel(bucket: Bucket) -> int:
@@ -184,8 +187,10 @@ def held(
 class _Group:
     """Adds up what one reducer will hold."""
 
-    def __init__(self, config: SparseConfig, rank: int, *, undo: bool) -> None:
-        self._config, self._rank, self._undo = config, rank, undo
+    def __init__(
+        self, config: SparseConfig, rank: int, nodes: tuple[int, ...] | None, *, undo: bool
+    ) -> None:
+        self._config, self._rank, self._nodes, self._undo = config, rank, nodes, undo
         self._planner = FixedPlanner(config.compression, config.scheme)
         if config.planner.pin:
             self._planner = planner_of(config, logs=False)
@@ -250,11 +255,9 @@ class _Group:
                     layout.segment_lossless != 0, layout.segment_offsets.diff(), most_S
                 )
             records = spec.record_spec(bucket.grad_N.dtype, step=0)
-            if records.record_format == FORMAT_BLOCKS:
-                records = replace(records, record_format=FORMAT_DENSE)
-            slots = slots_of(layout, most_S, records)
-            places = MessagePlaces(layout, slots, fixed, records)
-        return BufferSizes(bucket, self._rank, options, value_dtype, places)
+            places = MessagePlaces.of(layout, most_S, records, fixed=fixed)
+        nodes = self._nodes or (0,) * bucket.world_size
+        return BufferSizes(bucket, self._rank, nodes, options, value_dtype, places)
 
     def _add_buffers(self, sizes: BufferSizes, plan: Plan) -> None:
         bucket, name = sizes.bucket, plan.scheme
@@ -272,7 +275,7 @@ class _Group:
             room = capacity(offsets, sizes.places.records.value_dtype)
             if sizes.places.fixed:
                 room = int(sizes.places.slots.offsets[-1])
-            found["message"] = room
+            found["message"] = found.get("message", 0) + room
             if bucket.grad_N.is_cuda:
                 self._add_workspace(sizes, found)
             else:

@@ -43,7 +43,7 @@ from megatron_sparse.parameters.price import (
 from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, has_lanes, price_level
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
-from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape, Prediction
+from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 
 BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Megatron's default size of a bucket, whichever of the two is more."""
@@ -189,7 +189,7 @@ class Group:
             level, bits, names = RANK, None, (DENSE,)
         shape = self.shape(self.training.gradient_bytes, bits)
         if level == NODE and len(self.sizes) == 1:
-            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), _NOTHING)
+            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), 0.0)
         density = settings.compression.density
         options, inside = settings.scheme, self.sizes[0]
         return price_level(level, shape, density, self.cluster, options, names, inside)
@@ -243,9 +243,6 @@ def _timed_coder() -> tuple[float, float]:
     return coder_speed(CODER, PARAMETER)
 
 
-_NOTHING = Prediction(0.0, 0.0, 0.0)
-
-
 def level_rows(
     training: Training,
     cluster: ClusterModel,
@@ -289,7 +286,7 @@ def level_rows(
                     parameters=how,
                     buckets=training.buckets(n)[0],
                     inside_ms=price.inside_s * ms,
-                    across_ms=price.across.total_s * ms,
+                    across_ms=price.across_s * ms,
                     gradient_ms=price.total_s * ms,
                     parameters_ms=parameters_s * ms,
                     total_ms=total_s * ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,19 +17,24 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.formats.message import VALUE_DTYPES, MessageBuffers, record_spec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import DTYPES, STEP, Case, contribution, make_bucket, make_message
+from tests.collectives.cases import (
+    BY_FORM,
+    DTYPES,
+    OPTIONS,
+    STEP,
+    Case,
+    contribution,
+    make_bucket,
+    make_message,
+    on_nodes,
+)
 
-UNDECLARED = {"dense_hierarchical", "zen", "hierarchical", "straggler", "straggler_direct"}
-"""The account says that it does not know their buffers."""
-MOST = {"dense_rhd", "dense_broadcast", "adaptive_ring"}
+INNERS = [name for name, scheme in SCHEMES.items() if scheme.runs_across_nodes]
+MOST = {
+    *("dense_rhd", "dense_broadcast", "dense_hierarchical", "straggler"),
+    *("adaptive_ring", "zen", "hierarchical", "straggler_direct"),
+}
 """Ranks differ, or the data decides: these declare the most that a rank takes."""
-DECLARED = [
-    (name, op)
-    for name, scheme in SCHEMES.items()
-    if scheme.buffers is not None
-    for op in CollectiveOp
-    if op in scheme.ops
-]
 
 
 def taken(case: Case, transport):
@@ -55,38 +61,54 @@ def taken(case: Case, transport):
             values_N = values_N.to(VALUE_DTYPES[case.wire])
         yield from scheme.run(exchange, values_N, STEP)
     assert scheme.buffers is not None
-    declared = scheme.buffers(BufferSizes(bucket, rank, case.options, case.wire, places))
+    sizes = BufferSizes(bucket, rank, transport.nodes, case.options, case.wire, places)
+    declared = scheme.buffers(sizes)
     return buffers.by_purpose(), declared
 
 
-@pytest.mark.parametrize(("name", "op"), DECLARED)
+@pytest.mark.parametrize(("name", "op"), BY_FORM)
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_declared_buffers_are_those_that_are_taken(name, op, dtypes):
-    for n in (3, 4):
-        case = Case(name, n, op, dtype=dtypes[0], wire=dtypes[1])
-        for found, declared in VirtualCluster(n).run(
-            lambda transport, case=case: taken(case, transport)
-        ):
-            # The account adds the scratch memory with which the message itself is encoded.
-            found.pop("scratch", None), declared.pop("scratch", None)
-            declared = {purpose: nbytes for purpose, nbytes in declared.items() if nbytes}
-            found = {purpose: nbytes for purpose, nbytes in found.items() if nbytes}
-            if name in MOST:
-                assert found.keys() <= declared.keys()
-                assert all(nbytes <= declared[purpose] for purpose, nbytes in found.items())
-            else:
-                assert found == declared
+    for n in (1, 2, 3, 5, 8, 16) if dtypes == DTYPES[0] else (3, 4):
+        compare(Case(name, n, op, dtype=dtypes[0], wire=dtypes[1], numel=16 * n), (n,))
+
+
+@pytest.mark.parametrize("inner", INNERS)
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_buffers_of_hierarchies(op, inner):
+    """Of each inner scheme, and of the dense hierarchy."""
+    for nodes in ((2, 2), (3, 2, 2), (1, 1, 1)):
+        n, options = sum(nodes), replace(OPTIONS, inner=inner)
+        for dtype, wire in DTYPES:
+            compare(Case("hierarchical", n, op, dtype, wire, numel=48 * n, options=options), nodes)
+            compare(Case("dense_hierarchical", n, op, dtype, wire, numel=48 * n), nodes)
+
+
+def compare(case: Case, nodes: tuple[int, ...]) -> None:
+    """Every rank's buffers with those that its scheme declares."""
+    case = replace(case, straggler=1 if case.n > 1 else None)
+    cluster = VirtualCluster(case.n, on_nodes(nodes))
+    for found, declared in cluster.run(lambda transport: taken(case, transport)):
+        # The account adds the scratch memory with which messages are encoded.
+        found.pop("scratch", None), declared.pop("scratch", None)
+        declared = {purpose: nbytes for purpose, nbytes in declared.items() if nbytes}
+        found = {purpose: nbytes for purpose, nbytes in found.items() if nbytes}
+        if case.scheme in MOST:
+            assert found.keys() <= declared.keys(), case
+            assert all(nbytes <= declared[purpose] for purpose, nbytes in found.items()), case
+        else:
+            assert found == declared, case
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_fp16_on_the_wire_of_a_dense_bucket(op):
     """Its partial sums would overflow: all-pairs takes over, with its buffers."""
-    test_declared_buffers_are_those_that_are_taken("dense", op, ("fp32", "fp16"))
+    compare(Case("dense", 3, op, wire="fp16"), (3,))
 
 
-def test_every_scheme_declares_its_buffers_or_is_named_here():
+def test_every_scheme_declares_its_buffers():
     """A new scheme without a declaration would be missing from the account."""
-    assert {name for name, scheme in SCHEMES.items() if scheme.buffers is None} == UNDECLARED
+    assert all(scheme.buffers is not None for scheme in SCHEMES.values())
 
 
 def test_on_a_gpu_all_buckets_share_what_the_collectives_take():

@@ -127,8 +127,18 @@ def test_the_levels_of_the_models_own_buckets_are_priced(monkeypatch) -> None:
     assert {shape.numel for shape in shapes} == {bucket.numel for bucket in buckets}
 
 
-def test_schemes_of_unknown_buffers_are_named() -> None:
-    assert "zen" in "; ".join(of_run(compose([*RUN, "scheme=zen"])).notes)
+def test_the_buffers_of_every_scheme_are_known() -> None:
+    """Those of `hierarchical` by the nodes: on one alone its inner scheme takes none."""
+    assert not of_run(compose([*RUN, "scheme=zen"])).notes
+    received = []
+    for nodes in (1, 2):
+        found = of_run(compose([*RUN, "scheme=hierarchical", f"cluster.nodes={nodes}"]))
+        assert not found.notes
+        received.append(found.nbytes["received"])
+    assert received[0] < received[1]
+
+
+def test_a_choice_by_price_is_named() -> None:
     priced = of_run(compose([*RUN, "cluster=perlmutter", "cluster.device=cuda"]))
     assert any("planner.cluster" in note for note in priced.notes)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange import truth
-from megatron_sparse.bench.exchange.truth import Setting, full_size_bytes
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.options import CollectiveSweep
+from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
+from megatron_sparse.bench.exchange.truth import full_size_bytes
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
+from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
@@ -27,19 +31,23 @@ from megatron_sparse.formats.message import (
     encode_segments,
 )
 from megatron_sparse.planner.costs import fits, predict, predict_all
+from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat
-from megatron_sparse.pricing.shape import BucketShape, Prediction
+from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
-from megatron_sparse.transport import Link
+from megatron_sparse.transport import Link, VirtualCluster
 
 OPTIONS = SchemeConfig()
 NUMEL = 2**17
 PRICED = [name for name in SCHEMES if not skips_straggler(name)]
 SPARSE = [name for name in PRICED if SCHEMES[name].takes is Input.SPARSE]
 CASES = [(name, op) for name in PRICED for op in CollectiveOp if op in SCHEMES[name].ops]
+AT_RANK = LevelChoice(RANK, "as asked", ())
+COUNTS = (*range(1, 9), 11, 16)
 LATENCY, BANDWIDTH = Link(1.0, 0.0), Link(0.0, 1e-9)
 
 
@@ -94,27 +102,105 @@ def test_every_scheme_without_a_straggler_has_a_model():
 @pytest.mark.parametrize(("scheme", "op"), CASES)
 def test_one_rank_needs_no_network(scheme, op):
     found = predict(scheme, shape(1, op), uniform(1), cluster(Link(1.0, 1.0)), OPTIONS)
-    assert found == Prediction(0.0, 0.0, 0.0)
+    assert found == 0.0
 
 
-def both_s(scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: int) -> list[float]:
-    """Seconds that the network takes: predicted, and on a virtual cluster."""
+class Kind(NamedTuple):
+    """The messages of a run, as `scheme` and `compression` name them."""
+
+    format: str = "auto"
+    value_bits: int | None = None
+    sum_bits: int | None = None
+    capacity: float | None = None
+
+
+WHOLE = Kind()
+KIND_DENSITY = 0.08
+KINDS = (
+    Kind("coo"),
+    Kind("pici"),
+    Kind("rice"),
+    Kind(value_bits=4),
+    Kind(value_bits=2, sum_bits=8),
+    Kind(capacity=1.25),
+    Kind("rice", 4, capacity=1.25),
+)
+
+
+def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
+    """Whether a scheme has messages of this kind."""
+    entry, options = SCHEMES[scheme], SchemeConfig(capacity=kind.capacity)
+    is_own = entry.own_format is not None or (kind.sum_bits is not None and entry.takes_inner)
+    is_sparse = entry.takes is Input.SPARSE
+    return is_sparse and not is_own and fits(scheme, op, options, kind.value_bits)
+
+
+def options_of(kind: Kind) -> SchemeConfig:
+    """`scheme` of the configuration."""
+    return SchemeConfig(format=kind.format, capacity=kind.capacity, sum_bits=kind.sum_bits)
+
+
+def ran(
+    scheme: str,
+    op: CollectiveOp,
+    where: ClusterModel,
+    given: list[torch.Tensor],
+    kind: Kind = WHOLE,
+) -> VirtualCluster:
+    """A virtual cluster that has synchronised these gradients, by the reducer of training.
+
+    Of messages of a kind, the reducer is asked for `KIND_DENSITY`, more than there is: its
+    threshold is then 0, and slots and Rice's chunks are made for that density.
+    """
+    n, density = len(given), 1.0 if kind == WHOLE else KIND_DENSITY
+    case = Case(op, scheme, "fp32", density, given[0].numel(), kind.value_bits, kind.sum_bits)
+    sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
+    virtual = VirtualCluster(n, where.topology(n))
+    paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]
+    virtual.run(lambda t: paths[t.rank].steps(case.bucket(given[t.rank].clone(), n), 0))
+    return virtual
+
+
+def both_s(
+    scheme: str,
+    n: int,
+    op: CollectiveOp,
+    where: ClusterModel,
+    numel: int,
+    kind: Kind = WHOLE,
+) -> list[float]:
+    """Seconds that the network takes: predicted, and on a virtual cluster with the same data."""
     given = stratified(n, 0.05, numel)
-    setting = Setting(where, n, None, op, numel)
-    taken_s = truth.run(scheme, given, setting).total_s
-    found = predict(scheme, shape(n, op, numel), profile_of(given), where, OPTIONS)
-    return [found.network_s, taken_s]
+    profile, options = profile_of(given), options_of(kind)
+    if kind.capacity is not None:
+        profile = replace(profile, density=KIND_DENSITY)
+    bucket = replace(shape(n, op, numel), value_bits=kind.value_bits)
+    predicted_s = predict(scheme, bucket, profile, where, options)
+    return [predicted_s, ran(scheme, op, where, given, kind).modelled_s]
 
 
-@pytest.mark.parametrize("nodes", [(64,), (2, 2, 2, 2)])
 @pytest.mark.parametrize(("scheme", "op"), CASES)
-def test_rounds_are_those_of_the_virtual_cluster(scheme, op, nodes):
-    """Latency only: any number of ranks, also on nodes of different size."""
-    where = cluster(LATENCY, Link(100.0, 0.0), nodes)
-    for n in (2, 3, 4, 5, 8):
-        predicted_s, taken_s = both_s(scheme, n, op, where, 4096 * n)
-        # Sums of a hundred numbers of seconds; a schedule of another length is off by one at least.
-        assert predicted_s == pytest.approx(taken_s, abs=1e-6), n
+def test_rounds_are_those_of_the_virtual_cluster(scheme, op):
+    """Latency only, on one node and on nodes of two."""
+    for nodes, counts in (((64,), COUNTS), ((2, 2, 2, 2), (2, 3, 5, 8))):
+        where = cluster(LATENCY, Link(100.0, 0.0), nodes)
+        for n in counts:
+            predicted_s, taken_s = both_s(scheme, n, op, where, 1024 * n)
+            # Sums of a hundred numbers of seconds; another schedule is off by one at least. But
+            # sums of 10 ranks have 40.1 % of non-zeros: at the threshold of 40 % chance decides.
+            by_chance = 1 if scheme == "adaptive_ring" and n > 10 else 0
+            assert predicted_s == pytest.approx(taken_s, abs=by_chance + 1e-6), n
+
+
+@pytest.mark.parametrize(("scheme", "op"), CASES)
+def test_rounds_on_nodes_of_different_size(scheme, op):
+    """A node that has surplus ranks is priced as if all others waited for it in each phase."""
+    for nodes in ((3, 2, 2), (3, 2, 4, 2, 2)):
+        n = sum(nodes)
+        where = cluster(LATENCY, Link(100.0, 0.0), nodes)
+        predicted_s, taken_s = both_s(scheme, n, op, where, 1024 * n)
+        assert taken_s <= predicted_s * (1 + 1e-9), nodes
+        assert predicted_s == pytest.approx(taken_s, rel=0.01), nodes
 
 
 @pytest.mark.parametrize(("nodes", "nic"), [((64,), "rank"), ((4, 4), "rank"), ((4, 4), "node")])
@@ -130,6 +216,58 @@ def test_bytes_are_those_of_the_virtual_cluster(scheme, op, nodes, nic):
         assert predicted_s == pytest.approx(taken_s, rel=tolerance), n
 
 
+@pytest.mark.parametrize(
+    ("scheme", "op", "kind"),
+    [(*case, kind) for case in CASES for kind in KINDS if has_messages(*case, kind)],
+    ids=str,
+)
+def test_bytes_of_each_kind_of_message(scheme, op, kind):
+    """Bandwidth only. Rice's positions take fewer bits where gaps are random."""
+    for n in (3, 8):
+        predicted_s, taken_s = both_s(scheme, n, op, cluster(BANDWIDTH), 4 * 4096 * n, kind)
+        assert predicted_s == pytest.approx(taken_s, rel=0.04), n
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+@pytest.mark.parametrize("kind", [WHOLE, *(kind for kind in KINDS if not kind.capacity)], ids=str)
+@pytest.mark.parametrize("scheme", ["dense", "agsparse", "direct"])
+def test_the_byte_formula_is_what_ranks_send(scheme, kind, op):
+    """What `auto` compares without a cluster file, less headers, agreements and half words."""
+    n, numel = 3, 16 * 4096 * 3
+    bucket = Bucket("b", torch.zeros(numel), [ParameterSlice("w", 0, numel)], op, n)
+    expected = predicted_bytes(bucket, 0.05, options_of(kind), kind.value_bits)[scheme]
+    virtual = ran(scheme, op, cluster(BANDWIDTH), stratified(n, 0.05, numel), kind)
+    most = max(virtual.sent_bytes(rank) for rank in range(n))
+    assert expected == pytest.approx(most, rel=0.03, abs=400)
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+def test_unequal_nodes_share_out_a_reduce_scatter_by_their_shards(op):
+    """Nodes of four ranks and one: four fifths of the bucket cross the nodes to the first."""
+    where = cluster(BANDWIDTH, Link(0.0, 4e-9), (4, 1))
+    predicted_s, taken_s = both_s("dense_hierarchical", 5, op, where, 4096 * 5)
+    assert predicted_s == pytest.approx(taken_s, rel=0.03)
+
+
+@pytest.mark.parametrize(("n", "density", "parts"), [(2, 0.25, 2), (4, 0.1, 4)])
+def test_long_messages_travel_in_parts(n, density, parts):
+    """On a CPU `agsparse` adds a part while the next one travels."""
+    numel = 2**20 * parts
+    given = stratified(n, density, numel)
+    where = cluster(Link(1.0, 1e-9))
+    virtual = ran("agsparse", CollectiveOp.ALL_REDUCE, where, given)
+    found = predict("agsparse", shape(n, numel=numel), profile_of(given), where, OPTIONS)
+    assert found == pytest.approx(virtual.modelled_s, rel=1e-3)
+    assert round(found) == 1 + parts
+    # All additions take as long as before, but those of the last part alone are waited for.
+    times_s = [
+        predict("agsparse", shape(n, numel=numel), profile_of(given), each, OPTIONS)
+        for each in (cluster(BANDWIDTH, codec_s=1e-12), cluster(BANDWIDTH))
+    ]
+    adding_s = times_s[0] - times_s[1]
+    assert adding_s == pytest.approx((1 + n / parts) * numel * 1e-12, rel=1e-6)
+
+
 def test_the_dense_ring_is_the_papers_equation_2():
     """SpCCL and PCCL, on one level, once for each half."""
     link, n = Link(1e-5, 1e-9), 6
@@ -138,7 +276,7 @@ def test_the_dense_ring_is_the_papers_equation_2():
     where = cluster(link)
     for op, halves in ((CollectiveOp.ALL_REDUCE, 2), (CollectiveOp.REDUCE_SCATTER, 1)):
         found = predict("dense_ring", shape(n, op, numel), uniform(n, 0.1, numel), where, OPTIONS)
-        assert found.network_s == pytest.approx(halves * half_s, rel=1e-12)
+        assert found == pytest.approx(halves * half_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("n", [2, 4, 16, 64])
@@ -153,7 +291,7 @@ def test_direct_and_zen_are_zens_equation_1(n):
     for scheme, pulled in (("direct", min(pairs, bitmap)), ("zen", bitmap)):
         expected_s = (n - 1) / n * (8 * density + pulled) * numel * BANDWIDTH.beta_s
         found = predict(scheme, shape(n, numel=numel), profile, where, coo)
-        assert found.network_s == pytest.approx(expected_s, rel=0.02), scheme
+        assert found == pytest.approx(expected_s, rel=0.02), scheme
 
 
 @pytest.mark.parametrize("n", [2, 8, 32])
@@ -166,7 +304,7 @@ def test_doubling_is_zens_equation_2(n):
     expected_s = sum(8 * d for d in sums) * numel * BANDWIDTH.beta_s
     found = predict("ssar_rd", shape(n, numel=numel), profile, cluster(BANDWIDTH), coo)
     # Headers, and the agreement: 8 (2 + n) bytes from each rank to each.
-    assert found.network_s == pytest.approx(expected_s, rel=5e-3)
+    assert found == pytest.approx(expected_s, rel=5e-3)
 
 
 @pytest.mark.parametrize("scheme", SPARSE)
@@ -176,7 +314,7 @@ def test_time_does_not_fall_with_density_size_or_slower_links(scheme):
 
     def total_s(density: float, numel: int = NUMEL, where: ClusterModel = fast) -> float:
         profile = uniform(n, density, numel)
-        return predict(scheme, shape(n, numel=numel), profile, where, OPTIONS).total_s
+        return predict(scheme, shape(n, numel=numel), profile, where, OPTIONS)
 
     densities = (1e-4, 1e-3, 1e-2, 0.1, 0.3, 0.9)
     times = [total_s(density) for density in densities]
@@ -192,7 +330,7 @@ def test_a_dense_gradient_costs_a_sparse_scheme_what_all_pairs_costs():
     found = predict("direct", shape(n), uniform(n, 1.0), where, OPTIONS)
     dense = predict("dense_allpairs", shape(n), uniform(n, 1.0), where, OPTIONS)
     # Headers and the agreement: some hundred bytes in 400,000.
-    assert found.network_s == pytest.approx(dense.network_s, rel=2e-3)
+    assert found == pytest.approx(dense, rel=2e-3)
 
 
 def test_clustered_elements_slow_down_contiguous_shards_not_hashed_ones():
@@ -204,8 +342,7 @@ def test_clustered_elements_slow_down_contiguous_shards_not_hashed_ones():
     where = cluster(BANDWIDTH)
     for scheme, factor in (("direct", 2.0), ("sparse_ring", 2.0), ("zen", 1.0)):
         crowded_s, spread_s = (
-            predict(scheme, shape(n, numel=numel), p, where, OPTIONS).network_s
-            for p in (profile, spread)
+            predict(scheme, shape(n, numel=numel), p, where, OPTIONS) for p in (profile, spread)
         )
         assert (
             crowded_s == pytest.approx(spread_s, rel=1e-9)
@@ -219,14 +356,13 @@ def test_codec_work_is_counted_call_by_call():
     where = cluster(Link(0.0, 0.0), codec_s=1.0)
     found = predict("direct", shape(2), uniform(2), where, OPTIONS)
     # Selection of all; two shards are added, one of them freshly; the sum is encoded; two decoded.
-    assert found.codec_s == pytest.approx(NUMEL * (1 + 2 / 2 + 1 / 2 + 2 / 2), rel=1e-12)
+    assert found == pytest.approx(NUMEL * (1 + 2 / 2 + 1 / 2 + 2 / 2), rel=1e-12)
 
 
 def test_the_host_is_charged_for_messages():
     where = cluster(Link(0.0, 0.0), host_s=1.0)
     ring = predict("dense_ring", shape(4), uniform(4), where, OPTIONS)
-    assert ring.host_s == 6.0
-    assert ring.network_s == ring.codec_s == 0.0
+    assert ring == 6.0
 
 
 def test_kept_elements_are_priced_as_dense_for_both_ways_of_counting():
@@ -242,10 +378,8 @@ def test_kept_elements_are_priced_as_dense_for_both_ways_of_counting():
         density=(kept + 0.05 * (NUMEL - kept)) / NUMEL,
     )
     where = cluster(BANDWIDTH)
-    a, b = (
-        predict("direct", shape(n, kept=kept), p, where, OPTIONS).network_s for p in (pruned, whole)
-    )
-    none = predict("direct", shape(n), uniform(n, 0.05), where, OPTIONS).network_s
+    a, b = (predict("direct", shape(n, kept=kept), p, where, OPTIONS) for p in (pruned, whole))
+    none = predict("direct", shape(n), uniform(n, 0.05), where, OPTIONS)
     assert a == pytest.approx(b, rel=1e-9)
     # Kept values travel once in each half, in place of pruned ones' 0.3 and 0.9 bytes.
     assert a - none == pytest.approx(2 * 3 / 4 * kept * 4 * BANDWIDTH.beta_s, rel=0.2)
@@ -262,7 +396,7 @@ def test_few_bits_shrink_messages_only(name):
             predict(name, narrow, profile, where, OPTIONS)
         assert name not in predict_all(narrow, profile, where, OPTIONS)
         return
-    before, after = (predict(name, s, profile, where, OPTIONS).network_s for s in (whole, narrow))
+    before, after = (predict(name, s, profile, where, OPTIONS) for s in (whole, narrow))
     form = RecordFormat("auto", where), RecordFormat("auto", where, 4)
     piece = Piece(NUMEL - 2**10, 2**10)
     saved = np.subtract(*(float(each.nbytes(piece, 0.05, 4)) for each in form))
@@ -290,7 +424,7 @@ def test_capacity_fixes_sizes_and_drops_the_agreement():
     options = SchemeConfig(capacity=2.0)
     where = cluster(Link(1.0, 0.0))
     found = predict("direct", shape(4), uniform(4), where, options)
-    assert found.network_s == 6.0
+    assert found == 6.0
     assert "sparse_ring" not in predict_all(shape(4), uniform(4), where, options)
 
 

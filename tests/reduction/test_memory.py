@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import MessageBuffers
@@ -105,9 +106,29 @@ def test_undo_copies_count() -> None:
     assert not of(at_target(scheme="dense"), bucket(), undo=True).nbytes
 
 
-def test_a_scheme_that_skips_a_rank_is_named() -> None:
+def test_a_scheme_that_skips_a_rank_takes_the_straggler_s_records_too() -> None:
     straggler = StragglerConfig(mode="pinned", rank=1)
-    assert "straggler_direct" in of(at_target(straggler=straggler), bucket()).line()
+    skips, waits = (
+        of(at_target(**with_it), bucket()) for with_it in ({"straggler": straggler}, {})
+    )
+    assert not skips.notes
+    assert skips.nbytes["received"] > waits.nbytes["received"]
+
+
+def test_a_hierarchy_takes_its_buffers_by_the_ranks_of_its_nodes() -> None:
+    """Two nodes of four: three parts of a quarter of the bucket. Nodes of one rank: none."""
+    config, fp32 = at_target(scheme="hierarchical", capacity=None), 4 * NUMEL
+    pairs, alone = (
+        account(config, [Share(0, [bucket()], nodes=nodes)], undo=False).nbytes["received"]
+        for nodes in ((0, 0, 0, 0, 1, 1, 1, 1), tuple(range(RANKS)))
+    )
+    assert 0.75 * fp32 < pairs < 0.85 * fp32
+    assert alone < 0.1 * fp32
+
+
+def test_a_scheme_of_another_package_may_not_say_what_it_takes(monkeypatch) -> None:
+    monkeypatch.setitem(SCHEMES, "direct", replace(SCHEMES["direct"], buffers=None))
+    assert "without the buffers of direct" in of(at_target(), bucket()).line()
 
 
 def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
