@@ -42,11 +42,17 @@ class Side:
 
         return self.progress.submit("b", job, StageTimer()), outcome
 
-    def close(self) -> None:
-        """Ends the thread and gives the group back."""
-        broken = self.progress.broken
+    def close(self, *, broken: bool = False) -> float:
+        """Ends the thread and gives the group back; returns the time.
+
+        Args:
+            broken: the group has failed, on another rank.
+        """
+        start_s = time.monotonic()
+        broken = broken or self.progress.broken
         self.progress.close()
         self.transport.close(broken=broken)
+        return time.monotonic() - start_s
 
 
 def run_over_gloo(
