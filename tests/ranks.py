@@ -1,4 +1,9 @@
-"""Runs a function on several gloo ranks, each in its own process."""
+"""Runs a function on several gloo ranks, each in its own process.
+
+Ranks are forked from a server that has imported torch and the package, or Megatron too, in tenths
+of a second; to import them takes each of them seconds. A test that needs ranks with a Python of
+their own starts programs (`tests.programs`).
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,58 @@ import os
 import pickle
 import queue
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cache
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.waiting import DEADLINE_S
 
-START_METHOD = "spawn"
+CONTEXT = mp.get_context("forkserver")
+PACKAGE, MEGATRON = "tests.imported_package", "tests.megatron.imported_megatron"
+"""Modules with all that a server imports."""
+_starting = threading.Lock()
+
+
+@cache
+def _server(imported: str) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([imported])
+    return server
+
+
+def start_rank(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    results: Any,
+    args: tuple[Any, ...],
+    imported: str = PACKAGE,
+) -> Any:
+    """Starts one rank, in this process's environment; returns its process.
+
+    Args:
+        function: can be pickled.
+        rank: its number.
+        world_size: ranks.
+        store: path of the file at which they meet.
+        results: queue of `CONTEXT` that gets the rank, its pickled result, and a traceback or None.
+        args: of the function, behind the first two.
+        imported: what its server has imported: `PACKAGE` or `MEGATRON`.
+    """
+    given = dict(os.environ), function, rank, world_size, store, results, args
+    process = CONTEXT.Process(target=_rank_main, args=given)
+    connect = _server(imported).connect_to_new_process
+    with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
+        process.start()
+    return process
 
 
 def run_ranks(
@@ -25,6 +72,8 @@ def run_ranks(
     *args: Any,
     timeout_s: float = DEADLINE_S,
     linger_s: float = 5.0,
+    imported: str = PACKAGE,
+    lost: Sequence[int] = (),
 ) -> list[Any]:
     """Calls `function(rank, world_size, *args)` on every rank, inside a gloo world.
 
@@ -35,6 +84,8 @@ def run_ranks(
         timeout_s: for all of them.
         linger_s: how long ranks may take to end when all have answered. After a failure gloo holds
             threads until its own timeout, and waiting for them shows nothing.
+        imported: see `start_rank`.
+        lost: ranks that the function kills; their results are None.
 
     Returns:
         The ranks' results, in rank order; they must pickle.
@@ -42,20 +93,15 @@ def run_ranks(
     Raises:
         AssertionError: with the traceback of the first rank that failed, or on a timeout.
     """
-    context = mp.get_context(START_METHOD)
-    results = context.Queue()
+    results = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         processes = [
-            context.Process(
-                target=_rank_main, args=(function, rank, world_size, store, results, args)
-            )
+            start_rank(function, rank, world_size, store, results, args, imported)
             for rank in range(world_size)
         ]
-        for process in processes:
-            process.start()
         try:
-            return _collect(processes, results, time.monotonic() + timeout_s)
+            return _collect(processes, results, time.monotonic() + timeout_s, lost)
         finally:
             for process in processes:
                 process.join(linger_s)
@@ -64,8 +110,8 @@ def run_ranks(
                     process.join()
 
 
-def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
-    collected: dict[int, Any] = {}
+def _collect(processes: list[Any], results: Any, deadline: float, lost: Sequence[int]) -> list[Any]:
+    collected: dict[int, Any] = dict.fromkeys(lost)
     while len(collected) < len(processes):
         try:
             rank, value, error = results.get(timeout=0.2)
@@ -90,6 +136,7 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
 
 
 def _rank_main(
+    environment: dict[str, str],
     function: Callable[..., Any],
     rank: int,
     world_size: int,
@@ -97,7 +144,8 @@ def _rank_main(
     results: Any,
     args: tuple[Any, ...],
 ) -> None:
-    os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", TORCHDYNAMO_DISABLE="1")
+    os.environ.clear()
+    os.environ.update(environment | {"GLOO_SOCKET_IFNAME": "lo"})
     try:
         import torch
         import torch.distributed as dist

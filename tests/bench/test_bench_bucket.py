@@ -48,7 +48,6 @@ def test_hidden_is_the_share_of_the_shorter_one() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_triton_has_a_row_beside_the_compiled_kernels() -> None:
     rows = run(BucketSweep(min_bytes=2**16, max_bytes=2**16, warmup=0, iters=1))
     assert [(row.codec, row.wrong) for row in rows] == [("cuda", 0), ("torch", 0)]

@@ -14,9 +14,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import FixedPlanner
-from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import NAMES
 from tests.collectives.faults import (
     Fault,
@@ -26,6 +24,7 @@ from tests.collectives.faults import (
     nap,
     stop_process,
 )
+from tests.collectives.over_gloo import Side
 from tests.reduction.reducers import at_target, reducer_of
 from tests.straggler.settings import section_for
 
@@ -33,7 +32,7 @@ NUMEL = 12_000
 SLOW_S = 0.5
 
 
-class Side:
+class Reducing(Side):
     """One rank's reducer and thread, for one attempt.
 
     Args:
@@ -63,9 +62,7 @@ class Side:
             # Not rank 0: it would finish first, and it informs the others of lost ranks.
             straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
-        assert dist.group.WORLD is not None
-        self.progress = ProgressThread(torch.device("cpu"), timeout_s)
-        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
+        super().__init__(timeout_s)
         acts = {
             "kill": kill_process,
             "stop": stop_process,
@@ -93,14 +90,6 @@ class Side:
             "struck": self.faulty.struck,
             "right": torch.equal(bucket.grad_N, full_sum(bucket.world_size, bucket.numel)),
         }
-
-    def close(self, *, broken: bool = False) -> float:
-        """Closes everything; returns the time. `broken`: the group has failed on another rank."""
-        start_s = time.monotonic()
-        broken = broken or self.progress.broken
-        self.progress.close()
-        self.transport.close(broken=broken)
-        return time.monotonic() - start_s
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
@@ -135,7 +124,7 @@ def terminal(
 
     Survivors then close and end by themselves, as a script would.
     """
-    side = Side(scheme, timeout_s, fault)
+    side = Reducing(scheme, timeout_s, fault)
     result = side.reduce(bucket_of(rank, world_size, numel))
     result["close_s"] = side.close()
     # Written atomically: the test reads the file as soon as it exists.
@@ -152,7 +141,7 @@ def one_after_another(
 
     results = []
     for scheme, fault in cases:
-        side = Side(scheme, timeout_s, fault)
+        side = Reducing(scheme, timeout_s, fault)
         results.append(side.reduce(bucket_of(rank, world_size)))
         # A rank that got its sum must not reuse the group, which has failed on another rank.
         spoils = fault.kind not in ("none", "slow")
@@ -176,7 +165,7 @@ def disagree_everywhere(
         wire = "bf16" if other_dtype and not whole else None
         bits = 8 if other_dtype and whole else None
         numel = NUMEL + 240 if differs and what == "size" else NUMEL
-        side = Side(named, timeout_s, wire_dtype=wire, value_bits=bits)
+        side = Reducing(named, timeout_s, wire_dtype=wire, value_bits=bits)
         step = 1 if differs and what == "step" else 0
         results.append(side.reduce(bucket_of(rank, world_size, numel), step))
         results[-1]["close_s"] = side.close()
@@ -193,7 +182,7 @@ def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
     results = []
     for scheme in NAMES:
         for numel in (0, 1):
-            side = Side(scheme, 20)
+            side = Reducing(scheme, 20)
             result = side.reduce(bucket_of(rank, world_size, numel))
             results.append((scheme, numel, result["right"], result["text"]))
             side.close()

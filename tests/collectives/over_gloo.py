@@ -38,11 +38,17 @@ class Side:
         """Starts a collective; returns the pending job, whose result is the outcome."""
         return self.progress.submit(Pending("b", steps_of(case, self._seen), StageTimer()))
 
-    def close(self) -> None:
-        """Ends the thread and gives the group back."""
-        broken = self.progress.broken
+    def close(self, *, broken: bool = False) -> float:
+        """Ends the thread and gives the group back; returns the time.
+
+        Args:
+            broken: the group has failed, on another rank.
+        """
+        start_s = time.monotonic()
+        broken = broken or self.progress.broken
         self.progress.close()
         self.transport.close(broken=broken)
+        return time.monotonic() - start_s
 
 
 def run_over_gloo(

@@ -1,20 +1,17 @@
 """Faults over real processes and sockets: a sample of each kind in every scheme.
 
-Ranks are forked from a server that has imported everything, so that a world takes a second; worlds
-whose ranks mostly wait run side by side. The whole matrix is marked slow.
+Worlds whose ranks mostly wait run side by side. The whole matrix is marked slow.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests import ranks
 from tests.collectives.cases import NAMES, SPARSE
 from tests.collectives.fault_ranks import (
     NUMEL,
@@ -25,10 +22,8 @@ from tests.collectives.fault_ranks import (
     trivial,
 )
 from tests.collectives.faults import Fault
-from tests.ranks import _rank_main, run_ranks
+from tests.ranks import CONTEXT, run_ranks, start_rank
 from tests.waiting import DEADLINE_S
-
-pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 N = 3
 TIMEOUT_S = 10.0
@@ -39,7 +34,7 @@ OPERATIONS = ("exchange with ranks", "all_gather", "all_reduce")
 
 
 @pytest.fixture(scope="module")
-def posts(forked_ranks):
+def posts():
     """How many operations each rank posts, by scheme; and each scheme once without a fault."""
     cases = [(name, Fault("none", 0, 0)) for name in NAMES]
     by_rank = run_ranks(one_after_another, N, cases, 20.0)
@@ -51,9 +46,8 @@ def posts(forked_ranks):
 
 def _worlds(cases, folder, numel=NUMEL):
     """Runs the (scheme, fault) cases, some at a time; the survivors' results of each, by rank."""
-    context = mp.get_context(ranks.START_METHOD)
     # Nothing reads the queue, but a child cannot start after it was deleted.
-    queue = context.Queue()
+    queue = CONTEXT.Queue()
     results = []
     for first in range(0, len(cases), WORLDS_AT_ONCE):
         started = []
@@ -61,15 +55,8 @@ def _worlds(cases, folder, numel=NUMEL):
             place = Path(folder) / str(number)
             place.mkdir()
             arguments = (scheme, fault, numel, TIMEOUT_S, str(place))
-            processes = [
-                context.Process(
-                    target=_rank_main,
-                    args=(terminal, rank, N, str(place / "store"), queue, arguments),
-                )
-                for rank in range(N)
-            ]
-            for process in processes:
-                process.start()
+            store = str(place / "store")
+            processes = [start_rank(terminal, r, N, store, queue, arguments) for r in range(N)]
             started.append((fault, place, processes))
         try:
             results += [_survivors(*world) for world in started]

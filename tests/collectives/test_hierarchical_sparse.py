@@ -157,7 +157,6 @@ def test_an_inner_error_names_the_rank_of_the_group():
     assert all(text.startswith("rank 2: field") for text in named), named
 
 
-@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), pytest.param((0, 0, 1), marks=pytest.mark.slow)])
 def test_exact_over_sockets(nodes):
     cases = [

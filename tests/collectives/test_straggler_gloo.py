@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 
-import pytest
-
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import MegatronSparseError
 from tests.collectives.cases import Case, assert_exact, numel_for
 from tests.collectives.over_gloo import Side, run_over_gloo
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 N = 4
 LATE = 2

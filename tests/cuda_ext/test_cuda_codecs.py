@@ -147,7 +147,6 @@ def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("numel", [2**20 + 17, 2**26 + 4097])
 def test_large_messages_on_the_device(numel: int) -> None:
     """More tiles than resident blocks, so look-back waits; an emulated device hardly shows this."""

@@ -12,10 +12,7 @@ from megatron_sparse.reference import threshold as threshold_oracle
 from tests.cuda_ext import cases
 from tests.cuda_ext.threshold_cases import assert_same_limits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("module", [ops, threshold_triton])

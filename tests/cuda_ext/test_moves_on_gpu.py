@@ -13,10 +13,7 @@ from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.wire import MOVES_CODERS
 from tests.formats.moves_cases import DTYPES, adam_like
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 LARGE = 2**27
 """Numbers: 2048 chunks of rans, 15 for each of 132 multiprocessors."""

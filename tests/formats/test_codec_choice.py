@@ -139,7 +139,6 @@ def test_both_codecs_make_the_same_message(monkeypatch, wire):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("codec", ["cuda", "torch"])
 @pytest.mark.parametrize("form", ["coo", "pici", "dense", "auto"])
 def test_the_same_message_on_a_gpu(monkeypatch, form, codec):

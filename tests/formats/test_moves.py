@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext.ops import supported_isas
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
@@ -48,11 +47,6 @@ def check(old, new, coder):
     wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype), coder)
     moves_cases.check(old, new, coder, wanted)
     assert len(wanted) <= most_bytes(old.numel(), old.dtype)
-
-
-@pytest.fixture(params=supported_isas())
-def isa(request, monkeypatch):
-    monkeypatch.setenv("MEGATRON_SPARSE_ISA", request.param)
 
 
 @pytest.mark.usefixtures("isa")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext.ops import supported_isas
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
 from megatron_sparse.reference import quantised
@@ -16,11 +15,6 @@ from tests.formats.moves_cases import repaired
 
 NUMELS = [0, 1, 63, 64, 127, 128, 129, 4096, 65536 + 130]
 EPOCH = 7
-
-
-@pytest.fixture(params=supported_isas())
-def isa(request, monkeypatch):
-    monkeypatch.setenv("MEGATRON_SPARSE_ISA", request.param)
 
 
 def bits_of(values):

@@ -21,7 +21,7 @@ from tests.megatron.checkpoint_cases import (
 )
 from tests.megatron.parallel_gpt import PRUNED_FROM, parallel_state_of
 from tests.megatron.train_ranks import equal, running, train_ranks
-from tests.ranks import run_ranks
+from tests.ranks import MEGATRON, run_ranks
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one, of which a launch takes ten seconds."""
@@ -106,7 +106,7 @@ def _as_if_tensor_parallel(folder):
 def saved(tmp_path_factory):
     """A folder for each mode; the saved and the restored state of each of two ranks."""
     folder = tmp_path_factory.mktemp("sharded")
-    return folder, run_ranks(_save_all, 2, str(folder), timeout_s=TIMEOUT_S)
+    return folder, run_ranks(_save_all, 2, str(folder), timeout_s=TIMEOUT_S, imported=MEGATRON)
 
 
 def test_every_rank_gets_its_own_row_back_bit_for_bit(saved):
@@ -206,7 +206,7 @@ def _load_modes(rank, world_size, folder):
 def test_another_data_parallel_size_preserves_the_total(saved, size):
     """Of both modes; with three ranks the third has no row of two, but a part of the sum."""
     folder, ranks = saved
-    moved = run_ranks(_load_modes, size, str(folder), timeout_s=TIMEOUT_S)
+    moved = run_ranks(_load_modes, size, str(folder), timeout_s=TIMEOUT_S, imported=MEGATRON)
     for name in ranks[0][0]:
         total = ranks[0][0][name] + ranks[1][0][name]
         for mode in ("full", "sum"):

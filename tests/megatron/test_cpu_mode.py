@@ -15,7 +15,7 @@ from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.programs import ended, with_variables
-from tests.ranks import run_ranks
+from tests.ranks import MEGATRON, run_ranks
 
 STEPS = 3
 
@@ -225,7 +225,8 @@ def _resume(rank, folder):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    return run_ranks(_resume_each_way, 2, str(tmp_path_factory.mktemp("saved")), timeout_s=280)
+    folder = str(tmp_path_factory.mktemp("saved"))
+    return run_ranks(_resume_each_way, 2, folder, timeout_s=280, imported=MEGATRON)
 
 
 class TestDistributedOptimizer:

@@ -161,7 +161,7 @@ def matrix():
     return train_ranks(_matrix, WORLD_SIZE, timeout_s=400)
 
 
-# The fixture starts four ranks; a busy machine takes minutes to import Megatron in all of them.
+# The fixture trains every layout on four ranks, which takes a busy machine minutes.
 pytestmark = pytest.mark.timeout(600)
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 

@@ -152,7 +152,7 @@ def _all(rank, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    # A busy machine takes minutes to import Megatron in four processes.
+    # A busy machine takes minutes to train all of them on four ranks.
     return train_ranks(_all, WORLD_SIZE, str(tmp_path_factory.mktemp("lossy")), timeout_s=400)
 
 

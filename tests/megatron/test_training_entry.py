@@ -18,7 +18,7 @@ from megatron_sparse.megatron.owned_flags import OWNED_FLAGS, errors
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
 from tests.programs import ROOT, SMALL_RUN, Done, ended
-from tests.ranks import run_ranks
+from tests.ranks import MEGATRON, run_ranks
 
 TRAIN = str(ROOT / "scripts/train.py")
 VOCABULARY = 8192
@@ -340,7 +340,7 @@ def _real_counts(rank, world_size):
 
 def test_parameter_count_is_that_of_megatrons_models():
     """Every model of `configs/model`, the big ones too."""
-    (counts,) = run_ranks(_real_counts, 1)
+    (counts,) = run_ranks(_real_counts, 1, imported=MEGATRON)
     expected = {
         name: parameter_count(compose([f"model={name}"]).model, VOCABULARY)
         for name in group_options("model")

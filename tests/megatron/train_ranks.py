@@ -18,7 +18,7 @@ import torch
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
-from tests.ranks import run_ranks
+from tests.ranks import MEGATRON, run_ranks
 from tests.records import Kept
 from tests.waiting import DEADLINE_S
 
@@ -31,7 +31,9 @@ def train_ranks(
     body: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = DEADLINE_S
 ) -> list[Any]:
     """`run_ranks` in the CPU mode; the function is called with the rank and `arguments`."""
-    return run_ranks(_in_cpu_mode, world_size, body, *arguments, timeout_s=timeout_s)
+    return run_ranks(
+        _in_cpu_mode, world_size, body, *arguments, timeout_s=timeout_s, imported=MEGATRON
+    )
 
 
 def _in_cpu_mode(rank: int, world_size: int, body: Callable[..., Any], *arguments: Any) -> Any:

@@ -6,37 +6,25 @@ it, or with damaged copies of it, before any rank starts.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from megatron_sparse.errors import CheckpointError, ConfigError, StorageError
+from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.megatron import checkpoint_fit, checkpoint_folder
 from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choose
-from megatron_sparse.run import (
-    full_disk,
-    interrupt,
-    launch,
-    preparation,
-    rank_report,
-    resume,
-    worker,
-)
+from megatron_sparse.run import interrupt, launch, preparation, resume, worker
 from megatron_sparse.run.composition import compose
 from tests.megatron.test_pretrain import ROOT, SMALL, TIMEOUT_S, train
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, until
 
 RUN = (
     "cluster.ranks_per_node=1",
@@ -321,78 +309,6 @@ class TestPartial:
         assert "model_optim_rng.pt is cut off" in str(checkpoint_folder.damage(saved.parent))
 
 
-class TestFullDisk:
-    """One error that names the cause and the path, last."""
-
-    NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/runs/mine/x.distcp")
-
-    def gathered(self) -> BaseException:
-        from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-
-        return CheckpointException("write", {0: _wrap_exception(self.NO_SPACE)})
-
-    def errors(self) -> list[BaseException]:
-        damaged = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
-        damaged.__context__ = self.NO_SPACE
-        told = RuntimeError(f"Worker failure: [Errno 28] {os.strerror(errno.ENOSPC)}\nTraceback")
-        quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/disk/x")
-        return [self.NO_SPACE, damaged, told, quota, self.gathered()]
-
-    def test_it_is_recognised_wherever_it_hides(self, tmp_path):
-        for error in self.errors():
-            found = full_disk.as_storage_error(error, tmp_path)
-            assert isinstance(found, StorageError), error
-            assert "the disk is full: /" in str(found)
-            assert "resume=must" in str(found.remedy)
-        assert full_disk.as_storage_error(ValueError("another one"), tmp_path) is None
-        assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
-
-    def test_a_rank_says_so(self, tmp_path, monkeypatch, capsys):
-        """Also where the disk does not even take its report."""
-        config = config_of(tmp_path)
-        path = preparation.make_run_dir(config, "x") / preparation.CONFIG_FILE
-
-        def train(*arguments):
-            raise self.gathered()
-
-        monkeypatch.setattr("megatron_sparse.megatron.training.train", train)
-        monkeypatch.setenv("RANK", "0")
-        report = tmp_path / "error.json"
-        monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
-        assert worker.main([str(path)]) == StorageError.exit_code
-        message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
-        assert typed
-        assert "/disk/runs/mine/x.distcp" in message
-        report.unlink()
-
-        def refuse(self, *arguments, **options):
-            raise TestFullDisk.NO_SPACE
-
-        monkeypatch.setattr(Path, "write_text", refuse)
-        assert worker.main([str(path)]) == StorageError.exit_code
-        assert not report.exists(), "the agent would fail over half a report"
-        assert "the disk is full" in capsys.readouterr().err
-
-    def test_the_launcher_says_so_where_no_rank_could(self, tmp_path, monkeypatch, capsys):
-        # What torch's agent knows of a rank that left no report.
-        failure = SimpleNamespace(
-            message="see the log",
-            exitcode=1,
-            error_file=str(tmp_path / "error.json"),
-            error_file_data={"message": "none"},
-        )
-        assert launch._report(0, failure, tmp_path) == 1
-        assert "rank 0 failed: see the log" in capsys.readouterr().err
-        monkeypatch.setattr(full_disk.tempfile, "TemporaryFile", self._refuse)
-        assert launch._report(0, failure, tmp_path) == StorageError.exit_code
-        said = capsys.readouterr().err
-        assert said.startswith(f"error: the disk is full: {tmp_path}")
-        assert "see the log" not in said
-
-    def _refuse(self, **options):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 class TestEnd:
     """What is said after an end that was not planned."""
 
@@ -485,11 +401,11 @@ class TestEnd:
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
             try:
-                deadline = time.monotonic() + TIMEOUT_S
                 lines = tmp_path / "stopped/breakdown.jsonl"
-                while not (lines.exists() and lines.stat().st_size) and run.poll() is None:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
+                until(
+                    lambda: run.poll() is not None or (lines.exists() and lines.stat().st_size),
+                    TIMEOUT_S,
+                )
                 run.send_signal(signal.SIGINT)
                 assert run.wait(TIMEOUT_S) == 128 + signal.SIGINT
             finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,6 @@ from megatron_sparse.transport.nccl_library import NcclLibrary, loaded_nccl
 from tests import fake_nccl
 from tests.waiting import DEADLINE_S, until
 
-needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 GPU = torch.device("cuda:0")
 
 
@@ -119,7 +117,6 @@ def test_there_is_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         transport._make_communicator()
 
 
-@needs_gxx
 def test_all_ranks_join_and_leave(fake: Any) -> None:
     made = make(fake, 3, 3)
     assert [each.words[:2].tolist() for each in made] == [[rank, 3] for rank in range(3)]
@@ -133,7 +130,6 @@ def test_all_ranks_join_and_leave(fake: Any) -> None:
         assert not each._monitor.is_alive()
 
 
-@needs_gxx
 def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
     began_s = time.monotonic()
     raised = make(fake, 3, 2, timeout_s=1)
@@ -142,7 +138,6 @@ def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
     assert all("all 3 ranks within scheme.timeout_s (1 s)" in str(each) for each in raised)
 
 
-@needs_gxx
 def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
     """The host's part is done; the device waits for the peer."""
     (communicator,) = make(fake, 1, 1)
@@ -163,7 +158,6 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
     communicator.close(broken=True)
 
 
-@needs_gxx
 def test_an_abort_waits_for_a_call_that_is_being_posted(fake: Any) -> None:
     """Aborting frees the communicator that C++ is using."""
     (communicator,) = make(fake, 1, 1)
@@ -177,7 +171,6 @@ def test_an_abort_waits_for_a_call_that_is_being_posted(fake: Any) -> None:
     communicator.close(broken=True)
 
 
-@needs_gxx
 def test_an_abort_frees_a_call_that_nccl_keeps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_communicator, "POSTING_S", 0.1)
     (communicator,) = make(fake, 1, 1)
@@ -187,7 +180,6 @@ def test_an_abort_frees_a_call_that_nccl_keeps(fake: Any, monkeypatch: pytest.Mo
     communicator.close(broken=True)
 
 
-@needs_gxx
 def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: dict[str, torch.device] = {}
     monkeypatch.setattr(
@@ -201,7 +193,6 @@ def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.Mo
     assert devices["megatron_sparse_nccl"] == GPU
 
 
-@needs_gxx
 def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     Event.fails = True
@@ -214,7 +205,6 @@ def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> N
     communicator.close(broken=True)
 
 
-@needs_gxx
 def test_a_completed_call_has_no_deadline(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with communicator.call("sum") as require:
@@ -227,7 +217,6 @@ def test_a_completed_call_has_no_deadline(fake: Any) -> None:
     communicator.close()
 
 
-@needs_gxx
 def test_closing_a_broken_group_waits_for_nothing(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     Event.done = False
@@ -239,7 +228,6 @@ def test_closing_a_broken_group_waits_for_nothing(fake: Any) -> None:
     assert fake.fake_nccl_is_aborted(communicator.words[2].item())
 
 
-@needs_gxx
 def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(fake: Any) -> None:
     (communicator,) = make(fake, 1, 1)
     with pytest.raises(ValueError, match="no such plan"), communicator.call("sum"):

@@ -1,0 +1,13 @@
+"""Imports all that ranks of Megatron in its CPU mode need, once for all of them: see `ranks`."""
+
+import gc
+import os
+from importlib import import_module
+
+# Who has asked CUDA for its devices cannot use it after a fork, and the CPU mode asks.
+os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+import_module("tests.imported_package")
+import_module("megatron_sparse.megatron.cpu_mode").enable()
+for name in ("megatron.training.training", "tests.megatron.train_ranks"):
+    import_module(name)
+gc.freeze()

@@ -1,0 +1,87 @@
+"""A full disk is one error that names the cause and the path, last."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_sparse.errors import StorageError
+from megatron_sparse.run import full_disk, launch, preparation, rank_report, worker
+from tests.run.test_resume_start import config_of
+
+NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/runs/mine/x.distcp")
+
+
+def gathered() -> BaseException:
+    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+    return CheckpointException("write", {0: _wrap_exception(NO_SPACE)})
+
+
+def errors() -> list[BaseException]:
+    damaged = RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed")
+    damaged.__context__ = NO_SPACE
+    told = RuntimeError(f"Worker failure: [Errno 28] {os.strerror(errno.ENOSPC)}\nTraceback")
+    quota = OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/disk/x")
+    return [NO_SPACE, damaged, told, quota, gathered()]
+
+
+def test_it_is_recognised_wherever_it_hides(tmp_path):
+    for error in errors():
+        found = full_disk.as_storage_error(error, tmp_path)
+        assert isinstance(found, StorageError), error
+        assert "the disk is full: /" in str(found)
+        assert "resume=must" in str(found.remedy)
+    assert full_disk.as_storage_error(ValueError("another one"), tmp_path) is None
+    assert list(tmp_path.iterdir()) == [], "the probe leaves nothing"
+
+
+def test_a_rank_says_so(tmp_path, monkeypatch, capsys):
+    """Also where the disk does not even take its report."""
+    config = config_of(tmp_path)
+    path = preparation.make_run_dir(config, "x") / preparation.CONFIG_FILE
+
+    def train(*arguments):
+        raise gathered()
+
+    monkeypatch.setattr("megatron_sparse.megatron.training.train", train)
+    monkeypatch.setenv("RANK", "0")
+    report = tmp_path / "error.json"
+    monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
+    assert worker.main([str(path)]) == StorageError.exit_code
+    message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
+    assert typed
+    assert "/disk/runs/mine/x.distcp" in message
+    report.unlink()
+
+    def refuse(self, *arguments, **options):
+        raise NO_SPACE
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert worker.main([str(path)]) == StorageError.exit_code
+    assert not report.exists(), "the agent would fail over half a report"
+    assert "the disk is full" in capsys.readouterr().err
+
+
+def test_the_launcher_says_so_where_no_rank_could(tmp_path, monkeypatch, capsys):
+    # What torch's agent knows of a rank that left no report.
+    failure = SimpleNamespace(
+        message="see the log",
+        exitcode=1,
+        error_file=str(tmp_path / "error.json"),
+        error_file_data={"message": "none"},
+    )
+    assert launch._report(0, failure, tmp_path) == 1
+    assert "rank 0 failed: see the log" in capsys.readouterr().err
+    monkeypatch.setattr(full_disk.tempfile, "TemporaryFile", _refuse)
+    assert launch._report(0, failure, tmp_path) == StorageError.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: the disk is full: {tmp_path}")
+    assert "see the log" not in said
+
+
+def _refuse(**options):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
