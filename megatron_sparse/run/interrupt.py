@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -131,22 +130,6 @@ def end_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):  # it was gone before
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_soon_after_parent() -> None:
-    """From now on this process ends within a second after the one that started it.
-
-    By looking: the kernel's signal of `end_with_parent` would come when the thread ends that
-    started this process.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="megatron_sparse_parent", daemon=True).start()
 
 
 @contextmanager
