@@ -54,7 +54,7 @@ def predict(
     Example:
         >>> from megatron_sparse.config.sparse import SchemeConfig
         >>> from megatron_sparse.pricing.cluster import find
-        >>> shape = BucketShape(2**24, 0, 4, Form.ALL_REDUCE, 8)
+        >>> shape = BucketShape(2**24, 0, 4, CollectiveOp.ALL_REDUCE, 8)
         >>> profile = SparsityProfile.uniform(2**24, 0.01, 8)
         >>> options, cluster = SchemeConfig(), find("ethernet_25gbit")
         >>> sparse = predict("direct", shape, profile, cluster, options)

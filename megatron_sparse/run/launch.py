@@ -45,12 +45,13 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
-    raise_file_limit()
-    # mpirun first: inside a job of Slurm its ranks inherit the variables of the task above them.
-    of_mpirun = mpi.ranks(os.environ)
-    if of_mpirun:
-        interrupt.end_with_parent()
-    os.environ.update(of_mpirun or slurm.ranks(os.environ))
+    with interrupt.reported_by_first_rank():
+        raise_file_limit()
+        # mpirun first: in a job of Slurm its ranks inherit the variables of the task above them.
+        of_mpirun = mpi.ranks(os.environ)
+        if of_mpirun:
+            interrupt.end_with_parent()
+        os.environ.update(of_mpirun or slurm.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
