@@ -98,16 +98,11 @@ def _launch(config: RunConfig, command: str) -> int:
             remedy="put srun before the command, or set cluster.nodes=1",
         )
     slurm.check_alone(os.environ, config.cluster.ranks_per_node)
-    config = preparation.decide(config)
-    vocab_size = preparation.preflight(config, in_launcher=True)
-    start = preparation.check_start(config, vocab_size, in_rank=False)
-    if start.is_done(config):
-        print(resume.describe(config, start), flush=True)
-        return 0
-    config = preparation.with_schedule(config, start)
     with ExitStack() as held:
-        run_dir = preparation.make_run_dir(config, command, start, held)
-        print(preparation.describe(config, run_dir, start), flush=True)
+        begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
+        if begun is None:
+            return 0
+        config, run_dir = begun
         of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
         with _environment(of_ranks):
             code = _run_agent(config, run_dir)

@@ -261,25 +261,18 @@ def _agree_on_folder(
     """
     key = "megatron_sparse/run_dir"
     if rank == 0:
-        answer, run_dir = "", None
+        answer = ""
         try:
-            vocab_size = preparation.preflight(config)
-            start = preparation.check_start(config, vocab_size, in_rank=True)
-            if start.is_done(config):
-                answer = _NOTHING_LEFT
-                print(resume.describe(config, start), flush=True)
-            else:
-                config = preparation.with_schedule(config, start)
-                run_dir = preparation.make_run_dir(config, command, start, held)
-                print(preparation.describe(config, run_dir, start), flush=True)
-                schedule = config.compression.warmup, config.compression.ramp
-                answer = json.dumps([*schedule, str(run_dir)])
+            begun = preparation.begin(config, command, held, in_rank=True)
+            answer = _NOTHING_LEFT
+            if begun is not None:
+                schedule = begun[0].compression
+                answer = json.dumps([schedule.warmup, schedule.ramp, str(begun[1])])
         finally:
             store.set(key, answer)
-        if run_dir is None:
+        if begun is None:
             _wait_for_readers(store, config.cluster.world_size - 1)
-            return None
-        return config, run_dir
+        return begun
     answer = store.get(key).decode()
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
