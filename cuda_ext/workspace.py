@@ -28,7 +28,7 @@ def encode_bytes(numel: int, segments: int, value_bytes: int, room: int) -> int:
 
     Example:
         >>> encode_bytes(2**20, 1, 4, 2**14) / 2**20  # bitmaps of values and signs, kept values
-        0.27001953125
+        0.271728515625
     """
     values = min(numel, room // value_bytes)
     return _carved(*_staging(numel, segments, value_bytes, values))
@@ -44,8 +44,9 @@ def rice_encode_bytes(numel: int, segments: int, spec: RecordSpec, room: int) ->
         room: bytes of the output buffer.
 
     Example:
+        >>> from megatron_sparse.wire import FORMAT_RICE
         >>> rice_encode_bytes(2**20, 1, RecordSpec(4, 0, FORMAT_RICE, log2_span=15), 2**14) / 2**20
-        4.3203125
+        4.319580078125
     """
     quantised = spec.value_dtype in RICE_BITS
     value_bytes = VALUE_BYTES[_FP32 if quantised else spec.value_dtype]

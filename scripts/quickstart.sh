@@ -52,5 +52,5 @@ say "report"
 "$PYTHON" -m megatron_sparse.cli.main report "$runs/$name" --output "$runs/$name/report.html"
 
 say "done: the run is in $runs/$name; next, the same model without compression, and both compared:
-  $PYTHON scripts/train.py model=${family}_tiny experiment=quickstart data=$kind scheme=dense name=dense
-  $PYTHON -m megatron_sparse.cli.main report $runs/$name runs/dense"
+  $PYTHON scripts/train.py model=${family}_tiny experiment=quickstart data=$kind scheme=dense name=dense runs_dir=$runs
+  $PYTHON -m megatron_sparse.cli.main report $runs/$name $runs/dense"

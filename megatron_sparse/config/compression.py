@@ -15,8 +15,11 @@ VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
 DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
-WARMUP_ITERS, RAMP_ITERS = 500, 1000
+WARMUP_ITERS, RAMP_ITERS, LONG_RAMP_ITERS = 500, 1000, 2300
 """What null takes where the run's length is not known, and at most where it is."""
+LONG_RAMP_BELOW = 0.1
+"""The density below which a ramp of 70 % of the run halved the loss that compression costs
+(docs/results/convergence.md)."""
 
 
 def dense_value_bits(value_bits: int | None) -> int:
@@ -68,8 +71,8 @@ class CompressionConfig:
             `training.iterations`, at most 500. A resumed run keeps its number. `install`, `attach`
             and `ddp_hook` do not know the run's length, and take 500.
         ramp_iters: iterations over which the density falls from `ramp_start_density` to `density`,
-            by equal factors; null takes 10 % of `training.iterations`, at most 1000, otherwise as
-            `warmup_iters`.
+            by equal factors; null takes 10 % of `training.iterations`, at most 1000, and below a
+            density of 10 % 70 %, at most 2300; otherwise as `warmup_iters`.
         ramp_start_density: the first density of the ramp.
         keep_below_numel: parameters with fewer elements are always sent whole; so are all
             one-dimensional ones and those that tensor parallelism replicates.
@@ -146,7 +149,12 @@ class CompressionConfig:
     @property
     def ramp(self) -> int:
         """Iterations over which the density falls, as `warmup`."""
-        return RAMP_ITERS if self.ramp_iters is None else self.ramp_iters
+        return self._longest_ramp[1] if self.ramp_iters is None else self.ramp_iters
+
+    @property
+    def _longest_ramp(self) -> tuple[int, int]:
+        """Tenths of the run, and iterations, that null in `ramp_iters` takes at most."""
+        return (7, LONG_RAMP_ITERS) if self.density < LONG_RAMP_BELOW else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
         """With null in `warmup_iters` and `ramp_iters` replaced by what suits the run's length.
@@ -158,14 +166,15 @@ class CompressionConfig:
             >>> short = CompressionConfig().in_run_of(1000)
             >>> short.warmup_iters, short.ramp_iters
             (50, 100)
-            >>> CompressionConfig(warmup_iters=0).in_run_of(100_000).ramp_iters
-            1000
+            >>> low = CompressionConfig(density=0.07)
+            >>> low.in_run_of(1000).ramp_iters, low.in_run_of(100_000).ramp_iters
+            (700, 2300)
         """
-        warmup, ramp = self.warmup_iters, self.ramp_iters
+        warmup, ramp, (tenths, longest) = self.warmup_iters, self.ramp_iters, self._longest_ramp
         return replace(
             self,
             warmup_iters=min(WARMUP_ITERS, iterations // 20) if warmup is None else warmup,
-            ramp_iters=min(RAMP_ITERS, iterations // 10) if ramp is None else ramp,
+            ramp_iters=min(longest, iterations * tenths // 10) if ramp is None else ramp,
         )
 
     def _check_bits(self) -> None:

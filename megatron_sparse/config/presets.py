@@ -28,7 +28,7 @@ def preset_values(name: str) -> dict[str, dict[str, Any]]:
 
     Example:
         >>> preset_values("extreme")["compression"]
-        {'density': 0.015, 'value_bits': 3, 'ramp_iters': 2300}
+        {'density': 0.015, 'value_bits': 3}
     """
     # Here, so that GPU tests, which use no preset, need no OmegaConf.
     from omegaconf import OmegaConf

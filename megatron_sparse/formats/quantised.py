@@ -91,6 +91,6 @@ def record_bytes(numel: int, bits: int) -> int:
 
     Example:
         >>> record_bytes(1_000_000, 4) * 8 / 1_000_000
-        4.126592
+        4.125824
     """
     return quantised_ops.record_bytes(numel, bits)

@@ -12,6 +12,7 @@ from megatron_sparse.collectives import check
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.units import divides_by_tokens, is_fp16, may_repeat_or_skip
@@ -76,6 +77,7 @@ def attach(
             remedy="pass Megatron's optimizer, or set parameters.method=raw",
         )
     log_untested_megatron()
+    checkpoint_process.end_with_rank()
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
         attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))

@@ -31,7 +31,7 @@ from megatron.training.global_vars import get_args, get_tensorboard_writer, get_
 from megatron_sparse.collectives import check
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError, HostError
-from megatron_sparse.megatron import checkpoint, refusals
+from megatron_sparse.megatron import checkpoint, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.throughput import throughput
@@ -71,6 +71,7 @@ class Plugin:
         self, config: SparseConfig, run_dir: Path | None, resolved_config: dict[str, Any] | None
     ) -> None:
         require_host_symbols("install")
+        checkpoint_process.end_with_rank()
         self.config = config
         self.attachment: Attachment | None = None
         self.telemetry: RunTelemetry | None = None

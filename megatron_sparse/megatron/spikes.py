@@ -13,23 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import random
-import re
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from statistics import median
-from typing import Any
-
-from megatron_sparse.errors import ConfigError
 
 logger = logging.getLogger("megatron_sparse")
 
 FACTOR = 4.0
 """A norm so many times above the median is a spike."""
-SPIKES = "MEGATRON_SPARSE_SPIKES"
-"""An environment variable for tests and benches: with `FACTOR:SHARE` the loss is multiplied by the
-factor in so large a share of the iterations, for `train` with the plugin or without."""
 WINDOW, FEWEST = 100, 20
 """Accepted steps whose norms make the median, and how many it needs."""
 
@@ -39,7 +30,6 @@ class UsualNorm:
 
     Attributes:
         norms: of the last accepted steps, spikes included.
-        spikes: how many steps were far above the median.
 
     Args:
         norms: of earlier steps, from a checkpoint.
@@ -47,7 +37,6 @@ class UsualNorm:
 
     def __init__(self, norms: Iterable[float] = ()) -> None:
         self.norms: deque[float] = deque(norms, WINDOW)
-        self.spikes = 0
 
     def share(self, norm: float | None, step: int) -> float | None:
         """How much of the step's change enters the residual; None: all of it.
@@ -68,7 +57,6 @@ class UsualNorm:
         self.norms.append(norm)
         if usual is None or norm <= FACTOR * usual:
             return None
-        self.spikes += 1
         logger.info(
             "step %d: the gradient's norm is %.3g, %.3g times the usual: what is withheld of it is "
             "scaled down",
@@ -77,23 +65,3 @@ class UsualNorm:
             norm / usual,
         )
         return usual / norm
-
-
-def injected(arguments: Callable[[], Any]) -> float:
-    """The factor on the loss in this iteration, the same on every rank: see `SPIKES`.
-
-    Args:
-        arguments: returns Megatron's; called only if the variable is set.
-
-    Raises:
-        ConfigError: the variable cannot be read.
-    """
-    given = os.environ.get(SPIKES)
-    if given is None:
-        return 1.0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?):(0?\.\d+)", given)
-    if found is None:
-        raise ConfigError(f"{SPIKES} cannot be read", expected="FACTOR:SHARE", got=repr(given))
-    args = arguments()
-    drawn = random.Random(f"{args.seed}:{args.curr_iteration}").random()
-    return float(found[1]) if drawn < float(found[2]) else 1.0

@@ -181,7 +181,7 @@ def prepare_host(device: str) -> None:
         DependencyError: megatron-core with its training loop is not installed.
         HostError: Megatron lacks a function that is replaced.
     """
-    from megatron_sparse.megatron import cpu_mode, repairs
+    from megatron_sparse.megatron import checkpoint_process, cpu_mode, repairs
 
     if device == "cpu":
         cpu_mode.enable()
@@ -189,6 +189,7 @@ def prepare_host(device: str) -> None:
     if device == "cpu":
         cpu_mode.enable_training()
     repairs.apply()
+    checkpoint_process.end_with_rank()
 
 
 def import_host() -> None:

@@ -166,6 +166,8 @@ def change_density(
             f"step {step} of the ramp to density {compression.density:g}",
             "wait for the end of the ramp: a new target would make the density jump",
         )
+    # Of null, the ramp's length follows the density; the schedule stays what it was.
+    compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
     before, compression.density = compression.density, float(changed.density)
     planner.replan()
     logger.info("step %d: target density %g, before %g", step, compression.density, before)

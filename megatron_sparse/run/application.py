@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import os
 import shlex
 import sys
@@ -19,7 +20,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -37,7 +37,7 @@ from megatron_sparse.errors import (
     raise_together,
 )
 from megatron_sparse.run import composition, launch, preparation, sweep
-from megatron_sparse.run.interrupt import quick_end
+from megatron_sparse.run.interrupt import quick_end, reported_by_first_rank
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 _MODES = {
@@ -74,12 +74,14 @@ def train(arguments: Sequence[str]) -> None:
     quick_end.register()
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])
-    check_flags(arguments)
-    overrides = composition.hydra_overrides(arguments)
+    with reported_by_first_rank():
+        check_flags(arguments)
+        overrides = composition.hydra_overrides(arguments)
     if not {"--multirun", "-m"} & set(arguments):
         refused: list[MegatronSparseError] = []
         try:
-            _hydra(lambda composed: _run(composed, command, refused), overrides)
+            with reported_by_first_rank():
+                _hydra(lambda composed: _run(composed, command, refused), overrides)
         except SystemExit:
             if refused:
                 raise refused[0] from None
@@ -138,7 +140,9 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError]) -> None:
     try:
-        code = launch.run(composition.from_hydra(composed), command)
+        with reported_by_first_rank():
+            config = composition.from_hydra(composed)
+        code = launch.run(config, command)
     except MegatronSparseError as error:
         # As an exit: Hydra adds lines of its own to any other exception.
         refused.append(error)
@@ -213,13 +217,23 @@ def _check_each_run(overrides: Sequence[str]) -> None:
         ConfigError: values are refused.
     """
     of_runs = [text for text in overrides if not text.lstrip("+~").startswith("hydra")]
-    parsed = OverridesParser.create().parse_overrides(of_runs)
+    given: dict[str, list[str]] = {}
+    for override in OverridesParser.create().parse_overrides(of_runs):
+        key = override.get_key_element()
+        if override.is_discrete_sweep():
+            values = list(override.sweep_string_iterator())
+        elif override.is_sweep_override():
+            raise ConfigError(
+                f"{key} has no list of values",
+                expected="values such as 0.1,0.2 or range(1,4)",
+                got=str(override.input_line),
+                remedy="write the values of the runs",
+            )
+        else:
+            values = [override.get_value_element_as_str()]
+        given[key] = [f"{key}={value}" for value in values]
     refused: dict[str, MegatronSparseError] = {}
-    try:
-        (runs,) = BasicSweeper.split_arguments(parsed, None)
-    except HydraException as error:
-        raise composition.config_error(error) from None
-    for run in runs:
+    for run in itertools.product(*given.values()):
         try:
             composition.compose(run)
         except MegatronSparseError as error:

@@ -1,4 +1,4 @@
-"""How ranks end with their launcher.
+"""How ranks end with their launcher, and after an error that all of them have.
 
 With `training.save_signal=SIGINT` Ctrl-C saves and ends, and a second one stops at once: torch's
 agent hands a signal on to the ranks and waits for them, but a second one leaves them behind. Here
@@ -22,12 +22,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_sparse.errors import MegatronSparseError
+
 SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
 SAVE_S = 600
 """Seconds that ranks may take, after Ctrl-C, for the current iteration and a checkpoint."""
 STUCK_S = 4.0
 """Seconds after Ctrl-C at which a rank ends that is still waiting for others."""
+FIRST_S = 20
+"""Seconds that the first rank of a node gets to report an error that all ranks have."""
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""The variables in which torchrun, mpirun and srun say which of its node's ranks a process is."""
 _PR_SET_PDEATHSIG = 1
 LAUNCHER = "MEGATRON_SPARSE_LAUNCHER"
 """In the environment of ranks: the process number of the launcher that started them."""
@@ -119,6 +125,22 @@ def saving(enabled: bool) -> Iterator[None]:
             os.environ[_HANDLED] = handled
 
 
+@contextmanager
+def reported_by_first_rank() -> Iterator[None]:
+    """Raises an error of the block, which every rank has, on the first rank of each node only.
+
+    The others wait before they end with its exit code: torchrun kills all ranks after the first
+    that ends.
+    """
+    try:
+        yield
+    except MegatronSparseError as error:
+        if next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0") == "0":
+            raise
+        time.sleep(FIRST_S)
+        sys.exit(error.exit_code)
+
+
 def end_with_parent() -> None:
     """From now on the kernel kills this process when the one that started it ends.
 
@@ -131,22 +153,6 @@ def end_with_parent() -> None:
     launcher = os.environ.get(LAUNCHER)
     if launcher is not None and os.getppid() != int(launcher):  # it was gone before
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_soon_after_parent() -> None:
-    """From now on this process ends within a second after the one that started it.
-
-    By looking: the kernel's signal of `end_with_parent` would come when the thread ends that
-    started this process.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="megatron_sparse_parent", daemon=True).start()
 
 
 @contextmanager

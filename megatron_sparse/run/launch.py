@@ -45,12 +45,13 @@ def run(config: RunConfig, command: str) -> int:
     Raises:
         MegatronSparseError: the run is refused before its ranks start, or this rank fails.
     """
-    raise_file_limit()
-    # mpirun first: inside a job of Slurm its ranks inherit the variables of the task above them.
-    of_mpirun = mpi.ranks(os.environ)
-    if of_mpirun:
-        interrupt.end_with_parent()
-    os.environ.update(of_mpirun or slurm.ranks(os.environ))
+    with interrupt.reported_by_first_rank():
+        raise_file_limit()
+        # mpirun first: in a job of Slurm its ranks inherit the variables of the task above them.
+        of_mpirun = mpi.ranks(os.environ)
+        if of_mpirun:
+            interrupt.end_with_parent()
+        os.environ.update(of_mpirun or slurm.ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
@@ -97,16 +98,11 @@ def _launch(config: RunConfig, command: str) -> int:
             remedy="put srun before the command, or set cluster.nodes=1",
         )
     slurm.check_alone(os.environ, config.cluster.ranks_per_node)
-    config = preparation.decide(config)
-    vocab_size = preparation.preflight(config, in_launcher=True)
-    start = preparation.check_start(config, vocab_size, in_rank=False)
-    if start.is_done(config):
-        print(resume.describe(config, start), flush=True)
-        return 0
-    config = preparation.with_schedule(config, start)
     with ExitStack() as held:
-        run_dir = preparation.make_run_dir(config, command, start, held)
-        print(preparation.describe(config, run_dir, start), flush=True)
+        begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
+        if begun is None:
+            return 0
+        config, run_dir = begun
         of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
         with _environment(of_ranks):
             code = _run_agent(config, run_dir)

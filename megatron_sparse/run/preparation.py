@@ -75,6 +75,34 @@ def with_precision(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, training=training)
 
 
+def begin(
+    config: RunConfig, command: str, held: ExitStack, *, in_rank: bool
+) -> tuple[RunConfig, Path] | None:
+    """Checks a run, makes its folder, and prints where it starts.
+
+    Args:
+        config: the run, with device and precision decided.
+        command: the command line.
+        held: gets the folder's lock.
+        in_rank: see `check_start`; the launcher also asks Megatron about the `megatron:` section.
+
+    Returns:
+        The run with its schedule, and its folder; None: nothing is left to do.
+
+    Raises:
+        MegatronSparseError: as of `preflight`, `check_start` and `make_run_dir`.
+    """
+    vocab_size = preflight(config, in_launcher=not in_rank)
+    start = check_start(config, vocab_size, in_rank=in_rank)
+    if start.is_done(config):
+        print(resumed(config, start), flush=True)
+        return None
+    config = with_schedule(config, start)
+    run_dir = make_run_dir(config, command, start, held)
+    print(describe(config, run_dir, start), flush=True)
+    return config, run_dir
+
+
 def with_schedule(config: RunConfig, start: Start) -> RunConfig:
     """Replaces null in `compression.warmup_iters` and `compression.ramp_iters` by numbers.
 

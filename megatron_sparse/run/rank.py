@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 
 from megatron_sparse.run.interrupt import (
-    end_soon_after_parent,
     end_with_parent,
     ending_where_stuck,
     quick_end,
@@ -43,7 +42,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":
-    # In a process that the rank spawns: Megatron's checkpoints have one, which would outlive a rank
-    # that is killed, for ever.
-    end_soon_after_parent()

@@ -24,6 +24,7 @@ from megatron_sparse.run.interrupt import (
     end_with_parent,
     ending_where_stuck,
     quick_end,
+    reported_by_first_rank,
 )
 from megatron_sparse.run.rank_log import rank_log
 from megatron_sparse.run.rank_report import write_report
@@ -92,8 +93,8 @@ def run_started(config: RunConfig, command: str) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     _survive_early_signals(config)
-    if _is_of_other_size(config):
-        return ConfigError.exit_code
+    with reported_by_first_rank():
+        _check_size(config)
     store, rank = _meet()
     run_dir = None
     held = ExitStack()
@@ -135,17 +136,15 @@ def run_started(config: RunConfig, command: str) -> int:
     return 0
 
 
-def _is_of_other_size(config: RunConfig) -> bool:
-    """Whether other ranks were started than the configuration names; rank 0 says it for all.
+def _check_size(config: RunConfig) -> None:
+    """Refuses another number of ranks than the configuration's.
 
     Raises:
-        ConfigError: they were, and this is rank 0.
+        ConfigError: another number was started.
     """
     started = int(os.environ["WORLD_SIZE"])
     if started == config.cluster.world_size:
-        return False
-    if os.environ["RANK"] != "0":
-        return True
+        return
     raise ConfigError(
         "the number of ranks is not the configuration's",
         expected=f"cluster.nodes * cluster.ranks_per_node = {config.cluster.world_size}",
@@ -262,25 +261,18 @@ def _agree_on_folder(
     """
     key = "megatron_sparse/run_dir"
     if rank == 0:
-        answer, run_dir = "", None
+        answer = ""
         try:
-            vocab_size = preparation.preflight(config)
-            start = preparation.check_start(config, vocab_size, in_rank=True)
-            if start.is_done(config):
-                answer = _NOTHING_LEFT
-                print(resume.describe(config, start), flush=True)
-            else:
-                config = preparation.with_schedule(config, start)
-                run_dir = preparation.make_run_dir(config, command, start, held)
-                print(preparation.describe(config, run_dir, start), flush=True)
-                schedule = config.compression.warmup, config.compression.ramp
-                answer = json.dumps([*schedule, str(run_dir)])
+            begun = preparation.begin(config, command, held, in_rank=True)
+            answer = _NOTHING_LEFT
+            if begun is not None:
+                schedule = begun[0].compression
+                answer = json.dumps([schedule.warmup, schedule.ramp, str(begun[1])])
         finally:
             store.set(key, answer)
-        if run_dir is None:
+        if begun is None:
             _wait_for_readers(store, config.cluster.world_size - 1)
-            return None
-        return config, run_dir
+        return begun
     answer = store.get(key).decode()
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import dataclass
 
-from megatron_sparse.bench import row
 from megatron_sparse.bench.row import CellRow, cell
 
 
@@ -30,7 +28,3 @@ def test_columns_follow_the_fields():
     assert Pace("add", 4, 6.0).line().split() == ["2", "4", "6.0", "1.5"]
     assert Pace("add", 4).line().split() == ["2", "4", "-", "-"]
     assert Pace("add", 4).to_dict() == {"op": "add", "count": 4, "time_us": None}
-
-
-def test_example():
-    assert doctest.testmod(row).failed == 0

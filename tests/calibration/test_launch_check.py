@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import os
 import socket
 import subprocess
@@ -184,7 +183,3 @@ def test_the_others_report_that_rank_0_is_absent(tmp_path):
     assert "error: rank 1 on " in said
     assert "cannot reach rank 0" in said
     assert "Traceback" not in said
-
-
-def test_examples():
-    assert doctest.testmod(launch_check).failed == 0

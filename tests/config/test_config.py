@@ -9,7 +9,7 @@ import pytest
 
 from megatron_sparse.collectives import check
 from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
-from megatron_sparse.config.compression import RAMP_ITERS, WARMUP_ITERS
+from megatron_sparse.config.compression import LONG_RAMP_ITERS, RAMP_ITERS, WARMUP_ITERS
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.removed import REMOVED
@@ -334,6 +334,8 @@ class TestScheduleOfTheRunsLength:
             (300_000, {}, (500, 1000)),
             (1000, {"warmup_iters": 0}, (0, 100)),
             (1000, {"ramp_iters": 2300}, (50, 2300)),
+            (1500, {"density": 0.07}, (75, 1050)),
+            (300_000, {"density": 0.015}, (500, 2300)),
             (9, {"warmup_iters": 7, "ramp_iters": 8}, (7, 8)),
         ],
     )
@@ -347,6 +349,8 @@ class TestScheduleOfTheRunsLength:
     def test_without_a_run_it_is_the_longest(self):
         compression = SparseConfig().compression
         assert (compression.warmup, compression.ramp) == (WARMUP_ITERS, RAMP_ITERS) == (500, 1000)
+        for name in ("balanced", "extreme"):
+            assert SparseConfig.preset(name).compression.ramp == LONG_RAMP_ITERS == 2300
 
     @pytest.mark.parametrize("key", ["warmup_iters", "ramp_iters"])
     def test_refusals(self, key):

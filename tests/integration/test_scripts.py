@@ -360,6 +360,11 @@ def test_linters_that_cannot_be_installed_are_named(checkout: Path, recorded: Pa
 @pytest.mark.parametrize(
     ("arguments", "kind", "train"),
     [
+        (
+            "runs_dir=else",
+            "code",
+            "model=starcoder_tiny experiment=quickstart data=code name=quickstart runs_dir=else",
+        ),
         ("", "code", "model=starcoder_tiny experiment=quickstart data=code name=quickstart"),
         ("gpt", "prose", "model=gpt_tiny experiment=quickstart data=prose name=quickstart_gpt"),
         (
@@ -378,15 +383,16 @@ def test_linters_that_cannot_be_installed_are_named(checkout: Path, recorded: Pa
 def test_quickstart(checkout: Path, recorded: Path, arguments: str, kind: str, train: str) -> None:
     done = run_script(f"quickstart.sh {arguments}", checkout)
     assert done.returncode == 0, done.stderr
-    run = f"runs/{train.rpartition(' name=')[2].split()[0]}"
+    runs = arguments.removeprefix("runs_dir=") if "runs_dir=" in arguments else "runs"
+    run = f"{runs}/{train.rpartition(' name=')[2].split()[0]}"
     assert recorded.read_text().splitlines() == [
         "setup train strict=",
         f"python -W ignore -m megatron_sparse.megatron.corpus --kind {kind} --output data/{kind}",
         f"python scripts/train.py {train}",
         f"python -m megatron_sparse.cli.main report {run} --output {run}/report.html",
     ]
-    assert "scheme=dense name=dense" in done.stdout
-    assert f"megatron_sparse.cli.main report {run} runs/dense" in done.stdout
+    assert f"scheme=dense name=dense runs_dir={runs}" in done.stdout
+    assert f"megatron_sparse.cli.main report {run} {runs}/dense" in done.stdout
 
 
 def test_the_quickstarts_install_can_write_its_report() -> None:

@@ -14,14 +14,11 @@ MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 4 "
     "--lr 1e-3 --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer "
-    "--vocab-size 512 --make-vocab-size-divisible-by 64 --log-interval 1 --eval-interval 1000 "
-    "--eval-iters 0 --num-workers 0 --split 90,5,5"
+    "--vocab-size 512 --make-vocab-size-divisible-by 64 --log-interval 1 "
+    "--num-workers 0 --split 90,5,5"
 )
-CPU = (
-    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
-    "--no-bias-dropout-fusion --no-rope-fusion"
-)
+CPU = (ROOT / "docs" / "cpu.md").read_text().partition("```\n--")[2].partition("```")[0]
+"""The flags that the page names, without the first two dashes."""
 
 
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
@@ -39,7 +36,7 @@ HYBRID = (
 
 def run(script: Path, *flags: str) -> str:
     """The output, on two ranks, of a script that takes Megatron's flags."""
-    return start(script, *MODEL.split(), *CPU.split(), *flags)
+    return start(script, *MODEL.split(), *f"--{CPU}".split(), *flags)
 
 
 def start(script: Path, *arguments: str) -> str:

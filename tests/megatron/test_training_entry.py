@@ -441,3 +441,6 @@ class TestRuns:
         done = run(*torchrun, *common, "cluster.ranks_per_node=4")
         assert done.stderr.count("error: the number of ranks is not") == 1
         assert "2 ranks were started" in done.stderr
+
+        done = run(*torchrun, *common, "compression.densty=0.1")
+        assert done.stderr.count("error: there is no key 'compression.densty'") == 1

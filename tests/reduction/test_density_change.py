@@ -68,6 +68,12 @@ def test_before_a_ramp_and_after_it(step):
     assert (plan.phase, plan.density) == (Phase.TARGET, 0.1)
 
 
+def test_another_target_leaves_the_schedule_as_it_was():
+    """Also of `ramp_iters=null`, of which a low density has a longer one."""
+    config, _ = changed(0.3, 2800, warmup_iters=None, ramp_iters=None)
+    assert (config.compression.warmup, config.compression.ramp) == (500, 2300)
+
+
 def test_another_rank_wants_another(others):
     others[0] = 0.2
     with pytest.raises(CommunicationError, match=r"rank 0: 0\.1, rank 1: 0\.2"):

@@ -152,7 +152,11 @@ TRAINED = (
 
 @pytest.mark.parametrize(
     ("launcher", "received", "resume"),
-    [("local", signal.SIGKILL, "auto"), ("mpirun", signal.SIGINT, "must")],
+    [
+        ("local", signal.SIGKILL, "auto"),
+        ("mpirun", signal.SIGINT, "must"),
+        ("torchrun", signal.SIGKILL, "auto"),
+    ],
 )
 def test_a_real_training_writes_each_iteration_once(folder, launcher, received, resume):
     """It is stopped after its first checkpoint, and goes on at once from the last complete one."""

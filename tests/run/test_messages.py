@@ -10,8 +10,9 @@ import torch
 
 from megatron_sparse import DDPState, SparseConfig
 from megatron_sparse.errors import ConfigError, HostError, StorageError
-from megatron_sparse.run import application, full_disk, launch, preparation
+from megatron_sparse.run import application, full_disk, interrupt, launch, preparation
 from megatron_sparse.run.composition import compose
+from megatron_sparse.run.interrupt import LOCAL_RANKS
 
 MEANT = {
     "--multi-run": "did you mean --multirun?",
@@ -31,6 +32,25 @@ def test_a_mistake_on_the_command_line(said):
         application.train(["data=mock", said])
     assert MEANT[said] in str(refused.value)
     assert "***" not in str(refused.value)
+
+
+@pytest.mark.parametrize("variable", LOCAL_RANKS)
+def test_a_mistake_is_reported_once_a_node(monkeypatch, variable):
+    waited = []
+    monkeypatch.setattr(interrupt.time, "sleep", waited.append)
+    for name in LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for said in ("--multi-run", "compression.densty=1", "compression.density=7"):
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(SystemExit) as ended:
+            application.train(["data=mock", said])
+        assert ended.value.code == ConfigError.exit_code
+        # torchrun would kill the first rank before it has printed the error.
+        assert waited.pop() == interrupt.FIRST_S
+        monkeypatch.setenv(variable, "0")
+        with pytest.raises(ConfigError):
+            application.train(["data=mock", said])
+    assert not waited
 
 
 OPTIONS = {
@@ -57,6 +77,8 @@ def test_a_sweep_names_its_wrong_values_before_the_first_run(tmp_path):
     with pytest.raises(ConfigError) as refused:
         application.train(sweep)
     assert "for 2 reasons" in str(refused.value)
+    with pytest.raises(ConfigError, match="no list of values"):
+        application.train([*sweep[:-1], "compression.density=interval(0.1,0.2)"])
     assert not list(tmp_path.iterdir())
 
 

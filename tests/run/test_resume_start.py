@@ -138,7 +138,7 @@ class TestSchedule:
     def test_ranks_that_srun_started_take_that_of_rank_0(self, runs, monkeypatch):
         """The other rank does not see its folder, as on nodes without a common disk."""
         start = start_of(runs, "resume=must")
-        monkeypatch.setattr(preparation, "preflight", lambda config: VOCAB_SIZE)
+        monkeypatch.setattr(preparation, "preflight", lambda config, **_: VOCAB_SIZE)
         monkeypatch.setattr(preparation, "check_start", lambda *given, in_rank: start)
         store = torch.distributed.HashStore()
         overrides = (*self.NULL, "resume=auto", "cluster.ranks_per_node=2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import json
 import math
@@ -14,7 +13,7 @@ import torch
 from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import BLOCK_SIZES, SparsityProfile
 from megatron_sparse.simulate import gradients as models
-from megatron_sparse.sparsity import balance, bit_sets, characteristics
+from megatron_sparse.sparsity import balance, bit_sets
 from megatron_sparse.sparsity.characteristics import profile_of
 
 
@@ -238,8 +237,3 @@ def test_imbalance_of_ranges_and_of_a_hash():
     assert both.push_nP.sum() == 4 * 2 * 5000
     nothing = balance.Loads.contiguous([np.array([], dtype=np.int64)] * 2, 10)
     assert nothing.push == nothing.pull == 1
-
-
-@pytest.mark.parametrize("module", [bit_sets, characteristics])
-def test_the_examples_in_the_docstrings(module):
-    assert doctest.testmod(module).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import pickle
 
 import pytest
@@ -16,7 +15,6 @@ from megatron_sparse.config.sparse import (
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.sparsity import gradient_dump
 from megatron_sparse.sparsity.gradient_dump import (
     FOLDER,
     GradientDump,
@@ -216,7 +214,3 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     (selected,) = dump.read(3, "b", Kind.SELECTED)
     assert selected.is_sparse
     assert torch.equal(selected.to_dense(), sums[2])
-
-
-def test_the_examples_in_the_docstrings():
-    assert doctest.testmod(gradient_dump).failed == 0

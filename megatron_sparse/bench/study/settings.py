@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.megatron.spikes import SPIKES
+from megatron_sparse.megatron.spiked_loss import SPIKES
 
 PLAIN, DENSE, SGD_DENSE = "plain", "dense", "sgd_dense"
 WARMUP_SHARE, RAMP_SHARE, LONG_RAMP_SHARE = 0.15, 0.3, 0.7

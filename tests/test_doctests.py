@@ -1,0 +1,25 @@
+"""Every example in a docstring of the package is right."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "megatron_sparse"
+EXAMPLES = sorted(
+    path.relative_to(ROOT)
+    for folder in (PACKAGE, "cuda_ext", "triton_kernels")
+    for path in (ROOT / folder).rglob("*.py")
+    if ">>> " in path.read_text("utf-8")
+)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=str)
+def test_examples_of_docstrings(path: Path) -> None:
+    parts = path.with_suffix("").parts
+    name = ".".join(parts if parts[0] == PACKAGE else (PACKAGE, *parts))
+    assert doctest.testmod(import_module(name)).failed == 0
