@@ -11,7 +11,7 @@ from tests.triton_kernels.interpreting import run_interpreted
 pytest.importorskip("triton", reason="Triton is not installed: no GPU kernel to test")
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression import threshold as selection
+from megatron_sparse.compression import selection
 from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.cuda_ext import ops, threshold_triton
