@@ -135,24 +135,32 @@ def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeCon
 
     Returns each rank's result, the (peer, records) that each sent, and each one's message.
     """
-    n, numel = len(gradients), gradients[0].numel()
-    case = Case(scheme, n, numel=numel, options=options)
+    numel = gradients[0].numel()
+    case = Case(scheme, len(gradients), numel=numel, options=options)
+    return run_tapped(case, gradients, [ParameterSlice("w", 0, numel)])
+
+
+def run_tapped(
+    case: Case,
+    gradients: Sequence[torch.Tensor],
+    pieces: list[ParameterSlice],
+    device: torch.device | None = None,
+):
+    """As `run_gradients`: a sparse case of these gradients [N], on this device."""
     taps, messages = {}, {}
 
     def start(transport):
         rank = transport.rank
-        tap = RecordTap(transport)
-        taps[rank] = tap
-        slices = [ParameterSlice("w", 0, numel)]
-        bucket = Bucket("b", gradients[rank].clone(), slices, case.op, n)
+        tap = taps[rank] = RecordTap(transport)
+        bucket = Bucket("b", gradients[rank].clone(), pieces, case.op, case.n)
         message = messages[rank] = make_message(bucket, case, MessageBuffers())
         bucket.grad_N.fill_(float("nan"))
-        exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), options)
-        yield from SCHEMES[scheme].run(exchange, message)
+        exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), case.options)
+        yield from SCHEMES[case.scheme].run(exchange, message)
         return bucket.grad_N
 
-    results = VirtualCluster(n).run(start)
-    return results, [taps[rank].sent for rank in range(n)], [messages[r] for r in range(n)]
+    results = VirtualCluster(case.n, device=device).run(start)
+    return results, [taps[r].sent for r in range(case.n)], [messages[r] for r in range(case.n)]
 
 
 def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tensor | None = None):

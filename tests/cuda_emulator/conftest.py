@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,20 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
         pytest.skip("the emulator needs g++")
     # test_emulator.py runs the codecs' tests again, with a library built for AddressSanitizer.
     built = os.environ.get("MEGATRON_SPARSE_EMULATED_CODECS")
-    return Emulator(Path(built) if built else compile_library(tmp_path_factory.mktemp("emulated")))
+    return Emulator(Path(built) if built else _compiled_once(tmp_path_factory))
+
+
+def _compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library, which pytest-xdist's processes share: the first one compiles it."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "emulated"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = list(folder.glob("*.so"))
+        return found[0] if found else compile_library(folder)
 
 
 @pytest.fixture
@@ -48,18 +62,7 @@ def on_gpu(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
     return storage[shift:].copy_(tensor)
 
 
-@pytest.fixture(
-    params=[
-        "emulated",
-        pytest.param(
-            "gpu",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-            ],
-        ),
-    ]
-)
+@pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> Place:
     if request.param == "gpu":
         return on_gpu

@@ -7,20 +7,15 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import SCHEMES, Exchange, zen
+from megatron_sparse.collectives import zen
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import (
     OPTIONS,
     Case,
-    RecordTap,
     contribution,
     exact_sum,
-    make_message,
     parameters,
+    run_tapped,
 )
 from tests.cuda_emulator.device import Place
 
@@ -32,21 +27,10 @@ VARIANTS = [
 
 def run(case: Case, device: torch.device) -> tuple[list[torch.Tensor], list[list[bytes]]]:
     """Each rank's sum, and the records that it sent; on the CPU."""
-    taps: dict[int, RecordTap] = {}
-
-    def start(transport):
-        tap = taps[transport.rank] = RecordTap(transport)
-        grad = contribution(case, transport.rank).to(device)
-        bucket = Bucket("b", grad, parameters(case.numel), case.op, case.n)
-        message = make_message(bucket, case, MessageBuffers())
-        bucket.grad_N.fill_(float("nan"))
-        exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), case.options)
-        yield from SCHEMES["zen"].run(exchange, message)
-        return bucket.grad_N
-
-    sums = VirtualCluster(case.n, device=device).run(start)
-    sent = [[data.cpu().numpy().tobytes() for _, data in taps[r].sent] for r in range(case.n)]
-    return [values.cpu() for values in sums], sent
+    gradients = [contribution(case, rank).to(device) for rank in range(case.n)]
+    sums, sent, _ = run_tapped(case, gradients, parameters(case.numel), device)
+    records = [[data.cpu().numpy().tobytes() for _, data in each] for each in sent]
+    return [values.cpu() for values in sums], records
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=lambda o: f"{o.partition_hash}-{o.hash_rounds}")

@@ -1,0 +1,194 @@
+"""Messages made on CUDA tensors: what is refused, and what is reported later.
+
+As in `test_codec.py`, the same tests run on a GPU, if there is one, and in the emulator.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_sparse.cuda_ext import ops
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.cuda_ext.slots import Slots
+from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.wire import FORMAT_COO
+from tests.codec import BAD_RICE_SPECS, STEP, Case, pruning_of, rice_spec, segments_of, spec_of
+from tests.cuda_emulator.device import NotWaiting, Place
+from tests.cuda_emulator.test_codec import LIMITS, LONG, NUMEL, SEGMENTS
+from tests.cuda_ext import cases
+from tests.cuda_ext.cases import scattered_grad as gradient
+
+
+def pruning_there(
+    place: Place, residual: torch.Tensor, threshold: float = 0.0, **changes
+) -> Pruning:
+    """One threshold for a residual that is on the device."""
+    limits = place(torch.full((1,), threshold))
+    return replace(pruning_of(residual, threshold), thresholds_R=limits, **changes)
+
+
+def refused(problem: str, op, *given) -> None:
+    with pytest.raises(ExtensionError, match=problem):
+        op(*given)
+
+
+def test_what_does_not_fit_is_refused(place: Place) -> None:
+    grad_N, spec = gradient(NUMEL, 0.5, torch.float32), spec_of(0)
+    room = ops.message_capacity(SEGMENTS.offsets, 0)
+    grad, residual = place(grad_N), place(torch.zeros(NUMEL))
+    out, small = (place(torch.zeros(n, dtype=torch.uint8)) for n in (room, 1000))
+    pruning = pruning_there(place, residual)
+    nnz = cases.count_nonzero(grad_N, SEGMENTS.offsets)
+    wrong = nnz + torch.tensor([0, 0, 0, 0, 1, 0])
+    slots = Slots.of(SEGMENTS.offsets, SEGMENTS.dense, torch.full((6,), 5), 0, FORMAT_COO).offsets
+    tight, blocks = replace(SEGMENTS, slots=slots), spec_of(0, "blocks64")
+    short, below, counted = (
+        replace(pruning, capacity_S=c) for c in (torch.tensor([1]), torch.full((6,), -1), nnz)
+    )
+    full, encode, prune = "the output buffer is too small", ops.encode, ops.prune_encode
+    refused(full, encode, grad, SEGMENTS, None, spec, small)
+    refused(full, prune, grad, pruning, SEGMENTS, spec, small)
+    refused("nnz of segment 4 is not what", encode, grad, SEGMENTS, wrong, spec, out)
+    unused = torch.zeros(8)
+    refused("scratch is not used on CUDA", encode, grad, SEGMENTS, None, spec, out, unused)
+    refused("step is out of range", encode, grad, SEGMENTS, None, RecordSpec(0, -1), out)
+    refused("the slot of segment 2 is too small", encode, grad, tight, None, spec, out)
+    refused("capacity has the wrong length", prune, grad, short, SEGMENTS, spec, out)
+    refused("capacity is out of range", prune, grad, below, SEGMENTS, spec, out)
+    refused("blocks have no capacity", prune, grad, counted, SEGMENTS, blocks, out)
+    assert not residual.any(), "a refused call changed the residual"
+
+
+BAD_SLOTS = {
+    "slots has the wrong length": torch.tensor([0, 16]),
+    "slots are no places of records": torch.arange(1, 8) * 16,
+    "slots is not ascending": torch.tensor([0, 48, 32, 64, 80, 96, 112]),
+    "the slot of segment 1 is too small": torch.arange(7) * 48,
+    "the output buffer is too small": torch.arange(7) * 2**20,
+}
+
+
+@pytest.mark.parametrize("problem", BAD_SLOTS)
+def test_bad_slots_are_refused(place: Place, problem: str) -> None:
+    rest = place(torch.zeros(NUMEL))
+    pruning, grad = pruning_there(place, rest), place(torch.ones(NUMEL))
+    out = place(torch.zeros(ops.message_capacity(SEGMENTS.offsets, 0), dtype=torch.uint8))
+    segments = replace(SEGMENTS, slots=BAD_SLOTS[problem])
+    refused(problem, ops.prune_encode, grad, pruning, segments, spec_of(0), out)
+    assert not rest.any(), "a refused call changed the residual"
+
+
+@pytest.mark.parametrize("problem", [*BAD_RICE_SPECS, "step is out of range"])
+def test_a_refused_rice_spec_changes_nothing(place: Place, problem: str) -> None:
+    spec = BAD_RICE_SPECS.get(problem, replace(rice_spec(4), step=-1))
+    residual, grad = place(torch.full((8,), 0.5)), place(torch.ones(8))
+    out, whole = place(torch.zeros(1000, dtype=torch.uint8)), segments_of([0, 8])
+    refused(problem, ops.rice_prune_encode, grad, pruning_there(place, residual), whole, spec, out)
+    assert bool((residual.cpu() == 0.5).all())
+
+
+def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: Place) -> None:
+    numel, spec = 23_200, rice_spec(4)
+    residual, grad = place(torch.full((numel,), 0.5)), place(torch.ones(numel))
+    pruning = pruning_there(place, residual)
+
+    def buffer(nbytes: int) -> torch.Tensor:
+        return place(torch.zeros(nbytes, dtype=torch.uint8))
+
+    whole = Case(grad, LONG, spec).with_slots().segments
+    assert whole.slots is not None
+    slots = whole.slots.clone()
+    slots[5:] -= 16
+    tight = replace(LONG, slots=slots)
+    tiny = Case(grad, LONG, spec).with_slots(torch.ones(6, dtype=torch.int64)).segments
+    assert tiny.slots is not None
+    room = buffer(ops.rice_capacity(LONG.offsets, 4))
+    less = replace(pruning, capacity_S=torch.full((6,), -1))
+    small, tiny_room = buffer(4096), buffer(int(tiny.slots[-1]))
+    for problem, op, *given in (
+        ("the output buffer is too small", ops.rice_prune_encode, pruning, LONG, spec, small),
+        ("the output buffer is too small", ops.rice_encode, LONG, spec, small, None, residual),
+        ("the slot of segment 4 is too", ops.rice_prune_encode, pruning, tight, spec, room),
+        ("capacity is out of range", ops.rice_prune_encode, less, LONG, spec, room),
+        ("scratch is not used on CUDA", ops.rice_encode, LONG, spec, room, torch.zeros(8)),
+        ("the slot of segment 2 is too small", ops.rice_encode, tiny, spec, tiny_room),
+    ):
+        refused(problem, op, grad, *given)
+        assert bool((residual.cpu() == 0.5).all())
+
+
+def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
+    out = torch.zeros(1000, dtype=torch.uint8)
+    grad_N, given = torch.zeros(8), (segments_of([0, 8]), None, spec_of(0))
+    refused("nnz is missing", ops.encode, grad_N, *given, out)
+    refused("grad is on the wrong device", ops.encode, grad_N.to("meta"), *given, out.to("meta"))
+
+
+def test_the_report_of_rice_comes_later(place: Place) -> None:
+    """With `reports` sizes and counts stay on the device, and errors wait for `read`."""
+    values_N, reports = gradient(23_200, 0.1, torch.float32), Reports()
+    out = place(torch.zeros(ops.rice_capacity(LONG.offsets, 4), dtype=torch.uint8))
+    sizes, nnz = ops.rice_encode(place(values_N), LONG, rice_spec(4), out, reports=reports)
+    reports.read()
+    assert sizes.device.type == nnz.device.type == "cuda"
+    assert nnz.tolist() == cases.count_nonzero(values_N, LONG.offsets).tolist()
+    ops.rice_encode(place(values_N), LONG, rice_spec(4), out[:1024], reports=reports)
+    with pytest.raises(ExtensionError, match="the output buffer is too small"):
+        reports.read()
+
+
+def test_in_capacity_mode_the_host_does_not_wait(place: Place, not_waiting: NotWaiting) -> None:
+    capacity_S, spec = torch.full((6,), 5000), rice_spec(4, 13)
+    grad = place(gradient(23_200, 0.1, torch.float32))
+    segments = Case(grad, LONG, spec).with_slots(capacity_S).segments
+    assert segments.slots is not None
+    out = place(torch.zeros(int(segments.slots[-1]), dtype=torch.uint8))
+    pruning = pruning_there(place, place(torch.zeros(23_200)), 1.0, capacity_S=capacity_S)
+    for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
+        reports = Reports()
+        with waits():
+            ops.rice_prune_encode(grad, pruning, segments, spec, out, reports=reports)
+            ops.rice_encode(grad, segments, spec, out, reports=reports)
+        reports.read()
+
+
+def encode_too_much(place: Place, segments: Segments, reports: Reports) -> None:
+    """A dense sum for slots that have no room for it."""
+    out = place(torch.zeros(ops.message_capacity(segments.offsets, 0), dtype=torch.uint8))
+    ops.encode(place(torch.ones(NUMEL)), segments, None, spec_of(0), out, reports=reports)
+
+
+def test_reports_of_all_calls_are_read_together(place: Place) -> None:
+    """A right message, a damaged one, a sum that does not fit: nothing is raised before `read`."""
+    reports, found, some = Reports(), [], torch.tensor(LIMITS["some"])
+    case = Case(gradient(NUMEL, 1.0, torch.float32), SEGMENTS, spec_of(0)).with_slots(some)
+    pruning = pruning_there(place, place(torch.zeros(NUMEL)), capacity_S=some)
+    message = place(torch.zeros(case.room, dtype=torch.uint8))
+    _, nnz_S = ops.prune_encode(
+        place(case.grad_N), pruning, case.segments, case.spec, message, reports=reports
+    )
+    reports.add(nnz_S, found.append, is_status=False)
+    acc = place(torch.zeros(NUMEL))
+    ops.decode_add_(acc, message, case.expected(3), 0, reports=reports)
+    sent = place(message.cpu())
+    reports.spoil_(sent)
+    assert torch.equal(sent, message), "so far all is well"
+    later = Expected(SEGMENTS.offsets, 0, STEP + 1, 4, case.segments.slots)
+    ops.decode_add_(acc, place(message.cpu()), later, 0, reports=reports)
+    encode_too_much(place, case.segments, reports)
+    reports.spoil_(sent)
+    with pytest.raises(WireFormatError, match="rank 4: field step"):
+        reports.read()
+    assert found[0].tolist() == nnz_S.cpu().tolist()
+    assert bool((found[0] > 0).any())
+    with pytest.raises(WireFormatError, match="rank 5: field magic"):
+        ops.decode_add_(acc, sent, case.expected(5), 0)
+    reports.read()  # everything has been read
+    encode_too_much(place, case.segments, reports)
+    with pytest.raises(ExtensionError, match="the slot of segment"):
+        reports.read()
