@@ -59,8 +59,8 @@ class Stage:
     Attributes:
         name: of the stage and its log.
         call: the calls that run it.
-        limit_s: seconds after which it is ended: at least 1.5 times what it should take on 16
-            cores, which a comment beside the stage explains.
+        limit_s: seconds after which it is ended. Estimated for 16 cores, with room: no stage has
+            run on a GPU yet.
         tests: files whose tests marked gpu it runs.
         bench: the bench that it runs, by its name in `BENCHES`.
         tool: of compute-sanitizer, under which the tests run.
@@ -123,7 +123,7 @@ STAGES = (
     Stage("bucket", (1,), 80, bench="bucket"),
     Stage("bucket-engine", (1,), 60, bench="bucket-engine"),
     Stage("bucket-1-queue", (1,), 60, bench="bucket", queues=1),
-    # Each start of a process takes 6 s: torch, the context, NCCL.
+    # Each start of a process takes about 6 s, estimated: torch, the context, NCCL.
     Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
     Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py", f"{TESTS}memory_account.py")),
     Stage("streams", (2,), 80, tests=("tests/reduction/test_streams_on_gpu.py",)),
@@ -140,7 +140,7 @@ STAGES = (
     Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
     Stage("hashing", (2,), 25, bench="hashing"),
     Stage("triton-bucket", (2,), 40, tests=("tests/bench/test_bench_bucket.py",)),
-    # Triton compiles 72 variants of one kernel, one after the other, in 0.6 s each.
+    # Triton compiles 72 variants of one kernel, one after the other: 0.6 s each, estimated.
     Stage(
         "triton", (2,), 120, tests=("tests/cuda_ext/test_gpu.py", "tests/cuda_ext/test_prune.py")
     ),
