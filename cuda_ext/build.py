@@ -138,7 +138,6 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
             [
                 cxx,
                 "-shared",
-                "-static-libgcc",
                 *extra,
                 *(path for _, path in jobs),
                 f"-L{torch_root / 'lib'}",
@@ -204,7 +203,6 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
             [
                 cxx,
                 "-shared",
-                "-static-libgcc",
                 *(path for _, path in kernels + bindings),
                 f"-L{torch_root / 'lib'}",
                 "-ltorch_cpu",

@@ -236,7 +236,7 @@ def check_capacity(
     capacity_S: torch.Tensor | None,
 ) -> None:
     """Refuses a buffer that may prove too small: the residual changes before sizes are known."""
-    most_S, slots_S = segments.offsets.diff(), segments.slots
+    slots_S = segments.slots
     is_rice = spec.record_format == FORMAT_RICE
     if capacity_S is None and slots_S is None and not is_rice:
         return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
@@ -248,6 +248,8 @@ def check_capacity(
         if is_blocks:
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
         most_S = capacity_S
+    else:
+        most_S = segments.offsets.diff()
     record_format = FORMAT_DENSE if is_blocks else spec.record_format
     most = Slots.of(
         segments.offsets,

@@ -207,7 +207,8 @@ class StragglerPolicy:
             self._history.add(record.bucket, record.ready_s)
             self._sink.record_readiness(record)
         self._last_step, self._came = self._came, []
-        time.sleep(self._sleep_s)
+        if self._sleep_s:
+            time.sleep(self._sleep_s)
 
     def launched(self, progress: Progress) -> None:
         """Called after each launch; submits `agree` after the first launch of a step."""
