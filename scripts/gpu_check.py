@@ -141,9 +141,7 @@ STAGES = (
     Stage("training", (2,), 150, tests=("tests/run/test_training_on_gpu.py",)),
     Stage("triton-bucket", (2,), 30, tests=("tests/bench/test_bench_bucket.py",)),
     # Triton compiles 72 variants of one kernel, one after the other.
-    Stage(
-        "triton", (2,), 80, tests=("tests/cuda_ext/test_gpu.py", "tests/cuda_ext/test_prune.py")
-    ),
+    Stage("triton", (2,), 80, tests=("tests/cuda_ext/test_gpu.py", "tests/cuda_ext/test_prune.py")),
     Stage("memcheck-codecs", (3,), 60, tests=CODEC_TESTS, tool="memcheck"),
     Stage("memcheck-moves", (3,), 30, tests=MOVES_TESTS, tool="memcheck"),
     Stage("racecheck-codecs", (3,), 200, tests=CODEC_TESTS, tool="racecheck"),

@@ -54,7 +54,7 @@ SEGMENTS = ("dense", "coo", "pici", "blocks")
 """Formats of a bucket's segments, on a CPU and on CUDA."""
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     """The records of a message, by names of the configuration."""
 
     format: str
@@ -67,14 +67,14 @@ class Kind(NamedTuple):
         return "fp32" if self.value_bits is None else QUANTISED[self.value_bits]
 
 
-RICE = {"rice": Kind("rice"), "rice_q4": Kind("rice", 4)}
+RICE = {"rice": MessageKind("rice"), "rice_q4": MessageKind("rice", 4)}
 """Further ones on a CPU, by the names of their rates."""
-WHOLE = {"dense_q4": Kind("rice", 4, whole=True)}
+WHOLE = {"dense_q4": MessageKind("rice", 4, whole=True)}
 """Those of every element, whatever the density."""
 
 
 @dataclass(frozen=True)
-class CodecSweep:
+class CodecSizes:
     """The sizes and repetitions to measure.
 
     Attributes:
@@ -89,8 +89,8 @@ class CodecSweep:
     window_s: float
 
 
-QUICK = CodecSweep((2**13, 2**19), windows=3, window_s=4e-3)
-FULL = CodecSweep((2**12, 2**17, 2**22), windows=3, window_s=20e-3)
+QUICK = CodecSizes((2**13, 2**19), windows=3, window_s=4e-3)
+FULL = CodecSizes((2**12, 2**17, 2**22), windows=3, window_s=20e-3)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def codec_calls(
 
 
 def measure_codec(
-    transport: Transport, sweep: CodecSweep, clock: Clock
+    transport: Transport, sweep: CodecSizes, clock: Clock
 ) -> Measuring[tuple[CodecRate, ...]]:
     """Times every call on all ranks at once, as they work in training; the same on all ranks."""
     calls: list[CodecCall] = []
@@ -146,7 +146,7 @@ def measure_codec(
 
 def _times_s(
     transport: Transport,
-    sweep: CodecSweep,
+    sweep: CodecSizes,
     clock: Clock,
     numel: int,
     densities: Sequence[float],
@@ -162,7 +162,7 @@ def _times_s(
 
 
 def held_out(
-    transport: Transport, cluster: ClusterModel, sweep: CodecSweep, clock: Clock
+    transport: Transport, cluster: ClusterModel, sweep: CodecSizes, clock: Clock
 ) -> Measuring[str]:
     """How well the rates predict calls that they were not fitted to: the median error, the worst.
 
@@ -203,7 +203,7 @@ def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -
     return CodecRate(kind.op, kind.format, kind.density, *seconds)
 
 
-def seconds_of(call: CodecCall, sweep: CodecSweep, clock: Clock) -> float:
+def seconds_of(call: CodecCall, sweep: CodecSizes, clock: Clock) -> float:
     """Seconds of a call: the median over windows of the mean in each, after one uncounted run."""
     call.run()
     means_s = []
@@ -228,7 +228,7 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 
 
 def _segment_calls(
-    numel: int, density: float, device: torch.device, kinds: Mapping[str, Kind]
+    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageKind]
 ) -> Iterator[CodecCall]:
     yield from _select_calls(numel, density, device, kinds)
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
@@ -251,15 +251,15 @@ def _segment_calls(
         yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
 
 
-def _kinds(device: torch.device) -> dict[str, Kind]:
+def _kinds(device: torch.device) -> dict[str, MessageKind]:
     """Of messages whose size depends on the density."""
     if is_compiled(device):
-        return {form: Kind(form) for form in SEGMENTS} | RICE
-    return {form: Kind(form) for form in ("dense", "coo")}
+        return {form: MessageKind(form) for form in SEGMENTS} | RICE
+    return {form: MessageKind(form) for form in ("dense", "coo")}
 
 
 def _select_calls(
-    numel: int, density: float, device: torch.device, kinds: Mapping[str, Kind]
+    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageKind]
 ) -> Iterator[CodecCall]:
     grad_N = sparse_vector(numel, 1.0, device)
     select = _selection(grad_N)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_sparse.calibration import codec as calibration_codec
-from megatron_sparse.calibration.codec import CodecSweep, held_out, measure_codec
+from megatron_sparse.calibration.codec import CodecSizes, held_out, measure_codec
 from megatron_sparse.calibration.host import measure_host
 from megatron_sparse.planner import link_timing
 from megatron_sparse.planner.fingerprint import fingerprint
@@ -31,7 +31,7 @@ class Effort:
     """
 
     links: LinkSweep
-    codec: CodecSweep
+    codec: CodecSizes
     host_repeats: int
 
 

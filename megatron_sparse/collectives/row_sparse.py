@@ -50,7 +50,7 @@ from megatron_sparse.wire import wrong_field
 NAME = "row_sparse"
 
 
-class Way(StrEnum):
+class RowSparseWay(StrEnum):
     """How the rows travel; `AUTO` is the one that is predicted to send fewer bytes."""
 
     AUTO = "auto"
@@ -69,7 +69,7 @@ class Reduced:
     """
 
     gradient: RowSparse
-    way: Way
+    way: RowSparseWay
     sent_bytes: int
 
 
@@ -87,7 +87,7 @@ def row_sparse(
     buffers: MessageBuffers,
     *,
     step: int,
-    way: Way = Way.AUTO,
+    way: RowSparseWay = RowSparseWay.AUTO,
 ) -> Generator[Yielded, None, Reduced]:
     """The exact sum, or average, of all ranks' rows; the same bits on every rank.
 
@@ -106,23 +106,23 @@ def row_sparse(
     """
     n = transport.world_size
     if n == 1:
-        return Reduced(gradient, Way.GATHER, 0)
+        return Reduced(gradient, RowSparseWay.GATHER, 0)
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
     parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, step) for part in range(n)]
     run = _Run(name, gradient, reduction, transport, buffers, parts, way)
     positions = [part.positions(gradient) for part in parts]
     counts = yield from run.agree([taken.numel() for taken in positions], parts)
-    if way is Way.AUTO:
+    if way is RowSparseWay.AUTO:
         way = cheapest_way(counts, parts)
-    if way is Way.GATHER:
+    if way is RowSparseWay.GATHER:
         reduced = yield from run.gather([sum(row) for row in counts])
     else:
         reduced = yield from run.direct(positions, counts)
     return Reduced(reduced, way, run.group.sent_bytes)
 
 
-def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> Way:
+def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> RowSparseWay:
     """Compares the bytes of the busiest rank, as if each rank had drawn its rows at random.
 
     Args:
@@ -141,7 +141,7 @@ def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> W
             absent *= 1 - other[rank] / max(parts[rank].rows, 1)
         expected_rows = round(parts[rank].rows * (1 - absent))
         direct = max(direct, first + (n - 1) * parts[rank].record_bytes(expected_rows))
-    return Way.DIRECT if direct < gather else Way.GATHER
+    return RowSparseWay.DIRECT if direct < gather else RowSparseWay.GATHER
 
 
 class _Run:
@@ -155,7 +155,7 @@ class _Run:
         transport: Transport,
         buffers: MessageBuffers,
         parts: list[RowPart],
-        way: Way,
+        way: RowSparseWay,
     ) -> None:
         self._gradient, self._reduction, self._parts = gradient, reduction, parts
         self._transport, self._buffers = transport, buffers

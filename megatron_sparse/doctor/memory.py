@@ -19,7 +19,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.level_parts import instance_part, node_part
-from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, Share, account
+from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, MemoryShare, account
 from megatron_sparse.telemetry.quantities import size
 
 
@@ -100,7 +100,7 @@ def of_run(config: RunConfig) -> MemoryAccount:
     return account(sparse, shares, undo=undo, parameter_dtype=dtype or torch.float32)
 
 
-def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[Share]:
+def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[MemoryShare]:
     """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
     nodes = tuple(
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
@@ -109,9 +109,9 @@ def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[Share]:
     sparse = config.sparse
     choice = choose_level(sparse, nodes, buckets[0].instances, shapes_of(buckets, sparse))
     if choice.level == INSTANCE:
-        return [Share(0, [instance_part(bucket, 0) for bucket in buckets], buckets)]
+        return [MemoryShare(0, [instance_part(bucket, 0) for bucket in buckets], buckets)]
     parts, members = list(buckets), range(len(nodes))
     if len(choice.nodes) > 1:
         parts = [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
         members = choice.across(0)
-    return [Share(0, parts, buckets, nodes=tuple(nodes[rank] for rank in members))]
+    return [MemoryShare(0, parts, buckets, nodes=tuple(nodes[rank] for rank in members))]

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
-    Place,
+    Coordinates,
     RowLayouts,
     Saved,
     bucket_sizes,
@@ -129,7 +129,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    size = Place.here().data_size
+    size = Coordinates.here().data_size
     if saved.data_size != size:
         lines.append(
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "

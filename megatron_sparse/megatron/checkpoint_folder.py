@@ -22,7 +22,7 @@ _COMMON = ("common_state/shard_0_1", "common_state")
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenCheckpoint:
     """The checkpoint that a run goes on from.
 
     Attributes:
@@ -57,7 +57,7 @@ def is_release(folder: Path) -> bool:
     return tracked(folder) == 0 and (folder / RELEASE).is_dir()
 
 
-def choose(folder: Path) -> Choice:
+def choose(folder: Path) -> ChosenCheckpoint:
     """Chooses the checkpoint that the tracker names, else the newest complete one below it.
 
     With a damaged tracker the newest complete one. A newer one than the tracker names is not
@@ -65,18 +65,18 @@ def choose(folder: Path) -> Choice:
     """
     named = tracked(folder)
     if is_release(folder):
-        return Choice(0, 0)
+        return ChosenCheckpoint(0, 0)
     reason = f"{TRACKER} is missing or damaged"
     if named is not None:
         problem = damage(checkpoint(folder, named))
         if problem is None:
-            return Choice(named, named)
+            return ChosenCheckpoint(named, named)
         reason = f"the checkpoint of iteration {named} is not complete: {problem}"
     for iteration in saved_iterations(folder):
         older = named is None or iteration < named
         if older and damage(checkpoint(folder, iteration)) is None:
-            return Choice(iteration, named, reason)
-    return Choice(None, named, reason)
+            return ChosenCheckpoint(iteration, named, reason)
+    return ChosenCheckpoint(None, named, reason)
 
 
 def saved_iterations(folder: Path) -> list[int]:

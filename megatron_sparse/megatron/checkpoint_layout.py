@@ -26,7 +26,7 @@ RowLayouts = dict[str, tuple[str, int]]
 
 
 @dataclass(frozen=True)
-class Place:
+class Coordinates:
     """A rank's coordinates. The expert ones differ from the others only in models with experts."""
 
     data: int
@@ -42,7 +42,7 @@ class Place:
     expert_tensor: int
 
     @classmethod
-    def here(cls) -> Place:
+    def here(cls) -> Coordinates:
         """The coordinates that Megatron's parallel state gives this rank."""
         return cls(
             parallel_state.get_data_parallel_rank(with_context_parallel=True),
@@ -123,7 +123,7 @@ def check_version(checkpoint: Path, version: object, *, wanted: bool) -> None:
         )
 
 
-def check_sizes(saved: tuple[int, ...], here: Place) -> None:
+def check_sizes(saved: tuple[int, ...], here: Coordinates) -> None:
     """Refuses residuals of a model with another layout.
 
     Raises:

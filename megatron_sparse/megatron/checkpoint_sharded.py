@@ -31,7 +31,7 @@ from megatron_sparse.compression.residual import check_size
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
     VERSION,
-    Place,
+    Coordinates,
     Saved,
     check_sizes,
     check_version,
@@ -61,7 +61,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     `residual_checkpoint=full` tensors are the residuals themselves on a GPU, which must not change
     before the save has copied them, and copies on a CPU; with `sum` building it is collective.
     """
-    here = Place.here()
+    here = Coordinates.here()
     header = common_state(attachment) | {
         "model_sizes": here.model_sizes(),
         "data_size": here.data_size,
@@ -85,7 +85,9 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     return state
 
 
-def _sharded_residuals(attachment: Attachment, here: Place) -> Iterator[tuple[str, ShardedTensor]]:
+def _sharded_residuals(
+    attachment: Attachment, here: Coordinates
+) -> Iterator[tuple[str, ShardedTensor]]:
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
         for held, view_M in saved_slices(attachment):
@@ -127,7 +129,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     Raises:
         CheckpointError: residuals are of another version or another model-parallel layout.
     """
-    here = Place.here()
+    here = Coordinates.here()
     found = _entries(checkpoint)
     header_object = ShardedObject(f"{PREFIX}.header", None, (1,), (0,))
     if header_object.unique_key not in found:
@@ -215,7 +217,7 @@ class _Piece:
 
 
 def _pieces(
-    attachment: Attachment, here: Place, found: dict[str, _Entry], mode: str
+    attachment: Attachment, here: Coordinates, found: dict[str, _Entry], mode: str
 ) -> Iterator[_Piece]:
     """What this rank reads.
 
@@ -247,7 +249,7 @@ def _rows(entry: _Entry, held: HeldSlice) -> list[ShardedTensor]:
     return requests
 
 
-def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> set[str]:
+def _unknown(attachment: Attachment, here: Coordinates, found: dict[str, _Entry]) -> set[str]:
     """Saved parameters that this run does not have."""
     known = model_parameters(attachment)
     prefixes = {_kind_key(RESIDUAL, here, expert): expert for expert in (False, True)}
@@ -260,7 +262,7 @@ def _unknown(attachment: Attachment, here: Place, found: dict[str, _Entry]) -> s
 
 
 def _master_entries(
-    attachment: Attachment, here: Place, found: dict[str, _Entry]
+    attachment: Attachment, here: Coordinates, found: dict[str, _Entry]
 ) -> dict[tuple[str, int], _Entry]:
     """The stored parts of masters that this rank needs, by parameter and first element."""
     needed = {}
@@ -282,11 +284,11 @@ def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
     return {"whole": ShardedTensor.from_rank_offsets(entry.key, empty)}
 
 
-def _state_key(place: Place) -> str:
+def _state_key(place: Coordinates) -> str:
     return f"{PREFIX}.state.{place.shard(expert=False)}"
 
 
-def _kind_key(kind: str, place: Place, expert: bool) -> str:
+def _kind_key(kind: str, place: Coordinates, expert: bool) -> str:
     return f"{PREFIX}.{kind}.{place.shard(expert)}."
 
 

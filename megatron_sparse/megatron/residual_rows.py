@@ -26,12 +26,12 @@ from megatron_sparse.compression.residual import SliceKey
 from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.megatron.checkpoint_layout import Place, RowLayouts
+from megatron_sparse.megatron.checkpoint_layout import Coordinates, RowLayouts
 from megatron_sparse.reduction.level_parts import in_place
 
 
 @dataclass(frozen=True)
-class Row:
+class ResidualRow:
     """A rank's row of the parameters of one bucket group.
 
     Attributes:
@@ -72,7 +72,7 @@ class HeldSlice:
     numel: int
     whole_numel: int
     expert: bool
-    row: Row
+    row: ResidualRow
 
     @property
     def key(self) -> SliceKey:
@@ -80,18 +80,18 @@ class HeldSlice:
         return self.piece.name, self.piece.offset
 
 
-def row_of(attachment: Attachment, group: GroupBuckets) -> Row:
+def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
     """This rank's row of a group's parameters."""
     level = attachment.reducer(group).level_groups
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
-        return Row(RANK, *Place.here().row(group.expert))
+        return ResidualRow(RANK, *Coordinates.here().row(group.expert))
     index, count = level.across.rank, level.across.world_size
     others = group.instances_group
     if level.level == NODE and others is not None:
         index += count * dist.get_rank(others)
         count *= dist.get_world_size(others)
-    return Row(level.level, index, count)
+    return ResidualRow(level.level, index, count)
 
 
 def row_layouts(attachment: Attachment) -> RowLayouts:
@@ -147,7 +147,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[SummedParameter]:
     Collective over all ranks: for each bucket one all-reduce, one copy to the host, and while it
     lasts a buffer of 4 bytes for each element.
     """
-    here, turn = Place.here(), 0
+    here, turn = Coordinates.here(), 0
     for group in attachment.groups:
         rank, size = here.row(group.expert)
         for host in group.buckets:

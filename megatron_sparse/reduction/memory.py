@@ -46,7 +46,7 @@ _BEFORE_GATE = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
 
-class Share(NamedTuple):
+class MemoryShare(NamedTuple):
     """The buckets of one group of ranks, for an account.
 
     Attributes:
@@ -106,7 +106,7 @@ class MemoryAccount:
 
 def account(
     config: SparseConfig,
-    groups: Sequence[Share],
+    groups: Sequence[MemoryShare],
     *,
     undo: bool,
     parameter_dtype: torch.dtype | None = None,
@@ -148,10 +148,10 @@ def account(
     return MemoryAccount(parameters, nbytes, tuple(notes))
 
 
-def share_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> Share:
+def share_of(reducer: GradientReducer, buckets: Sequence[Bucket]) -> MemoryShare:
     """This rank's share of the buckets of a reducer."""
     across, parts = reducer.across, [reducer.part(bucket) for bucket in buckets]
-    return Share(across.rank, parts, buckets, nodes=across.nodes)
+    return MemoryShare(across.rank, parts, buckets, nodes=across.nodes)
 
 
 def _shard_numel(bucket: Bucket) -> int:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Reduction
-from megatron_sparse.collectives.row_sparse import NAME, Way, row_sparse, stand_in
+from megatron_sparse.collectives.row_sparse import NAME, RowSparseWay, row_sparse, stand_in
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import SchemeConfig
@@ -60,7 +60,7 @@ class RowSparseReducer:
         transport: Transport,
         sink: RecordSink,
         progress: Progress,
-        way: Way = Way.AUTO,
+        way: RowSparseWay = RowSparseWay.AUTO,
     ) -> None:
         self.transport = transport
         self.buffers = MessageBuffers()

@@ -72,7 +72,7 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
         target = acc_M[begin - base : end - base]
         if header.format == FORMAT_RICE:
-            place = rice.Place(end - begin, begin, expected.step)
+            place = rice.SegmentPlace(end - begin, begin, expected.step)
             index_K, values_K = rice.decode(message[position:], place, value_dtype, rank)
             target[index_K] += values_K
             position += HEADER_BYTES + header.payload_bytes

@@ -37,7 +37,7 @@ SUB_HEADER = struct.Struct("<BBHIQ")
 
 
 @dataclass(frozen=True)
-class Place:
+class SegmentPlace:
     """The segment that a record holds, as its header has it."""
 
     numel: int
@@ -63,7 +63,7 @@ class Encoded:
 def encode(
     x_K: torch.Tensor,
     index_K: torch.Tensor | None,
-    place: Place,
+    place: SegmentPlace,
     form: RiceForm,
     nnz: int | None = None,
 ) -> Encoded:
@@ -105,7 +105,7 @@ def encode(
 
 
 def decode(
-    record: bytes, place: Place, value_dtype: int, rank: int | None = None
+    record: bytes, place: SegmentPlace, value_dtype: int, rank: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements that a record holds, int64 and ascending, and their fp32 values.
 
@@ -138,7 +138,7 @@ def decode(
 
 
 def _check_header(
-    header: Header, place: Place, value_dtype: int, available: int, rank: int | None
+    header: Header, place: SegmentPlace, value_dtype: int, available: int, rank: int | None
 ) -> None:
     if header.format != FORMAT_RICE:
         raise wrong_field(rank, "format", FORMAT_RICE, header.format)

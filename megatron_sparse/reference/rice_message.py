@@ -18,7 +18,7 @@ from megatron_sparse.reference import message
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to, with_one_nan
-from megatron_sparse.reference.rice import Place, encode
+from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS, pad16
 
@@ -71,7 +71,7 @@ def encode_segments(
         if keep:
             record, rest_K = _kept_record(x_K, piece_M, begin, spec)
         else:
-            place, nnz = Place(end - begin, begin, spec.step), int(piece_M.count_nonzero())
+            place, nnz = SegmentPlace(end - begin, begin, spec.step), int(piece_M.count_nonzero())
             form = RiceForm(spec.value_dtype, spec.log2_span, not whole)
             made = encode(x_K, None if whole else index_K, place, form, nnz)
             record, rest_K = made.record, made.residual_K
@@ -86,7 +86,9 @@ def encode_segments(
 def _raw_record(piece_M: torch.Tensor, begin: int, spec: RecordSpec) -> bytes:
     index_K = piece_M.nonzero().squeeze(1)
     form = RiceForm(spec.value_dtype, spec.log2_span)
-    return encode(piece_M[index_K], index_K, Place(len(piece_M), begin, spec.step), form).record
+    return encode(
+        piece_M[index_K], index_K, SegmentPlace(len(piece_M), begin, spec.step), form
+    ).record
 
 
 def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:

@@ -89,7 +89,7 @@ class ExposedTimes:
 
 
 @dataclass(frozen=True)
-class Level:
+class Plateau:
     """A part of a run in which a share stays about the same.
 
     Attributes:
@@ -101,7 +101,7 @@ class Level:
     share: float
 
 
-def levels_of(number: np.ndarray, share: np.ndarray, iteration_ms: np.ndarray) -> list[Level]:
+def levels_of(number: np.ndarray, share: np.ndarray, iteration_ms: np.ndarray) -> list[Plateau]:
     """The levels of a share, the latest first: at most `MOST_LEVELS`.
 
     The run is cut in two where that explains most of the variance, and its later part again,
@@ -123,12 +123,12 @@ def levels_of(number: np.ndarray, share: np.ndarray, iteration_ms: np.ndarray) -
     """
     known = np.isfinite(share)
     number, share, iteration_ms = number[known], share[known], iteration_ms[known]
-    levels: list[Level] = []
+    levels: list[Plateau] = []
     while len(share):
         cut = _cut(share) if len(levels) < MOST_LEVELS - 1 else None
         end = len(share) if cut is None else cut
         mean = float(np.average(share[:end], weights=iteration_ms[:end]))
-        levels.insert(0, Level(int(number[0]), mean))
+        levels.insert(0, Plateau(int(number[0]), mean))
         number, share, iteration_ms = number[end:], share[end:], iteration_ms[end:]
     return levels
 
@@ -155,7 +155,7 @@ def _cut(share: np.ndarray) -> int | None:
 
 
 def sentences(
-    summary: Mapping[str, Any], times: ExposedTimes, levels: Sequence[Level]
+    summary: Mapping[str, Any], times: ExposedTimes, levels: Sequence[Plateau]
 ) -> list[str]:
     """The answers in words: how much, where, since when, and what dense would have taken.
 

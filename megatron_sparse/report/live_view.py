@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
-from megatron_sparse.telemetry.live import Progress, render
+from megatron_sparse.telemetry.live import RunProgress, render
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
 PICTURE_COLUMNS = 100
@@ -46,7 +46,7 @@ monospace; line-height: {line_height}px; }}
 """
 
 
-def progress_of(folder: Path, iteration: int | None) -> Progress:
+def progress_of(folder: Path, iteration: int | None) -> RunProgress:
     """The progress of a run at the end of an iteration.
 
     Args:
@@ -68,7 +68,7 @@ def progress_of(folder: Path, iteration: int | None) -> Progress:
             got=iteration,
             remedy="leave --iteration out to see the last one",
         )
-    progress = Progress(config.get("name") or folder.resolve().name, _total(config))
+    progress = RunProgress(config.get("name") or folder.resolve().name, _total(config))
     now_s = 0.0
     for line in shown:
         now_s += line.iteration_ms / 1e3
@@ -76,7 +76,7 @@ def progress_of(folder: Path, iteration: int | None) -> Progress:
     return progress
 
 
-def progress_at_start(folder: Path) -> Progress:
+def progress_at_start(folder: Path) -> RunProgress:
     """The progress of a run of which no iteration is known.
 
     Raises:
@@ -90,7 +90,7 @@ def progress_at_start(folder: Path) -> Progress:
             remedy="name the folder that training printed",
         )
     _, config = load_config(folder, [])
-    return Progress(config.get("name") or folder.resolve().name, _total(config))
+    return RunProgress(config.get("name") or folder.resolve().name, _total(config))
 
 
 def _total(config: dict[str, object]) -> int | None:
@@ -127,7 +127,7 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
     print(output)
 
 
-def picture(progress: Progress, columns: int, output: Path) -> None:
+def picture(progress: RunProgress, columns: int, output: Path) -> None:
     """Writes the view into a file, whose ending decides the format.
 
     Raises:
@@ -141,11 +141,11 @@ def picture(progress: Progress, columns: int, output: Path) -> None:
     view_picture.draw(render(progress, columns), columns, _title(progress), output)
 
 
-def _title(progress: Progress) -> str:
+def _title(progress: RunProgress) -> str:
     return f"{progress.name}, iteration {progress.latest.iteration}"
 
 
-def svg(progress: Progress, columns: int) -> str:
+def svg(progress: RunProgress, columns: int) -> str:
     """The view in a terminal window, as one self-contained SVG.
 
     Args:

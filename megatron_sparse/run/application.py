@@ -173,7 +173,7 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         code, problem = int(error.code or 0), _OTHER_RANK
     has_reason = code != 0 and problem != _OTHER_RANK
     if has_reason or os.environ.get("RANK", "0") == "0":
-        outcome = sweep.Outcome(name, code, problem)
+        outcome = sweep.RunEnd(name, code, problem)
         outcome.write(Path(job.runtime.output_dir), replace=has_reason or code == 0)
 
 

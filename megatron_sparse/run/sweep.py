@@ -41,7 +41,7 @@ _RUN_COLUMNS = 24
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunEnd:
     """How a run of a sweep ended.
 
     Attributes:
@@ -124,7 +124,7 @@ def check(folder: Path) -> None:
         )
 
 
-def outcomes(folder: Path) -> list[Outcome]:
+def outcomes(folder: Path) -> list[RunEnd]:
     """The outcomes below a folder, one for each ended run, in the order of writing.
 
     Raises:
@@ -133,7 +133,7 @@ def outcomes(folder: Path) -> list[Outcome]:
     found = []
     for path in sorted(folder.rglob(OUTCOME_FILE), key=lambda path: path.stat().st_mtime):
         try:
-            found.append(Outcome(**json.loads(path.read_text("utf-8"))))
+            found.append(RunEnd(**json.loads(path.read_text("utf-8"))))
         except (TypeError, ValueError) as error:
             raise SweepError(
                 f"{path} is damaged",
@@ -188,7 +188,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _state(outcome: Outcome | None, done: int | None, wanted: int | None) -> str:
+def _state(outcome: RunEnd | None, done: int | None, wanted: int | None) -> str:
     if outcome is not None and outcome.exit_code:
         return "failed"
     return "finished" if done is not None and done == wanted else "unfinished"

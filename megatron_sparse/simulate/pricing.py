@@ -219,7 +219,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobCost:
     """The cost of a job at full size.
 
     Attributes:
@@ -241,7 +241,7 @@ Start = Callable[[VirtualTransport, ChargingTimer], Steps]
 """Makes one rank's steps."""
 
 
-def drive(job: Job, start: Start) -> Outcome:
+def drive(job: Job, start: Start) -> JobCost:
     """Runs the steps of all ranks on the job's machine."""
     topology = job.machine.topology(job.world_size)
     cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
@@ -253,10 +253,10 @@ def drive(job: Job, start: Start) -> Outcome:
 
     sent = cluster.run(begin)
     local_s = max(timer.charged_s for timer in timers)
-    return Outcome(cluster.modelled_s, local_s, max(sent) * job.scale)
+    return JobCost(cluster.modelled_s, local_s, max(sent) * job.scale)
 
 
-def price(job: Job, scheme: str, gradients: Gradients) -> Outcome:
+def price(job: Job, scheme: str, gradients: Gradients) -> JobCost:
     """Runs a registered scheme: encodes the selection and runs the collective."""
     entry = SCHEMES[scheme]
     options = SchemeConfig(name=scheme, format=job.format, capacity=None)

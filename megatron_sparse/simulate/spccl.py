@@ -37,7 +37,7 @@ from megatron_sparse.simulate.pricing import (
     ChargingTimer,
     Gradients,
     Job,
-    Outcome,
+    JobCost,
     drive,
     make_bucket,
     price,
@@ -84,7 +84,7 @@ def dense_s(kind: str, world_size: int, size_mib: int) -> float:
 @cache
 def sparse(
     kind: str, world_size: int, size_mib: int, sparsity: float, numel: int, charged: bool = True
-) -> Outcome:
+) -> JobCost:
     """SpCCL's collective.
 
     Args:
@@ -112,7 +112,7 @@ def sparse(
 @cache
 def sparcml(
     machine: Machine, world_size: int, size_mib: int, sparsity: float, numel: int
-) -> tuple[Outcome, str]:
+) -> tuple[JobCost, str]:
     """The best of SparCML's all-reduces, and its name."""
     job = Job(machine, world_size, size_mib * MIB, numel, format="coo")
     of_rank = gradients(numel, sparsity)
@@ -127,7 +127,7 @@ def _row(
     size_mib: int,
     sparsity: float,
     numel: int,
-    outcome: Outcome,
+    outcome: JobCost,
 ) -> Row:
     base_s = dense_s(kind, world_size, size_mib)
     return {
@@ -147,7 +147,7 @@ def _row(
 
 def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row:
     halves = 2 if kind == "all_reduce" else 1
-    outcome = Outcome(dense_s(kind, n, size), 0.0, halves * size * MIB * (n - 1) / n)
+    outcome = JobCost(dense_s(kind, n, size), 0.0, halves * size * MIB * (n - 1) / n)
     return _row("NCCL ring (dense)", kind, n, size, sparsity, numel, outcome)
 
 

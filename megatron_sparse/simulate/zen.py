@@ -33,7 +33,7 @@ from megatron_sparse.simulate.figures import (
 from megatron_sparse.simulate.figures import draw_bars as draw_grouped
 from megatron_sparse.simulate.gradients import GradientModel, embedding_like
 from megatron_sparse.simulate.machines import AWS_25, BANDWIDTH_ONLY, CODEC_FRACTION
-from megatron_sparse.simulate.pricing import Gradients, Job, Outcome, price
+from megatron_sparse.simulate.pricing import Gradients, Job, JobCost, price
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -106,7 +106,7 @@ def available() -> dict[str, str]:
     return {name: scheme for name, scheme in SCHEME_OF.items() if scheme in SCHEMES}
 
 
-def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str, Outcome]:
+def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str, JobCost]:
     """The costs of schemes and of the dense all-reduce.
 
     Args:
@@ -128,7 +128,7 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
     return found
 
 
-def _row(name: str, where: Row, outcome: Outcome, dense: Outcome, model: GradientModel) -> Row:
+def _row(name: str, where: Row, outcome: JobCost, dense: JobCost, model: GradientModel) -> Row:
     n = where["ranks"]
     return {
         "series": name,
@@ -159,7 +159,7 @@ def rows_8(fast: bool) -> list[Row]:
         # The paper counts every element pushed and every element pulled.
         pushed = (model.density + model.sum_density(n)) / 2
         for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
-            ideal = Outcome(part * dense.time_s, 0.0, part * dense.wire_bytes)
+            ideal = JobCost(part * dense.time_s, 0.0, part * dense.wire_bytes)
             found[f"Balanced Parallelism {name} (counted)"] = ideal
         where = {"workload": NMT.name, "ranks": n, "full_numel": NMT.full_numel}
         where["simulated_numel"] = numel

@@ -69,7 +69,7 @@ class View(Protocol):
         """Releases the terminal. May be called twice."""
 
 
-class Progress:
+class RunProgress:
     """The position of a run, and means over its last iterations.
 
     Args:
@@ -192,7 +192,7 @@ class LiveView:
         console: a terminal; None takes standard output.
     """
 
-    def __init__(self, progress: Progress, console: Console | None = None) -> None:
+    def __init__(self, progress: RunProgress, console: Console | None = None) -> None:
         self._progress = progress
         self._console = console or Console(highlight=False)
         self._live: Live | None = None
@@ -255,7 +255,7 @@ def _redirect_logs(
     return moved
 
 
-def render(progress: Progress, columns: int) -> RenderableType:
+def render(progress: RunProgress, columns: int) -> RenderableType:
     """The live view.
 
     Args:
@@ -306,7 +306,7 @@ class PlainView:
         file: output file; None takes standard output.
     """
 
-    def __init__(self, progress: Progress, every: int, file: IO[str] | None = None) -> None:
+    def __init__(self, progress: RunProgress, every: int, file: IO[str] | None = None) -> None:
         self._progress = progress
         self._every = every
         self._file = file
@@ -349,7 +349,7 @@ def open_view(
     if console == "auto":
         moves = out.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
         console = "live" if moves else "plain"
-    progress = Progress(name, total)
+    progress = RunProgress(name, total)
     view: View
     if console == "plain":
         view = PlainView(progress, every, out)

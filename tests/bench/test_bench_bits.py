@@ -18,7 +18,7 @@ from megatron_sparse.bench.codec.bits import (
     run,
 )
 from megatron_sparse.bench.codec.options import BitsSweep
-from megatron_sparse.reference.rice import Place, encode
+from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import rice_span
 from tests.bench.running import read_rows, run_cli
@@ -41,7 +41,7 @@ def test_a_row_says_the_bytes_of_real_records():
     for name, code in VALUE_DTYPES.items():
         form = RiceForm(code, rice_span(density))
         record = encode(
-            torch.ones(index.size), torch.from_numpy(index), Place(count, 0, 0), form
+            torch.ones(index.size), torch.from_numpy(index), SegmentPlace(count, 0, 0), form
         ).record
         assert getattr(row, name) == 8 * len(record) / index.size
     assert row.coo == pytest.approx(32, rel=0.01)

@@ -15,7 +15,7 @@ import torch
 
 from megatron_sparse.bench.codec import baseline as codec_baseline
 from megatron_sparse.bench.codec import codecs, hashing, prune, records
-from megatron_sparse.bench.codec.frame import Row
+from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.bench.codec.options import (
     RICE_FORMS,
     BitsSweep,
@@ -34,15 +34,15 @@ SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threa
 TIMED_MISTAKES = (("min_bytes", 0), ("max_bytes", 2), ("iters", 0), ("threads", 0), ("warmup", -1))
 
 
-def is_timed(row: Row, *more: str) -> bool:
+def is_timed(row: CodecRow, *more: str) -> bool:
     """It is right, and its times are positive; `more` names further ones."""
     times = [getattr(row, field) for field in ("time_us", "copy_us", "ratio", *more)]
     return row.wrong == 0 and all(time > 0 and math.isfinite(time) for time in times)
 
 
 def printed_and_written(
-    run: Callable[[Path], list[Row]], folder: Path, capsys: pytest.CaptureFixture[str]
-) -> list[Row]:
+    run: Callable[[Path], list[CodecRow]], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> list[CodecRow]:
     """The rows of a bench, which are also printed and in its file; torch's threads stay."""
     path, threads = folder / "rows.jsonl", torch.get_num_threads()
     rows = run(path)
@@ -67,7 +67,7 @@ FIELDS = {
 }
 
 
-def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -> list[Row]:
+def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -> list[CodecRow]:
     sweep = CodecSweep(densities=(density,), dtypes=(dtype,), forms=forms, **SMALL | changed)
     return codecs.run(sweep)
 
@@ -237,7 +237,7 @@ def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
 
 def test_nothing_to_compare_is_an_error():
     known = {"op": "encode", "format": "coo", "dtype": "fp32", "density": 0.1, "count": 1}
-    row = Row(bytes_moved=1, device="cpu", ratio=1.0, **known)
+    row = CodecRow(bytes_moved=1, device="cpu", ratio=1.0, **known)
     with pytest.raises(ConfigError, match="nothing that was measured"):
         codec_baseline.compare([row], {}, 1.0)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megatron_sparse.bench.exchange import collectives
-from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
-from megatron_sparse.bench.exchange.row import MEASURED, Row, codec_bytes, payload_rate
+from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, codec_bytes, payload_rate
 from megatron_sparse.bench.host_load import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
@@ -161,7 +161,7 @@ class TestVirtual:
 class TestInputs:
     """The data of the check and of the timed rounds."""
 
-    def left(self, case: Case, rank: int, values_N: torch.Tensor) -> torch.Tensor:
+    def left(self, case: BucketCase, rank: int, values_N: torch.Tensor) -> torch.Tensor:
         """What a rank's selection leaves in its residual; both ranks have the same gradient."""
 
         def steps(transport):
@@ -174,14 +174,14 @@ class TestInputs:
     @pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
     def test_the_check_selects_about_what_the_case_says(self, density):
         """A check in which nothing is selected would find no scheme wrong."""
-        case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", density, 2**16)
+        case = BucketCase(CollectiveOp.ALL_REDUCE, "direct", "fp32", density, 2**16)
         residual_N = self.left(case, 0, case.small_integers(0, 2, 0))
         nnz = case.numel - int(residual_N.count_nonzero())
         # Peaks that are ties with the threshold are dropped: at most one value of five.
         assert 0.5 * density * case.numel < nnz <= 1.2 * density * case.numel
 
     def test_sums_stay_exact_for_as_many_ranks_as_are_allowed(self):
-        case = Case(CollectiveOp.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
+        case = BucketCase(CollectiveOp.ALL_REDUCE, "direct", "bf16", 1.0, 4096)
         most = 256 // (2 * 3)
         parts = [
             case.small_integers(rank, most, step).double()
@@ -193,7 +193,7 @@ class TestInputs:
             case.small_integers(0, most + 1, 0)
 
     def test_timed_values_keep_the_density_at_independent_positions(self):
-        case = Case(CollectiveOp.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
+        case = BucketCase(CollectiveOp.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
         kept = [self.left(case, rank, case.normal_values(rank)) == 0 for rank in range(2)]
         # 40,000 samples: a relative error of 1.5 % for the density, 3 % for its square.
         assert kept[0].double().mean() == pytest.approx(0.1, rel=0.1)
@@ -229,9 +229,9 @@ class TestInputs:
 class TestFigures:
     """A row is computed from the ranks' measurements."""
 
-    CASE = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
+    CASE = BucketCase(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
 
-    def measured(self) -> Row:
+    def measured(self) -> CollectiveRow:
         """Of two ranks and three rounds; rank 1 is the slowest except in the first."""
 
         def figures(total, network, wire):
@@ -244,7 +244,7 @@ class TestFigures:
             [figures(45, 15, 200), figures(60, 30, 200), figures(90, 60, 200)],
         ]
         dense = [[90.0, 90.0, 90.0], [80.0, 120.0, 120.0]]
-        row = Row.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
+        row = CollectiveRow.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
         rounds, dense = (torch.tensor(each, dtype=torch.float64) for each in (rounds, dense))
         return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6)
 

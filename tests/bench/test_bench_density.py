@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_sparse.bench.codec.density import Row, measure, run
+from megatron_sparse.bench.codec.density import DensityRow, measure, run
 from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bench.codec.options import DensitySweep
 from megatron_sparse.errors import ConfigError
@@ -30,8 +30,8 @@ def test_ties_are_right_with_one_threshold_a_bucket():
 @pytest.mark.parametrize("change", [{"mean": 1.11}, {"fed_mean": 0.89}, {"worst": 3.1}])
 def test_a_missed_target_is_seen(change):
     good = {"mean": 0.91, "worst": 2.9, "fed_mean": 1.09, "fed_worst": 2.9}
-    assert not Row("constant", 0.01, **good).bad
-    assert Row("constant", 0.01, **good | change).bad
+    assert not DensityRow("constant", 0.01, **good).bad
+    assert DensityRow("constant", 0.01, **good | change).bad
 
 
 def test_the_table(tmp_path, capsys):

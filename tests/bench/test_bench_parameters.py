@@ -10,7 +10,13 @@ import torch
 
 from megatron_sparse.bench.codec import parameters
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.codec.parameters import Case, conditional_entropy, measure, moves_of, run
+from megatron_sparse.bench.codec.parameters import (
+    ParameterPair,
+    conditional_entropy,
+    measure,
+    moves_of,
+    run,
+)
 from tests.bench.running import read_rows
 
 PAIR = Path(__file__).resolve().parents[1] / "data/parameter_pair.pt"
@@ -43,7 +49,7 @@ def test_moves_of_a_real_run():
     """
     pair = torch.load(PAIR, weights_only=True)
     assert sum(pair["sizes"]) == pair["old"].numel() == 14_600
-    case = Case("iteration 50", pair["old"], pair["new"])
+    case = ParameterPair("iteration 50", pair["old"], pair["new"])
     rows = list(measure(case, ["rans", "packed", "raw"], warmup=0, iters=1))
     assert not any(row.wrong for row in rows)
     bits = {row.coder: row.bits for row in rows}
@@ -78,7 +84,7 @@ def test_the_entropy_of_known_moves():
     """Two contexts: in one nothing moves, in the other half the numbers move by one."""
     old = torch.tensor([1.0, 1.0, 4.0, 4.0]).bfloat16()
     new = torch.tensor([1.0, 1.0, 4.0, 4.03125]).bfloat16()
-    case = Case("known", old, new)
+    case = ParameterPair("known", old, new)
     z_N = moves_of(case)
     assert z_N.tolist() == [0, 0, 0, 2]
     assert math.isclose(conditional_entropy(case, z_N), 0.5)

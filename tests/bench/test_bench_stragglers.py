@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import STRAGGLER_SCHEMES, StragglerSweep
 from megatron_sparse.bench.exchange.straggler_figure import draw
 from megatron_sparse.bench.exchange.stragglers import (
@@ -133,7 +133,7 @@ class TestVirtual:
 class TestRow:
     """From readings of the clock to a row."""
 
-    CASE = Case(CollectiveOp.ALL_REDUCE, "straggler", "fp32", 1.0, 1000)
+    CASE = BucketCase(CollectiveOp.ALL_REDUCE, "straggler", "fp32", 1.0, 1000)
 
     def row(self, scheme="straggler", delay_s=0.5):
         case = dataclasses.replace(self.CASE, scheme=scheme)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bench.exchange import truth
-from megatron_sparse.bench.exchange.truth import Setting
+from megatron_sparse.bench.exchange.truth import TruthSetting
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import find
@@ -17,9 +17,9 @@ from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 
 
-def setting(codec_rate=None, n=4, full_numel=2**20) -> Setting:
+def setting(codec_rate=None, n=4, full_numel=2**20) -> TruthSetting:
     where, op = find("perlmutter"), CollectiveOp.ALL_REDUCE
-    return Setting(where, n, codec_rate, op, full_numel)
+    return TruthSetting(where, n, codec_rate, op, full_numel)
 
 
 def given(n=4, numel=2**16):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import megatron_sparse
 from megatron_sparse.bucket import Reduction
-from megatron_sparse.collectives.row_sparse import NAME, Way, cheapest_way, row_sparse
+from megatron_sparse.collectives.row_sparse import NAME, RowSparseWay, cheapest_way, row_sparse
 from megatron_sparse.errors import (
     CommunicationError,
     ConfigError,
@@ -74,7 +74,7 @@ def _assert_same_on_all_ranks(results):
         assert torch.equal(bits, first_bits)
 
 
-@pytest.mark.parametrize("way", list(Way))
+@pytest.mark.parametrize("way", list(RowSparseWay))
 @pytest.mark.parametrize("n", RANKS)
 def test_sums_of_integers_are_exact(n, way):
     for dtype in DTYPES.values():
@@ -101,14 +101,14 @@ def test_floats_are_added_in_rank_order_in_fp32_and_rounded_once(n, reduction):
         rows, total = oracle.coalesce(indices, values)
         if reduction is Reduction.AVG:
             total = total / n
-        for way in (Way.GATHER, Way.DIRECT):
+        for way in (RowSparseWay.GATHER, RowSparseWay.DIRECT):
             results = _reduce(gradients, reduction, way)
             _assert_same_on_all_ranks(results)
             assert results[0].gradient.indices_K.tolist() == rows
             assert torch.equal(results[0].gradient.rows_KD, total.to(dtype))
 
 
-@pytest.mark.parametrize("way", [Way.GATHER, Way.DIRECT])
+@pytest.mark.parametrize("way", [RowSparseWay.GATHER, RowSparseWay.DIRECT])
 def test_ranks_without_rows_and_with_all_rows(way):
     none = torch.empty(0, dtype=torch.int64)
     every = torch.arange(10)
@@ -134,7 +134,7 @@ def test_ranks_without_rows_and_with_all_rows(way):
 def test_nan_and_infinity_travel():
     rows = torch.tensor([[float("nan"), float("inf")]])
     gradients = [_coo(torch.tensor([1]), rows, 3), _coo(torch.tensor([1]), torch.ones(1, 2), 3)]
-    for way in (Way.GATHER, Way.DIRECT):
+    for way in (RowSparseWay.GATHER, RowSparseWay.DIRECT):
         results = _reduce(gradients, Reduction.AVG, way)
         _assert_same_on_all_ranks(results)
         assert results[0].gradient.rows_KD[0].isnan().tolist() == [True, False]
@@ -146,7 +146,7 @@ def _record_bytes(rows, width, value_bytes):
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
-@pytest.mark.parametrize("way", [Way.GATHER, Way.DIRECT])
+@pytest.mark.parametrize("way", [RowSparseWay.GATHER, RowSparseWay.DIRECT])
 def test_bytes_are_those_of_the_module_header(n, way):
     for dtype in DTYPES.values():
         gradients = [_gradient(r, 60, 3, 10 + 7 * r, dtype) for r in range(n)]
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_the_module_header(n, way):
         results = _reduce(gradients, Reduction.SUM, way, cluster)
         size = dtype.itemsize
         for rank in range(n):
-            if way is Way.GATHER:
+            if way is RowSparseWay.GATHER:
                 expected = (n - 1) * _record_bytes(len(touched[rank]), 3, size)
                 agreements = 8 * (2 + n)
             else:
@@ -174,11 +174,11 @@ def test_auto_takes_the_way_with_fewer_bytes():
         return [RowPart(num_rows, 64, "fp32", part, n, 0) for part in range(n)]
 
     sparse = [[100] * 8] * 8  # 800 of 1,000,000 rows each: hardly any row twice
-    assert cheapest_way(sparse, parts(1_000_000, 8)) is Way.GATHER
+    assert cheapest_way(sparse, parts(1_000_000, 8)) is RowSparseWay.GATHER
     crowded = [[100] * 8] * 8  # 800 of 1,000 rows each: the sum is hardly larger
-    assert cheapest_way(crowded, parts(1_000, 8)) is Way.DIRECT
+    assert cheapest_way(crowded, parts(1_000, 8)) is RowSparseWay.DIRECT
     two = [[500] * 2] * 2  # every row on both: as many bytes either way, but fewer headers
-    assert cheapest_way(two, parts(1_000, 2)) is Way.GATHER
+    assert cheapest_way(two, parts(1_000, 2)) is RowSparseWay.GATHER
 
 
 # -- records

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.reduction.memory import Share, account, held
+from megatron_sparse.reduction.memory import MemoryShare, account, held
 from tests.cuda_emulator.device import Place
 from tests.cuda_emulator.test_no_waiting import IN_CAPACITY, STEPS, Ranks
 from tests.reduction.reducers import at_target
@@ -33,7 +33,7 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     for rank, each in enumerate(ranks.each):
         reducer, bucket = each.reducer, each.bucket
         found = held(reducer.selector.residuals, [reducer])
-        expected = dict(account(config, [Share(rank, [bucket])], undo=False).nbytes)
+        expected = dict(account(config, [MemoryShare(rank, [bucket])], undo=False).nbytes)
         # Lent by torch's allocator for each call; and copies of tables, in a cache.
         assert expected.pop("workspace", 1) > 0
         assert expected.pop("tables", 1) > 0

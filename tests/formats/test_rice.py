@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.reference import rice_values
-from megatron_sparse.reference.rice import Place, encode
+from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
 from megatron_sparse.reference.rice_values import base_and_step, levels_of, quantise
 from megatron_sparse.wire import (
@@ -299,7 +299,7 @@ def test_positions_take_at_most_5_percent_more_than_their_entropy(density, numel
     # Values of few bits come to that: 4, the scales, the padding of planes and of the last group.
     values = torch.from_numpy(rng.standard_normal(index.size).astype("f4"))
     form = RiceForm(4, span)
-    record = encode(values, torch.from_numpy(index), Place(numel, 0, 0), form).record
+    record = encode(values, torch.from_numpy(index), SegmentPlace(numel, 0, 0), form).record
     assert 8 * len(record) / index.size < 1.05 * (entropy + 4.25)
 
 
@@ -354,7 +354,9 @@ def test_a_slot_holds_every_record(chunks, short, runs, value_dtype, shape):
         "random": np.sort(rng.permutation(numel)[:k]),
     }[shape]
     index_K = torch.from_numpy(np.unique(index))
-    made = encode(torch.ones(index_K.numel()), index_K, Place(numel, 0, 0), RiceForm(value_dtype))
+    made = encode(
+        torch.ones(index_K.numel()), index_K, SegmentPlace(numel, 0, 0), RiceForm(value_dtype)
+    )
     assert len(made.record) - HEADER_BYTES <= rice_payload_bytes(numel, k, value_dtype, 12)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import sys
@@ -100,3 +101,14 @@ def test_the_table_of_the_design_has_the_rows_of_the_contract() -> None:
     table = page.partition("| packages and modules |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     assert [re.findall(r"`(\w+)`", row) for row in rows] == wanted
+
+
+def test_no_two_modules_have_a_public_class_of_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for package in ("megatron_sparse", "cuda_ext", "triton_kernels"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.parse(path.read_text("utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(found) > 300
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}

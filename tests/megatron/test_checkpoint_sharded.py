@@ -91,11 +91,11 @@ def _with_state_of_others(attachment, folder):
 
 def _as_if_tensor_parallel(folder):
     """The result for a rank of a model with another layout."""
-    from megatron_sparse.megatron.checkpoint_layout import Place
+    from megatron_sparse.megatron.checkpoint_layout import Coordinates
 
-    here = Place.here()
+    here = Coordinates.here()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Place, "here", lambda: replace(here, tensor_size=2))
+        patch.setattr(Coordinates, "here", lambda: replace(here, tensor_size=2))
         return {
             "layout": load_and_go_on(folder),
             "layout, not wanted": load_and_go_on(folder, residual_checkpoint="none"),

@@ -8,7 +8,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.megatron.residual_rows import (
     HeldSlice,
-    Row,
+    ResidualRow,
     add_rows,
     part_of_sum,
 )
@@ -19,7 +19,7 @@ NUMEL = 11
 def _held(start, stop, row=0, count=2):
     piece = ParameterSlice("w", 0, stop - start, offset=start)
     bucket = Bucket("0", torch.zeros(stop - start), [piece], CollectiveOp.ALL_REDUCE, 1)
-    return HeldSlice(bucket, piece, stop - start, NUMEL, False, Row("node", row, count))
+    return HeldSlice(bucket, piece, stop - start, NUMEL, False, ResidualRow("node", row, count))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
@@ -39,7 +39,7 @@ def test_parts_of_a_sum_do_not_depend_on_how_rows_are_cut(count):
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (3, 5), (1, 3), (5, 1)])
 def test_every_row_is_taken_over_once(before, after):
-    taken = [old for row in range(after) for old in Row("rank", row, after).takes(before)]
+    taken = [old for row in range(after) for old in ResidualRow("rank", row, after).takes(before)]
     assert sorted(taken) == list(range(before))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bench.exchange.truth import full_size_bytes
@@ -153,7 +153,7 @@ def ran(
     threshold is then 0, and slots and Rice's chunks are made for that density.
     """
     n, density = len(given), 1.0 if kind == WHOLE else KIND_DENSITY
-    case = Case(op, scheme, "fp32", density, given[0].numel(), kind.value_bits, kind.sum_bits)
+    case = BucketCase(op, scheme, "fp32", density, given[0].numel(), kind.value_bits, kind.sum_bits)
     sweep = CollectiveSweep(message_format=kind.format, capacity=kind.capacity)
     virtual = VirtualCluster(n, where.topology(n))
     paths = [BucketPath(case, sweep, each) for each in virtual_groups(virtual, AT_RANK)]

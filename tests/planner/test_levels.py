@@ -203,7 +203,7 @@ def test_the_virtual_cluster_agrees(name, inside, nodes, op):
     drawn = without_chance(SparsityProfile.uniform(numel, density, nodes))
     profile = replace(drawn, numel=lane.numel)
     rate = MACHINES[name][0].codec_rate
-    setting = truth.Setting(cluster, inside * nodes, rate, op, full_numel)
+    setting = truth.TruthSetting(cluster, inside * nodes, rate, op, full_numel)
     for scheme in ("dense", "direct", "ssar_rd"):
         if op in SCHEMES[scheme].ops:
             taken_s = truth.run(scheme, given, setting, level).total_s

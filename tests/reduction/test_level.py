@@ -8,7 +8,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp, Reduction
 from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.reduction.memory import Share, account, held
+from megatron_sparse.reduction.memory import MemoryShare, account, held
 from tests.reduction.virtual_level import OPTIONS, VirtualRanks, gradients, numel_of, settings
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
@@ -204,7 +204,7 @@ def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
         bucket.fp32_sums = fp32_sums
     ranks.step(gradients(ranks, 0, dtype), 0)
     reducer, bucket = ranks.reducers[1], ranks.buckets[1]
-    share = Share(reducer.across.rank, [reducer.part(bucket)], [bucket], is_virtual=True)
+    share = MemoryShare(reducer.across.rank, [reducer.part(bucket)], [bucket], is_virtual=True)
     counted, found = account(config, [share], undo=False).nbytes, held(ranks.store(1), [reducer])
     items = ("residual", "messages", "received", "sums", "workspace")
     assert [counted.get(item) for item in items] == [found.get(item) for item in items]

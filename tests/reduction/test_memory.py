@@ -16,7 +16,7 @@ from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.reduction.level_parts import node_part
-from megatron_sparse.reduction.memory import MemoryAccount, Share, account, held
+from megatron_sparse.reduction.memory import MemoryAccount, MemoryShare, account, held
 from megatron_sparse.reduction.reducer import GradientReducer
 
 NUMEL, RANKS = 2**20, 8
@@ -46,7 +46,7 @@ def at_target(**overrides: Any) -> SparseConfig:
 
 
 def of(config: SparseConfig, *buckets: Bucket, undo: bool = False) -> MemoryAccount:
-    return account(config, [Share(0, buckets)], undo=undo)
+    return account(config, [MemoryShare(0, buckets)], undo=undo)
 
 
 def test_on_a_gpu_only_residuals_grow_with_the_number_of_buckets() -> None:
@@ -70,8 +70,8 @@ def test_at_level_node_residual_and_messages_are_those_of_a_part(op: CollectiveO
     whole = replace(bucket(), op=op)
     part = node_part(whole, 4, 1)
     config = at_target(level="node")
-    found = account(config, [Share(0, [part], [whole])], undo=True)
-    at_rank = account(config, [Share(0, [whole])], undo=True)
+    found = account(config, [MemoryShare(0, [part], [whole])], undo=True)
+    at_rank = account(config, [MemoryShare(0, [whole])], undo=True)
     assert found.parameters == at_rank.parameters
     for item in ("residual", "undo"):
         assert found.nbytes[item] == at_rank.nbytes[item] / 4
@@ -119,7 +119,7 @@ def test_a_hierarchy_takes_its_buffers_by_the_ranks_of_its_nodes() -> None:
     """Two nodes of four: three parts of a quarter of the bucket. Nodes of one rank: none."""
     config, fp32 = at_target(scheme="hierarchical", capacity=None), 4 * NUMEL
     pairs, alone = (
-        account(config, [Share(0, [bucket()], nodes=nodes)], undo=False).nbytes["received"]
+        account(config, [MemoryShare(0, [bucket()], nodes=nodes)], undo=False).nbytes["received"]
         for nodes in ((0, 0, 0, 0, 1, 1, 1, 1), tuple(range(RANKS)))
     )
     assert 0.75 * fp32 < pairs < 0.85 * fp32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_sparse.report import exposed, page
-from megatron_sparse.report.exposed import ExposedTimes, Level, levels_of
+from megatron_sparse.report.exposed import ExposedTimes, Plateau, levels_of
 from megatron_sparse.report.run_data import load_run
 from tests.report_runs import make_run
 
@@ -75,7 +75,7 @@ class TestLevels:
     """Since when a share is what it is."""
 
     @staticmethod
-    def of(share) -> list[Level]:
+    def of(share) -> list[Plateau]:
         return levels_of(np.arange(1, len(share) + 1), np.array(share), np.ones(len(share)))
 
     def test_the_latest_comes_first(self):
@@ -111,7 +111,7 @@ class TestSentences:
 
     def test_how_much_where_since_when(self):
         waits = {"a": [30, 5, 5, 5], "b": [1, 15, 15, 15]}
-        text = self.said(waits, [Level(2, 0.2), Level(1, 0.31)])
+        text = self.said(waits, [Plateau(2, 0.2), Plateau(1, 0.31)])
         assert (
             "25.00% of an iteration is exposed communication: 25.00 of 100.00 ms "
             "(gradients 20.00, parameters 5.00), means of 50 iterations." in text
@@ -122,7 +122,7 @@ class TestSentences:
         assert "Throughput: 2,048 tokens/s." in text
 
     def test_an_unknown_estimate_is_said_to_be_unknown(self):
-        text = self.said({"a": [1]}, [Level(1, 0.2)])
+        text = self.said({"a": [1]}, [Plateau(1, 0.2)])
         assert "Dense: unknown without planner.cluster" in text
         assert "It is" not in text
 

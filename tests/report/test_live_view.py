@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_sparse.report import live_view
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.live import Progress, render
+from megatron_sparse.telemetry.live import RunProgress, render
 from tests import commands
 from tests.report_runs import make_run
 
@@ -32,7 +32,7 @@ def test_it_equals_the_terminals_view(run, capsys):
     """The same text that the training's own view draws of the same iterations."""
     view(run, "--iteration 8 --columns 80")
     printed = capsys.readouterr().out
-    progress = Progress("one", 20)
+    progress = RunProgress("one", 20)
     for number, line in enumerate((run / "breakdown.jsonl").read_text().splitlines()[:8], 1):
         progress.add(IterationBreakdown.of_line(json.loads(line)), number * 0.1)
     console = Console(file=io.StringIO(), width=80)

@@ -253,7 +253,7 @@ class TestPartial:
     @pytest.mark.parametrize("name", sorted(damages(Path())))
     def test_the_newest_complete_one_is_taken(self, runs, name, capsys):
         folder = runs / "mine/checkpoints"
-        assert choose(folder) == checkpoint_folder.Choice(2, 2)
+        assert choose(folder) == checkpoint_folder.ChosenCheckpoint(2, 2)
         damages(checkpoint(folder, 2))[name]()
         start = start_of(runs, "resume=auto")
         assert start.iteration == 1
@@ -271,7 +271,7 @@ class TestPartial:
 
     def test_a_user_who_goes_back_is_obeyed(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
-        assert choose(runs / "mine/checkpoints") == checkpoint_folder.Choice(1, 1)
+        assert choose(runs / "mine/checkpoints") == checkpoint_folder.ChosenCheckpoint(1, 1)
 
     def test_no_complete_one(self, runs):
         for iteration in (1, 2):

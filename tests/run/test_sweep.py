@@ -113,7 +113,7 @@ class TestMultirun:
 
     def test_a_rank_without_a_reason_leaves_the_reason_of_another(self, monkeypatch, tmp_path):
         """In a job of Slurm, where another rank may report first."""
-        reason = sweep.Outcome("run_scheme-zen", 2, "no data")
+        reason = sweep.RunEnd("run_scheme-zen", 2, "no data")
 
         def refused_elsewhere(config):
             monkeypatch.setenv("RANK", "0")
@@ -125,7 +125,7 @@ class TestMultirun:
             self.sweep(monkeypatch, tmp_path, refused_elsewhere, "scheme=choice(zen)")
 
     def test_an_earlier_sweep_of_the_same_folder_does_not_count(self, monkeypatch, tmp_path):
-        sweep.Outcome("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
+        sweep.RunEnd("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
         assert self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
 
     def test_mistakes_are_one_typed_error(self, monkeypatch, tmp_path):
@@ -142,7 +142,7 @@ class TestTable:
         made_run(tmp_path, "a", "scheme=direct", "compression.leak=0.9", loss=2.0)
         made_run(tmp_path, "b", "scheme=zen", "compression.leak=0.9", loss=3.0)
         made_run(tmp_path, "c", "scheme=zen", "compression.leak=0.5")
-        sweep.Outcome("d", 2, "no data\n  expected: some").write(tmp_path / "multirun/now/3")
+        sweep.RunEnd("d", 2, "no data\n  expected: some").write(tmp_path / "multirun/now/3")
         rows = {row["name"]: row for row in sweep.rows(tmp_path)}
         assert list(rows) == ["a", "b", "c", "d"]
         assert {key for key in rows["a"] if "." in key} == {"scheme.name", "compression.leak"}
@@ -159,9 +159,9 @@ class TestTable:
 
     def test_a_repeated_run_counts_by_its_last_result(self, tmp_path):
         made_run(tmp_path, "a", loss=2.0)
-        sweep.Outcome("a", 2, "at first").write(tmp_path / "multirun/1/0")
+        sweep.RunEnd("a", 2, "at first").write(tmp_path / "multirun/1/0")
         first = tmp_path / "multirun/1/0" / sweep.OUTCOME_FILE
-        sweep.Outcome("a", 0, "").write(tmp_path / "multirun/2/0")
+        sweep.RunEnd("a", 0, "").write(tmp_path / "multirun/2/0")
         second = tmp_path / "multirun/2/0" / sweep.OUTCOME_FILE
         # The clock of a disk may be too coarse to tell the two apart.
         os.utime(first, (1, 1))

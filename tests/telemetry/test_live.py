@@ -20,7 +20,7 @@ from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.live import (
     LiveView,
     PlainView,
-    Progress,
+    RunProgress,
     clock,
     open_view,
     render,
@@ -50,14 +50,14 @@ def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> Iteratio
     return IterationBreakdown(**(unknown | values | {"iteration": iteration} | fields))
 
 
-def drawn(progress: Progress, width: int) -> list[str]:
+def drawn(progress: RunProgress, width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width, force_terminal=False)
     console.print(render(progress, width))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
-def progressed(total: int | None = 10) -> Progress:
-    progress = Progress("demo", total)
+def progressed(total: int | None = 10) -> RunProgress:
+    progress = RunProgress("demo", total)
     for iteration in range(1, 5):
         progress.add(breakdown(iteration), now_s=100.0 + 2 * iteration)
     return progress
@@ -87,7 +87,7 @@ def test_every_phase_has_words():
     """A bare `target` behind the density reads as if a number were missing."""
     words = ("(dense warm-up)", "(ramp)", "(at its target)", "(compression off)")
     for phase, said in zip(PHASES, words, strict=True):
-        progress = Progress("demo", 10)
+        progress = RunProgress("demo", 10)
         progress.add(breakdown(1, phase=phase), 0.0)
         assert progress.facts().endswith(f"density 1.00% {said}")
 
@@ -98,7 +98,7 @@ def test_it_fits_the_terminal(width):
 
 
 def test_it_shows_both_halves_where_parameters_are_gathered():
-    progress = Progress("demo", 10)
+    progress = RunProgress("demo", 10)
     stage_ms = breakdown(1).stage_ms | {"param_wait": 5.0}
     gathered = {"param_dense_bytes": 2**20, "param_wire_bytes": 2**19, "stage_ms": stage_ms}
     progress.add(breakdown(1, param_gathers={"exact": 1}, **gathered), now_s=1.0)
@@ -113,7 +113,7 @@ def test_it_shows_both_halves_where_parameters_are_gathered():
     ("time_ms", "shown"), [(9999.99, "9999.99 ms"), (16_250.17, "16250 ms"), (1e6, "1000000 ms")]
 )
 def test_a_long_iteration_is_not_cut_off(time_ms, shown):
-    progress = Progress("demo", 10)
+    progress = RunProgress("demo", 10)
     stage_ms = dict.fromkeys(STAGES, 0.0) | {"forward_backward": time_ms}
     progress.add(breakdown(1, stage_ms=stage_ms, iteration_ms=time_ms), 0.0)
     lines = drawn(progress, 80)
@@ -122,7 +122,7 @@ def test_a_long_iteration_is_not_cut_off(time_ms, shown):
 
 
 def test_unknown_values_are_left_out():
-    progress = Progress(None, None)
+    progress = RunProgress(None, None)
     progress.add(breakdown(1, loss=None, dense_bytes=0, wire_bytes=0, density=None), 0.0)
     lines = drawn(progress, 80)
     assert lines[1].endswith(" 1")
@@ -142,7 +142,7 @@ def test_clock(seconds, text):
 
 
 def test_it_shows_the_rate_and_what_dense_would_take():
-    progress = Progress("demo", 10)
+    progress = RunProgress("demo", 10)
     for dense_ms in (150.0, 170.0):
         progress.add(breakdown(1, tokens_per_s=20_480.0, dense_iteration_ms=dense_ms), 0.0)
     assert drawn(progress, 100)[3] == (
@@ -152,7 +152,7 @@ def test_it_shows_the_rate_and_what_dense_would_take():
 
 def test_plain_prints_a_line_now_and_then():
     file = io.StringIO()
-    view = PlainView(Progress("demo", 6), every=3, file=file)
+    view = PlainView(RunProgress("demo", 6), every=3, file=file)
     for iteration in range(1, 7):
         view.update(breakdown(iteration))
     view.close()
@@ -164,7 +164,7 @@ def test_plain_prints_a_line_now_and_then():
         "100.00 ms = forward_backward 70.00 + optimizer 10.00 + host_wait 15.00 + other 5.00"
     )
     silent = io.StringIO()
-    PlainView(Progress("demo", 6), every=0, file=silent).update(breakdown(3))
+    PlainView(RunProgress("demo", 6), every=0, file=silent).update(breakdown(3))
     assert silent.getvalue() == ""
 
 
@@ -202,7 +202,7 @@ def test_prints_and_logs_go_above_the_view_and_streams_are_restored(monkeypatch)
     log = logging.getLogger("of.megatron")
     log.addHandler(handler)
     try:
-        view = LiveView(Progress("demo", 9), Console(file=terminal, width=80))
+        view = LiveView(RunProgress("demo", 9), Console(file=terminal, width=80))
         view.update(breakdown(1))
         assert sys.stdout is not terminal
         assert handler.stream is not terminal
@@ -230,7 +230,7 @@ def test_prints_and_logs_go_above_the_view_and_streams_are_restored(monkeypatch)
 def test_it_draws_a_few_times_a_second(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr("megatron_sparse.telemetry.live.time.perf_counter", lambda: now_s[0])
-    view = LiveView(Progress("demo", 9), Console(file=io.StringIO(), width=80))
+    view = LiveView(RunProgress("demo", 9), Console(file=io.StringIO(), width=80))
     frames = []
     monkeypatch.setattr(view, "_draw", lambda: frames.append(now_s[0]))
     for iteration in range(1, 11):

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_sparse.bench.codec.frame import Row
+from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run.json_lines import write_text
 
@@ -25,7 +25,7 @@ _KEY = ("op", "format", "dtype", "density", "count")
 type Key = tuple[Any, ...]
 
 
-def save(path: Path, runs: Sequence[Sequence[Row]], header: str) -> None:
+def save(path: Path, runs: Sequence[Sequence[CodecRow]], header: str) -> None:
     """Writes each row's median ratio over several runs, and as noise the largest excess over it.
 
     Raises:
@@ -58,7 +58,9 @@ def read(path: Path) -> dict[Key, tuple[float, float]]:
         ) from error
 
 
-def compare(rows: Sequence[Row], expected: dict[Key, tuple[float, float]], margin: float) -> None:
+def compare(
+    rows: Sequence[CodecRow], expected: dict[Key, tuple[float, float]], margin: float
+) -> None:
     """Compares the rows that have a baseline, and prints how many these are.
 
     Raises:
@@ -90,7 +92,7 @@ def compare(rows: Sequence[Row], expected: dict[Key, tuple[float, float]], margi
     print(f"# {len(shared)} rows are within the baseline")
 
 
-def _ratios(rows: Sequence[Row]) -> dict[Key, float]:
+def _ratios(rows: Sequence[CodecRow]) -> dict[Key, float]:
     wrong = [row for row in rows if row.ratio is None]
     if wrong:
         raise MegatronSparseError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron_sparse.bench.codec import baseline, hashing, records
-from megatron_sparse.bench.codec.frame import Case, Row, measure
+from megatron_sparse.bench.codec.frame import Case, CodecRow, measure
 from megatron_sparse.bench.codec.options import CodecSweep
 from megatron_sparse.bench.table import describe_cpu, local
 
@@ -20,7 +20,7 @@ def run(
     check: Path | None = None,
     margin: float = 1.0,
     save_baseline: Path | None = None,
-) -> list[Row]:
+) -> list[CodecRow]:
     """Prints the table and returns its rows.
 
     Args:
@@ -50,7 +50,7 @@ def _where(sweep: CodecSweep) -> str:
     return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, medians of events' times"
 
 
-def _rows(sweep: CodecSweep) -> Iterator[Row]:
+def _rows(sweep: CodecSweep) -> Iterator[CodecRow]:
     device, swept = torch.device(sweep.device), (sweep.dtypes, sweep.densities, sweep.forms)
     cases = (
         Case(size, 1.0 if form == "dense_q4" else density, dtype, form, device)

@@ -35,7 +35,7 @@ STEP_TARGET = 3.0
 
 
 @dataclass
-class Row(CellRow, gap="  "):
+class DensityRow(CellRow, gap="  "):
     """One line of the table and one JSON object."""
 
     distribution: str = cell("of the gradient", "<18")
@@ -58,7 +58,7 @@ class Row(CellRow, gap="  "):
         return mean > MEAN_TARGET or max(self.worst, self.fed_worst) > STEP_TARGET
 
 
-def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:
+def measure(sweep: DensitySweep, distribution: str, density: float) -> DensityRow:
     """One row; a pure function of its arguments."""
     samples = min(sweep.samples, sweep.elements)
     error = math.sqrt(density * (1 - density) / samples)
@@ -67,7 +67,7 @@ def measure(sweep: DensitySweep, distribution: str, density: float) -> Row:
         steps = list(sent_densities(sweep, distribution, density, feedback))
         found.append(fmean(sent for sent, _ in steps) / fmean(asked for _, asked in steps))
         found.append(max(abs(sent - asked) for sent, asked in steps) / error)
-    return Row(distribution, density, *found)
+    return DensityRow(distribution, density, *found)
 
 
 def sent_densities(
@@ -88,7 +88,7 @@ def sent_densities(
         yield message.pruned_nnz / sweep.elements, min(density, nonzero / sweep.elements)
 
 
-def _rows(sweep: DensitySweep) -> Iterator[Row]:
+def _rows(sweep: DensitySweep) -> Iterator[DensityRow]:
     for case in product(sweep.distributions or DISTRIBUTIONS, sweep.densities):
         yield measure(sweep, *case)
 

@@ -126,7 +126,7 @@ class Task:
 
 
 @dataclass
-class Row(CellRow):
+class CodecRow(CellRow):
     """One line of the table and one JSON object; times are medians in microseconds.
 
     There is a row for each peer; the operation's own numbers are the same in all of them. A row
@@ -157,9 +157,9 @@ class Row(CellRow):
         return self.count * DTYPES[self.dtype].itemsize
 
 
-def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) -> list[Row]:
+def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) -> list[CodecRow]:
     """The rows of a task, one for each peer; a task that is wrong has one, without times."""
-    own = Row(
+    own = CodecRow(
         op=task.op,
         format=task.format,
         dtype=case.dtype,

@@ -40,20 +40,20 @@ COMPARED_NUMEL = 2**20 + 17
 
 
 @dataclass(frozen=True)
-class Case:
+class ParameterPair:
     """Old and new parameters, 1-D, and their name in the table."""
 
     name: str
     old_N: torch.Tensor
     new_N: torch.Tensor
 
-    def on_host(self, numel: int) -> Case:
+    def on_host(self, numel: int) -> ParameterPair:
         """The first numbers, on the CPU."""
-        return Case(self.name, self.old_N[:numel].cpu(), self.new_N[:numel].cpu())
+        return ParameterPair(self.name, self.old_N[:numel].cpu(), self.new_N[:numel].cpu())
 
 
 @dataclass
-class Row(CellRow, gap="  "):
+class ParameterRow(CellRow, gap="  "):
     """One line of the table and one JSON object; rates are 1e9 bytes of parameters in a second.
 
     `entropy` is null for fp32, where nearly every move is another.
@@ -73,15 +73,17 @@ class Row(CellRow, gap="  "):
     wrong: int = cell("bytes of parameters that are wrong after decoding", ">6")
 
 
-def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") -> Case:
+def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") -> ParameterPair:
     """Weights and an update as AdamW's at this learning rate; a pure function."""
     draw = torch.Generator(device).manual_seed(11)
     weight_N = torch.randn(numel, generator=draw, device=device) * WEIGHT_RMS
     update_N = torch.randn(numel, generator=draw, device=device) * UPDATE_SHARE * rate
-    return Case(f"lr {rate:g}", weight_N.to(dtype), (weight_N + update_N).to(dtype))
+    return ParameterPair(f"lr {rate:g}", weight_N.to(dtype), (weight_N + update_N).to(dtype))
 
 
-def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[Row]:
+def measure(
+    case: ParameterPair, coders: list[str], warmup: int, iters: int
+) -> Iterator[ParameterRow]:
     """The rows of one pair; coders are timed in turn, so that all see the same machine."""
     show_progress(case.name)
     numel, device = case.old_N.numel(), case.old_N.device
@@ -105,7 +107,7 @@ def measure(case: Case, coders: list[str], warmup: int, iters: int) -> Iterator[
     times_us = time_in_turn(list(chain(*starmap(steps, enumerate(made)))), warmup, iters, device)
     for index, (name, coder) in enumerate(zip(coders, made, strict=True)):
         encode_us, _, decode_us = map(median, times_us[3 * index : 3 * index + 3])
-        yield Row(
+        yield ParameterRow(
             parameters=case.name,
             coder=name,
             dtype=dtype,
@@ -134,7 +136,7 @@ class Coder(NamedTuple):
     prepare: Callable[[], object] = lambda: None
 
 
-def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:
+def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
     if name in MOVES_CODERS:
         held = torch.empty_like(case.old_N)
 
@@ -146,7 +148,7 @@ def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:
             count = int((result.view(torch.uint8) != case.new_N.view(torch.uint8)).sum())
             if case.old_N.is_cuda:
                 first = slice(COMPARED_NUMEL)
-                part = Case(case.name, case.old_N[first], case.new_N[first])
+                part = ParameterPair(case.name, case.old_N[first], case.new_N[first])
                 count += differing(encoded(part, name), encoded(case.on_host(COMPARED_NUMEL), name))
             return count
 
@@ -166,7 +168,7 @@ def _coder(name: str, case: Case, z_N: np.ndarray) -> Coder:
     return Coder(lambda: lz4.frame.compress(moves), lz4.frame.decompress, wrong_moves)
 
 
-def encoded(case: Case, coder: str) -> torch.Tensor:
+def encoded(case: ParameterPair, coder: str) -> torch.Tensor:
     """The record of the pair, on its device."""
     return encode_moves(case.old_N, case.new_N, coder=coder, epoch=1)
 
@@ -177,7 +179,7 @@ def bit_patterns(values_N: torch.Tensor) -> np.ndarray:
     return values_N.view(signed).numpy().view(f"<u{values_N.element_size()}")
 
 
-def moves_of(case: Case) -> np.ndarray:
+def moves_of(case: ParameterPair) -> np.ndarray:
     """The moves in zigzag order, in the parameters' width."""
     code = list(DTYPES.values()).index(case.old_N.dtype)
     old, new = (bit_patterns(side) for side in (case.old_N, case.new_N))
@@ -188,7 +190,7 @@ def moves_of(case: Case) -> np.ndarray:
     return np.concatenate(found).astype(old.dtype)
 
 
-def conditional_entropy(case: Case, z_N: np.ndarray) -> float:
+def conditional_entropy(case: ParameterPair, z_N: np.ndarray) -> float:
     """Bits of the moves given the old exponent, for 16-bit numbers."""
     code = list(DTYPES.values()).index(case.old_N.dtype)
     old = bit_patterns(case.old_N)[:ENTROPY_NUMEL].astype(np.int64)
@@ -202,7 +204,7 @@ def _entropy(symbols: np.ndarray) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def _rows(sweep: ParameterSweep) -> Iterator[Row]:
+def _rows(sweep: ParameterSweep) -> Iterator[ParameterRow]:
     coders = [name for name in sweep.coders if name in MOVES_CODERS]
     on_cpu = sweep.device == "cpu"
     for name in (name for name in PACKAGES if name in sweep.coders and on_cpu):

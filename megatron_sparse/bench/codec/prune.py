@@ -12,7 +12,7 @@ from itertools import product
 
 import torch
 
-from megatron_sparse.bench.codec.frame import DTYPES, KEY, Case, Row, Task, measure
+from megatron_sparse.bench.codec.frame import DTYPES, KEY, Case, CodecRow, Task, measure
 from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.codec.records import Codec, make_tasks
 from megatron_sparse.bench.table import local
@@ -24,7 +24,7 @@ PEER = "torch ops"
 _ORACLE_CHUNK = 2**20  # elements that the oracle sees at once: it works in float64
 
 
-def _rows(sweep: PruneSweep) -> Iterator[Row]:
+def _rows(sweep: PruneSweep) -> Iterator[CodecRow]:
     for size, density in product(sweep.sizes(), sweep.densities):
         case = Case(size, density, sweep.dtype)
         prune = _prune_task(case, DTYPES[sweep.residual_dtype])

@@ -16,7 +16,7 @@ timed. The columns:
   in a backward pass. `hidden` is the share of the shorter one that costs no time.
 
 CUDA_DEVICE_MAX_CONNECTIONS counts: with 1 hardware queue kernels of two streams may wait for one
-another. It has not been run on a GPU. `--stub-nccl` is another table: see `stub_nccl`.
+another. `--stub-nccl` is another table: see `stub_nccl`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
 from megatron_sparse.bench.exchange import stub_nccl
-from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.row import CellRow, cell, optional
@@ -131,7 +131,7 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
                 self._measure(case, row)
             yield row
 
-    def _measure(self, case: Case, row: BucketRow) -> None:
+    def _measure(self, case: BucketCase, row: BucketRow) -> None:
         base_N = case.normal_values(0).to(self._device)
         bucket = case.bucket(torch.empty_like(base_N), 1)
         reducer, steps = self._path(case).reducer, count()

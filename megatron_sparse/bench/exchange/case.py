@@ -37,7 +37,7 @@ EXACT_INTEGERS = {"fp32": 2**24, "bf16": 2**8, "fp16": 2**11}
 
 
 @dataclass(frozen=True)
-class Case:
+class BucketCase:
     """One row: a collective on one size and density.
 
     Attributes:
@@ -168,7 +168,7 @@ class Case:
         return values.to(VALUE_DTYPES[self.dtype])
 
 
-def cases_of(sweep: CollectiveSweep, world_size: int) -> list[Case]:
+def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
     """Sizes outermost, schemes innermost, so that neighbours can be compared.
 
     Raises:
@@ -197,7 +197,7 @@ def entry_of(scheme: str) -> Scheme:
     return SCHEMES["direct" if scheme == "auto" else scheme]
 
 
-def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
+def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
     """Dense schemes come again with every density and number of bits: the same case."""
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
         numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
@@ -220,7 +220,7 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[Case]:
             elif scheme.takes is Input.DENSE:
                 bits = None
             target = 1.0 if scheme.takes_all else density
-            yield Case(op, name, dtype, target, numel, bits, sum_bits, level)
+            yield BucketCase(op, name, dtype, target, numel, bits, sum_bits, level)
 
 
 def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> bool:

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, Case, cases_of, left_out
+from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, BucketCase, cases_of, left_out
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
-from megatron_sparse.bench.exchange.row import MEASURED, Row, figures_of, payload_rate
+from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.bench.rank_group import typed
 from megatron_sparse.bench.row import CellRow
@@ -85,7 +85,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
             place = self._place | {"level": case.level}
-            row = Row.of(case, carried_by, self.world_size, wrong, **place)
+            row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **place)
             if not wrong:
                 self._time(case, row, wire_rate)
             yield row
@@ -100,7 +100,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
             place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
-            row = Row.of(case, ranks.carried_by, n, wrong, **place)
+            row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **place)
             if not wrong:
                 _model(case, row, cases, topology)
             yield row
@@ -124,7 +124,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         return self._median_us([self._timed(action) for _ in range(rounds)])
 
     def _check(
-        self, case: Case, before: Callable[[int], object] = lambda step: None
+        self, case: BucketCase, before: Callable[[int], object] = lambda step: None
     ) -> tuple[int, str]:
         """Elements, on all ranks, that differ from the sum of what was sent of small integers.
 
@@ -150,7 +150,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         assert record is not None, "there are steps"
         return self._count(wrong), record.scheme
 
-    def _wrong_elements(self, case: Case, grad_N: torch.Tensor, sent_N: torch.Tensor) -> int:
+    def _wrong_elements(self, case: BucketCase, grad_N: torch.Tensor, sent_N: torch.Tensor) -> int:
         """Of this rank's part of the sum, without any reduction under test."""
         own = range(case.numel)[case.owned(self.rank, self.world_size)]
         sent_N, wrong = sent_N if case.rounds else sent_N.to(torch.int8), 0
@@ -162,7 +162,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
                 wrong += case.count_wrong([grad_N[low:high]], parts)
         return wrong
 
-    def _time(self, case: Case, row: Row, wire_rate: float) -> None:
+    def _time(self, case: BucketCase, row: CollectiveRow, wire_rate: float) -> None:
         """Fills in the row's times."""
         sweep, path = self._cases, self._path(case)
         base_N = case.normal_values(self.rank).to(self._device)
@@ -192,11 +192,11 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         total_us = self._timed(lambda: records.append(path.run(bucket, step)))
         return figures_of(records[0], total_us)
 
-    def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
+    def _path(self, case: BucketCase, straggler: int | None = None) -> BucketPath:
         groups = self._groups(case)
         return BucketPath(case, self._cases, groups, self._progress, straggler)
 
-    def _groups(self, case: Case) -> Groups:
+    def _groups(self, case: BucketCase) -> Groups:
         """All ranks, and at level `node` this rank's node and lane. Collective."""
         config = case.config(self._cases, straggler=self.world_size - 1)
         choice = choose_level(config, self._transport.nodes)
@@ -212,7 +212,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         self._level_transports.append(transport)
         return transport
 
-    def _dense(self, case: Case, values_N: torch.Tensor) -> None:
+    def _dense(self, case: BucketCase, values_N: torch.Tensor) -> None:
         """The collective of training without the plugin."""
         if case.op is CollectiveOp.ALL_REDUCE:
             typed(lambda: dist.all_reduce(values_N))
@@ -221,10 +221,12 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
             typed(lambda: _reduce_scatter(own_M, values_N))
 
 
-def _model(case: Case, row: Row, sweep: CollectiveSweep, topology: Topology) -> None:
+def _model(
+    case: BucketCase, row: CollectiveRow, sweep: CollectiveSweep, topology: Topology
+) -> None:
     """Fills in the row's times."""
     n = topology.world_size
-    dense = Case(case.op, "dense", case.dtype, 1.0, case.numel)
+    dense = BucketCase(case.op, "dense", case.dtype, 1.0, case.numel)
     dense_s = VirtualRanks(dense, sweep, topology).run_timed()[0]
     modelled_s, records = VirtualRanks(case, sweep, topology).run_timed()
     stages = [record.stage_us() for record in records]
@@ -239,7 +241,7 @@ def _model(case: Case, row: Row, sweep: CollectiveSweep, topology: Topology) -> 
     row.sent_density = sum(r.nnz for r in records) / sum(r.numel for r in records)
 
 
-def check_memory(cases: Sequence[Case], n: int) -> None:
+def check_memory(cases: Sequence[BucketCase], n: int) -> None:
     """Refuses virtual ranks that would swap.
 
     Raises:
@@ -282,7 +284,7 @@ class VirtualRanks:
 
     def __init__(
         self,
-        case: Case,
+        case: BucketCase,
         sweep: CollectiveSweep,
         topology: Topology,
         straggler: int | None = None,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import Outcome, ResidualStore
@@ -53,7 +53,7 @@ class BucketPath:
 
     def __init__(
         self,
-        case: Case,
+        case: BucketCase,
         sweep: CollectiveSweep,
         groups: Groups,
         progress: Progress | None = None,

@@ -27,12 +27,12 @@ import torch
 
 from megatron_sparse.bench.exchange import planner_cases as cases
 from megatron_sparse.bench.exchange import truth
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.frame import Bench, show_rows
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CLUSTERS, CollectiveSweep, Place, PlannerOptions
 from megatron_sparse.bench.exchange.path import BucketPath
-from megatron_sparse.bench.exchange.planner_cases import Workload
+from megatron_sparse.bench.exchange.planner_cases import PlannerWorkload
 from megatron_sparse.bench.rank_group import Turn
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.table import torch_threads
@@ -93,7 +93,7 @@ def run(sweep: PlannerOptions, json_path: Path | None = None) -> int:
     return 0 if PlannerBench.right(rows) else 1
 
 
-def _workloads(options: PlannerOptions, is_real: bool) -> list[Workload]:
+def _workloads(options: PlannerOptions, is_real: bool) -> list[PlannerWorkload]:
     if options.recording is not None:
         return cases.recorded(options.recording)
     usual = options.kinds or (cases.QUICK_KINDS if options.quick else tuple(cases.KINDS))
@@ -201,7 +201,9 @@ def errors_of(rows: Sequence[PlannerRow]) -> dict[str, list[float]]:
     return errors
 
 
-def virtual_rows(options: PlannerOptions, workloads: Sequence[Workload]) -> Iterator[PlannerRow]:
+def virtual_rows(
+    options: PlannerOptions, workloads: Sequence[PlannerWorkload]
+) -> Iterator[PlannerRow]:
     """Every case on virtual clusters; workloads outermost, clusters innermost."""
     usual = cases.QUICK_WORLD_SIZES if options.quick else cases.WORLD_SIZES
     for workload in workloads:
@@ -261,10 +263,10 @@ def _row(
 
 
 @cache
-def _setting(name: str, n: int, op: CollectiveOp, numel: int) -> truth.Setting:
+def _setting(name: str, n: int, op: CollectiveOp, numel: int) -> truth.TruthSetting:
     """One for all kinds: dense schemes run once in each."""
     rate = MACHINES[name][0].codec_rate
-    return truth.Setting(find(name), n, rate, op, numel)
+    return truth.TruthSetting(find(name), n, rate, op, numel)
 
 
 def sampled_profile(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
@@ -329,7 +331,7 @@ class PlannerBench(Bench[PlannerOptions]):
 
     def _turn(self, scheme: str, grad_N: torch.Tensor, density: float) -> Turn:
         density = 1.0 if takes_dense(scheme) else density
-        case = Case(CollectiveOp(self._cases.op), scheme, "fp32", density, grad_N.numel())
+        case = BucketCase(CollectiveOp(self._cases.op), scheme, "fp32", density, grad_N.numel())
         settings = CollectiveSweep(timeout_s=self._cases.timeout_s)
         path = BucketPath(case, settings, Groups(self._transport), self._progress)
         bucket = case.bucket(grad_N.clone(), self.world_size)

@@ -39,7 +39,7 @@ FITTED = frozenset({"skewed", "embedding", "embedding_nmt"})
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlannerWorkload:
     """The gradients of one bucket.
 
     Attributes:
@@ -59,14 +59,14 @@ class Workload:
         return [self.source(rank) for rank in range(world_size)]
 
 
-def synthetic(kinds: Sequence[str], numel: int) -> list[Workload]:
+def synthetic(kinds: Sequence[str], numel: int) -> list[PlannerWorkload]:
     """Workloads of `KINDS`.
 
     Args:
         kinds: their names.
         numel: elements, a multiple of `ROW_NUMEL`.
     """
-    return [Workload(kind, partial(_synthetic, kind, numel), numel, 2**30) for kind in kinds]
+    return [PlannerWorkload(kind, partial(_synthetic, kind, numel), numel, 2**30) for kind in kinds]
 
 
 def _synthetic(kind: str, numel: int, rank: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _model(kind: str, numel: int) -> GradientModel:
     return KINDS[kind](numel)
 
 
-def recorded(path: Path) -> list[Workload]:
+def recorded(path: Path) -> list[PlannerWorkload]:
     """The largest sparse bucket of a dump's last iteration; the largest if none is sparse.
 
     Raises:
@@ -97,4 +97,4 @@ def recorded(path: Path) -> list[Workload]:
         return any(2 * int(gradient.count_nonzero()) < gradient.numel() for gradient in ranks)
 
     found = max(map(read, dump.buckets), key=lambda ranks: (is_sparse(ranks), len(ranks[0])))
-    return [Workload(path.name, found.__getitem__, found[0].numel(), len(found))]
+    return [PlannerWorkload(path.name, found.__getitem__, found[0].numel(), len(found))]

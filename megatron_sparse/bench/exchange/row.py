@@ -26,7 +26,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
 from megatron_sparse.bench.row import CellRow, Columns, cell, optional
 from megatron_sparse.bucket import CollectiveOp
@@ -77,7 +77,9 @@ class CaseRow(CellRow):
     noisy: bool = cell("`foreign_load` was too high to trust the figures", default=False)
 
     @classmethod
-    def of(cls, case: Case, carried_by: str, world_size: int, wrong: int, **more: Any) -> Self:
+    def of(
+        cls, case: BucketCase, carried_by: str, world_size: int, wrong: int, **more: Any
+    ) -> Self:
         """The row of a case that has been checked and not yet timed.
 
         Args:
@@ -105,7 +107,7 @@ class CaseRow(CellRow):
 
 
 @dataclass(kw_only=True)
-class Row(CaseRow):
+class CollectiveRow(CaseRow):
     """One case of `bench collectives`."""
 
     COLUMNS = Columns(
@@ -149,12 +151,12 @@ class Row(CaseRow):
 
     def measured(
         self,
-        case: Case,
+        case: BucketCase,
         scheme_nRM: torch.Tensor,
         dense_nR: torch.Tensor,
         copy_nR: torch.Tensor,
         wire_rate: float,
-    ) -> Row:
+    ) -> CollectiveRow:
         """Fills in the times; mutates and returns the row.
 
         Args:
@@ -205,7 +207,7 @@ def payload_rate(mbit: float) -> float:
     return mbit * 1e6 / 8 * PAYLOAD_SHARE
 
 
-def codec_bytes(case: Case, scheme: str, wire_bytes: float, nnz: float, n: int) -> float:
+def codec_bytes(case: BucketCase, scheme: str, wire_bytes: float, nnz: float, n: int) -> float:
     """Bytes that one rank's codec reads and writes at least.
 
     Args:

@@ -23,7 +23,7 @@ from megatron_sparse.bench.exchange.options import RowSparseSweep
 from megatron_sparse.bench.rank_group import Turn
 from megatron_sparse.bench.row import CellRow, cell, optional
 from megatron_sparse.bucket import Reduction
-from megatron_sparse.collectives.row_sparse import Way
+from megatron_sparse.collectives.row_sparse import RowSparseWay
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
 
@@ -81,7 +81,7 @@ class RowSparseBench(Bench[RowSparseSweep]):
         """See `Bench`."""
         sweep = self._cases
         gradient = zipf_gradient(sweep, self.rank)
-        versions = {f"row_sparse {way}": self._ours(way) for way in Way}
+        versions = {f"row_sparse {way}": self._ours(way) for way in RowSparseWay}
         versions |= {"torch sparse": torch_sparse, "torch dense": torch_dense}
         expected, _ = torch_dense(gradient)
         found = []
@@ -105,7 +105,7 @@ class RowSparseBench(Bench[RowSparseSweep]):
             row.time_us = median(times_nR1.amax(0).flatten().tolist())
         yield from (row for row, _ in found)
 
-    def _ours(self, way: Way) -> Version:
+    def _ours(self, way: RowSparseWay) -> Version:
         reducer = RowSparseReducer(self._transport, NullSink(), self._progress, way)
 
         def reduce(gradient: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_sparse.bench.exchange.case import Case, cases_of
+from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import (
     VIRTUAL,
     CollectiveBench,
@@ -68,7 +68,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MEASURED = ("arrived_s", "ended_s", "wire_bytes", "nnz")
 """What a rank measures in a round: two readings of one clock, bytes and elements."""
 
-Group = list[Case]
+Group = list[BucketCase]
 
 
 def groups_of(sweep: StragglerSweep, world_size: int) -> list[Group]:
@@ -81,21 +81,21 @@ def groups_of(sweep: StragglerSweep, world_size: int) -> list[Group]:
     return [list(group) for _, group in groupby(cases_of(sweep, world_size), like)]
 
 
-def reduce_scatter_of(group: Group) -> Case:
+def reduce_scatter_of(group: Group) -> BucketCase:
     """The dense reduce-scatter that an automatic delay is measured by."""
     case = group[0]
-    return Case(CollectiveOp.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
+    return BucketCase(CollectiveOp.REDUCE_SCATTER, "dense_ring", case.dtype, 1.0, case.numel)
 
 
 def named_cases(
     sweep: StragglerSweep, group: Group, n: int, delay_s: float, link: Link
-) -> list[tuple[str, Case]]:
+) -> list[tuple[str, BucketCase]]:
     """The cases of a group with their rows' names, and what the rule takes for this delay."""
     named, like = [(case.scheme, case) for case in group], group[0]
     if sweep.rule:
         gains = dense_split(n, like.nbytes, link, like.op).gain_s(delay_s) > 0
         taken = "straggler" if gains else "dense"
-        named.append((RULE, Case(like.op, taken, like.dtype, 1.0, like.numel)))
+        named.append((RULE, BucketCase(like.op, taken, like.dtype, 1.0, like.numel)))
     return named
 
 
@@ -290,7 +290,7 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         if self.rank == self._late_rank and step % 2:
             time.sleep(CHECK_DELAY_S)
 
-    def _path(self, case: Case, straggler: int | None = None) -> BucketPath:
+    def _path(self, case: BucketCase, straggler: int | None = None) -> BucketPath:
         return super()._path(case, self._late_rank)
 
     def _time_group(
@@ -315,7 +315,7 @@ class StragglerBench(CollectiveBench[StragglerSweep]):
         return rows
 
     def _turn(
-        self, name: str, case: Case, bucket: Bucket, base_N: torch.Tensor, delay_s: float
+        self, name: str, case: BucketCase, bucket: Bucket, base_N: torch.Tensor, delay_s: float
     ) -> Turn:
         """How a row is measured; `dense` is the backend's own, without the plugin."""
         path = self._path(case)
@@ -346,7 +346,7 @@ def late_cells(sweep: StragglerSweep, n: int, delay_s: float, link: Link) -> dic
 
 
 def _virtual_row(
-    name: str, case: Case, sweep: StragglerSweep, topology: Topology, delay_s: float
+    name: str, case: BucketCase, sweep: StragglerSweep, topology: Topology, delay_s: float
 ) -> StragglerRow:
     show_progress(case.title)
     n, link, late = topology.world_size, topology.intra, sweep.late_rank(topology.world_size)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.row import CellRow, cell
@@ -125,7 +125,7 @@ class _StubbedPath:
         self, sweep: BucketSweep, name: str, n: int, progress: ProgressThread, nccl_engine: bool
     ) -> None:
         density = 1.0 if SCHEMES[name].takes is Input.DENSE else DENSITY
-        case = Case(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
+        case = BucketCase(CollectiveOp.ALL_REDUCE, name, "fp32", density, NUMEL_A_RANK * n)
         settings = CollectiveSweep(
             min_bytes=4 * case.numel,
             max_bytes=4 * case.numel,
@@ -147,7 +147,7 @@ class _StubbedPath:
         return record.host_cpu_us - 1e6 * self.transport.paused_s, 1e6 * self.transport.c10d_s
 
 
-def _record(case: Case, sweep: CollectiveSweep, n: int) -> list[torch.Tensor]:
+def _record(case: BucketCase, sweep: CollectiveSweep, n: int) -> list[torch.Tensor]:
     """The bytes of all messages to rank 0, in the order in which it receives them."""
     cluster = VirtualCluster(n)
     recorded = _Recorded(cluster.transports[0])

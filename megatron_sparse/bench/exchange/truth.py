@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench.exchange.case import Case
+from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bucket import CollectiveOp
@@ -100,7 +100,7 @@ def full_size_bytes(records: torch.Tensor, scale: float) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class Setting:
+class TruthSetting:
     """Where and how a collective runs.
 
     Attributes:
@@ -149,7 +149,7 @@ def _largest(*values: Any) -> int:
 
 
 def run(
-    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, level: str = RANK
+    scheme: str, gradients: Sequence[torch.Tensor], setting: TruthSetting, level: str = RANK
 ) -> VirtualTiming:
     """Runs one bucket on all ranks' gradients, through the reducer of training.
 
@@ -177,17 +177,17 @@ def run(
 
 
 @lru_cache(maxsize=4096)
-def _run_dense(scheme: str, world_size: int, setting: Setting) -> VirtualTiming:
+def _run_dense(scheme: str, world_size: int, setting: TruthSetting) -> VirtualTiming:
     # All that they send and add grows with the bucket; any number of equal shards will do.
     numel = min(PICI_TILE, setting.full_numel // world_size) * world_size
     return _run(scheme, [torch.ones(numel)] * world_size, setting, RANK)
 
 
 def _run(
-    scheme: str, gradients: Sequence[torch.Tensor], setting: Setting, level: str
+    scheme: str, gradients: Sequence[torch.Tensor], setting: TruthSetting, level: str
 ) -> VirtualTiming:
     n, numel = len(gradients), gradients[0].numel()
-    case = Case(setting.op, scheme, "fp32", 1.0, numel, level=level)
+    case = BucketCase(setting.op, scheme, "fp32", 1.0, numel, level=level)
     cluster = FullSizeCluster(n, setting.topology, message_scale=setting.full_numel / numel)
     members = members_of(setting.topology.nodes) if level == NODE else []
     choice = LevelChoice(level, "as asked", tuple(map(tuple, members)))
@@ -207,7 +207,7 @@ def _run(
     return VirtualTiming(total_s, max(timer.charged_s for timer in timers))
 
 
-def _hosted(groups: Groups, setting: Setting) -> Groups:
+def _hosted(groups: Groups, setting: TruthSetting) -> Groups:
     """The groups of a rank whose messages across cost its host time."""
 
     def hosted(transport: Any) -> Any:

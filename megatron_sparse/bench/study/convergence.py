@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
+from megatron_sparse.bench.study.frame import Picture, Run, RunResult, line_panels, picked
 from megatron_sparse.bench.study.options import BATCH, ConvergenceOptions
 from megatron_sparse.bench.study.settings import CONVERGENCE, CORPORA, Setting, by_name, schedule
 from megatron_sparse.megatron import corpus
@@ -34,7 +34,7 @@ DENSITIES = ("topk01", "topk1", "topk5", "dense")
 
 
 @dataclass
-class Row(CellRow):
+class ConvergenceRow(CellRow):
     """A setting of a model; percentages, and ratios of bytes.
 
     `to_dense` is null for the baseline, or if the baseline has not run; spreads are null with one
@@ -106,7 +106,7 @@ def run(
     json_path: Path | None = None,
     *,
     trains: bool = True,
-) -> list[Row]:
+) -> list[ConvergenceRow]:
     """Carries out the study and prints its table, or only that of the finished runs.
 
     Args:
@@ -131,7 +131,7 @@ def run(
     return frame.report(rows_of(outcomes), json_path, lambda rows: pictures(outcomes, rows), folder)
 
 
-def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
+def rows_of(outcomes: Sequence[RunResult]) -> list[ConvergenceRow]:
     """One row for each model and setting, in the order of `CONVERGENCE`."""
     by_run = {(each.run.model, each.run.setting, each.run.seed): each for each in outcomes}
     rows = []
@@ -144,7 +144,9 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     return rows
 
 
-def _row(setting: Setting, runs: Sequence[Outcome], denses: Sequence[Outcome | None]) -> Row:
+def _row(
+    setting: Setting, runs: Sequence[RunResult], denses: Sequence[RunResult | None]
+) -> ConvergenceRow:
     pairs = [(a, b) for a, b in zip(runs, denses, strict=True) if b is not None and a is not b]
     against = [_to_dense(each.final, dense.final) for each, dense in pairs]
     noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
@@ -155,7 +157,7 @@ def _row(setting: Setting, runs: Sequence[Outcome], denses: Sequence[Outcome | N
         summary["phases"].get("target", {"wire_ratio": 1.0, "bits_per_element": whole})
         for summary, whole in zip(summaries, bits, strict=True)
     ]
-    return Row(
+    return ConvergenceRow(
         op="convergence",
         model=runs[0].run.model,
         setting=setting.name,
@@ -181,7 +183,7 @@ def _spread(values: Sequence[float]) -> float:
     return max(values) - min(values)
 
 
-def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
+def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> list[Picture]:
     """Curves, final losses and, where runs have a curve of it, loss over bits."""
     curves = [
         {"series": SETTINGS[each.run.setting].label, **picked(each.run, "model", "setting", "seed")}

@@ -82,7 +82,7 @@ class Run:
         """All arguments of `train`."""
         return [f"name={self.name}", f"runs_dir={self.out}", *self.place, *self.arguments]
 
-    def train(self, *, validates: bool = True) -> Outcome:
+    def train(self, *, validates: bool = True) -> RunResult:
         """Trains; an earlier run of the same name moves aside.
 
         Args:
@@ -112,7 +112,7 @@ class Run:
                 remedy=f"see {log_path}",
             )
         times_ms, losses = ([float(each[i]) for each in iterations] for i in (0, 1))
-        return Outcome(self, times_ms, losses, curve, elapsed_s, share)
+        return RunResult(self, times_ms, losses, curve, elapsed_s, share)
 
     def _start(self, command: list[str], cluster: ClusterConfig, log: IO[str]) -> int:
         ranks = cluster.nodes * cluster.ranks_per_node
@@ -123,18 +123,18 @@ class Run:
         # `train` starts the ranks of one node only; here this machine's stand for all.
         return local_ranks.run_loopback(command, ranks, log)
 
-    def saved(self) -> Outcome | None:
+    def saved(self) -> RunResult | None:
         """What a finished run with the same arguments has left; None if there is none."""
         path = self.folder / OUTCOME_FILE
         values = json.loads(path.read_text("utf-8")) if path.is_file() else {}
         if values.pop("arguments", None) != self.arguments:
             return None
         curve = [(iteration, loss) for iteration, loss in values.pop("curve")]
-        return Outcome(self, curve=curve, **values)
+        return RunResult(self, curve=curve, **values)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """What a run has left.
 
     Attributes:
@@ -218,7 +218,7 @@ def begin(runs: Sequence[Run], header: str) -> None:
     print(f"# {describe_cpu(1)}\n# {header}", flush=True)
 
 
-def carry_out(runs: Sequence[Run]) -> list[Outcome]:
+def carry_out(runs: Sequence[Run]) -> list[RunResult]:
     """Trains the runs that have left nothing yet, and prints a line for each run.
 
     Raises:
@@ -239,7 +239,7 @@ def carry_out(runs: Sequence[Run]) -> list[Outcome]:
     return outcomes
 
 
-def finished(runs: Sequence[Run]) -> list[Outcome]:
+def finished(runs: Sequence[Run]) -> list[RunResult]:
     """What the finished ones of the runs have left.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_sparse.bench.row import CellRow, cell, ratio
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Outcome, Picture, Run, line_panels, picked
+from megatron_sparse.bench.study.frame import Picture, Run, RunResult, line_panels, picked
 from megatron_sparse.bench.study.options import RaceOptions
 from megatron_sparse.bench.study.settings import (
     PLAIN,
@@ -49,7 +49,7 @@ FINAL_MARGIN = 1.005
 
 
 @dataclass
-class Row(CellRow):
+class TimeToLossRow(CellRow):
     """One run; times are of training, without validations.
 
     Plain Megatron's `to_plain` is null, and so are seconds to a loss that was never reached.
@@ -80,13 +80,13 @@ class Row(CellRow):
     noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
 
-def points(outcome: Outcome) -> list[tuple[float, float]]:
+def points(outcome: RunResult) -> list[tuple[float, float]]:
     """(seconds from the first iteration's begin, validation loss)."""
     ends_s = [ms / 1e3 for ms in accumulate(outcome.iteration_ms)]
     return [(ends_s[iteration - 1], loss) for iteration, loss in outcome.means]
 
 
-def seconds_to(outcome: Outcome, loss: float) -> float | None:
+def seconds_to(outcome: RunResult, loss: float) -> float | None:
     """Seconds of training until the validation loss is at most this; None if it never is."""
     first, *_ = reached = points(outcome)
     if first[1] <= loss:
@@ -126,7 +126,7 @@ def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Run:
 
 def run(
     options: RaceOptions, folder: Path | None = None, json_path: Path | None = None
-) -> list[Row]:
+) -> list[TimeToLossRow]:
     """Carries out the runs that have not finished, and prints the table.
 
     Args:
@@ -148,13 +148,13 @@ def run(
     return frame.report(rows, json_path, lambda rows: pictures(outcomes, rows), folder)
 
 
-def rows_of(outcomes: Sequence[Outcome], plain_iters: int) -> list[Row]:
+def rows_of(outcomes: Sequence[RunResult], plain_iters: int) -> list[TimeToLossRow]:
     """One row for each run, in their order; each rate's plain Megatron is among them."""
     plains = {each.run.mbit: each for each in outcomes if each.run.setting == PLAIN}
     return [_row(each, plains[each.run.mbit], plain_iters) for each in outcomes]
 
 
-def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
+def _row(each: RunResult, plain: RunResult, plain_iters: int) -> TimeToLossRow:
     early_loss = plain.means[round(EARLY_SHARE * VALIDATIONS) - 1][1]
     targets = early_loss, FINAL_MARGIN * plain.final
     early_s, final_s = (seconds_to(each, loss) for loss in targets)
@@ -162,7 +162,7 @@ def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
     iterations = len(each.iteration_ms)
     is_plain = each.run.setting == PLAIN
     sent = 1.0 if is_plain else each.summary()["total_wire_ratio"] * iterations / plain_iters
-    return Row(
+    return TimeToLossRow(
         op="time_to_loss",
         setting=each.run.setting,
         label=SETTINGS[each.run.setting].label,
@@ -180,7 +180,7 @@ def _row(each: Outcome, plain: Outcome, plain_iters: int) -> Row:
     )
 
 
-def pictures(outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Picture]:
+def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
     """Loss over seconds, and loss over bytes."""
     curves = [
         {"series": SETTINGS[each.run.setting].label, "mbit": each.run.mbit}

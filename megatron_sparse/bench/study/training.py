@@ -52,7 +52,7 @@ class Variant:
 
 
 @dataclass
-class Row(CellRow):
+class TrainingRow(CellRow):
     """One run; times are milliseconds. What only the plugin measures is null for `plain`."""
 
     op: str = cell("`training`")
@@ -103,7 +103,7 @@ class Row(CellRow):
         return f"{self.loss_first:>7.4f} -> {self.loss_last:.4f}"
 
 
-def run(options: TrainingOptions, json_path: Path | None = None) -> list[Row]:
+def run(options: TrainingOptions, json_path: Path | None = None) -> list[TrainingRow]:
     """Trains, prints the table and returns its rows.
 
     Args:
@@ -168,14 +168,14 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
     return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
 
 
-def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Row]:
+def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
     first_ms = None
     for variant, run in runs.items():
         outcome = run.train(validates=False)
         times_ms = outcome.iteration_ms[options.warmup :]
         middle_ms = median(times_ms)
         first_ms = first_ms or middle_ms
-        yield Row(
+        yield TrainingRow(
             op="training",
             **vars(variant),
             world_size=options.ranks,
