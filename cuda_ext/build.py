@@ -32,6 +32,9 @@ from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError,
 type CudaChoice = Literal["auto", "on", "off"]
 
 STRICT = "MEGATRON_SPARSE_STRICT"
+LINK = ("-shared", "-Wl,--exclude-libs,ALL")
+"""Of a library. Where a compiler puts libstdc++ into it, that copy must not mix with torch's: numbers
+in error texts would crash."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
         run(
             [
                 cxx,
-                "-shared",
+                *LINK,
                 *extra,
                 *(path for _, path in jobs),
                 f"-L{torch_root / 'lib'}",
@@ -202,7 +205,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
         run(
             [
                 cxx,
-                "-shared",
+                *LINK,
                 *(path for _, path in kernels + bindings),
                 f"-L{torch_root / 'lib'}",
                 "-ltorch_cpu",
