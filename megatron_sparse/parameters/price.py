@@ -8,10 +8,9 @@ For a bucket of N numbers of b bytes on n ranks, with shards of M = N / n:
 alpha and beta are the backend's own on a ring: of `planner.cluster`, else measured by a few
 all-gathers. encode and decode are seconds a number, timed on moves as training makes them. r is
 assumed: `MOVE_BITS` over the bits of a number. The n alpha of the exact gather are its
-announcement, once around the backend's ring. On a CPU decoding is priced as if it did not run
-beside the exchange, which it does, but the exchange needs the processor too. On a GPU
-(`CoderSpeed.beside`) the slower of the two counts for all records but the first one's exchange and
-the last one's decoding.
+announcement, once around the backend's ring. Decoding is priced as if it did not run beside the
+exchange: on a GPU all records come in one call, and on a CPU, where it does, the exchange needs the
+processor too.
 
 On k nodes, at least one of them with m > 1 ranks, the exact gather crosses slow links (x) and fast
 ones (i), and `per_node` is a second way. The ring crosses k times: the announcement takes
@@ -80,25 +79,11 @@ class CoderSpeed:
         encode_s: of the sender.
         decode_s: of each receiver.
         bits: of a number's move; None for those of `MOVE_BITS`.
-        beside: whether a record is decoded while the next one travels, at no cost to it.
     """
 
     encode_s: float
     decode_s: float
     bits: float | None = None
-    beside: bool = False
-
-    def decoded_s(self, numel: float, rounds_s: Sequence[float]) -> float:
-        """Seconds that decoding adds to the exchange.
-
-        Args:
-            numel: numbers that are decoded after each round.
-            rounds_s: seconds of each round of the exchange.
-        """
-        own_s = numel * self.decode_s
-        if not self.beside:
-            return len(rounds_s) * own_s
-        return sum(max(own_s - next_s, 0.0) for next_s in rounds_s[1:]) + own_s
 
 
 class Candidate(NamedTuple):
@@ -182,7 +167,7 @@ def gather_prices(
             flat_s = _flat_s(topology, sent_bytes)
             per_node = Candidate(coder, per_node=True)
             exact_s[per_node] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
-        exact_s[Candidate(coder)] = own_s + sum(flat_s) + speed.decoded_s(shard, flat_s)
+        exact_s[Candidate(coder)] = own_s + sum(flat_s) + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
 
 
@@ -231,7 +216,7 @@ def _per_node_s(
     inside_s = max(
         (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes
     )
-    return sum(across_s) + speed.decoded_s(shard * decoded / rounds, across_s) + inside_s
+    return sum(across_s) + shard * decoded * speed.decode_s + inside_s
 
 
 def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
@@ -301,11 +286,7 @@ def measure_coders(
         own_s += _coder_s(old, new, coder, host_clock(transport.device))
     rows = yield from gather_rows(own_s, transport)
     agreed = (rows.median(0).values / old.numel()).tolist()
-    beside = transport.device.type == "cuda"
-    return {
-        coder: CoderSpeed(*agreed[2 * i : 2 * i + 2], beside=beside)
-        for i, coder in enumerate(coders)
-    }
+    return {coder: CoderSpeed(*agreed[2 * i : 2 * i + 2]) for i, coder in enumerate(coders)}
 
 
 def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> list[float]:

@@ -234,7 +234,7 @@ class Group:
             max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
             for moved in (ENCODED_BYTES, DECODED_BYTES)
         )
-        return CoderSpeed(encode_s, decode_s, bits, beside=True)
+        return CoderSpeed(encode_s, decode_s, bits)
 
 
 @cache

@@ -94,14 +94,6 @@ def test_the_formula_on_two_levels(nic, sharing):
     )
 
 
-def test_decoding_beside_the_exchange():
-    """Three rounds of 1 s: the last record's decoding counts, and what is slower than a round."""
-    fast, slow = (CoderSpeed(0.0, decode_s, beside=True) for decode_s in (0.5, 3.0))
-    assert fast.decoded_s(1, [1.0] * 3) == 0.5
-    assert slow.decoded_s(1, [1.0] * 3) == 2 * 2.0 + 3.0
-    assert CoderSpeed(0.0, 0.5).decoded_s(1, [1.0] * 3) == 3 * 0.5
-
-
 def test_stated_bits_take_the_place_of_assumed_ones():
     links, speeds = GatherLinks(Link(0.0, 1e-6)), {"rans": CoderSpeed(0.0, 0.0, bits=1.6)}
     exact_s = gather_prices(4000, torch.bfloat16, 4, links, speeds).exact_s
