@@ -2,8 +2,8 @@
 
     python scripts/gpu_results.py runs/gpu-call-1.tar.gz [ARCHIVE...]
 
-Each row of the table is a question; its numbers are the time and the share of a copy's speed, the
-copy moving the fewest bytes that the work can do with. Without archives the table is empty.
+Each row of the table is a question; its numbers are milliseconds and the share of a copy's speed,
+the copy moving the fewest bytes that the work can do with. Without archives the table is empty.
 """
 
 from __future__ import annotations
@@ -124,12 +124,12 @@ def table(found: dict[tuple[str, str, int], Answer]) -> str:
 
 
 def cell(answer: Answer | None) -> str:
-    """Time and share, or what is wrong; empty if it has not run."""
+    """Milliseconds and share, or what is wrong; empty if it has not run."""
     if answer is None:
         return ""
     if answer.wrong:
         return f"{answer.wrong} bytes WRONG"
-    return f"{answer.time_us / 1e3:.2f} ms, {100 * answer.share:.0f} %"
+    return f"{answer.time_us / 1e3:.2f}, {100 * answer.share:.0f} %"
 
 
 if __name__ == "__main__":

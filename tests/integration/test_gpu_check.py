@@ -171,10 +171,10 @@ def test_the_rehearsed_numbers_fill_the_table(tmp_path: Path) -> None:
         archive.add(file, "call-1/speed.0.jsonl")
     found = results.answers(list(results.rows_of(tmp_path / "gpu-call-1.tar.gz")))
     table = results.table(found)
-    assert "|select and encode 1 %, COO|85 %||0.40 ms, 80 %||" in table
+    assert "|select and encode 1 %, COO|85 %||0.40, 80 %||" in table
     assert "|`safe`: select 22 %, 4 bits, Rice|60 %||7 bytes WRONG||" in table
     # 268 us for 604 MB; a copy of as many takes 225 us.
-    assert "|encode moves, packed|60 %||0.27 ms, 84 %||" in table
+    assert "|encode moves, packed|60 %||0.27, 84 %||" in table
 
 
 def test_the_page_has_every_question() -> None:
