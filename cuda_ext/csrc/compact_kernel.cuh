@@ -104,11 +104,12 @@ __device__ __forceinline__ int first_of_lane() {
 template <class Source>
 __device__ __forceinline__ void load_share(const Source& source, const TilePlace<Source>& tile,
                                            typename Source::Element (&share)[kWarpWords]) {
-  const int first = first_of_lane();
+  const int first = first_of_lane(), left = tile.length - first;
+  const int64_t from = tile.begin + first;
 #pragma unroll
   for (int k = 0; k < kWarpWords; ++k) {
     share[k] = {};
-    if (first + 32 * k < tile.length) share[k] = source.load(tile.begin + first + 32 * k);
+    if (32 * k < left) share[k] = source.load(from + 32 * k);
   }
 }
 
@@ -127,9 +128,8 @@ __device__ __forceinline__ void take_share(const Source& source, const TilePlace
   if (Source::is_uniform(rule)) {
 #pragma unroll
     for (int k = 0; k < kWarpWords; ++k) {
-      const typename Source::Element in = share[k];
+      if (source.take(rule, from + 32 * k, 32 * k < left, share[k], value)) emit(k, value);
       if (next_whole) share[k] = source.load(next_from + 32 * k);
-      if (source.take(rule, from + 32 * k, 32 * k < left, in, value)) emit(k, value);
     }
     if (next_whole) return;
   } else {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void take_share(const Source& source, const TilePlace
 // A block's shared memory. Two tiles take turns: this one and the one before.
 template <class Source>
 struct CompactMemory {
-  typename RawType<Source::kGrad>::type kept[2][kCompactWarps][32 * kWarpWords];
+  typename RawType<Source::kGrad>::type kept[2 * kPiciTile];
   int nnz[2][kCompactWarps];
   int64_t staged_at[2][kCompactWarps];  // -1 where there is no room
   TilePlace<Source> places[4];
@@ -225,17 +225,15 @@ __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
   meet();
   typename Source::Element share[kWarpWords];
   load_share(source, shared.places[0], share);
-  int count = 0;
+  int kept_begin = 0, kept_end = 0;
   for (unsigned round = 0;; ++round) {
     const TilePlace<Source>& tile = shared.places[round % 4];
     const bool ends = tile.length == 0;
-    const unsigned before = (round - 1) % 2;
-    const int count_before = count;
+    const int begin_before = kept_begin, end_before = kept_end;
     if (!ends) {
-      Raw* kept = shared.kept[round % 2][warp];
       // Lane k keeps the warp's words k.
       uint32_t my_word = 0, my_signs = 0;
-      count = 0;
+      kept_begin = kept_end = (round % 2 * kCompactWarps + warp) * (32 * kWarpWords);
       const auto keep = [&](int k, uint32_t value) {
         const uint32_t word = __ballot_sync(kAllLanes, (value & magnitude) != 0);
         const uint32_t signs = __ballot_sync(kAllLanes, value == negative_zero);
@@ -244,9 +242,9 @@ __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
           my_signs = signs;
         }
         if ((value & magnitude) != 0) {
-          kept[count + __popc(word & lanes_before)] = static_cast<Raw>(value);
+          shared.kept[kept_end + __popc(word & lanes_before)] = static_cast<Raw>(value);
         }
-        count += __popc(word);
+        kept_end += __popc(word);
       };
       take_share(source, tile, shared.places[(round + 1) % 4], share, keep);
       const int64_t group = tile.number * kSignGroups + warp;
@@ -257,14 +255,14 @@ __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
       }
       if (lane == 0) {
         work.has_signs[group] = has_signs;
-        shared.nnz[round % 2][warp] = count;
+        shared.nnz[round % 2][warp] = kept_end - kept_begin;
       }
     }
     meet();
     if (round > 0) {
-      const int64_t at = shared.staged_at[before][warp];
-      for (int k = lane; k < count_before && at >= 0; k += 32) {
-        store_value<GRAD>(work.values, at + k, value_dtype, shared.kept[before][warp][k]);
+      const int64_t at = shared.staged_at[(round - 1) % 2][warp];
+      for (int k = begin_before + lane; k < end_before && at >= 0; k += 32) {
+        store_value<GRAD>(work.values, at + k - begin_before, value_dtype, shared.kept[k]);
       }
       __syncwarp();  // `kept` is free again
     }
