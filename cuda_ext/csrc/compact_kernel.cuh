@@ -78,15 +78,13 @@ __device__ __forceinline__ void store_value(void* values, int64_t at, int value_
   }
 }
 
-// The next tile; called by a whole warp.
+// The tile of a ticket.
 template <class Source>
-__device__ __forceinline__ TilePlace<Source> take_place(const Source& source, const Workspace& work,
-                                                        const int64_t* segment_offsets,
-                                                        int64_t segment_count) {
-  unsigned ticket = 0;
-  if (threadIdx.x % 32 == 0) ticket = atomicAdd(work.ticket, 1u);
+__device__ __forceinline__ TilePlace<Source> place_of(const Source& source, const Workspace& work,
+                                                      const int64_t* segment_offsets,
+                                                      int64_t segment_count, unsigned ticket) {
   TilePlace<Source> place = {};
-  place.number = __shfl_sync(kAllLanes, ticket, 0);
+  place.number = ticket;
   if (place.number >= work.tile_begin[segment_count]) return place;
   const int64_t segment = find_range(work.tile_begin, segment_count, place.number);
   place.begin = segment_offsets[segment] + (place.number - work.tile_begin[segment]) * kPiciTile;
@@ -167,16 +165,20 @@ __device__ __forceinline__ void number_tiles(const Source& source, const Workspa
                                              const int64_t* segment_offsets, int64_t segment_count,
                                              int block_size, CompactMemory<Source>& shared) {
   const int lane = threadIdx.x % 32;
-  const auto take = [&](unsigned round) {
-    const TilePlace<Source> place = take_place(source, work, segment_offsets, segment_count);
+  const auto take_ticket = [&] { return lane == 0 ? atomicAdd(work.ticket, 1u) : 0; };
+  const auto find_place = [&](unsigned round, unsigned ticket) {
+    ticket = __shfl_sync(kAllLanes, ticket, 0);
+    const auto place = place_of(source, work, segment_offsets, segment_count, ticket);
     if (lane == 0) shared.places[round % 4] = place;
   };
-  take(0);
-  take(1);
+  find_place(0, take_ticket());
+  find_place(1, take_ticket());
   meet();
   // A block ends its tiles in ascending order and waits for lower ones only, so the lowest that has
   // not published its count always can.
   for (unsigned round = 0;; ++round) {
+    const bool ends = shared.places[round % 4].length == 0;
+    const unsigned ticket = ends ? 0 : take_ticket();  // it comes while the warp looks back
     if (round > 0) {
       const unsigned before = (round - 1) % 2;
       const int64_t tile = shared.places[(round - 1) % 4].number;
@@ -194,8 +196,7 @@ __device__ __forceinline__ void number_tiles(const Source& source, const Workspa
         look_back(work.block_states, tile, __popcll(blocks));
       }
     }
-    const bool ends = shared.places[round % 4].length == 0;
-    if (!ends) take(round + 2);
+    if (!ends) find_place(round + 2, ticket);
     meet();
     if (ends) return;
   }
