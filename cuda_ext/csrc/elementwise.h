@@ -139,7 +139,8 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   const U kept = L::select(finite, sign | rounded, special);
   const U out = L::select(drop, U{}, kept);
 
-  const F remainder = L::select(finite, x - L::as_float(kept), F{});
+  F remainder = {};  // fp32 values are not rounded
+  if constexpr (G != Grid::kFp32) remainder = L::select(finite, x - L::as_float(kept), F{});
   const F left = L::select(drop, x * leak, remainder);
   const U rest = residual_of<L, RESIDUAL, STOCHASTIC>(left, seeds, high, low);
   return {store_bits<L, GRAD>(out), rest, (out & kMagnitude) != 0u};
