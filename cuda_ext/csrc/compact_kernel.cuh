@@ -1,11 +1,16 @@
 // The CUDA encoders' one pass over a bucket: compacts the kept elements.
 //
 // A block takes tiles of 4096 elements by ticket. Its source (encode_kernel.cuh: the gradient;
-// prune_encode_kernel.cuh: gradient + residual, pruned) leaves the tile's elements in shared
-// memory; the block turns them into one bit an element and, at the place that decoupled look-back
-// finds, the values that are not zero. Both are staged, because a record's place and format depend
-// on the counts of all segments before it. The last launch (place_kernel.cuh) moves bits and kept
-// values to their records; it never reads elements that were not kept.
+// prune_encode_kernel.cuh: gradient + residual, pruned) gives the tile's elements; the block turns
+// them into one bit an element and, at the place that decoupled look-back finds, the values that
+// are not zero. Both are staged, because a record's place and format depend on the counts of all
+// segments before it. The last launch (place_kernel.cuh) moves bits and kept values to their
+// records; it never reads elements that were not kept.
+//
+// Nothing waits for memory that can be asked for earlier. Each of eight warps handles 512
+// neighbours, lane by lane, so a ballot is a word of bits and no buffer's alignment matters; as
+// soon as a lane has used an element it requests the one a tile later. A ninth warp takes the
+// tickets and looks back for the tile before, whose values wait in shared memory.
 //
 // A dense record keeps the sign of -0.0, which counts as zero: if there is one, a warp stages its
 // words of signs too.
@@ -22,39 +27,19 @@
 
 namespace megatron_sparse {
 
-constexpr int kCompactThreads = 256;
-constexpr int kCompactWarps = kCompactThreads / 32;
+constexpr int kCompactWarps = 8;  // with elements
+constexpr int kCompactThreads = 32 * (kCompactWarps + 1);
 constexpr int kWarpWords = kTileWords / kCompactWarps;
 static_assert(kSignGroups == kCompactWarps, "a warp flags its own words");
-constexpr int kCompactBlocks = 4;  // resident on a multiprocessor: 64 registers a thread
 
-// N neighbours, moved by the fewest accesses of up to 16 bytes.
-template <class T, int N>
-struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
-  T value[N];
-};
-
-// A tile's position, and the distance of its first element from the 16-byte border before it.
+// A tile by its number, with what its source needs to know; without elements, there is no tile.
+template <class Source>
 struct TilePlace {
+  int64_t number;
   int64_t begin;  // in the bucket
   int length;
-  int head;  // elements
+  typename Source::Rule rule;
 };
-
-// The element of the tile's edges (before its first and behind its last whole vector: fewer than
-// two vectors in all) that this thread handles, or -1.
-template <int VECTOR>
-__device__ __forceinline__ int edge_element(const TilePlace& place) {
-  const int thread = threadIdx.x, shifted_end = place.length + place.head;
-  const int whole_begin = place.head == 0 ? 0 : VECTOR;
-  int at = -1;
-  if (thread < VECTOR) {
-    if (thread >= place.head && thread < whole_begin) at = thread;
-  } else if (thread < 2 * VECTOR) {
-    at = max(shifted_end / VECTOR * VECTOR, whole_begin) + thread - VECTOR;
-  }
-  return at >= 0 && at < shifted_end ? at - place.head : -1;
-}
 
 // A bit for the first word of each block that is not zero, from a bit for each 64-bit word of a
 // tile that is not zero.
@@ -93,8 +78,134 @@ __device__ __forceinline__ void store_value(void* values, int64_t at, int value_
   }
 }
 
-// Source: kGrad, kVector, kBlocks (resident on a multiprocessor), `const void* grad`, and
-//   fill(tile, raw): element p of the tile to raw[p + tile.head], for all p < tile.length.
+// The tile of a ticket.
+template <class Source>
+__device__ __forceinline__ TilePlace<Source> place_of(const Source& source, const Workspace& work,
+                                                      const int64_t* segment_offsets,
+                                                      int64_t segment_count, unsigned ticket) {
+  TilePlace<Source> place = {};
+  place.number = ticket;
+  if (place.number >= work.tile_begin[segment_count]) return place;
+  const int64_t segment = find_range(work.tile_begin, segment_count, place.number);
+  place.begin = segment_offsets[segment] + (place.number - work.tile_begin[segment]) * kPiciTile;
+  place.length = static_cast<int>(
+      min(segment_offsets[segment + 1] - place.begin, static_cast<int64_t>(kPiciTile)));
+  place.rule = source.rule_at(place.begin, place.length);
+  return place;
+}
+
+// Element k of a lane's share of a tile is `first_of_lane() + 32 k`.
+__device__ __forceinline__ int first_of_lane() {
+  return static_cast<int>(threadIdx.x) / 32 * (32 * kWarpWords) + threadIdx.x % 32;
+}
+
+template <class Source>
+__device__ __forceinline__ void load_share(const Source& source, const TilePlace<Source>& tile,
+                                           typename Source::Element (&share)[kWarpWords]) {
+  const int first = first_of_lane(), left = tile.length - first;
+  const int64_t from = tile.begin + first;
+#pragma unroll
+  for (int k = 0; k < kWarpWords; ++k) {
+    share[k] = {};
+    if (32 * k < left) share[k] = source.load(from + 32 * k);
+  }
+}
+
+// Calls emit(k, value) for each word k of the warp that may have values that are not +0; `share`
+// is that of `tile` and becomes that of `next`. Called by a whole warp.
+template <class Source, class Emit>
+__device__ __forceinline__ void take_share(const Source& source, const TilePlace<Source>& tile,
+                                           const TilePlace<Source>& next,
+                                           typename Source::Element (&share)[kWarpWords],
+                                           const Emit& emit) {
+  const int first = first_of_lane(), left = tile.length - first;
+  const int64_t from = tile.begin + first, next_from = next.begin + first;
+  const bool next_whole = next.length == kPiciTile;
+  const typename Source::Rule rule = tile.rule;  // shared memory is not read again
+  uint32_t value;
+  if (Source::is_uniform(rule)) {
+#pragma unroll
+    for (int k = 0; k < kWarpWords; ++k) {
+      if (source.take(rule, from + 32 * k, 32 * k < left, share[k], value)) emit(k, value);
+      if (next_whole) share[k] = source.load(next_from + 32 * k);
+    }
+    if (next_whole) return;
+  } else {
+#pragma unroll 1
+    for (int k = 0; k < kWarpWords; ++k) {
+      const bool inside = 32 * k < left;
+      typename Source::Element in = {};
+      if (inside) in = source.load(from + 32 * k);
+      if (source.take(source.rule_at(from + 32 * k, 1), from + 32 * k, inside, in, value)) {
+        emit(k, value);
+      }
+    }
+  }
+  load_share(source, next, share);
+}
+
+// A block's shared memory. Two tiles take turns: this one and the one before.
+template <class Source>
+struct CompactMemory {
+  typename RawType<Source::kGrad>::type kept[2 * kPiciTile];
+  int nnz[2][kCompactWarps];
+  int64_t staged_at[2][kCompactWarps];  // -1 where there is no room
+  TilePlace<Source> places[4];
+};
+
+// The block's only barrier: its two kinds of warps meet here once a tile.
+__device__ __forceinline__ void meet() {
+  __syncthreads();
+}
+
+// The work of the ninth warp: a round finds where to stage the tile before this round's, and takes
+// the ticket of the tile two rounds later.
+template <class Source>
+__device__ __forceinline__ void number_tiles(const Source& source, const Workspace& work,
+                                             const int64_t* segment_offsets, int64_t segment_count,
+                                             int block_size, CompactMemory<Source>& shared) {
+  const int lane = threadIdx.x % 32;
+  const auto take_ticket = [&] { return lane == 0 ? atomicAdd(work.ticket, 1u) : 0; };
+  const auto find_place = [&](unsigned round, unsigned ticket) {
+    ticket = __shfl_sync(kAllLanes, ticket, 0);
+    const auto place = place_of(source, work, segment_offsets, segment_count, ticket);
+    if (lane == 0) shared.places[round % 4] = place;
+  };
+  find_place(0, take_ticket());
+  find_place(1, take_ticket());
+  meet();
+  // A block ends its tiles in ascending order and waits for lower ones only, so the lowest that has
+  // not published its count always can.
+  for (unsigned round = 0;; ++round) {
+    const bool ends = shared.places[round % 4].length == 0;
+    const unsigned ticket = ends ? 0 : take_ticket();  // it comes while the warp looks back
+    if (round > 0) {
+      const unsigned before = (round - 1) % 2;
+      const int64_t tile = shared.places[(round - 1) % 4].number;
+      const int own = lane < kCompactWarps ? shared.nnz[before][lane] : 0;
+      const int inclusive = warp_inclusive_sum(own);
+      const int total = __shfl_sync(kAllLanes, inclusive, 31);
+      const int64_t at = look_back(work.nnz_states, tile, total);
+      if (lane < kCompactWarps) {
+        const bool fits = at + total <= work.value_capacity;
+        shared.staged_at[before][lane] = fits ? at + inclusive - own : -1;
+      }
+      if (work.block_states != nullptr) {
+        const uint64_t blocks =
+            fold_blocks(nonzero_words(work.words + tile * kTileWords), block_size / 64);
+        look_back(work.block_states, tile, __popcll(blocks));
+      }
+    }
+    if (!ends) find_place(round + 2, ticket);
+    meet();
+    if (ends) return;
+  }
+}
+
+// Source: kGrad, kBlocks (resident on a multiprocessor), and
+//   Element, load(at): what is read of an element; zeros stand for one behind a tile's end.
+//   Rule, rule_at(begin, length): what applies to these elements, if is_uniform(rule).
+//   take(rule, at, inside, element, value): called by a whole warp; false if all values are +0.
 template <class Source>
 __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
     compact_kernel(Source source, Workspace work, const int64_t* segment_offsets,
@@ -103,98 +214,60 @@ __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
   using Raw = typename RawType<GRAD>::type;
   constexpr uint32_t magnitude = GRAD == kFp32 ? 0x7fffffffu : 0x7fffu;
   constexpr uint32_t negative_zero = magnitude + 1;
-  // The head of an unaligned tile shifts all elements by less than a vector.
-  __shared__ __align__(16) Raw raw[kPiciTile + Source::kVector];
-  __shared__ uint32_t words[kTileWords];
-  __shared__ int warp_nnz[kCompactWarps];
-  // There is no register left for a bit in every thread.
-  __shared__ bool has_signs[kCompactWarps];
-  __shared__ int64_t staged_before;
-  __shared__ unsigned int next_tile;
+  __shared__ CompactMemory<Source> shared;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (warp == kCompactWarps) {
+    number_tiles(source, work, segment_offsets, segment_count, static_cast<int>(block_size),
+                 shared);
+    return;
+  }
   const unsigned lanes_before = (1u << lane) - 1;
-  const int64_t tile_count = work.tile_begin[segment_count];
-  if (threadIdx.x == 0) next_tile = atomicAdd(work.ticket, 1u);
-  __syncthreads();
-  int64_t tile = next_tile;
-  __syncthreads();
-  while (tile < tile_count) {
-    const int64_t segment = find_range(work.tile_begin, segment_count, tile);
-    TilePlace place;
-    place.begin = segment_offsets[segment] + (tile - work.tile_begin[segment]) * kPiciTile;
-    place.length = static_cast<int>(
-        min(segment_offsets[segment + 1] - place.begin, static_cast<int64_t>(kPiciTile)));
-    const Raw* first = static_cast<const Raw*>(source.grad) + place.begin;
-    place.head =
-        static_cast<int>(reinterpret_cast<uintptr_t>(first) / sizeof(Raw) % Source::kVector);
-    if (lane == 0) has_signs[warp] = false;
-    source.fill(place, raw);
-    // Taken early, to hide the wait. A block finishes its tiles in ascending order, so the lowest
-    // unfinished tile can always continue.
-    if (threadIdx.x == 0) next_tile = atomicAdd(work.ticket, 1u);
-    __syncthreads();
-
-    // Lane k keeps the warp's word k, and how many kept elements of the warp come before it.
-    uint32_t my_word = 0;
-#pragma unroll
-    for (int k = 0; k < kWarpWords; ++k) {
-      const int at = (warp * kWarpWords + k) * 32 + lane;
-      const uint32_t value = at < place.length ? raw[at + place.head] : 0;
-      const uint32_t word = __ballot_sync(kAllLanes, (value & magnitude) != 0);
-      if (lane == k) my_word = word;
-      if (value == negative_zero) has_signs[warp] = true;
-    }
-    __syncwarp();
-    if (lane == 0) work.has_signs[tile * kSignGroups + warp] = has_signs[warp];
-    if (has_signs[warp]) {  // rare
-#pragma unroll 1
-      for (int k = 0; k < kWarpWords; ++k) {
-        const int at = (warp * kWarpWords + k) * 32 + lane;
-        const uint32_t value = at < place.length ? raw[at + place.head] : 0;
-        const uint32_t word = __ballot_sync(kAllLanes, value == negative_zero);
-        if (lane == 0) work.signs[tile * kTileWords + warp * kWarpWords + k] = word;
-      }
-    }
-    const int count = __popc(my_word);
-    const int inclusive = warp_inclusive_sum(count);
-    if (lane < kWarpWords) {
-      words[warp * kWarpWords + lane] = my_word;
-      work.words[tile * kTileWords + warp * kWarpWords + lane] = my_word;
-    }
-    if (lane == 31) warp_nnz[warp] = inclusive;
-    __syncthreads();
-
-    int nnz = 0, warp_before = 0;
-#pragma unroll
-    for (int w = 0; w < kCompactWarps; ++w) {
-      if (w == warp) warp_before = nnz;
-      nnz += warp_nnz[w];
-    }
-    if (warp == 0) {
-      const int64_t before = look_back(work.nnz_states, tile, nnz);
-      if (lane == 0) staged_before = before;
-    } else if (warp == 1 && work.block_states != nullptr) {
-      const uint64_t blocks = fold_blocks(nonzero_words(words), static_cast<int>(block_size / 64));
-      look_back(work.block_states, tile, __popcll(blocks));
-    }
-    __syncthreads();
-
-    const int64_t stage_at = staged_before + warp_before;
-    if (staged_before + nnz <= work.value_capacity) {
-      for (int k = 0; k < kWarpWords; ++k) {
-        const uint32_t word = __shfl_sync(kAllLanes, my_word, k);
-        if (word == 0) continue;
-        const int word_before = __shfl_sync(kAllLanes, inclusive - count, k);
-        if (word >> lane & 1) {
-          const int at = (warp * kWarpWords + k) * 32 + lane + place.head;
-          store_value<GRAD>(work.values, stage_at + word_before + __popc(word & lanes_before),
-                            value_dtype, raw[at]);
+  meet();
+  typename Source::Element share[kWarpWords];
+  load_share(source, shared.places[0], share);
+  int kept_begin = 0, kept_end = 0;
+  for (unsigned round = 0;; ++round) {
+    const TilePlace<Source>& tile = shared.places[round % 4];
+    const bool ends = tile.length == 0;
+    const int begin_before = kept_begin, end_before = kept_end;
+    if (!ends) {
+      // Lane k keeps the warp's words k.
+      uint32_t my_word = 0, my_signs = 0;
+      kept_begin = kept_end = (round % 2 * kCompactWarps + warp) * (32 * kWarpWords);
+      const auto keep = [&](int k, uint32_t value) {
+        const uint32_t word = __ballot_sync(kAllLanes, (value & magnitude) != 0);
+        const uint32_t signs = __ballot_sync(kAllLanes, value == negative_zero);
+        if (lane == k) {
+          my_word = word;
+          my_signs = signs;
         }
+        if ((value & magnitude) != 0) {
+          shared.kept[kept_end + __popc(word & lanes_before)] = static_cast<Raw>(value);
+        }
+        kept_end += __popc(word);
+      };
+      take_share(source, tile, shared.places[(round + 1) % 4], share, keep);
+      const int64_t group = tile.number * kSignGroups + warp;
+      const bool has_signs = __any_sync(kAllLanes, my_signs != 0);
+      if (lane < kWarpWords) {
+        work.words[group * kWarpWords + lane] = my_word;
+        if (has_signs) work.signs[group * kWarpWords + lane] = my_signs;  // rare
+      }
+      if (lane == 0) {
+        work.has_signs[group] = has_signs;
+        shared.nnz[round % 2][warp] = kept_end - kept_begin;
       }
     }
-    tile = next_tile;
-    __syncthreads();  // shared memory is free again
+    meet();
+    if (round > 0) {
+      const int64_t at = shared.staged_at[(round - 1) % 2][warp];
+      for (int k = begin_before + lane; k < end_before && at >= 0; k += 32) {
+        store_value<GRAD>(work.values, at + k - begin_before, value_dtype, shared.kept[k]);
+      }
+      __syncwarp();  // `kept` is free again
+    }
+    if (ends) return;
   }
 }
 

@@ -85,6 +85,21 @@ MS_INLINE typename L::U round_magnitude(typename L::U u, typename L::U random) {
   return rounded;
 }
 
+// What is left of an element, as raw bits of the residual's dtype.
+template <class L, int RESIDUAL, bool STOCHASTIC>
+MS_INLINE typename L::U residual_of(typename L::F left, const PruneSeeds& seeds, uint32_t high,
+                                    typename L::U low) {
+  using U = typename L::U;
+  U rest = L::as_bits(left);
+  if constexpr (RESIDUAL == kBf16) {
+    U random = {};
+    if constexpr (STOCHASTIC) random = hash_bits(hash_seed_at(seeds.residual, high), low);
+    rest = (rest & ~kMagnitude) |
+           round_magnitude<L, Grid::kBf16, STOCHASTIC, true>(rest & kMagnitude, random);
+  }
+  return store_bits<L, RESIDUAL>(rest);
+}
+
 // The result of pruning one element, as raw bits of the two buffers' dtypes.
 template <class L>
 struct Pruned {
@@ -124,15 +139,11 @@ MS_INLINE Pruned<L> prune_element(typename L::U grad_raw, typename L::U residual
   const U kept = L::select(finite, sign | rounded, special);
   const U out = L::select(drop, U{}, kept);
 
-  const F remainder = L::select(finite, x - L::as_float(kept), F{});
-  U rest = L::as_bits(L::select(drop, x * leak, remainder));
-  if constexpr (RESIDUAL == kBf16) {
-    U rest_random = {};
-    if constexpr (STOCHASTIC) rest_random = hash_bits(hash_seed_at(seeds.residual, high), low);
-    rest = (rest & ~kMagnitude) |
-           round_magnitude<L, Grid::kBf16, STOCHASTIC, true>(rest & kMagnitude, rest_random);
-  }
-  return {store_bits<L, GRAD>(out), store_bits<L, RESIDUAL>(rest), (out & kMagnitude) != 0u};
+  F remainder = {};  // fp32 values are not rounded
+  if constexpr (G != Grid::kFp32) remainder = L::select(finite, x - L::as_float(kept), F{});
+  const F left = L::select(drop, x * leak, remainder);
+  const U rest = residual_of<L, RESIDUAL, STOCHASTIC>(left, seeds, high, low);
+  return {store_bits<L, GRAD>(out), rest, (out & kMagnitude) != 0u};
 }
 
 // fp32 value bits as the raw bits of dtype D, to nearest even, overflowing to Inf as torch does;

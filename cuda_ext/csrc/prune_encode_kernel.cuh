@@ -18,14 +18,17 @@ template <int GRAD, int RESIDUAL, Grid G, bool STOCHASTIC>
 struct PruneSource {
   using Raw = typename RawType<GRAD>::type;
   using RawResidual = typename RawType<RESIDUAL>::type;
+  struct Element {
+    Raw grad;
+    RawResidual residual;
+  };
+  struct Rule {
+    Limit limit;
+    uint32_t high;  // half of the elements' indices
+    bool uniform;
+  };
   static constexpr int kGrad = GRAD;
-  // 16 bytes of the wider buffer: an access of a warp then has no gaps, in either buffer.
-  static constexpr int kVector =
-      16 / (sizeof(Raw) > sizeof(RawResidual) ? sizeof(Raw) : sizeof(RawResidual));
-  static_assert(kVector * sizeof(Raw) <= 16 && kVector * sizeof(RawResidual) <= 16);
-  // Two buffers are on their way in 32 registers, so 64 do not suffice. Three blocks request 96 KiB
-  // of a multiprocessor at once, five times what hides the memory's latency.
-  static constexpr int kBlocks = 3;
+  static constexpr int kBlocks = 3;  // 72 registers a thread, of which 32 are on their way
 
   const void* grad;
   void* residual;
@@ -36,83 +39,38 @@ struct PruneSource {
   float leak;
   PruneSeeds seeds;
 
-  __device__ __forceinline__ void fill(const TilePlace& place, Raw* raw) const {
-    const int64_t last = place.begin + place.length - 1;
-    const int64_t range = find_range(range_offsets, range_count, place.begin);
-    const RawResidual* rest = static_cast<const RawResidual*>(residual) + place.begin;
-    // True in nearly all tiles. The hash's upper half changes at multiples of 2^32.
-    const bool one_range = range_offsets[range + 1] > last;
-    const bool one_half = place.begin >> 32 == last >> 32;
-    const uintptr_t rest_begin =
-        reinterpret_cast<uintptr_t>(rest) - place.head * sizeof(RawResidual);
-    const bool rest_aligned = rest_begin % (kVector * sizeof(RawResidual)) == 0;
-    if (one_range && one_half && rest_aligned) {
-      fill_vectors(place, limit_at(thresholds, tie_chances, range), raw);
-    } else {
-      fill_scalars(place, raw);
-    }
+  __device__ __forceinline__ Rule rule_at(int64_t begin, int length) const {
+    const int64_t last = begin + length - 1;
+    const int64_t range = find_range(range_offsets, range_count, begin);
+    return {limit_at(thresholds, tie_chances, range), static_cast<uint32_t>(begin >> 32),
+            range_offsets[range + 1] > last && begin >> 32 == last >> 32};
+  }
+  // True for nearly all tiles.
+  __device__ __forceinline__ static bool is_uniform(const Rule& rule) { return rule.uniform; }
+
+  __device__ __forceinline__ Element load(int64_t at) const {
+    return {static_cast<const Raw*>(grad)[at], static_cast<const RawResidual*>(residual)[at]};
   }
 
-  __device__ __forceinline__ void fill_vectors(const TilePlace& place, const Limit& limit,
-                                               Raw* raw) const {
-    using Vector = Neighbours<Raw, kVector>;
-    using ResidualVector = Neighbours<RawResidual, kVector>;
-    constexpr int kRounds = kPiciTile / (kVector * kCompactThreads);
-    const Raw* from = static_cast<const Raw*>(grad) + place.begin;
-    RawResidual* rest = static_cast<RawResidual*>(residual) + place.begin;
-    const uint32_t high = static_cast<uint32_t>(place.begin >> 32);
-    const auto prune = [&](int element, uint32_t g, uint32_t e) {
-      return prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          g, e, limit, leak, seeds, high, static_cast<uint32_t>(place.begin) + element);
-    };
-    const int shifted_end = place.length + place.head;
-    Vector g[kRounds];
-    ResidualVector e[kRounds];
-    // All whole vectors are requested before the first is used.
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int at = (round * kCompactThreads + threadIdx.x) * kVector;
-      if (at < place.head || at + kVector > shifted_end) continue;
-      g[round] = *reinterpret_cast<const Vector*>(from + (at - place.head));
-      e[round] = *reinterpret_cast<const ResidualVector*>(rest + (at - place.head));
+  // Writes the new residual of what is inside the tile.
+  __device__ __forceinline__ bool take(const Rule& rule, int64_t at, bool inside, const Element& in,
+                                       uint32_t& value) const {
+    using L = ScalarLanes;
+    const uint32_t low = static_cast<uint32_t>(at);
+    const float x = widen<L, GRAD>(in.grad) + widen<L, RESIDUAL>(in.residual);
+    const bool keeps = !(L::as_float(L::as_bits(x) & kMagnitude) < rule.limit.threshold);
+    const bool any_keeps = __any_sync(kAllLanes, keeps);
+    uint32_t rest;
+    if (any_keeps) {
+      const Pruned<L> done = prune_element<L, GRAD, RESIDUAL, G, STOCHASTIC>(
+          in.grad, in.residual, rule.limit, leak, seeds, rule.high, low);
+      value = done.grad;
+      rest = done.residual;
+    } else {  // at low densities, most words
+      rest = residual_of<L, RESIDUAL, STOCHASTIC>(x * leak, seeds, rule.high, low);
     }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      const int at = (round * kCompactThreads + threadIdx.x) * kVector;
-      if (at < place.head || at + kVector > shifted_end) continue;
-#pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        const Pruned<ScalarLanes> done =
-            prune(at - place.head + i, g[round].value[i], e[round].value[i]);
-        g[round].value[i] = static_cast<Raw>(done.grad);
-        e[round].value[i] = static_cast<RawResidual>(done.residual);
-      }
-      *reinterpret_cast<Vector*>(raw + at) = g[round];
-      *reinterpret_cast<ResidualVector*>(rest + (at - place.head)) = e[round];
-    }
-    const int edge = edge_element<kVector>(place);
-    if (edge >= 0) {
-      const Pruned<ScalarLanes> done = prune(edge, from[edge], rest[edge]);
-      raw[edge + place.head] = static_cast<Raw>(done.grad);
-      rest[edge] = static_cast<RawResidual>(done.residual);
-    }
-  }
-
-  // Neighbouring threads take neighbouring elements, each with its own range and seeds.
-  __device__ __forceinline__ void fill_scalars(const TilePlace& place, Raw* raw) const {
-#pragma unroll 1
-    for (int p = threadIdx.x; p < place.length; p += kCompactThreads) {
-      const int64_t at = place.begin + p;
-      const uint32_t high = static_cast<uint32_t>(at >> 32);
-      const Limit limit =
-          limit_at(thresholds, tie_chances, find_range(range_offsets, range_count, at));
-      RawResidual* rest = static_cast<RawResidual*>(residual) + at;
-      const Pruned<ScalarLanes> done = prune_element<ScalarLanes, GRAD, RESIDUAL, G, STOCHASTIC>(
-          static_cast<const Raw*>(grad)[at], *rest, limit, leak, seeds, high,
-          static_cast<uint32_t>(at));
-      raw[p + place.head] = static_cast<Raw>(done.grad);
-      *rest = static_cast<RawResidual>(done.residual);
-    }
+    if (inside) static_cast<RawResidual*>(residual)[at] = static_cast<RawResidual>(rest);
+    return any_keeps;
   }
 };
 

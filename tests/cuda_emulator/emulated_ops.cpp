@@ -42,10 +42,14 @@ Tensor decode_place(const Tensor& acc, const std::vector<Tensor>& messages,
 using TileSource = PruneSource<kFp32, kBf16, Grid::kBf16, true>;
 
 __global__ void prune_tile_kernel(TileSource source, int64_t begin, int length, uint32_t* out) {
-  __shared__ __align__(16) uint32_t raw[kPiciTile + TileSource::kVector];
-  source.fill({begin, length, 0}, raw);
-  __syncthreads();
-  for (int p = threadIdx.x; p < length; p += kCompactThreads) out[p] = raw[p];
+  const TilePlace<TileSource> tile = {0, begin, length, source.rule_at(begin, length)}, none = {};
+  const int first = first_of_lane();
+  for (int p = first; p < min(length, first + 32 * kWarpWords); p += 32) out[p] = 0;
+  TileSource::Element share[kWarpWords];
+  load_share(source, tile, share);
+  take_share(source, tile, none, share, [&](int k, uint32_t value) {
+    if (first + 32 * k < length) out[first + 32 * k] = value;
+  });
 }
 
 // One tile that lies at `begin` of a bucket too long for this machine: the bucket's first element
@@ -68,7 +72,7 @@ Tensor prune_tile(const Tensor& grad, const Tensor& residual, int64_t begin, dou
                              1,
                              static_cast<float>(leak),
                              prune_seeds(key)};
-  const cudaLaunchConfig_t config = grid_for(1, 1, kCompactThreads, nullptr);
+  const cudaLaunchConfig_t config = grid_for(1, 1, 32 * kCompactWarps, nullptr);
   cudaLaunchKernelEx(&config, prune_tile_kernel, source, begin, length,
                      static_cast<uint32_t*>(out.mutable_data_ptr()));
   return out;

@@ -429,6 +429,24 @@ def test_the_bytes_of_rice_do_not_depend_on_the_schedule(
     check(case, Ops("CUDA", emulated_gpu.place))
 
 
+@pytest.mark.parametrize("resident", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_of_every_kind_follow_each_other(
+    emulated_gpu: EmulatedDevice, emulator: Emulator, dtype: torch.dtype, resident: int
+) -> None:
+    """Whole or partial, of one range or two: a tile's warps load the elements of the next one."""
+    emulator.schedule(RANDOM, 3, resident)
+    segments = segments_of([0, 8192, 8200, 20_488, 24_000, 28_096, 28_100, 36_292])
+    numel = 36_292
+    grad_N = gradient(numel, 1.0, dtype, seed=4)
+    grad_N[8200:16_000] = 0
+    residual_N = torch.randn(numel, generator=torch.Generator().manual_seed(5)).to(dtype) * 0.1
+    ranges, thresholds_R = torch.tensor([0, 10_000, 22_000, numel]), torch.tensor([0.9, 0.05, 2.0])
+    pruning = Pruning(residual_N, ranges, thresholds_R, 0.9, KEY)
+    case = Case(grad_N, segments, spec_of(0), pruning)
+    check(case, Ops("CUDA", emulated_gpu.place))
+
+
 @pytest.mark.parametrize("begin", [2**32 - 1000, 2**40 - 4096, 2**33 + 5, 3 * 2**32 - 4090])
 def test_pruning_far_into_a_bucket(emulator: Emulator, begin: int) -> None:
     """The random bits depend on the upper half of the index, which may change inside a tile."""
