@@ -225,19 +225,17 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
   if (threadIdx.x == 0) {
     place.group = blockIdx.y * count;
     place.number = blockIdx.x;
+    wrong = 0;
   }
   while (true) {
-    if (threadIdx.x == 0) {
-      find_tile(batch.call[place.group], batch.work[place.group], place);
-      wrong = 0;
-    }
+    if (threadIdx.x == 0) find_tile(batch.call[place.group], batch.work[place.group], place);
     if (FRESH) {
       for (int at = threadIdx.x; at < kPiciTile / 4; at += kDecodeThreads) {
         reinterpret_cast<float4*>(sums)[at] = {0, 0, 0, 0};
       }
     }
     __syncthreads();
-    if (place.out == nullptr) return;
+    if (place.out == nullptr) break;
     if (!FRESH && !IN_PLACE) {
       for (int at = threadIdx.x; at < place.tile.length; at += kDecodeThreads) {
         sums[at] = place.out[at];
@@ -250,15 +248,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     sum_tile<VALUE>(record_of, count, place.tile, memory, IN_PLACE ? place.out : sums,
                     MarkWrong{&wrong});
     if (!IN_PLACE) store_tile(place.out, sums, place.tile.length);
-    // The messages that are left stay in shared memory: nothing is in registers during the call.
-    while (wrong != 0) {
-      const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;
-      report_sections(batch.call[k], batch.work[k], memory);
-      if (threadIdx.x == 0) wrong &= wrong - 1;
-      __syncthreads();
-    }
     __syncthreads();  // shared memory is free again
     if (threadIdx.x == 0) place.number += gridDim.x;
+  }
+  // Behind the loop, whose registers a call would take. The messages that are left stay in shared
+  // memory: nothing is in registers during the call.
+  while (wrong != 0) {
+    const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;
+    report_sections(batch.call[k], batch.work[k], memory);
+    if (threadIdx.x == 0) wrong &= wrong - 1;
+    __syncthreads();
   }
 }
 
