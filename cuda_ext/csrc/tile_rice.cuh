@@ -3,9 +3,9 @@
 // A chunk has one tile or more. For each of them the block reads the chunk's index words from the
 // begin on, as far as the tile reaches, 256 at a time. First each thread counts the entries of a
 // word and adds the remainders of a set of 32 entries. From the sums before them follows between
-// which elements a word's entries lie. Then each thread lists the places of the entries of its word,
-// if one may be in the tile. At last each warp takes 128 entries at a time: a lane has one of each
-// 32, so that planes are the same for all lanes.
+// which elements a word's entries lie. Then each thread lists the places of the entries of its
+// word, if one may be in the tile. At last each warp takes 128 entries at a time: a lane has one of
+// each 32, so that planes are the same for all lanes.
 //
 // Encoders take chunks of about 1024 to 2048 entries, so the words before the tile are few. It is
 // right, but slow, for long chunks that are full.
@@ -27,11 +27,12 @@ constexpr int kGroupSets = kRiceGroup / kPlane;
 
 // A block's shared memory. A round is the words that its threads take at once.
 struct RiceMemory {
-  RiceChunk chunks[kSumWarps];    // of as many records
-  int ones_of_warp[kSumWarps];    // entries of a warp's words
-  int rests_of_warp[kSumWarps];   // sum of a warp's remainders
-  int rests[kSumThreads + 1];     // sums before each set, of the same warp
-  int first, last;                // entries that may be in the tile
+  RiceChunk chunks[kSumWarps];   // of as many records
+  int ones_of_warp[kSumWarps];   // entries of a warp's words
+  int rests_of_warp[kSumWarps];  // sum of a warp's remainders
+  int rests[kSumThreads + 1];    // sums before each set, of the same warp
+  int rests_before[kSumThreads + 1];
+  unsigned first, last;               // entries that may be in the tile
   uint16_t places[32 * kSumThreads];  // of the entries of a round, in the round's words
 };
 
@@ -48,7 +49,8 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
     other = __shfl_xor_sync(kAllLanes, word, distance);
     const bool upper = (lane & distance) != 0;
     const uint32_t kept = upper ? ~low : low;
-    word = (word & kept) | ((upper ? other >> distance : other << distance) & ~kept);
+    other = __funnelshift_l(other, other, upper ? 32 - distance : distance);
+    word = (word & kept) | (other & ~kept);
   }
   return word;
 }
@@ -104,19 +106,20 @@ struct RawGroup {
 template <int VALUE>
 using ValueGroup = std::conditional_t<is_quantised(VALUE), QuantisedGroup, RawGroup<VALUE>>;
 
-// Adds a lane's values of a group to those elements of the tile that are `in` it.
+// Adds a lane's values of a group to those elements that are below `length`.
 template <class Group>
-__device__ __forceinline__ void add_group(const Group& group, int bits, const int (&at)[kGroupSets],
-                                          const bool (&in)[kGroupSets], float* sums) {
+__device__ __forceinline__ void add_group(const Group& group, int bits,
+                                          const unsigned (&element)[kGroupSets], unsigned length,
+                                          float* sums) {
   float sum[kGroupSets] = {}, value[kGroupSets];
 #pragma unroll
   for (int s = 0; s < kGroupSets; ++s) {
-    if (in[s]) sum[s] = sums[at[s]];
+    if (element[s] < length) sum[s] = sums[element[s]];
   }
   group.decode(bits, value);
 #pragma unroll
   for (int s = 0; s < kGroupSets; ++s) {
-    if (in[s]) sums[at[s]] = sum[s] + value[s];
+    if (element[s] < length) sums[element[s]] = sum[s] + value[s];
   }
 }
 
@@ -136,14 +139,10 @@ __device__ __forceinline__ void add_all_values(const RiceChunk& chunk, float* su
     for (int i = 0; i < loads; ++i) {
       const int g = first + i * kSumWarps;
       if (g * kRiceGroup >= entries) break;
-      int at[kGroupSets];
-      bool in[kGroupSets];
+      unsigned element[kGroupSets];
 #pragma unroll
-      for (int s = 0; s < kGroupSets; ++s) {
-        at[s] = kRiceGroup * g + kPlane * s + lane;
-        in[s] = at[s] < entries;
-      }
-      add_group(groups[i], chunk.bits, at, in, sums);
+      for (int s = 0; s < kGroupSets; ++s) element[s] = kRiceGroup * g + kPlane * s + lane;
+      add_group(groups[i], chunk.bits, element, entries, sums);
     }
   }
 }
@@ -153,20 +152,22 @@ __device__ __forceinline__ void add_all_values(const RiceChunk& chunk, float* su
 template <int VALUE>
 __device__ __forceinline__ bool add_entries(const RiceChunk& chunk, RiceMemory& memory,
                                             float* sums) {
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const unsigned thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const unsigned lanes_before = (1u << lane) - 1, lanes_through = 2 * lanes_before + 1;
+  const unsigned all = chunk.entries;
+  const int r = chunk.r;
   bool wrong = false;
+  int largest = 0;  // element
   // Of the words before: entries, and the remainders of all whole sets of these.
-  int entries = 0, rests = 0;
+  unsigned entries = 0;
+  int rests = 0;
   for (int begin = 0; begin < chunk.words; begin += kSumThreads) {
     if (begin != 0) __syncthreads();  // the round before has been read
-    const int at = begin + thread, first_set = entries / kPlane;
+    const int at = begin + thread;
+    const unsigned first_set = entries / kPlane;
     const uint32_t word = at < chunk.words ? chunk.ones[at] : 0;
-    const int here = __popc(word);
-    int rest = 0;
-    if (first_set + thread < chunk.sets()) {
-      rest = sum_planes(chunk.planes + (first_set + thread) * chunk.r, chunk.r, kAllLanes);
-    }
+    const int here = __popc(word), set = first_set + thread;
+    const int rest = set < chunk.sets() ? sum_planes(chunk.planes + set * r, r, kAllLanes) : 0;
     const int ones_through = warp_inclusive_sum(here), rests_through = warp_inclusive_sum(rest);
     memory.rests[thread] = rests_through - rest;
     if (lane == 31) {
@@ -175,7 +176,7 @@ __device__ __forceinline__ bool add_entries(const RiceChunk& chunk, RiceMemory& 
     }
     if (thread == 0) {
       memory.rests[kSumThreads] = 0;
-      memory.first = chunk.entries;
+      memory.first = all;
       memory.last = 0;
     }
     __syncthreads();
@@ -183,71 +184,69 @@ __device__ __forceinline__ bool add_entries(const RiceChunk& chunk, RiceMemory& 
     const int ones_of = lane < kSumWarps ? memory.ones_of_warp[lane] : 0;
     const int rests_of = lane < kSumWarps ? memory.rests_of_warp[lane] : 0;
     const int ones_before = entries + warp_inclusive_sum(ones_of) - ones_of;
-    const int warp_rests = rests + warp_inclusive_sum(rests_of) - rests_of;
-    const auto rests_before = [&](int set) {
-      return memory.rests[set - first_set] +
-             __shfl_sync(kAllLanes, warp_rests, (set - first_set) / 32);
-    };
-    const int entry = __shfl_sync(kAllLanes, ones_before, warp) + ones_through - here;
-    const int most = entry + max(here, 1) - 1, place = 32 * at;
-    // The first entry is not below `low`, the last one not above `high`.
-    const int low = chunk.element(entry, place + __ffs(static_cast<int>(word)) - 1) +
-                    rests_before(entry / kPlane);
-    const int high = chunk.element(most, place + 31 - __clz(static_cast<int>(word))) +
-                     rests_before(most / kPlane) + (kPlane << chunk.r);
-    const bool is_behind = here != 0 && low >= chunk.end;
-    const bool may_be_in =
-        here != 0 && high >= chunk.begin && (!is_behind || chunk.is_last());
-    int slot = entry - entries;
-    for (uint32_t left = may_be_in ? word : 0; left != 0; left &= left - 1) {
-      memory.places[slot++] =
-          static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+    const int rests_before = rests + warp_inclusive_sum(rests_of) - rests_of;
+    memory.rests_before[thread] = rests_through - rest + __shfl_sync(kAllLanes, rests_before, warp);
+    const unsigned entries_after = __shfl_sync(kAllLanes, ones_before, kSumWarps);
+    const int all_rests = __shfl_sync(kAllLanes, rests_before, kSumWarps);
+    if (thread == 0) memory.rests_before[kSumThreads] = all_rests;
+    bool is_behind = false;
+    if (at - static_cast<int>(lane) < chunk.words) {
+      const auto before_set = [&](unsigned number) {
+        return memory.rests[number - first_set] +
+               __shfl_sync(kAllLanes, rests_before, (number - first_set) / 32);
+      };
+      const unsigned entry = __shfl_sync(kAllLanes, ones_before, warp) + ones_through - here;
+      const unsigned most = entry + max(here, 1) - 1;
+      // The first entry is not below `low`, the last one not above `high`.
+      const int low = chunk.element(entry, 32 * at + __ffs(static_cast<int>(word)) - 1) +
+                      before_set(entry / kPlane);
+      const int high = chunk.element(most, 32 * at + 31 - __clz(static_cast<int>(word))) +
+                       before_set(most / kPlane) + (kPlane << r);
+      is_behind = here != 0 && low >= chunk.end;
+      const bool may_be_in = here != 0 && high >= chunk.begin && (!is_behind || chunk.is_last());
+      uint16_t* place = memory.places + (entry - entries);
+      for (uint32_t left = may_be_in ? word : 0; left != 0; left &= left - 1) {
+        *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+      }
+      // Words that may be in the tile follow each other, but for words without entries.
+      const unsigned in = __ballot_sync(kAllLanes, may_be_in);
+      if (may_be_in && (in & lanes_before) == 0) atomicMin(&memory.first, entry);
+      if (may_be_in && in >> lane == 1) atomicMax(&memory.last, entry + here);
+      wrong |= entry + here > all;
     }
-    // Words that may be in the tile follow each other, but for words without entries.
-    const unsigned in = __ballot_sync(kAllLanes, may_be_in);
-    if (may_be_in && (in & lanes_before) == 0) atomicMin(&memory.first, entry);
-    if (may_be_in && in >> lane == 1) atomicMax(&memory.last, entry + here);
-    wrong |= entry + here > chunk.entries;
     const bool any_behind = __syncthreads_or(is_behind) != 0;
-    const int first = memory.first, last = min(memory.last, chunk.entries);
+    const unsigned first = memory.first;
+    const unsigned last = min(memory.last, all);
+    const int tile_begin = chunk.begin;
+    const unsigned length = chunk.end - tile_begin;
 #pragma unroll 1
-    for (int g = first / kRiceGroup + warp; g * kRiceGroup < last; g += kSumWarps) {
+    for (unsigned g = first / kRiceGroup + warp; g * kRiceGroup < last; g += kSumWarps) {
       ValueGroup<VALUE> group;
       group.load(chunk, g);
-      uint32_t planes[kGroupSets];
+      unsigned element[kGroupSets];
 #pragma unroll
       for (int s = 0; s < kGroupSets; ++s) {
-        const int set = kGroupSets * g + s;
-        const bool read = lane < chunk.r && set < chunk.sets();
-        planes[s] = read ? chunk.planes[set * chunk.r + lane] : 0;
-      }
-      int element[kGroupSets] = {};
-      bool in[kGroupSets] = {};
-#pragma unroll
-      for (int s = 0; s < kGroupSets; ++s) {
-        const int set = kGroupSets * g + s, own = kPlane * set + lane;
-        if (kPlane * set >= last || kPlane * (set + 1) <= first) continue;
-        int sum = rests_before(set);
-#pragma unroll 1
-        for (int p = 0; p < chunk.r; ++p) {
-          sum += __popc(__shfl_sync(kAllLanes, planes[s], p) & lanes_through) << p;
-        }
-        if (own >= first && own < last) {
+        const unsigned set = kGroupSets * g + s, own = kPlane * set + lane;
+        element[s] = 0xffffffffu;
+        if (set < first / kPlane || kPlane * set >= last) continue;
+        const int sum = memory.rests_before[set - first_set] +
+                        sum_planes(chunk.planes + set * r, r, lanes_through);
+        if (own - first < last - first) {
           const int found = chunk.element(own, 32 * begin + memory.places[own - entries]) + sum;
-          wrong |= found >= chunk.numel;
-          in[s] = found >= chunk.begin && found < chunk.end;
-          element[s] = found - chunk.begin;
+          largest = max(largest, found);
+          element[s] = found - tile_begin;
         }
       }
-      add_group(group, chunk.bits, element, in, sums);
+      add_group(group, chunk.bits, element, length, sums);
     }
     if (any_behind) break;
-    entries = __shfl_sync(kAllLanes, ones_before, kSumWarps);
-    rests = rests_before(entries / kPlane);
+    rests = memory.rests_before[entries_after / kPlane - first_set];
+    entries = entries_after;
   }
+  wrong |= largest >= chunk.numel;
   if (chunk.is_last()) {
-    wrong |= entries != chunk.entries || chunk.ones[chunk.words - 1] == 0 ||
-             stray_remainders(chunk.planes, chunk.entries, chunk.r) != 0;
+    wrong |= entries != all || chunk.ones[chunk.words - 1] == 0 ||
+             stray_remainders(chunk.planes, chunk.entries, r) != 0;
   }
   return wrong;
 }
