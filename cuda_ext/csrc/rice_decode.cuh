@@ -95,6 +95,11 @@ struct RiceChunk {
   int begin;  // of the tile in the chunk
   int end;    // of the tile
   int bits;   // of a quantised value
+  // Words that may hold entries of the tile, and their entries:
+  int first_word;
+  int word_count;
+  int first;
+  int last;  // behind the last one
 
   __device__ __forceinline__ bool is_last() const { return end == numel; }
   // Of 32 entries, as planes have them.
@@ -107,13 +112,14 @@ struct RiceChunk {
   }
 };
 
-// Describes the chunk that a tile lies in. Called by one lane; not inline, so that its numbers of 64
-// bits take no registers from loops.
+// Describes the chunk that a tile lies in. Called by one lane; not inline, so that its numbers of
+// 64 bits take no registers from loops.
 __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRecord& record,
                                                                  const SumTile& tile,
                                                                  RiceChunk& found) {
   const int64_t c = tile.begin >> record.log2_span;
   found.bits = code_bits(record.dtype);
+  found.word_count = found.first = found.last = 0;
   found.begin = static_cast<int>(tile.begin - (c << record.log2_span));
   found.end = found.begin + tile.length;
   found.numel = static_cast<int>(rice_chunk_numel(record, c));

@@ -1,11 +1,11 @@
-// Adds a Rice record's part of a tile of 4096 elements; by a whole block.
+// Finds a Rice record's part of a tile of 4096 elements, by a warp, and adds it, by a block.
 //
-// A chunk has one tile or more. For each of them the block reads the chunk's index words from the
-// begin on, as far as the tile reaches, 256 at a time. First each thread counts the entries of a
-// word and adds the remainders of a set of 32 entries. From the sums before them follows between
-// which elements a word's entries lie. Then each thread lists the places of the entries of its
-// word, if one may be in the tile. At last each warp takes 128 entries at a time: a lane has one of
-// each 32, so that planes are the same for all lanes.
+// A chunk has one tile or more. For each of them a warp reads the chunk's index words from the
+// begin on, as far as the tile reaches: of each 32 words of the unary part the number of entries,
+// and the remainders of each set of 32 entries. From the sums before them follow the elements of a
+// word's first and last entry, and so the words that hold the tile's entries. Of these the block
+// lists the places of all entries, a word for each thread; then a warp takes 128 entries at a time,
+// a lane one of each 32, so that planes are the same for all lanes.
 //
 // Encoders take chunks of about 1024 to 2048 entries, so the words before the tile are few. It is
 // right, but slow, for long chunks that are full.
@@ -25,15 +25,17 @@ constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kGroupSets = kRiceGroup / kPlane;
 
-// A block's shared memory. A round is the words that its threads take at once.
+// The most words that hold a tile's entries, but for zeros before the first one's: a bit of the
+// unary part is at least an element.
+constexpr int kMostTileWords = kTileWords + 2;
+constexpr int kMostTileSets = kMostTileWords + 2;
+
+// A block's shared memory, for as many records as warps.
 struct RiceMemory {
-  RiceChunk chunks[kSumWarps];   // of as many records
-  int ones_of_warp[kSumWarps];   // entries of a warp's words
-  int rests_of_warp[kSumWarps];  // sum of a warp's remainders
-  int rests[kSumThreads + 1];    // sums before each set, of the same warp
-  int rests_before[kSumThreads + 1];
-  unsigned first, last;               // entries that may be in the tile
-  uint16_t places[32 * kSumThreads];  // of the entries of a round, in the round's words
+  RiceChunk chunks[kSumWarps];
+  uint16_t entries_before[kSumWarps][kMostTileWords];  // before each word, in the words
+  int rests_before[kSumWarps][kMostTileSets];  // remainders before each set of the words' entries
+  uint16_t places[32 * kMostTileWords];        // of one chunk's entries, in the words
 };
 
 // Lane i gets a word whose bit l is bit i of lane l's word.
@@ -147,117 +149,135 @@ __device__ __forceinline__ void add_all_values(const RiceChunk& chunk, float* su
   }
 }
 
-// Adds those of a chunk's entries that are in the tile. Returns whether this thread has seen an
-// entry or a word that cannot be. Wrong entries are added to elements of the tile, or to none.
-template <int VALUE>
-__device__ __forceinline__ bool add_entries(const RiceChunk& chunk, RiceMemory& memory,
-                                            float* sums) {
-  const unsigned thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const unsigned lanes_before = (1u << lane) - 1, lanes_through = 2 * lanes_before + 1;
-  const unsigned all = chunk.entries;
-  const int r = chunk.r;
+// Finds the words that hold the entries of a tile; called by a whole warp, which gets false if
+// something that it has seen is wrong. A chunk's last tile checks all that check_rice_chunk does.
+__device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries_before,
+                                             int* rests_before) {
+  const int lane = threadIdx.x % 32, r = chunk.r;
   bool wrong = false;
-  int largest = 0;  // element
   // Of the words before: entries, and the remainders of all whole sets of these.
-  unsigned entries = 0;
-  int rests = 0;
-  for (int begin = 0; begin < chunk.words; begin += kSumThreads) {
-    if (begin != 0) __syncthreads();  // the round before has been read
-    const int at = begin + thread;
-    const unsigned first_set = entries / kPlane;
-    const uint32_t word = at < chunk.words ? chunk.ones[at] : 0;
-    const int here = __popc(word), set = first_set + thread;
+  int entries = 0, rests = 0;
+  int first_word = -1, first = 0;
+  uint32_t next = lane < chunk.words ? chunk.ones[lane] : 0;
+  for (int begin = 0; begin < chunk.words; begin += 32) {
+    const int at = begin + lane;
+    const uint32_t word = next;
+    next = at + 32 < chunk.words ? chunk.ones[at + 32] : 0;
+    const int here = __popc(word), first_set = entries / kPlane, set = first_set + lane;
+    const int through = warp_inclusive_sum(here);
     const int rest = set < chunk.sets() ? sum_planes(chunk.planes + set * r, r, kAllLanes) : 0;
-    const int ones_through = warp_inclusive_sum(here), rests_through = warp_inclusive_sum(rest);
-    memory.rests[thread] = rests_through - rest;
-    if (lane == 31) {
-      memory.ones_of_warp[warp] = ones_through;
-      memory.rests_of_warp[warp] = rests_through;
-    }
-    if (thread == 0) {
-      memory.rests[kSumThreads] = 0;
-      memory.first = all;
-      memory.last = 0;
-    }
-    __syncthreads();
-    // Lane w has the sums of all before warp w, lane kSumWarps those of all.
-    const int ones_of = lane < kSumWarps ? memory.ones_of_warp[lane] : 0;
-    const int rests_of = lane < kSumWarps ? memory.rests_of_warp[lane] : 0;
-    const int ones_before = entries + warp_inclusive_sum(ones_of) - ones_of;
-    const int rests_before = rests + warp_inclusive_sum(rests_of) - rests_of;
-    memory.rests_before[thread] = rests_through - rest + __shfl_sync(kAllLanes, rests_before, warp);
-    const unsigned entries_after = __shfl_sync(kAllLanes, ones_before, kSumWarps);
-    const int all_rests = __shfl_sync(kAllLanes, rests_before, kSumWarps);
-    if (thread == 0) memory.rests_before[kSumThreads] = all_rests;
-    bool is_behind = false;
-    if (at - static_cast<int>(lane) < chunk.words) {
-      const auto before_set = [&](unsigned number) {
-        return memory.rests[number - first_set] +
-               __shfl_sync(kAllLanes, rests_before, (number - first_set) / 32);
-      };
-      const unsigned entry = __shfl_sync(kAllLanes, ones_before, warp) + ones_through - here;
-      const unsigned most = entry + max(here, 1) - 1;
-      // The first entry is not below `low`, the last one not above `high`.
-      const int low = chunk.element(entry, 32 * at + __ffs(static_cast<int>(word)) - 1) +
-                      before_set(entry / kPlane);
-      const int high = chunk.element(most, 32 * at + 31 - __clz(static_cast<int>(word))) +
-                       before_set(most / kPlane) + (kPlane << r);
-      is_behind = here != 0 && low >= chunk.end;
-      const bool may_be_in = here != 0 && high >= chunk.begin && (!is_behind || chunk.is_last());
-      uint16_t* place = memory.places + (entry - entries);
-      for (uint32_t left = may_be_in ? word : 0; left != 0; left &= left - 1) {
-        *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+    const int rests_through = rests + warp_inclusive_sum(rest);
+    // The remainders of an entry and those before it; called by the whole warp.
+    const auto rests_of = [&](int entry, bool is_right) {
+      const int number = entry / kPlane, before = number - first_set;
+      const int shifted = __shfl_sync(kAllLanes, rests_through, max(before - 1, 0));
+      const int sets = before == 0 ? rests : shifted;
+      return !is_right ? sets
+                       : sets + sum_planes(chunk.planes + number * r, r,
+                                           kAllLanes >> (kPlane - 1 - entry % kPlane));
+    };
+    const int entry = entries + through - here, last = entry + here;
+    const bool holds = here != 0 && last <= chunk.entries;
+    const int low =
+        chunk.element(entry, 32 * at + __ffs(static_cast<int>(word)) - 1) + rests_of(entry, holds);
+    const int high = chunk.element(last - 1, 32 * at + 31 - __clz(static_cast<int>(word))) +
+                     rests_of(max(last - 1, entry), holds);
+    wrong |= last > chunk.entries || (holds && high >= chunk.numel);
+    const bool is_behind = holds && low >= chunk.end;
+    const unsigned in = __ballot_sync(kAllLanes, holds && !is_behind && high >= chunk.begin);
+    if (in != 0) {
+      const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
+      const int least_entry = __shfl_sync(kAllLanes, entry, least);
+      const int last_entry = __shfl_sync(kAllLanes, last, most);
+      if (first_word < 0) {
+        first_word = begin + least;
+        first = least_entry;
       }
-      // Words that may be in the tile follow each other, but for words without entries.
-      const unsigned in = __ballot_sync(kAllLanes, may_be_in);
-      if (may_be_in && (in & lanes_before) == 0) atomicMin(&memory.first, entry);
-      if (may_be_in && in >> lane == 1) atomicMax(&memory.last, entry + here);
-      wrong |= entry + here > all;
-    }
-    const bool any_behind = __syncthreads_or(is_behind) != 0;
-    const unsigned first = memory.first;
-    const unsigned last = min(memory.last, all);
-    const int tile_begin = chunk.begin;
-    const unsigned length = chunk.end - tile_begin;
-#pragma unroll 1
-    for (unsigned g = first / kRiceGroup + warp; g * kRiceGroup < last; g += kSumWarps) {
-      ValueGroup<VALUE> group;
-      group.load(chunk, g);
-      unsigned element[kGroupSets];
-#pragma unroll
-      for (int s = 0; s < kGroupSets; ++s) {
-        const unsigned set = kGroupSets * g + s, own = kPlane * set + lane;
-        element[s] = 0xffffffffu;
-        if (set < first / kPlane || kPlane * set >= last) continue;
-        const int sum = memory.rests_before[set - first_set] +
-                        sum_planes(chunk.planes + set * r, r, lanes_through);
-        if (own - first < last - first) {
-          const int found = chunk.element(own, 32 * begin + memory.places[own - entries]) + sum;
-          largest = max(largest, found);
-          element[s] = found - tile_begin;
-        }
+      if (lane == 0) {
+        chunk.first_word = first_word;
+        chunk.word_count = begin + most + 1 - first_word;
+        chunk.first = first;
+        chunk.last = last_entry;
       }
-      add_group(group, chunk.bits, element, length, sums);
     }
-    if (any_behind) break;
-    rests = memory.rests_before[entries_after / kPlane - first_set];
-    entries = entries_after;
+    if (first_word >= 0) {
+      const int w = at - first_word, s = set - first / kPlane;
+      if (w >= 0 && w < kMostTileWords) {
+        entries_before[w] = static_cast<uint16_t>(entry - first);
+      }
+      if (lane == 0 && s >= 0 && s < kMostTileSets) rests_before[s] = rests;
+      if (s >= -1 && s + 1 < kMostTileSets) rests_before[s + 1] = rests_through;
+    }
+    entries = __shfl_sync(kAllLanes, entry + here, 31);
+    rests = rests_of(entries, false);
+    if (__any_sync(kAllLanes, is_behind)) break;
   }
-  wrong |= largest >= chunk.numel;
   if (chunk.is_last()) {
-    wrong |= entries != all || chunk.ones[chunk.words - 1] == 0 ||
+    wrong |= entries != chunk.entries || chunk.ones[chunk.words - 1] == 0 ||
              stray_remainders(chunk.planes, chunk.entries, r) != 0;
   }
-  return wrong;
+  return !__any_sync(kAllLanes, wrong);
 }
 
-// Adds a tile of a record; called by a whole block, as add_entries.
+// Finds and checks a record's part of a tile; called by a whole warp, which gets false if the part
+// is wrong.
+__device__ __forceinline__ bool find_rice_part(const DecodeRecord& record, const SumTile& tile,
+                                               RiceMemory& memory) {
+  const int warp = threadIdx.x / 32;
+  RiceChunk& chunk = memory.chunks[warp];
+  if (threadIdx.x % 32 == 0) find_rice_chunk(record, tile, chunk);
+  __syncwarp();
+  if (chunk.words <= 0) return chunk.entries >= 0;
+  if (find_entries(chunk, memory.entries_before[warp], memory.rests_before[warp])) return true;
+  if (threadIdx.x % 32 == 0) chunk.word_count = chunk.last = 0;
+  return false;
+}
+
+// Adds those of chunk k's entries that are in the tile.
 template <int VALUE>
-__device__ __forceinline__ bool add_rice_chunk(const RiceChunk& chunk, RiceMemory& memory,
-                                               float* sums) {
-  if (chunk.words > 0) return add_entries<VALUE>(chunk, memory, sums);
-  if (is_quantised(VALUE) && chunk.words < 0) add_all_values(chunk, sums);
-  return chunk.entries < 0;
+__device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* sums) {
+  const RiceChunk& chunk = memory.chunks[k];
+  const int thread = threadIdx.x, lane = thread % 32;
+  if (thread < chunk.word_count) {
+    uint16_t* place = memory.places + memory.entries_before[k][thread];
+    for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
+      *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+    }
+  }
+  __syncthreads();
+  const uint32_t lanes_through = kAllLanes >> (31 - lane);
+  const unsigned first = chunk.first, last = chunk.last;
+  const int r = chunk.r, tile_begin = chunk.begin;
+  const unsigned length = chunk.end - tile_begin;
+#pragma unroll 1
+  for (unsigned g = first / kRiceGroup + thread / 32; g * kRiceGroup < last; g += kSumWarps) {
+    ValueGroup<VALUE> group;
+    group.load(chunk, g);
+    unsigned element[kGroupSets];
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      const unsigned set = kGroupSets * g + s, own = kPlane * set + lane;
+      element[s] = 0xffffffffu;
+      if (set < first / kPlane || kPlane * set >= last) continue;
+      const int sum = memory.rests_before[k][set - first / kPlane] +
+                      sum_planes(chunk.planes + set * r, r, lanes_through);
+      if (own - first < last - first) {
+        const int place = 32 * chunk.first_word + memory.places[own - first];
+        element[s] = chunk.element(own, place) + sum - tile_begin;
+      }
+    }
+    add_group(group, chunk.bits, element, length, sums);
+  }
+}
+
+// Adds chunk k's part of a tile; called by a whole block.
+template <int VALUE>
+__device__ __forceinline__ void add_rice_part(RiceMemory& memory, int k, float* sums) {
+  if (!is_quantised(VALUE) || memory.chunks[k].words >= 0) {
+    add_entries<VALUE>(memory, k, sums);
+  } else {
+    add_all_values(memory.chunks[k], sums);
+  }
 }
 
 }  // namespace megatron_sparse

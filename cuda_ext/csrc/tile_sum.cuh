@@ -208,12 +208,12 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     if (others != 0) here = min(here, __ffs(static_cast<int>(others)) - 1);
     const DecodeRecord* record = warp < here ? record_of(first + warp) : nullptr;
     if (rice & 1) {
-      if (lane == 0 && warp < here) find_rice_chunk(*record, tile, memory.rice.chunks[warp]);
+      if (record != nullptr && !find_rice_part(*record, tile, memory.rice) && lane == 0) {
+        report(first + warp, kDecodeRice, tile.begin);
+      }
       __syncthreads();
       for (int k = 0; k < here; ++k) {
-        if (add_rice_chunk<VALUE>(memory.rice.chunks[k], memory.rice, sums)) {
-          report(first + k, kDecodeRice, tile.begin);
-        }
+        add_rice_part<VALUE>(memory.rice, k, sums);
         __syncthreads();  // the next rank's values come after this one's
       }
       continue;
