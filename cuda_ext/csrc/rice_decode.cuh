@@ -25,12 +25,14 @@ __device__ __forceinline__ RiceParts rice_parts_of(const DecodeRecord& record, i
   return rice_parts(rice_chunk_numel(record, c), record.dtype, rows[0], rows[1]);
 }
 
-// A bit of word p stands for 2^p: the sum of the numbers in `bits` planes, of which only those
-// whose place is in `places` count.
-__device__ __forceinline__ int sum_planes(const uint32_t* planes, int bits, uint32_t places) {
+// The sum of the remainders of a set of 32 entries, of which only those whose place is in `places`
+// count. Bits of plane p stand for 2^p.
+__device__ __forceinline__ int sum_remainders(const uint32_t* planes, unsigned set, int r,
+                                              uint32_t places) {
   int sum = 0;
+  unsigned at = (set + 1) * r;
 #pragma unroll 1
-  for (int p = 0; p < bits; ++p) sum += __popc(planes[p] & places) << p;
+  for (int p = 0; p < r; ++p) sum = 2 * sum + __popc(planes[--at] & places);
   return sum;
 }
 
@@ -59,7 +61,7 @@ __device__ __forceinline__ bool check_rice_chunk(const DecodeRecord& record, int
 #pragma unroll 1
     for (int64_t w = lane; w < chunk.unary; w += 32) found += __popc(ones[w]);
 #pragma unroll 1
-    for (int g = lane; g < groups; g += 32) rests += sum_planes(planes + g * r, r, kAllLanes);
+    for (int g = lane; g < groups; g += 32) rests += sum_remainders(planes, g, r, kAllLanes);
     found = warp_sum(found);
     const uint32_t last = ones[chunk.unary - 1], stray = stray_remainders(planes, entries, r);
     const unsigned strays = __ballot_sync(kAllLanes, stray != 0);
@@ -89,6 +91,7 @@ struct RiceChunk {
   const uint32_t* planes;  // of the remainders
   const uint32_t* ones;    // the unary part
   int words;               // of it; -1 without indices
+  int sets;                // of 32 entries, as planes have them
   int entries;             // -1 if the chunk's rows are wrong; without indices, those of the tile
   int numel;
   int r;
@@ -102,8 +105,6 @@ struct RiceChunk {
   int last;  // behind the last one
 
   __device__ __forceinline__ bool is_last() const { return end == numel; }
-  // Of 32 entries, as planes have them.
-  __device__ __forceinline__ int sets() const { return (entries + kPlane - 1) / kPlane; }
 
   // The element of an entry whose one is at a place of the unary part, less the remainders. Zeros
   // before it are quotients of gaps.
@@ -129,6 +130,7 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
     found.values = rice_words(record) + before;
     found.words = -1;
     found.entries = tile.length;
+    found.sets = static_cast<int>(planes_of(tile.length));
     return;
   }
   const RiceParts chunk = rice_parts_of(record, c);
@@ -143,8 +145,9 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
   found.planes = found.values + chunk.gaps;
   found.words = static_cast<int>(chunk.unary);
   found.entries = static_cast<int>(chunk.entries);
+  found.sets = static_cast<int>(planes_of(chunk.entries));
   found.r = chunk.r;
-  found.ones = found.planes + found.sets() * found.r;
+  found.ones = found.planes + found.sets * found.r;
 }
 
 }  // namespace megatron_sparse

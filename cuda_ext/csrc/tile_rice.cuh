@@ -64,7 +64,7 @@ struct QuantisedGroup {
 
   __device__ __forceinline__ void load(const RiceChunk& chunk, int group) {
     const uint32_t* from = chunk.values + group * (1 + kGroupSets * chunk.bits);
-    const int lane = threadIdx.x % 32, sets = min(kGroupSets, chunk.sets() - group * kGroupSets);
+    const int lane = threadIdx.x % 32, sets = min(kGroupSets, chunk.sets - group * kGroupSets);
     scale = from[0];
     words = lane < sets * chunk.bits ? from[1 + lane] : 0;
   }
@@ -165,16 +165,16 @@ __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries
     next = at + 32 < chunk.words ? chunk.ones[at + 32] : 0;
     const int here = __popc(word), first_set = entries / kPlane, set = first_set + lane;
     const int through = warp_inclusive_sum(here);
-    const int rest = set < chunk.sets() ? sum_planes(chunk.planes + set * r, r, kAllLanes) : 0;
+    const int rest = set < chunk.sets ? sum_remainders(chunk.planes, set, r, kAllLanes) : 0;
     const int rests_through = rests + warp_inclusive_sum(rest);
     // The remainders of an entry and those before it; called by the whole warp.
     const auto rests_of = [&](int entry, bool is_right) {
       const int number = entry / kPlane, before = number - first_set;
       const int shifted = __shfl_sync(kAllLanes, rests_through, max(before - 1, 0));
       const int sets = before == 0 ? rests : shifted;
-      return !is_right ? sets
-                       : sets + sum_planes(chunk.planes + number * r, r,
-                                           kAllLanes >> (kPlane - 1 - entry % kPlane));
+      if (!is_right) return sets;
+      return sets +
+             sum_remainders(chunk.planes, number, r, kAllLanes >> (kPlane - 1 - entry % kPlane));
     };
     const int entry = entries + through - here, last = entry + here;
     const bool holds = here != 0 && last <= chunk.entries;
@@ -246,9 +246,9 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
   }
   __syncthreads();
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
-  const unsigned first = chunk.first, last = chunk.last;
-  const int r = chunk.r, tile_begin = chunk.begin;
-  const unsigned length = chunk.end - tile_begin;
+  const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
+  const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
+  const unsigned length = chunk.end - begin;
 #pragma unroll 1
   for (unsigned g = first / kRiceGroup + thread / 32; g * kRiceGroup < last; g += kSumWarps) {
     ValueGroup<VALUE> group;
@@ -256,14 +256,14 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
     unsigned element[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
-      const unsigned set = kGroupSets * g + s, own = kPlane * set + lane;
+      const unsigned set = kGroupSets * g + s, entry = kPlane * set + lane;
       element[s] = 0xffffffffu;
-      if (set < first / kPlane || kPlane * set >= last) continue;
-      const int sum = memory.rests_before[k][set - first / kPlane] +
-                      sum_planes(chunk.planes + set * r, r, lanes_through);
-      if (own - first < last - first) {
-        const int place = 32 * chunk.first_word + memory.places[own - first];
-        element[s] = chunk.element(own, place) + sum - tile_begin;
+      if (set < first_set || kPlane * set >= last) continue;
+      const int sum = memory.rests_before[k][set - first_set] +
+                      sum_remainders(chunk.planes, set, r, lanes_through);
+      if (entry - first < last - first) {
+        const int zeros = first_place + memory.places[entry - first] - entry;
+        element[s] = (zeros << r) + entry + sum - begin;
       }
     }
     add_group(group, chunk.bits, element, length, sums);
