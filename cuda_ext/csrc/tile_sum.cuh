@@ -53,12 +53,13 @@ __device__ __forceinline__ void add_entry(const TilePart& part, int i, uint32_t 
   }
 }
 
-// Adds the entries of a COO part from `first` on.
+// Adds every `step`th entry of a COO part from `first` on.
 template <int VALUE, class Report>
-__device__ __forceinline__ void add_coo_part(const TilePart& part, int first, const SumTile& tile,
-                                             int k, float* sums, const Report& report) {
+__device__ __forceinline__ void add_coo_part(const TilePart& part, int first, int step,
+                                             const SumTile& tile, int k, float* sums,
+                                             const Report& report) {
 #pragma unroll 1
-  for (int i = first + threadIdx.x; i < part.count; i += kSumThreads) {
+  for (int i = first; i < part.count; i += step) {
     add_entry(part, i, part.indices[i], value_at<VALUE>(part.values, i), tile, k, sums, report);
   }
 }
@@ -84,9 +85,19 @@ __device__ __forceinline__ void add_coo_parts(const SumMemory& memory, int count
     if (thread < part.count) {
       add_entry(part, thread, index[k], value[k], tile, first + k, sums, report);
     }
-    add_coo_part<VALUE>(part, kSumThreads, tile, first + k, sums, report);
+    add_coo_part<VALUE>(part, kSumThreads + thread, kSumThreads, tile, first + k, sums, report);
     __syncthreads();  // the next rank's values come after this one's
   }
+}
+
+// Finds and adds a COO record's part of a tile; called by a warp.
+template <int VALUE, class Report>
+__device__ __forceinline__ void add_coo_tile(const DecodeRecord& record, const SumTile& tile, int k,
+                                             float* sums, const Report& report) {
+  constexpr int64_t value_bytes = sizeof(typename RawType<VALUE>::type);
+  TilePart part = {record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo};
+  find_coo_part(record, tile, k, value_bytes, part, report);
+  add_coo_part<VALUE>(part, threadIdx.x % 32, 32, tile, k, sums, report);
 }
 
 template <class Values>
@@ -240,7 +251,7 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
         if (part.kind == kKindBlocks) {
           add_block_part<VALUE>(part, tile, sums);
         } else if (part.kind == kKindCoo) {
-          add_coo_part<VALUE>(part, 0, tile, first + k, sums, report);
+          add_coo_part<VALUE>(part, threadIdx.x, kSumThreads, tile, first + k, sums, report);
         } else {
           add_bits_part(part, RawValues<VALUE>{part}, memory.words[k], sums);
         }
