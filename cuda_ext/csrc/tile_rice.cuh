@@ -69,7 +69,7 @@ struct QuantisedGroup {
     words = lane < sets * chunk.bits ? from[1 + lane] : 0;
   }
 
-  // Apart from `load`, so that several groups are loaded at a time.
+  // Apart from `load`, so that the next group is loaded before.
   __device__ __forceinline__ void decode(int bits, float (&value)[kGroupSets]) const {
     const float base = ScalarLanes::as_float(scale & 0xffff0000u);
     const float step = ScalarLanes::as_float(scale << 16);
@@ -125,26 +125,33 @@ __device__ __forceinline__ void add_group(const Group& group, int bits,
   }
 }
 
-// Adds a tile of a record without indices. A warp loads several groups before it adds them.
-__device__ __forceinline__ void add_all_values(const RiceChunk& chunk, float* sums) {
-  constexpr int loads = 2;
-  const int lane = threadIdx.x % 32, entries = chunk.entries;
+// Adds a tile of `count` records without indices. An element is always the same thread's, so no
+// barrier keeps the ranks' order.
+__device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int count, float* sums) {
+  const int lane = threadIdx.x % 32, length = chunks[0].entries, bits = chunks[0].bits;
 #pragma unroll 1
-  for (int first = threadIdx.x / 32; first * kRiceGroup < entries; first += loads * kSumWarps) {
-    QuantisedGroup groups[loads];
+  for (int g = threadIdx.x / 32; g * kRiceGroup < length; g += kSumWarps) {
+    QuantisedGroup group;
+    group.load(chunks[0], g);
+    const int first = g * kRiceGroup + lane;
+    float sum[kGroupSets] = {};
 #pragma unroll
-    for (int i = 0; i < loads; ++i) {
-      const int g = first + i * kSumWarps;
-      if (g * kRiceGroup < entries) groups[i].load(chunk, g);
+    for (int s = 0; s < kGroupSets; ++s) {
+      if (first + kPlane * s < length) sum[s] = sums[first + kPlane * s];
+    }
+#pragma unroll 1
+    for (int k = 1; k <= count; ++k) {
+      QuantisedGroup next = group;
+      if (k < count) next.load(chunks[k], g);
+      float value[kGroupSets];
+      group.decode(bits, value);
+#pragma unroll
+      for (int s = 0; s < kGroupSets; ++s) sum[s] += value[s];
+      group = next;
     }
 #pragma unroll
-    for (int i = 0; i < loads; ++i) {
-      const int g = first + i * kSumWarps;
-      if (g * kRiceGroup >= entries) break;
-      unsigned element[kGroupSets];
-#pragma unroll
-      for (int s = 0; s < kGroupSets; ++s) element[s] = kRiceGroup * g + kPlane * s + lane;
-      add_group(groups[i], chunk.bits, element, entries, sums);
+    for (int s = 0; s < kGroupSets; ++s) {
+      if (first + kPlane * s < length) sums[first + kPlane * s] = sum[s];
     }
   }
 }
@@ -270,14 +277,18 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
   }
 }
 
-// Adds chunk k's part of a tile; called by a whole block.
+// Adds chunk k's part of a tile, and those of the chunks before `end` that go with it; called by a
+// whole block. Returns how many.
 template <int VALUE>
-__device__ __forceinline__ void add_rice_part(RiceMemory& memory, int k, float* sums) {
-  if (!is_quantised(VALUE) || memory.chunks[k].words >= 0) {
-    add_entries<VALUE>(memory, k, sums);
-  } else {
-    add_all_values(memory.chunks[k], sums);
+__device__ __forceinline__ int add_rice_parts(RiceMemory& memory, int k, int end, float* sums) {
+  if (is_quantised(VALUE) && memory.chunks[k].words < 0) {
+    int count = 1;
+    while (k + count < end && memory.chunks[k + count].words < 0) ++count;
+    add_all_values(memory.chunks + k, count, sums);
+    return count;
   }
+  add_entries<VALUE>(memory, k, sums);
+  return 1;
 }
 
 }  // namespace megatron_sparse

@@ -223,8 +223,8 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
         report(first + warp, kDecodeRice, tile.begin);
       }
       __syncthreads();
-      for (int k = 0; k < here; ++k) {
-        add_rice_part<VALUE>(memory.rice, k, sums);
+      for (int k = 0; k < here;) {
+        k += add_rice_parts<VALUE>(memory.rice, k, here, sums);
         __syncthreads();  // the next rank's values come after this one's
       }
       continue;
