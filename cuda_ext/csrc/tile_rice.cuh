@@ -62,11 +62,14 @@ __device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
 struct QuantisedGroup {
   uint32_t scale, words;
 
-  __device__ __forceinline__ void load(const RiceChunk& chunk, int group) {
-    const uint32_t* from = chunk.values + group * (1 + kGroupSets * chunk.bits);
-    const int lane = threadIdx.x % 32, sets = min(kGroupSets, chunk.sets - group * kGroupSets);
-    scale = from[0];
-    words = lane < sets * chunk.bits ? from[1 + lane] : 0;
+  // `entries` and `bits` are the chunk's.
+  __device__ __forceinline__ void load(const uint32_t* values, int group, int entries, int bits) {
+    const int lane = threadIdx.x % 32, at = group * (1 + kGroupSets * bits);
+    const unsigned left = entries - group * kRiceGroup;
+    scale = values[at];
+    words = lane < min(kGroupSets, static_cast<int>((left + kPlane - 1) / kPlane)) * bits
+                ? values[at + 1 + lane]
+                : 0;
   }
 
   // Apart from `load`, so that the next group is loaded before.
@@ -90,12 +93,14 @@ template <int VALUE>
 struct RawGroup {
   float loaded[kGroupSets];
 
-  __device__ __forceinline__ void load(const RiceChunk& chunk, int group) {
-    const uint8_t* values = reinterpret_cast<const uint8_t*>(chunk.values);
+  __device__ __forceinline__ void load(const uint32_t* values, int group, int entries, int) {
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
       const int entry = kRiceGroup * group + kPlane * s + threadIdx.x % 32;
-      loaded[s] = entry < chunk.entries ? value_at<VALUE>(values, entry) : 0;
+      loaded[s] = 0;
+      if (entry < entries) {
+        loaded[s] = value_at<VALUE>(reinterpret_cast<const uint8_t*>(values), entry);
+      }
     }
   }
 
@@ -132,7 +137,7 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
 #pragma unroll 1
   for (int g = threadIdx.x / 32; g * kRiceGroup < length; g += kSumWarps) {
     QuantisedGroup group;
-    group.load(chunks[0], g);
+    group.load(chunks[0].values, g, length, bits);
     const int first = g * kRiceGroup + lane;
     float sum[kGroupSets] = {};
 #pragma unroll
@@ -142,7 +147,7 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
 #pragma unroll 1
     for (int k = 1; k <= count; ++k) {
       QuantisedGroup next = group;
-      if (k < count) next.load(chunks[k], g);
+      if (k < count) next.load(chunks[k].values, g, length, bits);
       float value[kGroupSets];
       group.decode(bits, value);
 #pragma unroll
@@ -245,6 +250,12 @@ template <int VALUE>
 __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* sums) {
   const RiceChunk& chunk = memory.chunks[k];
   const int thread = threadIdx.x, lane = thread % 32;
+  const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
+  const uint32_t *values = chunk.values, *planes = chunk.planes;
+  const int entries = chunk.entries, bits = chunk.bits;
+  unsigned g = first / kRiceGroup + thread / 32;
+  ValueGroup<VALUE> next = {};
+  if (g * kRiceGroup < last) next.load(values, g, entries, bits);
   if (thread < chunk.word_count) {
     uint16_t* place = memory.places + memory.entries_before[k][thread];
     for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
@@ -253,27 +264,26 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
   }
   __syncthreads();
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
-  const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
   const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
   const unsigned length = chunk.end - begin;
 #pragma unroll 1
-  for (unsigned g = first / kRiceGroup + thread / 32; g * kRiceGroup < last; g += kSumWarps) {
-    ValueGroup<VALUE> group;
-    group.load(chunk, g);
+  for (; g * kRiceGroup < last; g += kSumWarps) {
+    const ValueGroup<VALUE> group = next;
+    if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, entries, bits);
     unsigned element[kGroupSets];
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
       const unsigned set = kGroupSets * g + s, entry = kPlane * set + lane;
       element[s] = 0xffffffffu;
       if (set < first_set || kPlane * set >= last) continue;
-      const int sum = memory.rests_before[k][set - first_set] +
-                      sum_remainders(chunk.planes, set, r, lanes_through);
+      const int sum =
+          memory.rests_before[k][set - first_set] + sum_remainders(planes, set, r, lanes_through);
       if (entry - first < last - first) {
         const int zeros = first_place + memory.places[entry - first] - entry;
         element[s] = (zeros << r) + entry + sum - begin;
       }
     }
-    add_group(group, chunk.bits, element, length, sums);
+    add_group(group, bits, element, length, sums);
   }
 }
 
