@@ -25,17 +25,23 @@ constexpr int kSumThreads = 256;
 constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kGroupSets = kRiceGroup / kPlane;
 
-// The most words that hold a tile's entries, but for zeros before the first one's: a bit of the
-// unary part is at least an element.
-constexpr int kMostTileWords = kTileWords + 2;
+constexpr int kLaneWords = 4;  // that a lane looks at
+// The most words that hold a tile's entries, but for zeros before the first one's, and others of
+// the same lanes: a bit of the unary part is at least an element.
+constexpr int kMostTileWords = kTileWords + kLaneWords;
 constexpr int kMostTileSets = kMostTileWords + 2;
+constexpr int kMostRoundSets = 32 * (kLaneWords + 1);
 
 // A block's shared memory, for as many records as warps.
 struct RiceMemory {
   RiceChunk chunks[kSumWarps];
   uint16_t entries_before[kSumWarps][kMostTileWords];  // before each word, in the words
   int rests_before[kSumWarps][kMostTileSets];  // remainders before each set of the words' entries
-  uint16_t places[32 * kMostTileWords];        // of one chunk's entries, in the words
+  union {
+    int rests_seen[kSumWarps][kMostRoundSets];  // before each set of the words at hand
+    // Of the entries of a chunk, in its words; the next chunk's are listed while one is added.
+    uint16_t places[2][32 * kMostTileWords];
+  };
 };
 
 // Lane i gets a word whose bit l is bit i of lane l's word.
@@ -164,64 +170,79 @@ __device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int coun
 // Finds the words that hold the entries of a tile; called by a whole warp, which gets false if
 // something that it has seen is wrong. A chunk's last tile checks all that check_rice_chunk does.
 __device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries_before,
-                                             int* rests_before) {
+                                             int* rests_before, int* rests_seen) {
   const int lane = threadIdx.x % 32, r = chunk.r;
   bool wrong = false;
   // Of the words before: entries, and the remainders of all whole sets of these.
   int entries = 0, rests = 0;
   int first_word = -1, first = 0;
-  uint32_t next = lane < chunk.words ? chunk.ones[lane] : 0;
-  for (int begin = 0; begin < chunk.words; begin += 32) {
-    const int at = begin + lane;
-    const uint32_t word = next;
-    next = at + 32 < chunk.words ? chunk.ones[at + 32] : 0;
-    const int here = __popc(word), first_set = entries / kPlane, set = first_set + lane;
-    const int through = warp_inclusive_sum(here);
-    const int rest = set < chunk.sets ? sum_remainders(chunk.planes, set, r, kAllLanes) : 0;
-    const int rests_through = rests + warp_inclusive_sum(rest);
-    // The remainders of an entry and those before it; called by the whole warp.
-    const auto rests_of = [&](int entry, bool is_right) {
-      const int number = entry / kPlane, before = number - first_set;
-      const int shifted = __shfl_sync(kAllLanes, rests_through, max(before - 1, 0));
-      const int sets = before == 0 ? rests : shifted;
-      if (!is_right) return sets;
-      return sets +
-             sum_remainders(chunk.planes, number, r, kAllLanes >> (kPlane - 1 - entry % kPlane));
+  for (int begin = 0; begin < chunk.words; begin += 32 * kLaneWords) {
+    const int at = begin + kLaneWords * lane;
+    uint32_t word[kLaneWords];
+    int here = 0, lowest = 0, highest = 0;  // places in the lane's words
+#pragma unroll
+    for (int i = 0; i < kLaneWords; ++i) {
+      word[i] = at + i < chunk.words ? chunk.ones[at + i] : 0;
+      if (word[i] == 0) continue;
+      if (here == 0) lowest = 32 * i + __ffs(static_cast<int>(word[i])) - 1;
+      highest = 32 * i + 31 - __clz(static_cast<int>(word[i]));
+      here += __popc(word[i]);
+    }
+    const int last = entries + warp_inclusive_sum(here), entry = last - here;
+    const int all = __shfl_sync(kAllLanes, last, 31);
+    const int first_set = entries / kPlane, sets = all / kPlane + 1 - first_set;
+    for (int s = lane; s - lane < sets; s += 32) {
+      const int set = first_set + s;
+      const int rest = set < chunk.sets ? sum_remainders(chunk.planes, set, r, kAllLanes) : 0;
+      const int through = rests + warp_inclusive_sum(rest);
+      rests_seen[s] = through - rest;
+      rests = __shfl_sync(kAllLanes, through, 31);
+    }
+    __syncwarp();
+    // The element of an entry that is there.
+    const auto element_of = [&](int number, int place) {
+      const int set = number / kPlane;
+      return chunk.element(number, 32 * at + place) + rests_seen[set - first_set] +
+             sum_remainders(chunk.planes, set, r, kAllLanes >> (kPlane - 1 - number % kPlane));
     };
-    const int entry = entries + through - here, last = entry + here;
     const bool holds = here != 0 && last <= chunk.entries;
-    const int low =
-        chunk.element(entry, 32 * at + __ffs(static_cast<int>(word)) - 1) + rests_of(entry, holds);
-    const int high = chunk.element(last - 1, 32 * at + 31 - __clz(static_cast<int>(word))) +
-                     rests_of(max(last - 1, entry), holds);
-    wrong |= last > chunk.entries || (holds && high >= chunk.numel);
-    const bool is_behind = holds && low >= chunk.end;
-    const unsigned in = __ballot_sync(kAllLanes, holds && !is_behind && high >= chunk.begin);
+    const int low = holds ? element_of(entry, lowest) : 0;
+    const int high = holds ? element_of(last - 1, highest) : -1;
+    wrong |= last > chunk.entries || high >= chunk.numel;
+    const bool is_behind = low >= chunk.end;
+    const unsigned in = __ballot_sync(kAllLanes, high >= chunk.begin && !is_behind);
     if (in != 0) {
       const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
       const int least_entry = __shfl_sync(kAllLanes, entry, least);
       const int last_entry = __shfl_sync(kAllLanes, last, most);
       if (first_word < 0) {
-        first_word = begin + least;
+        first_word = begin + kLaneWords * least;
         first = least_entry;
       }
       if (lane == 0) {
+        const int end = min(begin + kLaneWords * (most + 1), chunk.words);
         chunk.first_word = first_word;
-        chunk.word_count = begin + most + 1 - first_word;
+        chunk.word_count = end - first_word;
         chunk.first = first;
         chunk.last = last_entry;
       }
     }
     if (first_word >= 0) {
-      const int w = at - first_word, s = set - first / kPlane;
-      if (w >= 0 && w < kMostTileWords) {
-        entries_before[w] = static_cast<uint16_t>(entry - first);
+      int before = entry - first;
+#pragma unroll
+      for (int i = 0; i < kLaneWords; ++i) {
+        const unsigned to = at + i - first_word;
+        if (to < kMostTileWords) entries_before[to] = static_cast<uint16_t>(before);
+        before += __popc(word[i]);
       }
-      if (lane == 0 && s >= 0 && s < kMostTileSets) rests_before[s] = rests;
-      if (s >= -1 && s + 1 < kMostTileSets) rests_before[s + 1] = rests_through;
+      for (int s = lane; s < sets; s += 32) {
+        const unsigned to = first_set + s - first / kPlane;
+        if (to < kMostTileSets) rests_before[to] = rests_seen[s];
+      }
     }
-    entries = __shfl_sync(kAllLanes, entry + here, 31);
-    rests = rests_of(entries, false);
+    entries = all;
+    rests = rests_seen[sets - 1];
+    __syncwarp();  // the sums have been read
     if (__any_sync(kAllLanes, is_behind)) break;
   }
   if (chunk.is_last()) {
@@ -240,14 +261,28 @@ __device__ __forceinline__ bool find_rice_part(const DecodeRecord& record, const
   if (threadIdx.x % 32 == 0) find_rice_chunk(record, tile, chunk);
   __syncwarp();
   if (chunk.words <= 0) return chunk.entries >= 0;
-  if (find_entries(chunk, memory.entries_before[warp], memory.rests_before[warp])) return true;
+  if (find_entries(chunk, memory.entries_before[warp], memory.rests_before[warp],
+                   memory.rests_seen[warp])) {
+    return true;
+  }
   if (threadIdx.x % 32 == 0) chunk.word_count = chunk.last = 0;
   return false;
 }
 
-// Adds those of chunk k's entries that are in the tile.
+// Lists the places of the entries of chunk k's words; called by a whole block.
+__device__ __forceinline__ void list_places(RiceMemory& memory, int k) {
+  const RiceChunk& chunk = memory.chunks[k];
+  const int thread = threadIdx.x;
+  if (thread >= chunk.word_count) return;
+  uint16_t* place = memory.places[k % 2] + memory.entries_before[k][thread];
+  for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
+    *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+  }
+}
+
+// Adds those of chunk k's entries that are in the tile, and lists the places of the next chunk's.
 template <int VALUE>
-__device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* sums) {
+__device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, float* sums) {
   const RiceChunk& chunk = memory.chunks[k];
   const int thread = threadIdx.x, lane = thread % 32;
   const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
@@ -256,16 +291,11 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
   unsigned g = first / kRiceGroup + thread / 32;
   ValueGroup<VALUE> next = {};
   if (g * kRiceGroup < last) next.load(values, g, entries, bits);
-  if (thread < chunk.word_count) {
-    uint16_t* place = memory.places + memory.entries_before[k][thread];
-    for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
-      *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
-    }
-  }
-  __syncthreads();
+  if (k + 1 < end) list_places(memory, k + 1);
   const uint32_t lanes_through = kAllLanes >> (31 - lane);
   const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
   const unsigned length = chunk.end - begin;
+  const uint16_t* places = memory.places[k % 2];
 #pragma unroll 1
   for (; g * kRiceGroup < last; g += kSumWarps) {
     const ValueGroup<VALUE> group = next;
@@ -279,7 +309,7 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
       const int sum =
           memory.rests_before[k][set - first_set] + sum_remainders(planes, set, r, lanes_through);
       if (entry - first < last - first) {
-        const int zeros = first_place + memory.places[entry - first] - entry;
+        const int zeros = first_place + places[entry - first] - entry;
         element[s] = (zeros << r) + entry + sum - begin;
       }
     }
@@ -288,16 +318,17 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, float* su
 }
 
 // Adds chunk k's part of a tile, and those of the chunks before `end` that go with it; called by a
-// whole block. Returns how many.
+// whole block when the places are listed. Returns how many, and has listed the next one's.
 template <int VALUE>
 __device__ __forceinline__ int add_rice_parts(RiceMemory& memory, int k, int end, float* sums) {
   if (is_quantised(VALUE) && memory.chunks[k].words < 0) {
     int count = 1;
     while (k + count < end && memory.chunks[k + count].words < 0) ++count;
+    if (k + count < end) list_places(memory, k + count);
     add_all_values(memory.chunks + k, count, sums);
     return count;
   }
-  add_entries<VALUE>(memory, k, sums);
+  add_entries<VALUE>(memory, k, end, sums);
   return 1;
 }
 

@@ -223,6 +223,8 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
         report(first + warp, kDecodeRice, tile.begin);
       }
       __syncthreads();
+      list_places(memory.rice, 0);
+      __syncthreads();
       for (int k = 0; k < here;) {
         k += add_rice_parts<VALUE>(memory.rice, k, here, sums);
         __syncthreads();  // the next rank's values come after this one's
