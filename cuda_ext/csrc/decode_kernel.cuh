@@ -185,6 +185,7 @@ struct PlacedTile {
   int64_t segment;
   SumTile tile;
   float* out;
+  bool added;  // by a warp alone
 };
 
 // Finds the tile that has `place.number`.
@@ -203,16 +204,20 @@ __device__ __forceinline__ void find_tile(const DecodeArguments& call, const Dec
 }
 
 // Without FRESH the messages are added to what acc holds: one in place, because few elements may
-// change; several in shared memory.
+// change; several in shared memory. In place each warp of a block finds a tile, and adds it if it
+// is COO's: its searches take longer than the additions. All other tiles are added by the block.
 template <int VALUE, bool FRESH, int MOST>
 __global__ void __launch_bounds__(kDecodeThreads, 4)
     sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
   constexpr bool IN_PLACE = !FRESH && MOST == 1;
   __shared__ __align__(16) float sums[IN_PLACE ? 4 : kPiciTile];
   __shared__ SumMemory memory;
-  __shared__ PlacedTile place;  // not in registers, of which there are few
+  constexpr int TILES = IN_PLACE && !is_quantised(VALUE) ? kSumWarps : 1;  // at a time
+  __shared__ PlacedTile places[TILES];  // not in registers, of which there are few
   __shared__ unsigned int wrong;
   const int count = MOST == 1 ? 1 : plan.count;
+  const int warp = threadIdx.x / 32;
+  const bool finds = threadIdx.x % 32 == 0 && warp < TILES;
   if constexpr (MOST == 1) {
     const DecodeArguments& call = batch.call[0];
     const DecodeWorkspace& work = batch.work[0];
@@ -222,43 +227,59 @@ __global__ void __launch_bounds__(kDecodeThreads, 4)
     }
     if (plan.checked && !work.state->readable) return;
   }
-  if (threadIdx.x == 0) {
-    place.group = blockIdx.y * count;
-    place.number = blockIdx.x;
+  if (threadIdx.x == 0) wrong = 0;
+  if (finds) {
+    places[warp].group = blockIdx.y * count;
+    places[warp].number = blockIdx.x + int64_t{gridDim.x} * warp;
   }
+  __syncthreads();
   while (true) {
-    if (threadIdx.x == 0) {
+    if (finds) {
+      PlacedTile& place = places[warp];
       find_tile(batch.call[place.group], batch.work[place.group], place);
-      wrong = 0;
     }
     if (FRESH) {
       for (int at = threadIdx.x; at < kPiciTile / 4; at += kDecodeThreads) {
         reinterpret_cast<float4*>(sums)[at] = {0, 0, 0, 0};
       }
     }
-    __syncthreads();
-    if (place.out == nullptr) return;
-    if (!FRESH && !IN_PLACE) {
-      for (int at = threadIdx.x; at < place.tile.length; at += kDecodeThreads) {
-        sums[at] = place.out[at];
-      }
+    if constexpr (TILES > 1) {
+      __syncwarp();
+      PlacedTile& place = places[warp];
+      const DecodeRecord* record =
+          place.out == nullptr ? nullptr : batch.work[0].records + place.segment;
+      const bool is_coo = record != nullptr && record->kind == kKindCoo;
+      if (is_coo) add_coo_tile<VALUE>(*record, place.tile, 0, place.out, MarkWrong{&wrong});
+      if (finds) place.added = is_coo;
     }
-    const auto record_of = [&](int k) {
-      const DecodeWorkspace& of = batch.work[place.group + k];
-      return of.state->readable ? of.records + place.segment : nullptr;
-    };
-    sum_tile<VALUE>(record_of, count, place.tile, memory, IN_PLACE ? place.out : sums,
-                    MarkWrong{&wrong});
-    if (!IN_PLACE) store_tile(place.out, sums, place.tile.length);
-    // The messages that are left stay in shared memory: nothing is in registers during the call.
-    while (wrong != 0) {
-      const int k = place.group + __ffs(static_cast<int>(wrong)) - 1;
-      report_sections(batch.call[k], batch.work[k], memory);
-      if (threadIdx.x == 0) wrong &= wrong - 1;
-      __syncthreads();
+    __syncthreads();
+    if (places[0].out == nullptr) break;
+    for (int t = 0; t < TILES; ++t) {
+      const PlacedTile& place = places[t];
+      if (TILES > 1 && (place.out == nullptr || place.added)) continue;
+      if (!FRESH && !IN_PLACE) {
+        for (int at = threadIdx.x; at < place.tile.length; at += kDecodeThreads) {
+          sums[at] = place.out[at];
+        }
+      }
+      const auto record_of = [&](int k) {
+        const DecodeWorkspace& of = batch.work[place.group + k];
+        return of.state->readable ? of.records + place.segment : nullptr;
+      };
+      sum_tile<VALUE>(record_of, count, place.tile, memory, IN_PLACE ? place.out : sums,
+                      MarkWrong{&wrong});
+      if (!IN_PLACE) store_tile(place.out, sums, place.tile.length);
     }
     __syncthreads();  // shared memory is free again
-    if (threadIdx.x == 0) place.number += gridDim.x;
+    if (finds) places[warp].number += int64_t{gridDim.x} * TILES;
+  }
+  // Behind the loop, whose registers a call would take. The messages that are left stay in shared
+  // memory: nothing is in registers during the call.
+  while (wrong != 0) {
+    const int k = places[0].group + __ffs(static_cast<int>(wrong)) - 1;
+    report_sections(batch.call[k], batch.work[k], memory);
+    if (threadIdx.x == 0) wrong &= wrong - 1;
+    __syncthreads();
   }
 }
 

@@ -5,7 +5,6 @@
 // it.
 #pragma once
 
-#include "rice_decode.cuh"
 #include "scan.cuh"
 #include "tile_part.cuh"
 #include "tile_words.cuh"
@@ -161,8 +160,7 @@ template <int VALUE, class Report>
 __device__ __forceinline__ void find_part(const DecodeRecord& record, const SumTile& tile, int k,
                                           TilePart& shared, TileWords& bits, const Report& report) {
   constexpr int64_t value_bytes = sizeof(typename RawType<kDenseOf<VALUE>>::type);
-  TilePart part = {
-      record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo, 0, 0};
+  TilePart part = {record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo};
   if (record.kind == kKindDense) {
     part.values += tile.begin * value_bytes;
     part.count = tile.length;

@@ -15,15 +15,14 @@
 //
 // Bytes an element at density d and v bytes a value, for each record: COO (4 + v) d, Pici
 // 1/8 + v d, dense v; and the searches, 2 log32 nnz loads of 32 sectors a tile. Rice:
-// rice_decode.cuh.
+// tile_rice.cuh.
 #pragma once
 
 #include "tile_find.cuh"
+#include "tile_rice.cuh"
 
 namespace megatron_sparse {
 
-constexpr int kSumThreads = 256;
-constexpr int kSumWarps = kSumThreads / 32;
 constexpr int kSumWords = kTileWords / kSumWarps;  // of a tile, for each warp
 constexpr int kLoadsAhead = 8;
 constexpr int kSparseLoadsAhead = 4;
@@ -34,7 +33,10 @@ constexpr int kCrowdedWords = kSumWords * 32 / 4;
 // A block's shared memory.
 struct SumMemory {
   TilePart parts[kSumWarps];
-  TileWords words[kSumWarps];  // of Pici's and Rice's parts
+  union {
+    TileWords words[kSumWarps];  // of Pici's parts
+    RiceMemory rice;
+  };
 };
 
 // Adds entry i of a COO part, whose index has been loaded already.
@@ -51,12 +53,13 @@ __device__ __forceinline__ void add_entry(const TilePart& part, int i, uint32_t 
   }
 }
 
-// Adds the entries of a COO part from `first` on.
+// Adds every `step`th entry of a COO part from `first` on.
 template <int VALUE, class Report>
-__device__ __forceinline__ void add_coo_part(const TilePart& part, int first, const SumTile& tile,
-                                             int k, float* sums, const Report& report) {
+__device__ __forceinline__ void add_coo_part(const TilePart& part, int first, int step,
+                                             const SumTile& tile, int k, float* sums,
+                                             const Report& report) {
 #pragma unroll 1
-  for (int i = first + threadIdx.x; i < part.count; i += kSumThreads) {
+  for (int i = first; i < part.count; i += step) {
     add_entry(part, i, part.indices[i], value_at<VALUE>(part.values, i), tile, k, sums, report);
   }
 }
@@ -82,9 +85,19 @@ __device__ __forceinline__ void add_coo_parts(const SumMemory& memory, int count
     if (thread < part.count) {
       add_entry(part, thread, index[k], value[k], tile, first + k, sums, report);
     }
-    add_coo_part<VALUE>(part, kSumThreads, tile, first + k, sums, report);
+    add_coo_part<VALUE>(part, kSumThreads + thread, kSumThreads, tile, first + k, sums, report);
     __syncthreads();  // the next rank's values come after this one's
   }
+}
+
+// Finds and adds a COO record's part of a tile; called by a warp.
+template <int VALUE, class Report>
+__device__ __forceinline__ void add_coo_tile(const DecodeRecord& record, const SumTile& tile, int k,
+                                             float* sums, const Report& report) {
+  constexpr int64_t value_bytes = sizeof(typename RawType<VALUE>::type);
+  TilePart part = {record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo};
+  find_coo_part(record, tile, k, value_bytes, part, report);
+  add_coo_part<VALUE>(part, threadIdx.x % 32, 32, tile, k, sums, report);
 }
 
 template <class Values>
@@ -190,38 +203,38 @@ __device__ __forceinline__ void add_bits_part(const TilePart& part, const Values
   }
 }
 
-// Adds a part of a message of quantised values.
-__device__ __forceinline__ void add_quantised_part(const TilePart& part, const TileWords& bits,
-                                                   float* sums) {
-  if (part.kind == kKindPici) {
-    add_bits_part(part, QuantisedValues{part}, bits, sums);
-  } else if (part.kind == kKindDense && part.code_bits != 0) {
-    add_dense_part(part, QuantisedValues{part}, sums);
-  } else if (part.kind == kKindDense) {
-    add_dense_part(part, RawValues<kBf16>{part}, sums);
-  }
-}
-
 // Adds records 0 to count - 1 of a tile's segment to `sums`, which has the tile's elements. Called
 // by a block of kSumThreads; `sums` may have been written right before, by any thread, and is
 // complete for all threads afterwards. `record_of(k)` is null for a record to leave out.
 template <int VALUE, class RecordOf, class Report>
 __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, const SumTile& tile,
                                          SumMemory& memory, float* sums, const Report& report) {
-  const int warp = threadIdx.x / 32;
-  for (int first = 0; first < count; first += kSumWarps) {
-    const int here = min(count - first, kSumWarps);
-    if (warp < here) {
-      const DecodeRecord* record = record_of(first + warp);
-      if (record != nullptr && record->kind == kKindRice) {
-        const bool right = find_rice_part(*record, tile, memory.parts, memory.words);
-        if (!right && threadIdx.x % 32 == 0) report(first + warp, kDecodeRice, tile.begin);
-      } else if (record != nullptr) {
-        find_part<VALUE>(*record, tile, first + warp, memory.parts[warp], memory.words[warp],
-                         report);
-      } else if (threadIdx.x % 32 == 0) {
-        memory.parts[warp] = {nullptr, nullptr, 0, 0, kKindCoo, 0, 0};
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int first = 0, here; first < count; first += here) {
+    // Records that follow each other and either are all Rice's, or none is.
+    here = min(count - first, kSumWarps);
+    const DecodeRecord* seen = lane < here ? record_of(first + lane) : nullptr;
+    const unsigned rice = __ballot_sync(kAllLanes, seen != nullptr && seen->kind == kKindRice);
+    const unsigned others = rice & 1 ? ~rice : rice;
+    if (others != 0) here = min(here, __ffs(static_cast<int>(others)) - 1);
+    const DecodeRecord* record = warp < here ? record_of(first + warp) : nullptr;
+    if (rice & 1) {
+      if (record != nullptr && !find_rice_part(*record, tile, memory.rice) && lane == 0) {
+        report(first + warp, kDecodeRice, tile.begin);
       }
+      __syncthreads();
+      list_places(memory.rice, 0);
+      __syncthreads();
+      for (int k = 0; k < here;) {
+        k += add_rice_parts<VALUE>(memory.rice, k, here, sums);
+        __syncthreads();  // the next rank's values come after this one's
+      }
+      continue;
+    }
+    if (record != nullptr) {
+      find_part<VALUE>(*record, tile, first + warp, memory.parts[warp], memory.words[warp], report);
+    } else if (lane == 0) {
+      memory.parts[warp] = {nullptr, nullptr, 0, 0, kKindCoo};
     }
     __syncthreads();
     if constexpr (!is_quantised(VALUE)) {
@@ -234,16 +247,16 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     }
     for (int k = 0; k < here; ++k) {
       const TilePart& part = memory.parts[k];
-      if constexpr (is_quantised(VALUE)) {
-        add_quantised_part(part, memory.words[k], sums);
-      } else if (part.kind == kKindDense) {
-        add_dense_part(part, RawValues<VALUE>{part}, sums);
-      } else if (part.kind == kKindBlocks) {
-        add_block_part<VALUE>(part, tile, sums);
-      } else if (part.kind == kKindCoo) {
-        add_coo_part<VALUE>(part, 0, tile, first + k, sums, report);
-      } else {
-        add_bits_part(part, RawValues<VALUE>{part}, memory.words[k], sums);
+      if (part.kind == kKindDense) {
+        add_dense_part(part, RawValues<kDenseOf<VALUE>>{part}, sums);
+      } else if constexpr (!is_quantised(VALUE)) {
+        if (part.kind == kKindBlocks) {
+          add_block_part<VALUE>(part, tile, sums);
+        } else if (part.kind == kKindCoo) {
+          add_coo_part<VALUE>(part, threadIdx.x, kSumThreads, tile, first + k, sums, report);
+        } else {
+          add_bits_part(part, RawValues<VALUE>{part}, memory.words[k], sums);
+        }
       }
       __syncthreads();  // the next rank's values come after this one's
     }

@@ -165,6 +165,15 @@ def test_tiles_from_empty_to_full(place: Place, name: str, density: float) -> No
     check_sums(case, ORACLE.encode(case), Ops("CUDA", place))
 
 
+@pytest.mark.parametrize("name", ["coo", "linear"])
+def test_more_tiles_than_warps(emulated_gpu, emulator: Emulator, name: str) -> None:
+    """In place a warp takes a tile: some warps take two, and some find none."""
+    emulator.schedule(RANDOM, 3, multiprocessors=1)
+    values_N = cases.scattered_grad(150_000, 0.002, torch.float32)
+    case = Case(values_N, segments_of([0, 9000, 9001, 150_000]), spec_of(0, name))
+    check_sums(case, ORACLE.encode(case), Ops("CUDA", to_gpu))
+
+
 @pytest.mark.parametrize("block_size", [1, 37, 64, 4096, 5000])
 def test_blocks_of_any_size(place: Place, block_size: int) -> None:
     """Blocks that lie across tiles, fill one, or are longer than a tile: of another encoder."""

@@ -1,0 +1,335 @@
+// Finds a Rice record's part of a tile of 4096 elements, by a warp, and adds it, by a block.
+//
+// A chunk has one tile or more. For each of them a warp reads the chunk's index words from the
+// begin on, as far as the tile reaches: of each 32 words of the unary part the number of entries,
+// and the remainders of each set of 32 entries. From the sums before them follow the elements of a
+// word's first and last entry, and so the words that hold the tile's entries. Of these the block
+// lists the places of all entries, a word for each thread; then a warp takes 128 entries at a time,
+// a lane one of each 32, so that planes are the same for all lanes.
+//
+// Encoders take chunks of about 1024 to 2048 entries, so the words before the tile are few. It is
+// right, but slow, for long chunks that are full.
+//
+// Bytes an element at density d, of 2^s elements a chunk, for each record: values as other formats;
+// of the index words, which have i bytes an element, up to i max(1, 2^(s - 12) / 2), mostly from
+// the L2 cache.
+#pragma once
+
+#include <type_traits>
+
+#include "rice_decode.cuh"
+
+namespace megatron_sparse {
+
+constexpr int kSumThreads = 256;
+constexpr int kSumWarps = kSumThreads / 32;
+constexpr int kGroupSets = kRiceGroup / kPlane;
+
+constexpr int kLaneWords = 4;  // that a lane looks at
+// The most words that hold a tile's entries, but for zeros before the first one's, and others of
+// the same lanes: a bit of the unary part is at least an element.
+constexpr int kMostTileWords = kTileWords + kLaneWords;
+constexpr int kMostTileSets = kMostTileWords + 2;
+constexpr int kMostRoundSets = 32 * (kLaneWords + 1);
+
+// A block's shared memory, for as many records as warps.
+struct RiceMemory {
+  RiceChunk chunks[kSumWarps];
+  uint16_t entries_before[kSumWarps][kMostTileWords];  // before each word, in the words
+  int rests_before[kSumWarps][kMostTileSets];  // remainders before each set of the words' entries
+  union {
+    int rests_seen[kSumWarps][kMostRoundSets];  // before each set of the words at hand
+    // Of the entries of a chunk, in its words; the next chunk's are listed while one is added.
+    uint16_t places[2][32 * kMostTileWords];
+  };
+};
+
+// Lane i gets a word whose bit l is bit i of lane l's word.
+__device__ __forceinline__ uint32_t transpose_bits(uint32_t word) {
+  const int lane = threadIdx.x % 32;
+  uint32_t other = __shfl_xor_sync(kAllLanes, word, 16);
+  word = __byte_perm(word, other, lane & 16 ? 0x3276 : 0x5410);
+  other = __shfl_xor_sync(kAllLanes, word, 8);
+  word = __byte_perm(word, other, lane & 8 ? 0x3715 : 0x6240);
+  uint32_t low = 0x0f0f0f0fu;  // bits that a lane without bit `distance` keeps
+#pragma unroll
+  for (int distance = 4; distance > 0; distance /= 2, low ^= low << distance) {
+    other = __shfl_xor_sync(kAllLanes, word, distance);
+    const bool upper = (lane & distance) != 0;
+    const uint32_t kept = upper ? ~low : low;
+    other = __funnelshift_l(other, other, upper ? 32 - distance : distance);
+    word = (word & kept) | (other & ~kept);
+  }
+  return word;
+}
+
+// A group of quantised values; docs/wire-format.md. Held by a warp, of which a lane has its own
+// value of each set.
+struct QuantisedGroup {
+  uint32_t scale, words;
+
+  // `entries` and `bits` are the chunk's.
+  __device__ __forceinline__ void load(const uint32_t* values, int group, int entries, int bits) {
+    const int lane = threadIdx.x % 32, at = group * (1 + kGroupSets * bits);
+    const unsigned left = entries - group * kRiceGroup;
+    scale = values[at];
+    words = lane < min(kGroupSets, static_cast<int>((left + kPlane - 1) / kPlane)) * bits
+                ? values[at + 1 + lane]
+                : 0;
+  }
+
+  // Apart from `load`, so that the next group is loaded before.
+  __device__ __forceinline__ void decode(int bits, float (&value)[kGroupSets]) const {
+    const float base = ScalarLanes::as_float(scale & 0xffff0000u);
+    const float step = ScalarLanes::as_float(scale << 16);
+    const uint32_t mask = (1u << (bits - 1)) - 1;
+    uint32_t code = transpose_bits(words);
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s, code >>= bits) {
+      // Compiled without contraction (sources.py); the product is exact anyway.
+      const float level = base + static_cast<float>(code & mask) * step;
+      const uint32_t sign = code << (32 - bits) & 0x80000000u;
+      value[s] = ScalarLanes::as_float(ScalarLanes::as_bits(level) | sign);
+    }
+  }
+};
+
+// The same of raw values.
+template <int VALUE>
+struct RawGroup {
+  float loaded[kGroupSets];
+
+  __device__ __forceinline__ void load(const uint32_t* values, int group, int entries, int) {
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      const int entry = kRiceGroup * group + kPlane * s + threadIdx.x % 32;
+      loaded[s] = 0;
+      if (entry < entries) {
+        loaded[s] = value_at<VALUE>(reinterpret_cast<const uint8_t*>(values), entry);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void decode(int, float (&value)[kGroupSets]) const {
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) value[s] = loaded[s];
+  }
+};
+
+template <int VALUE>
+using ValueGroup = std::conditional_t<is_quantised(VALUE), QuantisedGroup, RawGroup<VALUE>>;
+
+// Adds a lane's values of a group to those elements that are below `length`.
+template <class Group>
+__device__ __forceinline__ void add_group(const Group& group, int bits,
+                                          const unsigned (&element)[kGroupSets], unsigned length,
+                                          float* sums) {
+  float sum[kGroupSets] = {}, value[kGroupSets];
+#pragma unroll
+  for (int s = 0; s < kGroupSets; ++s) {
+    if (element[s] < length) sum[s] = sums[element[s]];
+  }
+  group.decode(bits, value);
+#pragma unroll
+  for (int s = 0; s < kGroupSets; ++s) {
+    if (element[s] < length) sums[element[s]] = sum[s] + value[s];
+  }
+}
+
+// Adds a tile of `count` records without indices. An element is always the same thread's, so no
+// barrier keeps the ranks' order.
+__device__ __forceinline__ void add_all_values(const RiceChunk* chunks, int count, float* sums) {
+  const int lane = threadIdx.x % 32, length = chunks[0].entries, bits = chunks[0].bits;
+#pragma unroll 1
+  for (int g = threadIdx.x / 32; g * kRiceGroup < length; g += kSumWarps) {
+    QuantisedGroup group;
+    group.load(chunks[0].values, g, length, bits);
+    const int first = g * kRiceGroup + lane;
+    float sum[kGroupSets] = {};
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      if (first + kPlane * s < length) sum[s] = sums[first + kPlane * s];
+    }
+#pragma unroll 1
+    for (int k = 1; k <= count; ++k) {
+      QuantisedGroup next = group;
+      if (k < count) next.load(chunks[k].values, g, length, bits);
+      float value[kGroupSets];
+      group.decode(bits, value);
+#pragma unroll
+      for (int s = 0; s < kGroupSets; ++s) sum[s] += value[s];
+      group = next;
+    }
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      if (first + kPlane * s < length) sums[first + kPlane * s] = sum[s];
+    }
+  }
+}
+
+// Finds the words that hold the entries of a tile; called by a whole warp, which gets false if
+// something that it has seen is wrong. A chunk's last tile checks all that check_rice_chunk does.
+__device__ __forceinline__ bool find_entries(RiceChunk& chunk, uint16_t* entries_before,
+                                             int* rests_before, int* rests_seen) {
+  const int lane = threadIdx.x % 32, r = chunk.r;
+  bool wrong = false;
+  // Of the words before: entries, and the remainders of all whole sets of these.
+  int entries = 0, rests = 0;
+  int first_word = -1, first = 0;
+  for (int begin = 0; begin < chunk.words; begin += 32 * kLaneWords) {
+    const int at = begin + kLaneWords * lane;
+    uint32_t word[kLaneWords];
+    int here = 0, lowest = 0, highest = 0;  // places in the lane's words
+#pragma unroll
+    for (int i = 0; i < kLaneWords; ++i) {
+      word[i] = at + i < chunk.words ? chunk.ones[at + i] : 0;
+      if (word[i] == 0) continue;
+      if (here == 0) lowest = 32 * i + __ffs(static_cast<int>(word[i])) - 1;
+      highest = 32 * i + 31 - __clz(static_cast<int>(word[i]));
+      here += __popc(word[i]);
+    }
+    const int last = entries + warp_inclusive_sum(here), entry = last - here;
+    const int all = __shfl_sync(kAllLanes, last, 31);
+    const int first_set = entries / kPlane, sets = all / kPlane + 1 - first_set;
+    for (int s = lane; s - lane < sets; s += 32) {
+      const int set = first_set + s;
+      const int rest = set < chunk.sets ? sum_remainders(chunk.planes, set, r, kAllLanes) : 0;
+      const int through = rests + warp_inclusive_sum(rest);
+      rests_seen[s] = through - rest;
+      rests = __shfl_sync(kAllLanes, through, 31);
+    }
+    __syncwarp();
+    // The element of an entry that is there.
+    const auto element_of = [&](int number, int place) {
+      const int set = number / kPlane;
+      return chunk.element(number, 32 * at + place) + rests_seen[set - first_set] +
+             sum_remainders(chunk.planes, set, r, kAllLanes >> (kPlane - 1 - number % kPlane));
+    };
+    const bool holds = here != 0 && last <= chunk.entries;
+    const int low = holds ? element_of(entry, lowest) : 0;
+    const int high = holds ? element_of(last - 1, highest) : -1;
+    wrong |= last > chunk.entries || high >= chunk.numel;
+    const bool is_behind = low >= chunk.end;
+    const unsigned in = __ballot_sync(kAllLanes, high >= chunk.begin && !is_behind);
+    if (in != 0) {
+      const int least = __ffs(static_cast<int>(in)) - 1, most = 31 - __clz(static_cast<int>(in));
+      const int least_entry = __shfl_sync(kAllLanes, entry, least);
+      const int last_entry = __shfl_sync(kAllLanes, last, most);
+      if (first_word < 0) {
+        first_word = begin + kLaneWords * least;
+        first = least_entry;
+      }
+      if (lane == 0) {
+        const int end = min(begin + kLaneWords * (most + 1), chunk.words);
+        chunk.first_word = first_word;
+        chunk.word_count = end - first_word;
+        chunk.first = first;
+        chunk.last = last_entry;
+      }
+    }
+    if (first_word >= 0) {
+      int before = entry - first;
+#pragma unroll
+      for (int i = 0; i < kLaneWords; ++i) {
+        const unsigned to = at + i - first_word;
+        if (to < kMostTileWords) entries_before[to] = static_cast<uint16_t>(before);
+        before += __popc(word[i]);
+      }
+      for (int s = lane; s < sets; s += 32) {
+        const unsigned to = first_set + s - first / kPlane;
+        if (to < kMostTileSets) rests_before[to] = rests_seen[s];
+      }
+    }
+    entries = all;
+    rests = rests_seen[sets - 1];
+    __syncwarp();  // the sums have been read
+    if (__any_sync(kAllLanes, is_behind)) break;
+  }
+  if (chunk.is_last()) {
+    wrong |= entries != chunk.entries || chunk.ones[chunk.words - 1] == 0 ||
+             stray_remainders(chunk.planes, chunk.entries, r) != 0;
+  }
+  return !__any_sync(kAllLanes, wrong);
+}
+
+// Finds and checks a record's part of a tile; called by a whole warp, which gets false if the part
+// is wrong.
+__device__ __forceinline__ bool find_rice_part(const DecodeRecord& record, const SumTile& tile,
+                                               RiceMemory& memory) {
+  const int warp = threadIdx.x / 32;
+  RiceChunk& chunk = memory.chunks[warp];
+  if (threadIdx.x % 32 == 0) find_rice_chunk(record, tile, chunk);
+  __syncwarp();
+  if (chunk.words <= 0) return chunk.entries >= 0;
+  if (find_entries(chunk, memory.entries_before[warp], memory.rests_before[warp],
+                   memory.rests_seen[warp])) {
+    return true;
+  }
+  if (threadIdx.x % 32 == 0) chunk.word_count = chunk.last = 0;
+  return false;
+}
+
+// Lists the places of the entries of chunk k's words; called by a whole block.
+__device__ __forceinline__ void list_places(RiceMemory& memory, int k) {
+  const RiceChunk& chunk = memory.chunks[k];
+  const int thread = threadIdx.x;
+  if (thread >= chunk.word_count) return;
+  uint16_t* place = memory.places[k % 2] + memory.entries_before[k][thread];
+  for (uint32_t left = chunk.ones[chunk.first_word + thread]; left != 0; left &= left - 1) {
+    *place++ = static_cast<uint16_t>(32 * thread + __ffs(static_cast<int>(left)) - 1);
+  }
+}
+
+// Adds those of chunk k's entries that are in the tile, and lists the places of the next chunk's.
+template <int VALUE>
+__device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, float* sums) {
+  const RiceChunk& chunk = memory.chunks[k];
+  const int thread = threadIdx.x, lane = thread % 32;
+  const unsigned first = chunk.first, last = chunk.last, first_set = first / kPlane;
+  const uint32_t *values = chunk.values, *planes = chunk.planes;
+  const int entries = chunk.entries, bits = chunk.bits;
+  unsigned g = first / kRiceGroup + thread / 32;
+  ValueGroup<VALUE> next = {};
+  if (g * kRiceGroup < last) next.load(values, g, entries, bits);
+  if (k + 1 < end) list_places(memory, k + 1);
+  const uint32_t lanes_through = kAllLanes >> (31 - lane);
+  const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
+  const unsigned length = chunk.end - begin;
+  const uint16_t* places = memory.places[k % 2];
+#pragma unroll 1
+  for (; g * kRiceGroup < last; g += kSumWarps) {
+    const ValueGroup<VALUE> group = next;
+    if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, entries, bits);
+    unsigned element[kGroupSets];
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      const unsigned set = kGroupSets * g + s, entry = kPlane * set + lane;
+      element[s] = 0xffffffffu;
+      if (set < first_set || kPlane * set >= last) continue;
+      const int sum =
+          memory.rests_before[k][set - first_set] + sum_remainders(planes, set, r, lanes_through);
+      if (entry - first < last - first) {
+        const int zeros = first_place + places[entry - first] - entry;
+        element[s] = (zeros << r) + entry + sum - begin;
+      }
+    }
+    add_group(group, bits, element, length, sums);
+  }
+}
+
+// Adds chunk k's part of a tile, and those of the chunks before `end` that go with it; called by a
+// whole block when the places are listed. Returns how many, and has listed the next one's.
+template <int VALUE>
+__device__ __forceinline__ int add_rice_parts(RiceMemory& memory, int k, int end, float* sums) {
+  if (is_quantised(VALUE) && memory.chunks[k].words < 0) {
+    int count = 1;
+    while (k + count < end && memory.chunks[k + count].words < 0) ++count;
+    if (k + count < end) list_places(memory, k + count);
+    add_all_values(memory.chunks + k, count, sums);
+    return count;
+  }
+  add_entries<VALUE>(memory, k, end, sums);
+  return 1;
+}
+
+}  // namespace megatron_sparse
