@@ -269,6 +269,7 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
   if (call.coder == kMovesRans) make_tables(call, work, s, shared);
   const uint4* vectors = reinterpret_cast<const uint4*>(call.body);
   uint32_t sum = 0;
+#pragma unroll 4
   for (int64_t v = first_item(); v < call.body_bytes / 16; v += item_stride()) {
     sum += mix_vector(vectors[v], static_cast<uint32_t>(4 * v));
   }

@@ -121,6 +121,7 @@ __global__ void __launch_bounds__(kScanThreads, 4)
     moves_place_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
   using Raw = MovesRaw<D>;
   __shared__ TileScan scan;
+  uint32_t sum = 0;
   const int64_t chunks = chunk_count(kMovesRans, call.numel);
   for (int64_t chunk = take_tile(scan, work.ticket); chunk < chunks;
        chunk = take_tile(scan, work.ticket)) {
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kScanThreads, 4)
     __syncthreads();
     uint8_t* target = chunks_of_record(call, work, chunks) + scan.before;
     if (words == kRawWords) {
-      write_raw_chunk<D>(call, chunk, target);
+      sum += write_raw_chunk<D>(call, chunk, target);
       continue;
     }
     constexpr int kStateVectors = 4 * kStates / 16;
@@ -143,10 +144,12 @@ __global__ void __launch_bounds__(kScanThreads, 4)
     const uint16_t* first =
         work.slots + chunk * (kRansChunk * sizeof(Raw) / 2) + (raw / 2 - 2 * kStates - words);
     for (int64_t v = threadIdx.x; v < bytes / 16; v += kScanThreads) {
-      reinterpret_cast<uint4*>(target)[v] =
-          v < kStateVectors ? states[v] : vector_of(first, 8 * (v - kStateVectors), words);
+      sum += put_vector(
+          call, target + 16 * v,
+          v < kStateVectors ? states[v] : vector_of(first, 8 * (v - kStateVectors), words));
     }
   }
+  add_chunk_sum(work, sum);
 }
 
 }  // namespace megatron_sparse

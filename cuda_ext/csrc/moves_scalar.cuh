@@ -10,8 +10,8 @@
 
 namespace megatron_sparse {
 
-inline constexpr int kTileItems = kMovesTile / 32;      // numbers of a tile in each lane
 inline constexpr int64_t kPlaneBytes = kMovesTile / 8;  // of a tile's bit plane
+inline constexpr int kPlaneWords = static_cast<int>(kPlaneBytes) / 4;
 inline constexpr int kTableEntries = kContexts * kMaxSymbols;
 
 template <int D>
