@@ -3,7 +3,7 @@
 //
 // The status names the same field as moves_record.cpp does: of all faults the one that the CPU
 // would meet first, whichever block finds one first. Bytes of device memory: the record read once;
-// 256 KiB of table written.
+// 69 KiB of tables written.
 #pragma once
 
 #include "launch_grid.cuh"
@@ -38,14 +38,21 @@ __device__ __forceinline__ MovesFaultKey fault_key(MovesCheck check, int64_t whe
   return ~(static_cast<MovesFaultKey>(check) << kWhereBits | static_cast<MovesFaultKey>(where));
 }
 
+// The decoder's tables of rans: symbols by context and slot, and encoder_entry of the symbols.
+struct RansDecoder {
+  uint8_t symbols[kContexts][kScale];
+  uint32_t entries[kTableEntries];
+};
+static_assert(sizeof(RansDecoder) % 16 == 0, "it is copied in vectors");
+
 struct MovesDecodeWork {
   MovesFaultKey* fault;    // zeroed
   MovesFaultKey* damaged;  // zeroed; of rans chunks whose end is wrong
   unsigned* summed;        // zeroed; blocks that have added to the sum
   uint32_t* sum;           // zeroed; of the mixed words
   int64_t zeroed_bytes;
-  uint32_t* table;  // [kContexts][kScale], of rans
-  void* decoded;    // [numel], of rans
+  RansDecoder* tables;  // of rans
+  void* decoded;        // [numel], of rans
   int64_t bytes;
 };
 
@@ -58,7 +65,7 @@ inline MovesDecodeWork lay_out_decode(void* base, int64_t numel, int dtype, int 
   w.sum = memory.take<uint32_t>(1);
   w.zeroed_bytes = memory.used();
   if (coder == kMovesRans) {
-    w.table = memory.take<uint32_t>(kContexts * int64_t{kScale});
+    w.tables = memory.take<RansDecoder>(1);
     w.decoded = memory.take<uint8_t>(numel * dtype_bytes(dtype));
   }
   w.bytes = memory.used();
@@ -198,17 +205,21 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
       const int where = s.table_bytes < kContexts ? 0 : context;
       report_fault(work.fault, MovesCheck::kTable, where);
     }
-    uint32_t* entries = work.table + context * int64_t{kScale};
+    uint8_t* symbols = work.tables->symbols[context];
+    uint32_t* entries = work.tables->entries + context * kMaxSymbols;
     if (shared.stored <= 0) {
+      // As moves_decoder_table: a symbol, the states of which only lose bits.
       for (int slot = threadIdx.x; slot < static_cast<int>(kScale); slot += kCheckThreads) {
-        entries[slot] = 0;
+        symbols[slot] = 0;
       }
+      if (threadIdx.x == 0) entries[0] = encoder_entry(0, 1);
     }
     for (int symbol = threadIdx.x / 32; symbol < shared.stored; symbol += kCheckThreads / 32) {
       const uint32_t frequency = shared.frequency[symbol], start = shared.start[symbol];
       for (uint32_t above = threadIdx.x % 32; above < frequency; above += 32) {
-        entries[start + above] = decoder_entry(above, frequency, static_cast<uint32_t>(symbol));
+        symbols[start + above] = static_cast<uint8_t>(symbol);
       }
+      if (threadIdx.x % 32 == 0) entries[symbol] = encoder_entry(start, frequency);
     }
   }
 }

@@ -98,7 +98,7 @@ struct PackedSections {
 
 // Applies a packed record; a warp takes eight tiles of a chunk.
 template <int D>
-__global__ void __launch_bounds__(kUnpackThreads)
+__global__ void __launch_bounds__(kUnpackThreads, D == kFp32 ? 6 : 8)
     moves_unpack_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
   using Raw = MovesRaw<D>;
   constexpr int kVectors = kLaneWords<D> / 4, kItems = 16 / sizeof(Raw);
@@ -194,8 +194,13 @@ void launch_decode_of(const MovesDecodeArguments& call, const MovesDecodeWork& w
     return;
   }
   if (call.coder == kMovesRans && chunks > 0) {
-    const cudaLaunchConfig_t warps = grid_for(chunks, resident * 32, 32, stream);
-    cudaLaunchKernelEx(&warps, moves_rans_decode_kernel<D>, call, work);
+    const int warps = warps_for(chunks, kDecodeWarps);
+    cudaLaunchConfig_t decodes =
+        grid_for((chunks + warps - 1) / warps, resident * 2, 32 * warps, stream);
+    decodes.dynamicSmemBytes = static_cast<size_t>(rans_shared_bytes(warps));
+    cudaFuncSetAttribute(moves_rans_decode_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         rans_shared_bytes(kDecodeWarps));
+    cudaLaunchKernelEx(&decodes, moves_rans_decode_kernel<D>, call, work);
   }
   const int64_t vectors = call.numel * int64_t{sizeof(MovesRaw<D>)} / 16 + 1;
   const cudaLaunchConfig_t items = grid_of_items(vectors, kCopyThreads, stream);

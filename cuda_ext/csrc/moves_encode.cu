@@ -87,8 +87,10 @@ void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& w
     cudaLaunchKernelEx(&counts, moves_count_kernel<D>, call, work);
     const cudaLaunchConfig_t contexts = grid_for(1, 1, kQuantiseThreads, stream);
     cudaLaunchKernelEx(&contexts, moves_quantise_kernel<D>, call, work);
-    const cudaLaunchConfig_t warps = grid_for(chunks, resident * 32, 32, stream);
-    cudaLaunchKernelEx(&warps, moves_rans_kernel<D>, call, work);
+    const int warps = warps_for(chunks, kRansWarps);
+    const cudaLaunchConfig_t codes =
+        grid_for((chunks + warps - 1) / warps, resident * 5, 32 * warps, stream);
+    cudaLaunchKernelEx(&codes, moves_rans_kernel<D>, call, work);
     const cudaLaunchConfig_t places = grid_for(chunks, resident * 4, kScanThreads, stream);
     cudaLaunchKernelEx(&places, moves_place_kernel<D>, call, work);
   }

@@ -10,10 +10,19 @@ namespace megatron_sparse {
 
 // What the launches of the rans encoder tell each other.
 struct RansTables {
-  uint32_t base;         // exponent of context 0
-  uint32_t table_bytes;  // of the frequency table in the record
-  uint32_t entries[kTableEntries];
+  uint32_t base;                 // exponent of context 0
+  uint32_t table_bytes;          // of the frequency table in the record
+  uint2 entries[kTableEntries];  // see rans_entry
 };
+
+inline constexpr int kRansSteps = 4;  // of 32 numbers, loaded while those before are coded
+inline constexpr int64_t kSlotSlack = kRansSteps * kStepWords;
+
+// Words of a chunk's room: of its raw numbers, which a chunk that pays does not fill, and in front
+// of these of some steps, so that the encoder looks at its end once for all of them.
+MS_INLINE int64_t slot_words(int dtype) {
+  return kSlotSlack + kRansChunk * dtype_bytes(dtype) / 2;
+}
 
 inline constexpr uint32_t kRawWords = 0xffffffffu;  // the number of words of a raw chunk
 
@@ -28,7 +37,7 @@ struct MovesEncodeWork {
   RansTables* tables;
   uint32_t* states;  // [chunks][kStates]
   uint32_t* words;   // [chunks], how many there are, or kRawWords
-  uint16_t* slots;   // room for the raw numbers of each chunk; words lie at the end of its room
+  uint16_t* slots;   // [chunks][slot_words], words lie at the end
   int64_t bytes;
 };
 
@@ -47,7 +56,7 @@ inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype, int 
     w.tables = memory.take<RansTables>(1);
     w.states = memory.take<uint32_t>(chunks * kStates);
     w.words = memory.take<uint32_t>(chunks);
-    w.slots = memory.take<uint16_t>(round_up_16(numel * dtype_bytes(dtype)) / 2);
+    w.slots = memory.take<uint16_t>(chunks * slot_words(dtype));
   }
   w.bytes = memory.used();
   return w;

@@ -12,6 +12,7 @@ namespace megatron_sparse {
 
 inline constexpr int64_t kPlaneBytes = kMovesTile / 8;  // of a tile's bit plane
 inline constexpr int kPlaneWords = static_cast<int>(kPlaneBytes) / 4;
+inline constexpr int kStepWords = 3 * kStates;  // that a step of rans, 32 numbers, takes at most
 inline constexpr int kTableEntries = kContexts * kMaxSymbols;
 
 template <int D>

@@ -34,7 +34,7 @@ from tests.formats.moves_cases import (
 
 NUMELS = [0, 1, 31, 33, 255, 257, 5000]
 CODED = ("rans", "packed")
-PACKED_CHUNK, RANS_CHUNK = 8192, 65536
+PACKED_CHUNK, RANS_CHUNK = 8192, 16384
 
 
 def check(place: Place, old: torch.Tensor, new: torch.Tensor, coder: str, shift: int = 0) -> None:

@@ -704,6 +704,9 @@ inline void __nanosleep(unsigned) {
   cuda_emulator::yield_thread(true);
 }
 
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned(uint64_t{a} * b >> 32);
+}
 inline int __popc(unsigned x) {
   return std::popcount(x);
 }
@@ -758,6 +761,11 @@ struct cudaLaunchConfig_t {
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 
 // Runs the kernel to its end; throws cuda_emulator::Error.
 template <class... Parameters, class... Arguments>
