@@ -83,7 +83,7 @@ void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& w
     cudaLaunchKernelEx(&once, moves_base_kernel<D>, call, work);
     const int64_t apart = int64_t{kCountBlock} * count_stride(call.numel);
     const cudaLaunchConfig_t counts =
-        grid_for((call.numel + apart - 1) / apart, resident * 4, kCountThreads, stream);
+        grid_for((call.numel + apart - 1) / apart, resident * 8, kCountThreads, stream);
     cudaLaunchKernelEx(&counts, moves_count_kernel<D>, call, work);
     const cudaLaunchConfig_t contexts = grid_for(1, 1, kQuantiseThreads, stream);
     cudaLaunchKernelEx(&contexts, moves_quantise_kernel<D>, call, work);

@@ -250,7 +250,7 @@ __device__ __forceinline__ void write_escapes(const uint32_t (&z)[kWarpTiles][kL
 
 // Packs all chunks into their places.
 template <int D>
-__global__ void __launch_bounds__(kPackThreads, D == kFp32 ? 2 : 3)
+__global__ void __launch_bounds__(kPackThreads, D == kFp32 ? 2 : 4)
     moves_pack_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
   using Raw = MovesRaw<D>;
   __shared__ PackedChunk<D> shared;

@@ -73,7 +73,7 @@ __device__ __forceinline__ uint32_t symbol_of(uint32_t z, uint32_t& raw_bits) {
 
 // Counts the symbols of each context in every `stride`th block of kCountBlock numbers.
 template <int D>
-__global__ void __launch_bounds__(kCountThreads, 4)
+__global__ void __launch_bounds__(kCountThreads, 8)
     moves_count_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
   __shared__ unsigned counts[kCountCopies][kTableEntries];
   unsigned* const all = &counts[0][0];
