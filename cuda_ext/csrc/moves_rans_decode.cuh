@@ -1,19 +1,23 @@
-// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each lane.
+// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each
+// lane.
 //
-// Words come through a ring in shared memory, which is filled ahead of them. There the tables are,
-// too: a look-up in memory would take a cycle for each line that the lanes touch. Of a short shard
-// blocks have few warps, so that all multiprocessors have some.
-// Bytes of device memory: a number read and written an element, and the record read.
+// Words come through a ring in shared memory, which is filled ahead of them.
+// There the tables are, too: a look-up in memory would take a cycle for each
+// line that the lanes touch. Of a short shard blocks have few warps, so that
+// all multiprocessors have some. Bytes of device memory: a number read and
+// written an element, and the record read.
 #pragma once
 
 #include "moves_check_kernel.cuh"
+#include "moves_planes.cuh"
 
 namespace megatron_sparse {
 
 inline constexpr int kRingHalf = 8 * 32;  // words: a vector from each lane
 inline constexpr int kDecodeWarps = 16;   // of a block, at most
-// Steps of 32 numbers, loaded while those before are decoded. A number takes two words at most, of
-// fp32 three; a half may be overwritten as soon as the next is begun.
+// Steps of 32 numbers, loaded while those before are decoded. A number takes
+// two words at most, of fp32 three; a half may be overwritten as soon as the
+// next is begun.
 template <int D>
 inline constexpr int kDecodedSteps = D == kFp32 ? 2 : 4;
 static_assert(kDecodedSteps<kFp32> * kStepWords <= kRingHalf, "of fp32");
@@ -68,16 +72,15 @@ template <int D>
 __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words, uint32_t context,
                                               bool active, const RansDecoder& tables) {
   // Of a lane without a number the state stays as it is.
-  uint32_t symbol = 0;
+  uint2 entry = {0, 0};
   if (active) {
     const uint32_t slot = state & (kScale - 1);
-    symbol = tables.symbols[context][slot];
-    const uint32_t entry = tables.entries[context * kMaxSymbols + symbol];
-    state = (entry & 0xffffu) * (state >> kScaleBits) + slot - (entry >> 16);
+    entry = tables.entries[context * kMaxSymbols + tables.symbols[context][slot]];
+    state = (entry.x & 0x1fffu) * (state >> kScaleBits) + slot - (entry.x >> 13 & (kScale - 1));
   }
   words.refill(state);
-  const uint32_t bits = raw_bits_of(symbol);
-  if (!__any_sync(kAllLanes, bits != 0)) return symbol;
+  const uint32_t bits = entry.x >> 25;
+  if (!__any_sync(kAllLanes, bits != 0)) return entry.y;
   const uint32_t low = D == kFp32 ? min(bits, 16u) : bits;
   uint32_t raw = state & ((1u << low) - 1);
   state >>= low;
@@ -88,10 +91,11 @@ __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words
     state >>= high;
     words.refill(state);
   }
-  return bits == 0 ? symbol : ((2 | (symbol & 1)) << bits) + raw;
+  return entry.y + raw;
 }
 
-// Decodes a chunk into `out`; whether it ends as it must, the same in all lanes.
+// Decodes a chunk into `out`; whether it ends as it must, the same in all
+// lanes.
 template <int D>
 __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64_t count,
                                                   uint32_t base, const RansDecoder& tables,
@@ -111,9 +115,8 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
 #pragma unroll
     for (int s = 0; s < kDecodedSteps<D>; ++s) next[s] = held[first + 32 * s + lane];
   };
-  const auto decode = [&](uint32_t was, bool active) {
-    const uint32_t z = next_move<D>(state, words, context_of<D>(was, base), active, tables);
-    return static_cast<MovesRaw<D>>(moved_by<D>(was, z));
+  const auto next_z = [&](uint32_t was, bool active) {
+    return next_move<D>(state, words, context_of<D>(was, base), active, tables);
   };
   if (whole > 0) load(0);
   for (int first = 0; first < whole; first += kGroup) {
@@ -123,15 +126,27 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
     if (first + kGroup < whole) load(first + kGroup);
     words.fill();
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps<D>; ++s) out[first + 32 * s + lane] = decode(was[s], true);
+    for (int s = 0; s < kDecodedSteps<D>; s += 2) {
+      MovesRaw<D>* to = out + first + 32 * s + lane;
+      const uint32_t z = next_z(was[s], true), other = next_z(was[s + 1], true);
+      if constexpr (D == kFp32) {
+        to[0] = moved_word<D>(was[s], z);
+        to[32] = moved_word<D>(was[s + 1], other);
+      } else {
+        const uint32_t now = moved_word<D>(was[s] | was[s + 1] << 16, z | other << 16);
+        to[0] = static_cast<MovesRaw<D>>(now);
+        to[32] = static_cast<MovesRaw<D>>(now >> 16);
+      }
+    }
   }
   for (int i = whole + lane; i - lane < numbers; i += 32) {
     const bool active = i < numbers;
     words.fill();
-    const MovesRaw<D> now = decode(active ? held[i] : 0, active);
-    if (active) out[i] = now;
+    const uint32_t held_i = active ? held[i] : 0, z = next_z(held_i, active);
+    if (active) out[i] = static_cast<MovesRaw<D>>(moved_by<D>(held_i, z));
   }
-  // Less than 16 bytes of padding are left, and every state is back where encoding began.
+  // Less than 16 bytes of padding are left, and every state is back where
+  // encoding began.
   const int left = word_count - words.read;
   bool fine = left >= 0 && left < 8 && state == kLowestState;
   if (lane < left && lane < 8) {
@@ -140,7 +155,8 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
   return __all_sync(kAllLanes, fine);
 }
 
-// Decodes all chunks beside what is held: only its end shows whether a chunk is whole.
+// Decodes all chunks beside what is held: only its end shows whether a chunk is
+// whole.
 template <int D>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     moves_rans_decode_kernel(MovesDecodeArguments call, MovesDecodeWork work) {

@@ -35,12 +35,13 @@ struct StepNumbers {
 // A chunk's words, written from the end of their room on.
 struct WordWriter {
   uint16_t* first;
+  unsigned lower;  // lanes
 
   // The lower halves of the states in some lanes.
   __device__ __forceinline__ void emit(uint32_t& state, bool full) {
     const unsigned lanes = __ballot_sync(kAllLanes, full);
     first -= __popc(lanes);
-    if (full) first[__popc(lanes & ((1u << threadIdx.x % 32) - 1))] = static_cast<uint16_t>(state);
+    if (full) first[__popc(lanes & lower)] = static_cast<uint16_t>(state);
     state = full ? state >> 16 : state;
   }
 
@@ -101,6 +102,8 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     entries[k] = work.tables->entries[k];
   __syncthreads();
   const int lane = threadIdx.x % 32;
+  // A shuffle, because the compiler would compute another mask anew for every word.
+  const unsigned lower = __shfl_sync(kAllLanes, (1u << lane) - 1, lane);
   const uint32_t base = work.tables->base;
   const int64_t chunks = chunk_count(kMovesRans, call.numel);
   for (int64_t chunk = first_item() / 32; chunk < chunks; chunk += item_stride() / 32) {
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     const int raw_bytes = static_cast<int>(round_up_16(count * sizeof(Raw)));
     const int most = (raw_bytes - 4 * kStates) / 2;
     uint16_t* const room = work.slots + chunk * slot_words(D) + kSlotSlack;
-    WordWriter words = {room + most};
+    WordWriter words = {room + most, lower};
     uint32_t state = kLowestState;
     constexpr int kGroup = 32 * kRansSteps;
     const int whole = count / kGroup * kGroup;

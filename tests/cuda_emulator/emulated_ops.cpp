@@ -18,7 +18,7 @@
 
 namespace megatron_sparse {
 
-CUDA_EMULATOR_DYNAMIC_SHARED(uint4, rans_shared, 88 << 6);  // KiB: of a block of 16 warps
+CUDA_EMULATOR_DYNAMIC_SHARED(uint4, rans_shared, 96 << 6);  // KiB: of a block of 16 warps
 
 namespace {
 
