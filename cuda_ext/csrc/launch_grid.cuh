@@ -27,6 +27,12 @@ inline cudaLaunchConfig_t grid_of_items(int64_t items, int threads, cudaStream_t
   return grid_for((items + threads - 1) / threads, multiprocessors() * 8, threads, stream);
 }
 
+// The warps of a block, of which there are at most `most`, if items are to be spread evenly.
+inline int warps_for(int64_t items, int most) {
+  const int64_t each = (items + multiprocessors() - 1) / multiprocessors();
+  return static_cast<int>(each < 1 ? 1 : each < most ? each : most);
+}
+
 // This thread's first item of a grid-stride loop, and the distance to its next.
 __device__ __forceinline__ int64_t first_item() {
   return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -14,8 +14,8 @@ inline constexpr uint8_t kFormatMoves = 6;
 enum MovesCoder : int { kMovesRaw = 0, kMovesRans = 1, kMovesPacked = 2 };
 
 inline constexpr int kStates = 32;  // of a chunk
-inline constexpr int64_t kRansChunk = 65536;
-inline constexpr int64_t kPackedChunk = 16384;
+inline constexpr int64_t kRansChunk = 16384;
+inline constexpr int64_t kPackedChunk = 8192;
 inline constexpr int kMovesTile = 256;
 inline constexpr int kScaleBits = 12;
 inline constexpr uint32_t kScale = uint32_t{1} << kScaleBits;

@@ -1,9 +1,9 @@
-// The decoders' first launch: everything that a record's damage can show before it is decoded, and
-// the decoder's table of rans.
+// The decoders' first launch: everything that a record's damage can show before
+// it is decoded, and the decoder's table of rans.
 //
-// The status names the same field as moves_record.cpp does: of all faults the one that the CPU
-// would meet first, whichever block finds one first. Bytes of device memory: the record read once;
-// 256 KiB of table written.
+// The status names the same field as moves_record.cpp does: of all faults the
+// one that the CPU would meet first, whichever block finds one first. Bytes of
+// device memory: the record read once; 73 KiB of tables written.
 #pragma once
 
 #include "launch_grid.cuh"
@@ -30,7 +30,8 @@ enum class MovesCheck : unsigned {
   kChecksum,
 };
 
-// A fault as one number, the earlier the larger, so that zeroed memory means none.
+// A fault as one number, the earlier the larger, so that zeroed memory means
+// none.
 using MovesFaultKey = unsigned long long;
 inline constexpr int kWhereBits = 40;
 
@@ -38,14 +39,22 @@ __device__ __forceinline__ MovesFaultKey fault_key(MovesCheck check, int64_t whe
   return ~(static_cast<MovesFaultKey>(check) << kWhereBits | static_cast<MovesFaultKey>(where));
 }
 
+// The decoder's tables of rans: symbols by context and slot, and of each symbol
+// raw bits << 25 | start << 13 | frequency, and its least move.
+struct RansDecoder {
+  uint8_t symbols[kContexts][kScale];
+  uint2 entries[kTableEntries];
+};
+static_assert(sizeof(RansDecoder) % 16 == 0, "it is copied in vectors");
+
 struct MovesDecodeWork {
   MovesFaultKey* fault;    // zeroed
   MovesFaultKey* damaged;  // zeroed; of rans chunks whose end is wrong
   unsigned* summed;        // zeroed; blocks that have added to the sum
   uint32_t* sum;           // zeroed; of the mixed words
   int64_t zeroed_bytes;
-  uint32_t* table;  // [kContexts][kScale], of rans
-  void* decoded;    // [numel], of rans
+  RansDecoder* tables;  // of rans
+  void* decoded;        // [numel], of rans
   int64_t bytes;
 };
 
@@ -58,7 +67,7 @@ inline MovesDecodeWork lay_out_decode(void* base, int64_t numel, int dtype, int 
   w.sum = memory.take<uint32_t>(1);
   w.zeroed_bytes = memory.used();
   if (coder == kMovesRans) {
-    w.table = memory.take<uint32_t>(kContexts * int64_t{kScale});
+    w.tables = memory.take<RansDecoder>(1);
     w.decoded = memory.take<uint8_t>(numel * dtype_bytes(dtype));
   }
   w.bytes = memory.used();
@@ -151,6 +160,11 @@ __device__ __forceinline__ void report_fault(MovesFaultKey* fault, MovesCheck ch
   atomicMax(fault, fault_key(check, where));
 }
 
+__device__ __forceinline__ uint2 symbol_entry(uint32_t symbol, uint32_t start, uint32_t frequency) {
+  const uint32_t bits = raw_bits_of(symbol);
+  return {bits << 25 | start << 13 | frequency, bits == 0 ? symbol : (2 | (symbol & 1)) << bits};
+}
+
 // One context of the frequency table, in shared memory.
 struct ContextTable {
   uint32_t frequency[kMaxSymbols];
@@ -185,7 +199,8 @@ __device__ __forceinline__ void read_context(const MovesSections& s, int context
   if (lane == 0) shared.stored = right ? stored : -1;
 }
 
-// Checks the contexts and makes the decoder's table of each; called by a whole block.
+// Checks the contexts and makes the decoder's table of each; called by a whole
+// block.
 __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
                                             const MovesDecodeWork& work, const MovesSections& s,
                                             ContextTable& shared) {
@@ -198,23 +213,27 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
       const int where = s.table_bytes < kContexts ? 0 : context;
       report_fault(work.fault, MovesCheck::kTable, where);
     }
-    uint32_t* entries = work.table + context * int64_t{kScale};
+    uint8_t* symbols = work.tables->symbols[context];
+    uint2* entries = work.tables->entries + context * kMaxSymbols;
     if (shared.stored <= 0) {
+      // As moves_decoder_table: a symbol, the states of which only lose bits.
       for (int slot = threadIdx.x; slot < static_cast<int>(kScale); slot += kCheckThreads) {
-        entries[slot] = 0;
+        symbols[slot] = 0;
       }
+      if (threadIdx.x == 0) entries[0] = symbol_entry(0, 0, 1);
     }
     for (int symbol = threadIdx.x / 32; symbol < shared.stored; symbol += kCheckThreads / 32) {
       const uint32_t frequency = shared.frequency[symbol], start = shared.start[symbol];
       for (uint32_t above = threadIdx.x % 32; above < frequency; above += 32) {
-        entries[start + above] = decoder_entry(above, frequency, static_cast<uint32_t>(symbol));
+        symbols[start + above] = static_cast<uint8_t>(symbol);
       }
+      if (threadIdx.x % 32 == 0) entries[symbol] = symbol_entry(symbol, start, frequency);
     }
   }
 }
 
-// Whether the sections of a packed chunk have the chunk's size, and every move its number's bits.
-// Called by a warp, for all of which the answer is the same.
+// Whether the sections of a packed chunk have the chunk's size, and every move
+// its number's bits. Called by a warp, for all of which the answer is the same.
 __device__ __forceinline__ bool is_packed_chunk(const uint8_t* chunk, int64_t bytes, int64_t count,
                                                 int64_t value_bytes) {
   const int tiles = static_cast<int>((count + kMovesTile - 1) / kMovesTile);
@@ -269,6 +288,7 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
   if (call.coder == kMovesRans) make_tables(call, work, s, shared);
   const uint4* vectors = reinterpret_cast<const uint4*>(call.body);
   uint32_t sum = 0;
+#pragma unroll 4
   for (int64_t v = first_item(); v < call.body_bytes / 16; v += item_stride()) {
     sum += mix_vector(vectors[v], static_cast<uint32_t>(4 * v));
   }

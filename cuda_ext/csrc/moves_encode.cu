@@ -1,7 +1,7 @@
 // Records of moves on CUDA: the encoders' launches; moves.cpp is the same for the CPU.
 //
-// The bytes are the CPU's. The last launch sums the record, makes it raw where coding does not pay,
-// and writes the header.
+// The bytes are the CPU's. The launch that writes chunks sums them. The last launch sums the rest
+// of the record, makes it raw where coding does not pay, and writes the header.
 #include "moves_launch.h"
 #include "moves_pack_kernel.cuh"
 #include "moves_rans_encode.cuh"
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(kSealThreads, 4)
   const int64_t chunks = chunk_count(call.coder, call.numel);
   const int64_t raw_bytes = round_up_16(call.numel * sizeof(MovesRaw<D>));
   uint8_t* sections = call.out + kMovesSectionsAt;
-  const int64_t coded_bytes =
-      chunks_of_record(call, work, chunks) - sections + 16 * prefix_after(work.ends, chunks - 1);
+  const int64_t chunks_at = chunks_of_record(call, work, chunks) - sections;
+  const int64_t coded_bytes = chunks_at + 16 * prefix_after(work.ends, chunks - 1);
   const bool coded = chunks > 0 && coded_bytes < raw_bytes;
   const int64_t bytes = coded ? coded_bytes : raw_bytes;
   const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now);
   uint4* vectors = reinterpret_cast<uint4*>(sections);
   uint32_t sum = 0;
-  for (int64_t v = first_item(); v < bytes / 16; v += item_stride()) {
+  for (int64_t v = first_item(); v < (coded ? chunks_at : bytes) / 16; v += item_stride()) {
     const uint4 vector = coded ? vectors[v] : vector_of(now, v * kItems, call.numel);
     if (!coded) vectors[v] = vector;
     sum += mix_vector(vector, static_cast<uint32_t>(4 * v + 4));
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kSealThreads, 4)
   __syncthreads();
   if (!is_last || threadIdx.x != 0) return;
   __threadfence();  // the other blocks' sums come before their count
-  write_headers(call, work, coded, chunks, bytes, atomicAdd(work.sum, 0u));
+  sum = atomicAdd(work.sum, 0u) + (coded ? *work.chunk_sum : 0);
+  write_headers(call, work, coded, chunks, bytes, sum);
 }
 
 template <int D>
@@ -74,7 +75,7 @@ void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& w
                       cudaStream_t stream) {
   const int64_t chunks = chunk_count(call.coder, call.numel), resident = multiprocessors();
   if (chunks > 0 && call.coder == kMovesPacked) {
-    const cudaLaunchConfig_t packs = grid_for(chunks, resident * 4, kScanThreads, stream);
+    const cudaLaunchConfig_t packs = grid_for(chunks, resident * 4, kPackThreads, stream);
     cudaLaunchKernelEx(&packs, moves_pack_kernel<D>, call, work);
   }
   if (chunks > 0 && call.coder == kMovesRans) {
@@ -82,12 +83,14 @@ void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& w
     cudaLaunchKernelEx(&once, moves_base_kernel<D>, call, work);
     const int64_t apart = int64_t{kCountBlock} * count_stride(call.numel);
     const cudaLaunchConfig_t counts =
-        grid_for((call.numel + apart - 1) / apart, resident * 4, kCountThreads, stream);
+        grid_for((call.numel + apart - 1) / apart, resident * 8, kCountThreads, stream);
     cudaLaunchKernelEx(&counts, moves_count_kernel<D>, call, work);
     const cudaLaunchConfig_t contexts = grid_for(1, 1, kQuantiseThreads, stream);
     cudaLaunchKernelEx(&contexts, moves_quantise_kernel<D>, call, work);
-    const cudaLaunchConfig_t warps = grid_for(chunks, resident * 32, 32, stream);
-    cudaLaunchKernelEx(&warps, moves_rans_kernel<D>, call, work);
+    const int warps = warps_for(chunks, kRansWarps);
+    const cudaLaunchConfig_t codes =
+        grid_for((chunks + warps - 1) / warps, resident * 5, 32 * warps, stream);
+    cudaLaunchKernelEx(&codes, moves_rans_kernel<D>, call, work);
     const cudaLaunchConfig_t places = grid_for(chunks, resident * 4, kScanThreads, stream);
     cudaLaunchKernelEx(&places, moves_place_kernel<D>, call, work);
   }

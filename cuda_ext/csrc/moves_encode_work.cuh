@@ -10,24 +10,34 @@ namespace megatron_sparse {
 
 // What the launches of the rans encoder tell each other.
 struct RansTables {
-  uint32_t base;         // exponent of context 0
-  uint32_t table_bytes;  // of the frequency table in the record
-  uint32_t entries[kTableEntries];
+  uint32_t base;                 // exponent of context 0
+  uint32_t table_bytes;          // of the frequency table in the record
+  uint2 entries[kTableEntries];  // see rans_entry
 };
+
+inline constexpr int kRansSteps = 4;  // of 32 numbers, loaded while those before are coded
+inline constexpr int64_t kSlotSlack = kRansSteps * kStepWords;
+
+// Words of a chunk's room: of its raw numbers, which a chunk that pays does not fill, and in front
+// of these of some steps, so that the encoder looks at its end once for all of them.
+MS_INLINE int64_t slot_words(int dtype) {
+  return kSlotSlack + kRansChunk * dtype_bytes(dtype) / 2;
+}
 
 inline constexpr uint32_t kRawWords = 0xffffffffu;  // the number of words of a raw chunk
 
 struct MovesEncodeWork {
-  ScanState* ends;             // zeroed; [chunks], where coded chunks end, in units of 16 bytes
-  unsigned* ticket;            // zeroed
-  unsigned* sealed;            // zeroed; blocks that have added to the sum
-  uint32_t* sum;               // zeroed; of the mixed words
+  ScanState* ends;      // zeroed; [chunks], where coded chunks end, in units of 16 bytes
+  unsigned* ticket;     // zeroed
+  unsigned* sealed;     // zeroed; blocks that have added to the sum
+  uint32_t* sum;        // zeroed; of the mixed words, of raw numbers or of what precedes chunks
+  uint32_t* chunk_sum;  // zeroed; of the chunks' mixed words
   unsigned long long* counts;  // zeroed; [kContexts][kMaxSymbols], of rans; so is what follows
   int64_t zeroed_bytes;
   RansTables* tables;
   uint32_t* states;  // [chunks][kStates]
   uint32_t* words;   // [chunks], how many there are, or kRawWords
-  uint16_t* slots;   // room for the raw numbers of each chunk; words lie at the end of its room
+  uint16_t* slots;   // [chunks][slot_words], words lie at the end
   int64_t bytes;
 };
 
@@ -39,13 +49,14 @@ inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype, int 
   w.ticket = memory.take<unsigned>(1);
   w.sealed = memory.take<unsigned>(1);
   w.sum = memory.take<uint32_t>(1);
+  w.chunk_sum = memory.take<uint32_t>(1);
   if (coder == kMovesRans) w.counts = memory.take<unsigned long long>(kTableEntries);
   w.zeroed_bytes = memory.used();
   if (coder == kMovesRans) {
     w.tables = memory.take<RansTables>(1);
     w.states = memory.take<uint32_t>(chunks * kStates);
     w.words = memory.take<uint32_t>(chunks);
-    w.slots = memory.take<uint16_t>(round_up_16(numel * dtype_bytes(dtype)) / 2);
+    w.slots = memory.take<uint16_t>(chunks * slot_words(dtype));
   }
   w.bytes = memory.used();
   return w;
@@ -63,13 +74,13 @@ __device__ __forceinline__ uint8_t* chunks_of_record(const MovesEncodeArguments&
 }
 
 // Publishes the size of a chunk, writes its entry of the table of offsets, and returns where it
-// begins among the chunks. Called by the first warp.
+// begins among the chunks. Called by a warp.
 __device__ __forceinline__ int64_t place_chunk(const MovesEncodeArguments& call,
                                                const MovesEncodeWork& work, int64_t chunk,
                                                int64_t chunks, int64_t bytes) {
   const int64_t before = look_back(work.ends, chunk, bytes / 16);
   uint32_t* offsets = reinterpret_cast<uint32_t*>(call.out + kMovesSectionsAt);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x % 32 == 0) {
     offsets[chunk] = static_cast<uint32_t>(before);
     if (chunk + 1 == chunks) {
       offsets[chunks] = static_cast<uint32_t>(before + bytes / 16);
@@ -79,16 +90,31 @@ __device__ __forceinline__ int64_t place_chunk(const MovesEncodeArguments& call,
   return 16 * before;
 }
 
-// Writes a chunk's raw numbers, padded; called by a whole block.
+// Writes a vector of the record; returns its mixed words.
+__device__ __forceinline__ uint32_t put_vector(const MovesEncodeArguments& call, uint8_t* target,
+                                               const uint4& vector) {
+  *reinterpret_cast<uint4*>(target) = vector;
+  return mix_vector(vector, static_cast<uint32_t>((target - call.out - kMovesBodyAt) / 4));
+}
+
+// Writes a chunk's raw numbers, padded; called by a whole block. Returns this thread's mixed words.
 template <int D>
-__device__ __forceinline__ void write_raw_chunk(const MovesEncodeArguments& call, int64_t chunk,
-                                                uint8_t* target) {
+__device__ __forceinline__ uint32_t write_raw_chunk(const MovesEncodeArguments& call, int64_t chunk,
+                                                    uint8_t* target) {
   const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now) + chunk * chunk_of(call.coder);
   const int64_t count = numbers_in_chunk(call.coder, call.numel, chunk);
   constexpr int kItems = 16 / sizeof(MovesRaw<D>);
+  uint32_t sum = 0;
   for (int64_t v = threadIdx.x; v * kItems < count; v += blockDim.x) {
-    reinterpret_cast<uint4*>(target)[v] = vector_of(now, v * kItems, count);
+    sum += put_vector(call, target + 16 * v, vector_of(now, v * kItems, count));
   }
+  return sum;
+}
+
+// Adds up the mixed words of all chunks; called once by each thread, after its last chunk.
+__device__ __forceinline__ void add_chunk_sum(const MovesEncodeWork& work, uint32_t sum) {
+  sum = __reduce_add_sync(kAllLanes, sum);
+  if (threadIdx.x % 32 == 0) atomicAdd(work.chunk_sum, sum);
 }
 
 }  // namespace megatron_sparse

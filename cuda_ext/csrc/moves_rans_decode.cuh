@@ -1,18 +1,33 @@
-// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each lane.
+// The rans coder of moves on CUDA: a warp decodes a chunk, a state in each
+// lane.
 //
-// Words come through a ring in shared memory, which is filled ahead of them. The decoder's tables
-// take 256 KiB, but few contexts are frequent, so the L1 cache serves most look-ups.
-// Bytes of device memory: a number read and written an element, and the record read.
+// Words come through a ring in shared memory, which is filled ahead of them.
+// There the tables are, too: a look-up in memory would take a cycle for each
+// line that the lanes touch. Of a short shard blocks have few warps, so that
+// all multiprocessors have some. Bytes of device memory: a number read and
+// written an element, and the record read.
 #pragma once
 
 #include "moves_check_kernel.cuh"
+#include "moves_planes.cuh"
 
 namespace megatron_sparse {
 
-inline constexpr int kDecodedSteps = 4;   // of 32 numbers, loaded while those before are decoded
 inline constexpr int kRingHalf = 8 * 32;  // words: a vector from each lane
-inline constexpr int kStepWords = 3 * kStates;  // that a step takes at most
-static_assert(kStepWords <= kRingHalf, "a half may be overwritten as soon as the next is begun");
+inline constexpr int kDecodeWarps = 16;   // of a block, at most
+// Steps of 32 numbers, loaded while those before are decoded. A number takes
+// two words at most, of fp32 three; a half may be overwritten as soon as the
+// next is begun.
+template <int D>
+inline constexpr int kDecodedSteps = D == kFp32 ? 2 : 4;
+static_assert(kDecodedSteps<kFp32> * kStepWords <= kRingHalf, "of fp32");
+static_assert(kDecodedSteps<kBf16> * 2 * kStates <= kRingHalf, "of 16 bits");
+
+extern __shared__ uint4 rans_shared[];  // RansDecoder, and a ring of each warp
+
+MS_INLINE int rans_shared_bytes(int warps) {
+  return static_cast<int>(sizeof(RansDecoder)) + warps * 4 * kRingHalf;
+}
 
 // The words of a chunk, in order; zeros behind its end.
 struct WordReader {
@@ -24,31 +39,30 @@ struct WordReader {
   uint4 ahead;         // of the next half
 
   __device__ __forceinline__ void load_ahead() {
-    const int v = halves * 32 + static_cast<int>(threadIdx.x);
+    const int v = halves * 32 + static_cast<int>(threadIdx.x % 32);
     ahead = v < vectors ? chunk[v] : uint4{0, 0, 0, 0};
   }
 
   __device__ __forceinline__ void store_ahead() {
     __syncwarp();
-    reinterpret_cast<uint4*>(ring)[halves % 2 * 32 + threadIdx.x] = ahead;
+    reinterpret_cast<uint4*>(ring)[halves % 2 * 32 + threadIdx.x % 32] = ahead;
     ++halves;
     load_ahead();
     __syncwarp();
   }
 
-  // Makes room for a step; called by a whole warp.
+  // Makes room for kDecodedSteps<D>; called by a whole warp.
   __device__ __forceinline__ void fill() {
-    if (read + kStepWords > halves * kRingHalf) store_ahead();
+    if (read > (halves - 1) * kRingHalf) store_ahead();
   }
 
   // States below kLowestState take their next word.
   __device__ __forceinline__ void refill(uint32_t& state) {
     const bool empty = state < kLowestState;
     const unsigned lanes = __ballot_sync(kAllLanes, empty);
-    if (empty) {
-      const int place = read + __popc(lanes & ((1u << threadIdx.x) - 1));
-      state = state << 16 | ring[place % (2 * kRingHalf)];
-    }
+    const int place = read + __popc(lanes & ((1u << threadIdx.x % 32) - 1));
+    const uint32_t word = ring[place % (2 * kRingHalf)];
+    state = empty ? state << 16 | word : state;
     read += __popc(lanes);
   }
 };
@@ -56,17 +70,17 @@ struct WordReader {
 // The move of this lane's next number.
 template <int D>
 __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words, uint32_t context,
-                                              bool active, const uint32_t* table) {
-  words.fill();
-  const uint32_t slot = state & (kScale - 1);
+                                              bool active, const RansDecoder& tables) {
   // Of a lane without a number the state stays as it is.
-  const uint32_t entry =
-      active ? table[context << kScaleBits | slot] : slot << 19 | (kScale - 1) << 7;
-  const uint32_t symbol = entry & 127;
-  state = ((entry >> 7 & (kScale - 1)) + 1) * (state >> kScaleBits) + (entry >> 19);
+  uint2 entry = {0, 0};
+  if (active) {
+    const uint32_t slot = state & (kScale - 1);
+    entry = tables.entries[context * kMaxSymbols + tables.symbols[context][slot]];
+    state = (entry.x & 0x1fffu) * (state >> kScaleBits) + slot - (entry.x >> 13 & (kScale - 1));
+  }
   words.refill(state);
-  const uint32_t bits = raw_bits_of(symbol);
-  if (!__any_sync(kAllLanes, bits != 0)) return symbol;
+  const uint32_t bits = entry.x >> 25;
+  if (!__any_sync(kAllLanes, bits != 0)) return entry.y;
   const uint32_t low = D == kFp32 ? min(bits, 16u) : bits;
   uint32_t raw = state & ((1u << low) - 1);
   state >>= low;
@@ -77,46 +91,62 @@ __device__ __forceinline__ uint32_t next_move(uint32_t& state, WordReader& words
     state >>= high;
     words.refill(state);
   }
-  return bits == 0 ? symbol : ((2 | (symbol & 1)) << bits) + raw;
+  return entry.y + raw;
 }
 
-// Decodes a chunk into `out`; whether it ends as it must, the same in all lanes.
+// Decodes a chunk into `out`; whether it ends as it must, the same in all
+// lanes.
 template <int D>
 __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64_t count,
-                                                  uint32_t base, const uint32_t* table,
+                                                  uint32_t base, const RansDecoder& tables,
                                                   const uint8_t* chunk, int64_t bytes,
                                                   uint16_t* ring, MovesRaw<D>* out) {
-  const int lane = threadIdx.x, numbers = static_cast<int>(count);
+  const int lane = threadIdx.x % 32, numbers = static_cast<int>(count);
   uint32_t state = reinterpret_cast<const uint32_t*>(chunk)[lane];
   const uint8_t* first = chunk + 4 * kStates;
   const int word_count = static_cast<int>(bytes - 4 * kStates) / 2;
   WordReader words = {ring, reinterpret_cast<const uint4*>(first), word_count / 8, 0, 0, {}};
   words.load_ahead();
   words.store_ahead();
-  uint32_t next[kDecodedSteps];
-  const auto load = [&](int from) {
+  constexpr int kGroup = 32 * kDecodedSteps<D>;
+  const int whole = numbers / kGroup * kGroup;
+  uint32_t next[kDecodedSteps<D>];
+  const auto load = [&](int first) {
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps; ++s) {
-      const int i = from + 32 * s + lane;
-      next[s] = i < numbers ? held[i] : 0;
-    }
+    for (int s = 0; s < kDecodedSteps<D>; ++s) next[s] = held[first + 32 * s + lane];
   };
-  load(0);
-  for (int begin = 0; begin < numbers; begin += 32 * kDecodedSteps) {
-    uint32_t was[kDecodedSteps];
+  const auto next_z = [&](uint32_t was, bool active) {
+    return next_move<D>(state, words, context_of<D>(was, base), active, tables);
+  };
+  if (whole > 0) load(0);
+  for (int first = 0; first < whole; first += kGroup) {
+    uint32_t was[kDecodedSteps<D>];
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps; ++s) was[s] = next[s];
-    load(begin + 32 * kDecodedSteps);
+    for (int s = 0; s < kDecodedSteps<D>; ++s) was[s] = next[s];
+    if (first + kGroup < whole) load(first + kGroup);
+    words.fill();
 #pragma unroll
-    for (int s = 0; s < kDecodedSteps; ++s) {
-      if (begin + 32 * s >= numbers) break;
-      const int i = begin + 32 * s + lane;
-      const uint32_t context = context_of<D>(was[s], base);
-      const uint32_t z = next_move<D>(state, words, context, i < numbers, table);
-      if (i < numbers) out[i] = static_cast<MovesRaw<D>>(moved_by<D>(was[s], z));
+    for (int s = 0; s < kDecodedSteps<D>; s += 2) {
+      MovesRaw<D>* to = out + first + 32 * s + lane;
+      const uint32_t z = next_z(was[s], true), other = next_z(was[s + 1], true);
+      if constexpr (D == kFp32) {
+        to[0] = moved_word<D>(was[s], z);
+        to[32] = moved_word<D>(was[s + 1], other);
+      } else {
+        const uint32_t now = moved_word<D>(was[s] | was[s + 1] << 16, z | other << 16);
+        to[0] = static_cast<MovesRaw<D>>(now);
+        to[32] = static_cast<MovesRaw<D>>(now >> 16);
+      }
     }
   }
-  // Less than 16 bytes of padding are left, and every state is back where encoding began.
+  for (int i = whole + lane; i - lane < numbers; i += 32) {
+    const bool active = i < numbers;
+    words.fill();
+    const uint32_t held_i = active ? held[i] : 0, z = next_z(held_i, active);
+    if (active) out[i] = static_cast<MovesRaw<D>>(moved_by<D>(held_i, z));
+  }
+  // Less than 16 bytes of padding are left, and every state is back where
+  // encoding began.
   const int left = word_count - words.read;
   bool fine = left >= 0 && left < 8 && state == kLowestState;
   if (lane < left && lane < 8) {
@@ -125,29 +155,38 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
   return __all_sync(kAllLanes, fine);
 }
 
-// Decodes all chunks beside what is held: only its end shows whether a chunk is whole.
+// Decodes all chunks beside what is held: only its end shows whether a chunk is
+// whole.
 template <int D>
-__global__ void __launch_bounds__(32)
+__global__ void __launch_bounds__(32 * kDecodeWarps, 2)
     moves_rans_decode_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
   using Raw = MovesRaw<D>;
-  __shared__ __align__(16) uint16_t ring[2 * kRingHalf];
   if (*work.fault != 0) return;
   const MovesSections s = sections_of_moves(call);
-  for (int64_t c = blockIdx.x; c < s.chunks; c += gridDim.x) {
+  constexpr int kVectors = sizeof(RansDecoder) / 16;
+#pragma unroll 8
+  for (int v = threadIdx.x; v < kVectors; v += blockDim.x) {
+    rans_shared[v] = reinterpret_cast<const uint4*>(work.tables)[v];
+  }
+  __syncthreads();
+  const RansDecoder& tables = *reinterpret_cast<const RansDecoder*>(rans_shared);
+  const int lane = threadIdx.x % 32;
+  uint16_t* ring =
+      reinterpret_cast<uint16_t*>(rans_shared + kVectors) + threadIdx.x / 32 * 2 * kRingHalf;
+  for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
     const int64_t count = numbers_in_chunk(kMovesRans, call.numel, c);
     const int64_t raw = round_up_16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
     const uint8_t* chunk = s.data + int64_t{s.offsets[c]} * 16;
     const Raw* held = static_cast<const Raw*>(call.held) + c * kRansChunk;
     Raw* out = static_cast<Raw*>(work.decoded) + c * kRansChunk;
     if (bytes == raw) {
-      for (int64_t i = threadIdx.x; i < count; i += 32) {
+      for (int64_t i = lane; i < count; i += 32) {
         out[i] = reinterpret_cast<const Raw*>(chunk)[i];
       }
       continue;
     }
-    const bool fine =
-        decode_rans_chunk<D>(held, count, s.base, work.table, chunk, bytes, ring, out);
-    if (!fine && threadIdx.x == 0) report_fault(work.damaged, MovesCheck::kChunk, c);
+    const bool fine = decode_rans_chunk<D>(held, count, s.base, tables, chunk, bytes, ring, out);
+    if (!fine && lane == 0) report_fault(work.damaged, MovesCheck::kChunk, c);
   }
 }
 

@@ -9,7 +9,7 @@
 
 namespace megatron_sparse {
 
-inline constexpr int kBaseThreads = 256, kCountThreads = 256;
+inline constexpr int kBaseThreads = 1024, kCountThreads = 256;
 inline constexpr int kQuantiseThreads = 32 * kContexts;  // a warp for each context
 inline constexpr int kCountCopies = 4;  // lanes with equal symbols disturb each other less
 inline constexpr int kLaneSymbols = (kMaxSymbols + 31) / 32;
@@ -18,21 +18,47 @@ MS_INLINE int count_stride(int64_t numel) {
   return numel > kCountAll ? kCountStride : 1;
 }
 
+// What push_symbol needs of a symbol: shift << 28 | start << 14 | increment << 13 | frequency, and
+// a reciprocal: floor((state + increment) reciprocal / 2^(32 + shift)) is the quotient. Rounded to
+// the nearer side, a reciprocal of 32 bits is exact for all states.
+__device__ __forceinline__ uint2 rans_entry(uint32_t start, uint32_t frequency) {
+  uint32_t shift = 0, increment = 1, reciprocal = ~0u;  // of frequency 1
+  if (frequency > 1) {
+    shift = 31 - static_cast<uint32_t>(__clz(static_cast<int>(frequency - 1)));
+    const uint64_t one = uint64_t{1} << (shift + 32), below = one / frequency;
+    const uint32_t rest = static_cast<uint32_t>(one - below * frequency);
+    const bool up = 2 * rest >= frequency;
+    increment = rest != 0 && !up;
+    reciprocal = static_cast<uint32_t>(below + (up ? 1 : 0));
+  }
+  return {shift << 28 | start << 14 | increment << 13 | frequency, reciprocal};
+}
+
+__device__ __forceinline__ uint32_t push_symbol(uint32_t state, uint2 entry) {
+  const uint32_t increment = entry.x >> 13 & 1, start = entry.x >> 14 & (kScale - 1);
+  const uint32_t quotient = __umulhi(state + increment, entry.y) >> (entry.x >> 28);
+  return state + start + quotient * (kScale - (entry.x & 0x1fffu));
+}
+
 // One block: the exponent of context 0; few sampled numbers lie above context 15.
 template <int D>
 __global__ void __launch_bounds__(kBaseThreads)
     moves_base_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
-  __shared__ unsigned counts[256];
-  counts[threadIdx.x] = 0;
+  __shared__ unsigned counts[256], highest;
+  if (threadIdx.x < 256) counts[threadIdx.x] = highest = 0;
   __syncthreads();
   const MovesRaw<D>* old = static_cast<const MovesRaw<D>*>(call.old);
   const int64_t samples = min(call.numel, int64_t{kExponentSamples});
-  for (int64_t i = threadIdx.x; i < samples; i += kBaseThreads) {
-    atomicAdd(&counts[exponent_of<D>(old[i * call.numel / samples])], 1u);
+#pragma unroll
+  for (int64_t i = threadIdx.x; i < kExponentSamples; i += kBaseThreads) {
+    if (i >= samples) break;
+    const unsigned exponent = exponent_of<D>(old[i * call.numel / samples]);
+    atomicAdd(&counts[exponent], 1u);
+    atomicMax(&highest, exponent);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  int top = 255;
+  int top = static_cast<int>(highest);
   for (int64_t above = 0; top > 0 && above + counts[top] <= samples / 256; --top) {
     above += counts[top];
   }
@@ -41,15 +67,13 @@ __global__ void __launch_bounds__(kBaseThreads)
 
 // The symbol of a move, and how many raw bits follow it.
 __device__ __forceinline__ uint32_t symbol_of(uint32_t z, uint32_t& raw_bits) {
-  raw_bits = 0;
-  if (z < kDirect) return z;
-  raw_bits = 30 - static_cast<uint32_t>(__clz(static_cast<int>(z)));
-  return 2 * raw_bits + 8 + (z >> raw_bits);
+  raw_bits = z < kDirect ? 0 : 30 - static_cast<uint32_t>(__clz(static_cast<int>(z)));
+  return z < kDirect ? z : 2 * raw_bits + 8 + (z >> raw_bits);
 }
 
 // Counts the symbols of each context in every `stride`th block of kCountBlock numbers.
 template <int D>
-__global__ void __launch_bounds__(kCountThreads, 4)
+__global__ void __launch_bounds__(kCountThreads, 8)
     moves_count_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
   __shared__ unsigned counts[kCountCopies][kTableEntries];
   unsigned* const all = &counts[0][0];
@@ -141,7 +165,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     const uint32_t end = start + warp_inclusive_sum(frequency[k]);
     if (symbol < kMaxSymbols) {
       work.tables->entries[context * kMaxSymbols + symbol] =
-          encoder_entry(end - frequency[k], frequency[k]);
+          rans_entry(end - frequency[k], frequency[k]);
     }
     if (frequency[k] != 0) last = static_cast<unsigned>(symbol) + 1;
     start = __shfl_sync(kAllLanes, end, 31);

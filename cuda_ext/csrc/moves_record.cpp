@@ -101,6 +101,8 @@ std::vector<uint32_t> moves_decoder_table(const MovesFrequencies& frequencies) {
   std::vector<uint32_t> table(kContexts * kScale);
   for (int context = 0; context < kContexts; ++context) {
     uint32_t* slot = table.data() + context * kScale;
+    // A context that does not occur has one symbol, the states of which only lose bits.
+    for (uint32_t above = 0; above < kScale; ++above) slot[above] = decoder_entry(above, 1, 0);
     for (int s = 0; s < kMaxSymbols; ++s) {
       const uint32_t frequency = frequencies[context * kMaxSymbols + s];
       for (uint32_t above = 0; above < frequency; ++above) {

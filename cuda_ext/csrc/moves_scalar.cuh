@@ -10,8 +10,9 @@
 
 namespace megatron_sparse {
 
-inline constexpr int kTileItems = kMovesTile / 32;      // numbers of a tile in each lane
 inline constexpr int64_t kPlaneBytes = kMovesTile / 8;  // of a tile's bit plane
+inline constexpr int kPlaneWords = static_cast<int>(kPlaneBytes) / 4;
+inline constexpr int kStepWords = 3 * kStates;  // that a step of rans, 32 numbers, takes at most
 inline constexpr int kTableEntries = kContexts * kMaxSymbols;
 
 template <int D>

@@ -17,8 +17,8 @@ from megatron_sparse.formats.header import Header
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
 
 STATES = 32
-RANS_CHUNK = 65536
-PACKED_CHUNK = 16384
+RANS_CHUNK = 16384
+PACKED_CHUNK = 8192
 TILE = 256
 SCALE_BITS = 12
 CONTEXTS = 16

@@ -159,8 +159,8 @@ MOVES_HEAD = f"""
 
 The [moves](parameters.md) of {MOVES_NUMEL:,} bf16 parameters as at a learning rate of 1e-4, bytes
 for each of them. Of a shard of millions `rans` takes less: its encoder counts a quarter of the
-numbers of a long shard, 3 bytes fewer, and its decoder's table of 256 KiB is written once, here
-{2**18 / MOVES_NUMEL:.0f} bytes.
+numbers of a long shard, 3 bytes fewer, and its decoder's tables of 73 KiB are written once, here
+0.6 bytes.
 
 | coder | | kernels | memsets | read | written |
 |---|---|---|---|---|---|"""

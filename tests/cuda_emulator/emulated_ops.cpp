@@ -17,6 +17,9 @@
 #endif
 
 namespace megatron_sparse {
+
+CUDA_EMULATOR_DYNAMIC_SHARED(uint4, rans_shared, 96 << 6);  // KiB: of a block of 16 warps
+
 namespace {
 
 // decode_sum_ of messages that share no element; each has offsets of its own.

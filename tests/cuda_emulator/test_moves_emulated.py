@@ -34,7 +34,7 @@ from tests.formats.moves_cases import (
 
 NUMELS = [0, 1, 31, 33, 255, 257, 5000]
 CODED = ("rans", "packed")
-PACKED_CHUNK, RANS_CHUNK = 16384, 65536
+PACKED_CHUNK, RANS_CHUNK = 8192, 16384
 
 
 def check(place: Place, old: torch.Tensor, new: torch.Tensor, coder: str, shift: int = 0) -> None:
@@ -77,6 +77,13 @@ def test_raw_and_coded_chunks_in_one_record(place: Place, dtype: torch.dtype, co
         old[wild], new[wild] = any_bits(chunk, dtype)
         check(place, old, new, coder, 1)
         check(place, *adam_like(numel, dtype), coder)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_widths_of_every_learning_rate(place: Place, dtype: torch.dtype) -> None:
+    """Wider tiles than a byte of planes, and lists of escapes that more than one byte decides."""
+    for lr in (0.0, 1e-3, 1e-2, 0.1, 1.0):
+        check(place, *adam_like(1500, dtype, lr), "packed")
 
 
 def test_every_bfloat16_moves_to_every_distance(place: Place) -> None:
@@ -169,9 +176,9 @@ def test_records_that_are_not_meant(place: Place, coder: str) -> None:
         ("rans", 95, b"\x30"),  # of the last one
         ("packed", 56, b"\1\0\0\0"),
         ("packed", 68, b"\1\0\0\0"),
-        ("packed", 112, b"\x11"),  # a width beyond the numbers'
-        ("packed", 112, b"\0"),
-        ("packed", 180, b"\xff"),  # a number of escapes
+        ("packed", 96, b"\x11"),  # a width beyond the numbers'
+        ("packed", 96, b"\0"),
+        ("packed", 130, b"\xff"),  # a number of escapes
     ],
 )
 def test_damaged_fields_of_several_chunks(place: Place, coder: str, at: int, value: bytes) -> None:

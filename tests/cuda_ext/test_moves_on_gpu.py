@@ -16,7 +16,7 @@ from tests.formats.moves_cases import DTYPES, adam_like
 pytestmark = pytest.mark.gpu
 
 LARGE = 2**27
-"""Numbers: 2048 chunks of rans, 15 for each of 132 multiprocessors."""
+"""Numbers: 8192 chunks of rans, 62 for each of 132 multiprocessors."""
 LEAST_BYTES_S = 100e9
 CODED = ("rans", "packed")
 

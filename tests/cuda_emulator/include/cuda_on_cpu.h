@@ -58,6 +58,9 @@ struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -713,6 +716,9 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   }
   return result;
 }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned(uint64_t{a} * b >> 32);
+}
 inline int __popc(unsigned x) {
   return std::popcount(x);
 }
@@ -727,6 +733,24 @@ inline int __ffsll(long long x) {
 }
 inline int __clz(int x) {
   return std::countl_zero(unsigned(x));
+}
+// The bytes of y:x that the nibbles of `selector` name.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned found = 0;
+  for (int b = 0; b < 4; ++b) {
+    found |= unsigned(bytes >> 8 * (selector >> 4 * b & 7) & 255) << 8 * b;
+  }
+  return found;
+}
+inline unsigned __vadd2(unsigned a, unsigned b) {
+  return ((a & 0xffff0000u) + (b & 0xffff0000u)) | ((a + b) & 0xffffu);
+}
+inline unsigned __vsub2(unsigned a, unsigned b) {
+  return ((a & 0xffff0000u) - (b & 0xffff0000u)) | ((a - b) & 0xffffu);
+}
+inline unsigned __vminu2(unsigned a, unsigned b) {
+  return std::min(a >> 16, b >> 16) << 16 | std::min(a & 0xffffu, b & 0xffffu);
 }
 template <class T>
 T min(T a, T b) {
@@ -749,6 +773,11 @@ struct cudaLaunchConfig_t {
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 
 // Runs the kernel to its end; throws cuda_emulator::Error.
 template <class... Parameters, class... Arguments>
