@@ -30,8 +30,8 @@ void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t str
 // The launches after compaction.
 void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
   if (!call.rice.without_indices) {
-    const cudaLaunchConfig_t config =
-        grid_for(chunk_slots(call.encode, call.rice), multiprocessors() * 4, kRiceThreads, stream);
+    const cudaLaunchConfig_t config = grid_for(chunk_slots(call.encode, call.rice),
+                                               multiprocessors() * 12, kMeasureThreads, stream);
     cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
   }
   switch (call.rice.dtype) {

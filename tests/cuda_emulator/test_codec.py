@@ -175,14 +175,22 @@ def test_densities_and_spans(device: Ops, value_dtype: int) -> None:
     check_densities(grad_N, nothing, segments, counts, (12, 14, 24), value_dtype, device)
 
 
-@pytest.mark.parametrize("value_dtype", [0, 4, 5], ids=RICE_NAMES.get)
-def test_entries_that_lie_together(device: Ops, value_dtype: int) -> None:
-    """A gap whose unary code has more words than a warp has lanes, and one entry at the end."""
-    grad_N = torch.zeros(50_000)
-    grad_N[:5000] = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(
+    ("together", "numel", "value_dtype"),
+    [(5000, 50_000, 5), (12_000, 33_000, 4), (24_000, 84_000, 0)],
+)
+def test_entries_that_lie_together(
+    device: Ops, together: int, numel: int, value_dtype: int
+) -> None:
+    """More entries than a block lists at a time, then a gap, and one entry at the end.
+
+    The unary code of the second and the third gap is longer than the block's window.
+    """
+    grad_N = torch.zeros(numel)
+    grad_N[:together] = torch.randn(together, generator=torch.Generator().manual_seed(1))
     grad_N[-1] = 3.0
-    pruning = pruning_of(torch.zeros(50_000), 0.0)
-    check(Case(grad_N, segments_of([0, 50_000]), rice_spec(value_dtype, 17), pruning), device)
+    pruning = pruning_of(torch.zeros(numel), 0.0)
+    check(Case(grad_N, segments_of([0, numel]), rice_spec(value_dtype, 17), pruning), device)
 
 
 def base_of(group: torch.Tensor, spec: RecordSpec) -> int:
