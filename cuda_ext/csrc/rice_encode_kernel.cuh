@@ -1,21 +1,18 @@
-// The last launch of the CUDA encoders of messages of kind Rice: quantises and codes what
+// The last launch of the CUDA encoders of Rice records with indices: quantises and codes what
 // compaction has staged, straight into the records, and leaves in the residual what the levels
 // lose. The bytes are the CPU's (rice_encode.cpp).
 //
 // Of a record with indices, a block takes one chunk after the other, lists its entries, and each
-// warp codes groups of 128; of other records a warp takes one tile after the other. Bytes an
+// warp codes groups of 128; of dense records a warp takes one tile after the other. Bytes an
 // element, at density d, v bytes a staged value and an e-byte residual: 1/4 + d v read, the message
 // written; of quantised values d e written and, unless the residual is zero there, d e read.
 #pragma once
 
-#include "place_kernel.cuh"
-#include "rice_encode_chunks.cuh"
+#include "rice_encode_records.cuh"
 #include "rice_levels.h"
 
 namespace megatron_sparse {
 
-constexpr int kRiceThreads = kPlaceThreads;  // plan_records counts on it
-constexpr int kRiceWarps = kRiceThreads / 32;
 constexpr int kGroupSets = kRiceGroup / kPlane;  // a lane has one entry of each set of 32
 
 // A call, as the kernel has it.
@@ -23,7 +20,7 @@ struct RiceCall {
   EncodeArguments encode;
   RiceArguments rice;
   HashSeed residual_seed;
-  bool keeps_signs;   // of -0.0, in elements of records without indices
+  bool keeps_signs;   // of -0.0, in dense records
   bool entries_rest;  // whether the residual may be other than zero where an entry is
 };
 
@@ -58,7 +55,7 @@ struct ChunkMemory {
   uint32_t last_one;              // the place in it of the last listed entry's 1
 };
 
-// Dense records and records of format Rice, for plan_records.
+// Dense records and Rice records with indices, for plan_records.
 template <int DTYPE>
 struct RiceRecords {
   const Workspace& work;
@@ -69,16 +66,6 @@ struct RiceRecords {
     return chunks_of(call.segment_offsets[s + 1] - call.segment_offsets[s], rice.log2_span);
   }
 
-  __device__ __forceinline__ int64_t words(int64_t s) const {
-    if (rice.without_indices) {
-      const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
-      return whole_words(numel, DTYPE, rice.log2_span);
-    }
-    const int64_t before = first_slot(work, rice, s) - 1;
-    return prefix_after(work.chunk_states, before + chunks(s)) -
-           prefix_after(work.chunk_states, before);
-  }
-
   __device__ __forceinline__ RecordPlan plan(int64_t s) const {
     const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
     RecordPlan plan = counted_plan(work, call, s);
@@ -86,39 +73,29 @@ struct RiceRecords {
     plan.kind = kKindDense;
     plan.sections = sections_of(kKindDense, numel, plan.nnz, 0, 0, value_bytes);
     if (call.segment_kinds[s] != kKindRice) return plan;
-    const int64_t all = words(s), payload = rice_payload(chunks(s), !rice.without_indices, all);
-    if (!is_quantised(DTYPE) && payload >= plan.sections.payload) return plan;
-    const int64_t begin =
-        sizeof(RiceSubHeader) + rice_table_bytes(chunks(s), !rice.without_indices);
+    const int64_t before = first_slot(work, rice, s) - 1;
+    const int64_t words = prefix_after(work.chunk_states, before + chunks(s)) -
+                          prefix_after(work.chunk_states, before);
+    const Sections sections = rice_sections(rice, chunks(s), words);
+    if (!is_quantised(DTYPE) && sections.payload >= plan.sections.payload) return plan;
     plan.kind = kKindRice;
-    plan.sections = {0, begin, begin + 4 * all, payload};
+    plan.sections = sections;
     return plan;
   }
 
-  // Kept segments of a message of quantised values are in bf16.
   __device__ __forceinline__ int dtype_of(const RecordPlan& plan) const {
-    return is_quantised(DTYPE) && plan.kind == kKindDense ? int{kBf16} : rice.dtype;
+    return rice_dtype_of(rice, plan);
   }
 
   __device__ __forceinline__ void start(const RecordPlan& plan, int64_t s, uint8_t* payload) const {
-    clear(payload + plan.sections.values_end, payload + plan.sections.payload);
-    if (plan.kind == kKindDense) return;
-    const int64_t words = (plan.sections.values_end - plan.sections.values) / 4;
-    *reinterpret_cast<RiceSubHeader*>(payload) = {
-        static_cast<uint8_t>(!rice.without_indices), static_cast<uint8_t>(rice.log2_span), 0,
-        static_cast<uint32_t>(chunks(s)), static_cast<uint64_t>(words)};
-    if (rice.without_indices) return;
-    RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
-    rows[chunks(s)] = {static_cast<uint32_t>(plan.nnz), static_cast<uint32_t>(words)};
-    clear(reinterpret_cast<uint8_t*>(rows + chunks(s) + 1), payload + plan.sections.values);
+    start_record(rice, plan, chunks(s), payload);
   }
 };
 
 // Called by a whole warp: writes the words of a group, of which every lane has the values lane,
 // 32 + lane, ... (0.0 behind the last), and replaces these by what the levels lose.
 template <int BITS>
-__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, bool whole,
-                                               uint32_t* words) {
+__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, uint32_t* words) {
   const int lane = threadIdx.x % 32;
   float a[kGroupSets];
   uint32_t high = 0, low = ~uint32_t{0};
@@ -130,16 +107,11 @@ __device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count
     if (set * kPlane + lane < count) low = min(low, magnitude);
   }
   high = __reduce_max_sync(kAllLanes, high);
-  uint32_t levels_word;
-  if (whole) {
-    levels_word = whole_levels<BITS>(high);
-  } else {
-    low = __reduce_min_sync(kAllLanes, low);
-    float sum = 0;
-    // The tree of the specification: halves, and of what is left lane and lane ^ distance.
-    if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
-    levels_word = entry_levels<BITS>(high, low, sum, count);
-  }
+  low = __reduce_min_sync(kAllLanes, low);
+  float sum = 0;
+  // The tree of the specification: halves, and of what is left lane and lane ^ distance.
+  if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
+  const uint32_t levels_word = entry_levels<BITS>(high, low, sum, count);
   const Levels levels = levels_from(levels_word);
   uint32_t own = 0;  // lane 4 set + plane has that word
   static_assert(kGroupSets * BITS <= 32);
@@ -182,7 +154,7 @@ __device__ __forceinline__ void place_group_values(const Workspace& work, const 
       if (i < count && call.entries_rest)
         x[set] += load_rest(call, chunk.begin + behind[i + 1] - 1);
     }
-    quantise_group<kBits>(x, count, false, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
+    quantise_group<kBits>(x, count, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
     if (call.rice.residual == nullptr) return;
 #pragma unroll
     for (int set = 0; set < kGroupSets; ++set) {
@@ -360,38 +332,7 @@ __device__ __forceinline__ void round_tile(const RiceCall& call, const TileMove<
   }
 }
 
-// Called by a whole warp: a tile of a record without indices.
-template <int DTYPE>
-__device__ __forceinline__ void quantise_tile(const RiceCall& call, const TileMove<uint32_t>& move,
-                                              int64_t begin) {
-  constexpr int kBits = code_bits(DTYPE), kGroupWords = 1 + 4 * kBits;
-  const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
-  const int64_t chunk = move.first >> log2_span;
-  const int64_t first = move.first - (chunk << log2_span);
-  uint32_t* words = reinterpret_cast<uint32_t*>(move.payload + move.sections.values) +
-                    chunk * value_words(DTYPE, int64_t{1} << log2_span) +
-                    first / kRiceGroup * kGroupWords;
-  for (int at = 0; at < move.length; at += kRiceGroup, words += kGroupWords) {
-    const int count = min(move.length - at, kRiceGroup);
-    float x[kGroupSets] = {};
-#pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      if (i >= count) continue;
-      x[set] = ScalarLanes::as_float(move.signed_element(at / 32 + set));
-      if (call.rice.residual != nullptr) x[set] += load_rest(call, begin + at + i);
-    }
-    quantise_group<kBits>(x, count, true, words);
-    if (call.rice.residual == nullptr) continue;
-#pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      if (i < count) store_rest(call, begin + at + i, x[set]);
-    }
-  }
-}
-
-// Records without indices: a warp takes one tile after the other.
+// Dense records: a warp takes one tile after the other.
 template <int DTYPE>
 __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCall& call,
                                             TileWords& bits) {
@@ -403,7 +344,7 @@ __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCal
        tile < tile_count; tile += warps) {
     const int64_t segment = find_range(work.tile_begin, encode.segment_count, tile);
     const RecordPlan plan = work.plans[segment];
-    if (plan.kind == kKindRice && !call.rice.without_indices) continue;
+    if (plan.kind == kKindRice) continue;
     const int64_t from = encode.segment_offsets[segment];
     const int64_t first = (tile - work.tile_begin[segment]) * kPiciTile;
     const int64_t left = encode.segment_offsets[segment + 1] - from - first;
@@ -422,10 +363,8 @@ __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCal
         call.keeps_signs ? work.has_signs + tile * kSignGroups : nullptr};
     if constexpr (!is_quantised(DTYPE)) {
       place_dense(move);
-    } else if (plan.kind == kKindDense) {
+    } else {
       round_tile(call, move, from + first);
-    } else if constexpr (DTYPE == kQ8 || DTYPE == kQ4) {  // others have indices
-      quantise_tile<DTYPE>(call, move, from + first);
     }
   }
 }
@@ -440,7 +379,7 @@ __global__ void __launch_bounds__(kRiceThreads, 3) rice_kernel(Workspace work, R
   plan_once(RiceRecords<DTYPE>{work, call.encode, call.rice}, SpoiledBy{}, planning);
   if (call.encode.status[0] != kEncodeOk) return;
   place_tiles<DTYPE>(work, call, memory.tiles[threadIdx.x / 32]);
-  if (!call.rice.without_indices) place_chunks<DTYPE>(work, call, memory.chunk);
+  place_chunks<DTYPE>(work, call, memory.chunk);
 }
 
 }  // namespace megatron_sparse
