@@ -247,6 +247,9 @@ def check_capacity(
             raise refusal(op, "capacity is out of range", "0 or more", capacity_S.tolist()[:8])
         if is_blocks:
             raise refusal(op, "blocks have no capacity on CUDA", "another format", "blocks")
+        if spec.without_indices and (capacity_S < most_S).any():
+            what = "capacity is below what a message without indices sends"
+            raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
     else:
         most_S = segments.offsets.diff()

@@ -13,7 +13,6 @@ _ALIGNMENT = 256
 _SCAN_STATE, _OFFSET, _RECORD_PLAN = 8, 8, 80
 _TILE_WORDS = PICI_TILE // 32
 _SIGN_GROUPS = 8
-_GROUP, _GROUP_BYTES = 128, 8
 _FP32 = 0
 
 
@@ -46,17 +45,17 @@ def rice_encode_bytes(numel: int, segments: int, spec: RecordSpec, room: int) ->
     Example:
         >>> from megatron_sparse.wire import FORMAT_RICE
         >>> rice_encode_bytes(2**20, 1, RecordSpec(4, 0, FORMAT_RICE, log2_span=15), 2**14) / 2**20
-        4.319580078125
+        4.382080078125
     """
+    if spec.without_indices:
+        return _carved(*_staging(0, segments, 0, 0))
     quantised = spec.value_dtype in RICE_BITS
     value_bytes = VALUE_BYTES[_FP32 if quantised else spec.value_dtype]
     values = numel if quantised else min(numel, room // value_bytes)
     staging = _staging(numel, segments, value_bytes, values)
-    if spec.without_indices:
-        return _carved(*staging)
     tiles = numel // PICI_TILE + segments
     slots = (tiles >> (spec.log2_span - RICE_SPANS[0])) + segments
-    return _carved(*staging, slots * _SCAN_STATE, (numel // _GROUP + slots) * _GROUP_BYTES)
+    return _carved(*staging, slots * _SCAN_STATE, tiles * _TILE_WORDS * 4)
 
 
 def _staging(numel: int, segments: int, value_bytes: int, values: int) -> tuple[int, ...]:

@@ -20,12 +20,6 @@ struct RecordPlan {
   uint8_t kind;
 };
 
-// Of a group of entries of a Rice record: the bits of the unary part.
-struct RiceGroup {
-  uint32_t before;  // bits of the chunk's earlier groups
-  uint32_t head;    // own bits in the word where the last of these lies; 0 if it is full
-};
-
 inline constexpr int kSignGroups = 8;  // of a tile: the part of one warp of compaction
 
 // Tiles of 4096 elements restart in each segment and are numbered through the bucket.
@@ -44,8 +38,9 @@ struct Workspace {
   uint8_t* has_signs;          // [tiles * kSignGroups]: whether these words of `signs` were written
   void* values;                // [value_capacity] kept values of all segments, back to back
   int64_t value_capacity;
-  RiceGroup* groups;     // by slots of groups; null without Rice indices
-  bool rice;             // records are dense or of format Rice, no others
+  uint32_t* unary;  // [128 * tiles]: where, in the bits of its chunk's unary part, the 1 of the
+                    // word's first entry lies; null without Rice indices
+  bool rice;        // records are dense or of format Rice, no others
   int64_t zeroed_bytes;  // from nnz_states on
   int64_t bytes;
 };
@@ -81,9 +76,7 @@ inline Workspace lay_out_workspace(void* base, const WorkspaceShape& shape) {
   w.signs = memory.take<uint32_t>(tiles * kTileWords);
   w.has_signs = memory.take<uint8_t>(tiles * kSignGroups);
   w.values = memory.take<uint8_t>(w.value_capacity * shape.value_bytes);
-  if (shape.chunk_slots > 0) {
-    w.groups = memory.take<RiceGroup>(numel / kRiceGroup + shape.chunk_slots);
-  }
+  if (shape.chunk_slots > 0) w.unary = memory.take<uint32_t>(tiles * kTileWords);
   w.bytes = memory.used();
   return w;
 }

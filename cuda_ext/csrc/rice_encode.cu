@@ -2,6 +2,7 @@
 #include "encode_steps.cuh"
 #include "rice_encode_kernel.cuh"
 #include "rice_encode_measure.cuh"
+#include "rice_encode_whole.cuh"
 
 namespace megatron_sparse {
 namespace {
@@ -11,12 +12,16 @@ int64_t chunk_slots(const EncodeArguments& a, const RiceArguments& rice) {
 }
 
 Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice) {
+  // Without indices nothing is staged.
+  if (rice.without_indices) {
+    return lay_out_workspace(a.workspace, {0, a.segment_count, 0, 0, false, true, 0});
+  }
   const int64_t value_bytes = dtype_bytes(a.value_dtype);
   // As for other formats. How many quantised values a message has room for depends on them.
   const bool all = a.most_nnz != nullptr || is_quantised(rice.dtype);
   return lay_out_workspace(
       a.workspace, {a.numel, a.segment_count, value_bytes, all ? a.numel : a.capacity / value_bytes,
-                    false, true, rice.without_indices ? 0 : chunk_slots(a, rice)});
+                    false, true, chunk_slots(a, rice)});
 }
 
 template <int DTYPE>
@@ -30,8 +35,8 @@ void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t str
 // The launches after compaction.
 void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
   if (!call.rice.without_indices) {
-    const cudaLaunchConfig_t config =
-        grid_for(chunk_slots(call.encode, call.rice), multiprocessors() * 4, kRiceThreads, stream);
+    const cudaLaunchConfig_t config = grid_for(chunk_slots(call.encode, call.rice),
+                                               multiprocessors() * 12, kMeasureThreads, stream);
     cudaLaunchKernelEx(&config, rice_measure_kernel, work, call.encode, call.rice);
   }
   switch (call.rice.dtype) {
@@ -50,6 +55,34 @@ void launch_records(const RiceCall& call, const Workspace& work, cudaStream_t st
   }
 }
 
+template <int GRAD, int RESIDUAL>
+void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
+  const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
+  const cudaLaunchConfig_t config =
+      grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
+  if (call.rice.dtype == kQ8) {
+    cudaLaunchKernelEx(&config, rice_whole_kernel<GRAD, RESIDUAL, kQ8>, work, call);
+  } else {
+    cudaLaunchKernelEx(&config, rice_whole_kernel<GRAD, RESIDUAL, kQ4>, work, call);
+  }
+}
+
+template <int GRAD>
+void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
+  if (call.rice.residual_dtype == kFp32) {
+    launch_whole<GRAD, kFp32>(call, work, stream);
+  } else {
+    launch_whole<GRAD, kBf16>(call, work, stream);
+  }
+}
+
+// The launch after the cut, without indices.
+void launch_whole(const WholeCall& call, const Workspace& work, cudaStream_t stream) {
+  if (call.encode.grad_dtype == kFp32) launch_whole<kFp32>(call, work, stream);
+  if (call.encode.grad_dtype == kBf16) launch_whole<kBf16>(call, work, stream);
+  if (call.encode.grad_dtype == kFp16) launch_whole<kFp16>(call, work, stream);
+}
+
 }  // namespace
 
 int64_t rice_encode_workspace_bytes(const EncodeArguments& a, const RiceArguments& rice) {
@@ -61,8 +94,11 @@ void launch_rice_encode(const EncodeArguments& a, const RiceArguments& rice, voi
   const Workspace work = rice_workspace_of(a, rice);
   launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
+  if (rice.without_indices) {
+    return launch_whole({a, rice, {}, prune_seeds(rice.key)}, work, stream);
+  }
   launch_compact_grad(a, work, stream);
-  const HashSeed seed = hash_seed(static_cast<uint64_t>(rice.key), kDrawResidual);
+  const HashSeed seed = prune_seeds(rice.key).residual;
   launch_records({a, rice, seed, false, rice.residual != nullptr}, work, stream);
 }
 
@@ -72,6 +108,7 @@ void launch_rice_prune_encode(const EncodeArguments& a, const RiceArguments& ric
   const Workspace work = rice_workspace_of(a, rice);
   launch_cut(a, work, stream);
   if (a.segment_count == 0) return;
+  if (rice.without_indices) return launch_whole({a, rice, p, prune_seeds(rice.key)}, work, stream);
   launch_prune(a, p, work, stream);
   // The value that pruning leaves of an fp32 gradient is all of gradient + residual.
   const bool entries_rest = rice.residual != nullptr && a.grad_dtype != kFp32;

@@ -1,27 +1,26 @@
-// The last launch of the CUDA encoders of messages of kind Rice: quantises and codes what
+// The last launch of the CUDA encoders of Rice records with indices: quantises and codes what
 // compaction has staged, straight into the records, and leaves in the residual what the levels
 // lose. The bytes are the CPU's (rice_encode.cpp).
 //
-// A warp takes one group of 128 entries after the other, of a record with indices; of other records
-// one tile after the other. Bytes an element, at density d, v bytes a staged value and an e-byte
-// residual: 1/8 + d v read, the message written; of quantised values d e written and, unless the
-// residual is zero there, d e read.
+// Of a record with indices, a block takes one chunk after the other, lists its entries, and each
+// warp codes groups of 128; of dense records a warp takes one tile after the other. Bytes an
+// element, at density d, v bytes a staged value and an e-byte residual: 1/4 + d v read, the message
+// written; of quantised values d e written and, unless the residual is zero there, d e read.
 #pragma once
 
-#include "place_kernel.cuh"
-#include "rice_encode_groups.cuh"
+#include "rice_encode_records.cuh"
 #include "rice_levels.h"
 
 namespace megatron_sparse {
 
-static_assert(kRiceThreads == kPlaceThreads, "plan_records counts on it");
+constexpr int kGroupSets = kRiceGroup / kPlane;  // a lane has one entry of each set of 32
 
 // A call, as the kernel has it.
 struct RiceCall {
   EncodeArguments encode;
   RiceArguments rice;
   HashSeed residual_seed;
-  bool keeps_signs;   // of -0.0, in elements of records without indices
+  bool keeps_signs;   // of -0.0, in dense records
   bool entries_rest;  // whether the residual may be other than zero where an entry is
 };
 
@@ -43,7 +42,20 @@ __device__ __forceinline__ void store_rest(const RiceCall& call, int64_t at, flo
   }
 }
 
-// Dense records and records of format Rice, for plan_records.
+constexpr int kMostListed = kRiceGroup - 1 + kPiciTile;  // a tile's, behind the rest of a group
+constexpr int kWindowWords = 512;
+
+// A block's shared memory.
+struct ChunkMemory {
+  ChunkPlace place;
+  uint32_t* words;  // of the chunk in its record
+  uint32_t
+      behind[1 + kMostListed];    // each listed entry: its element + 1; first the one before, or 0
+  uint32_t window[kWindowWords];  // of the unary part
+  uint32_t last_one;              // the place in it of the last listed entry's 1
+};
+
+// Dense records and Rice records with indices, for plan_records.
 template <int DTYPE>
 struct RiceRecords {
   const Workspace& work;
@@ -54,16 +66,6 @@ struct RiceRecords {
     return chunks_of(call.segment_offsets[s + 1] - call.segment_offsets[s], rice.log2_span);
   }
 
-  __device__ __forceinline__ int64_t words(int64_t s) const {
-    if (rice.without_indices) {
-      const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
-      return whole_words(numel, DTYPE, rice.log2_span);
-    }
-    const int64_t before = first_slot(work, rice, s) - 1;
-    return prefix_after(work.chunk_states, before + chunks(s)) -
-           prefix_after(work.chunk_states, before);
-  }
-
   __device__ __forceinline__ RecordPlan plan(int64_t s) const {
     const int64_t numel = call.segment_offsets[s + 1] - call.segment_offsets[s];
     RecordPlan plan = counted_plan(work, call, s);
@@ -71,39 +73,29 @@ struct RiceRecords {
     plan.kind = kKindDense;
     plan.sections = sections_of(kKindDense, numel, plan.nnz, 0, 0, value_bytes);
     if (call.segment_kinds[s] != kKindRice) return plan;
-    const int64_t all = words(s), payload = rice_payload(chunks(s), !rice.without_indices, all);
-    if (!is_quantised(DTYPE) && payload >= plan.sections.payload) return plan;
-    const int64_t begin =
-        sizeof(RiceSubHeader) + rice_table_bytes(chunks(s), !rice.without_indices);
+    const int64_t before = first_slot(work, rice, s) - 1;
+    const int64_t words = prefix_after(work.chunk_states, before + chunks(s)) -
+                          prefix_after(work.chunk_states, before);
+    const Sections sections = rice_sections(rice, chunks(s), words);
+    if (!is_quantised(DTYPE) && sections.payload >= plan.sections.payload) return plan;
     plan.kind = kKindRice;
-    plan.sections = {0, begin, begin + 4 * all, payload};
+    plan.sections = sections;
     return plan;
   }
 
-  // Kept segments of a message of quantised values are in bf16.
   __device__ __forceinline__ int dtype_of(const RecordPlan& plan) const {
-    return is_quantised(DTYPE) && plan.kind == kKindDense ? int{kBf16} : rice.dtype;
+    return rice_dtype_of(rice, plan);
   }
 
   __device__ __forceinline__ void start(const RecordPlan& plan, int64_t s, uint8_t* payload) const {
-    clear(payload + plan.sections.values_end, payload + plan.sections.payload);
-    if (plan.kind == kKindDense) return;
-    const int64_t words = (plan.sections.values_end - plan.sections.values) / 4;
-    *reinterpret_cast<RiceSubHeader*>(payload) = {
-        static_cast<uint8_t>(!rice.without_indices), static_cast<uint8_t>(rice.log2_span), 0,
-        static_cast<uint32_t>(chunks(s)), static_cast<uint64_t>(words)};
-    if (rice.without_indices) return;
-    RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
-    rows[chunks(s)] = {static_cast<uint32_t>(plan.nnz), static_cast<uint32_t>(words)};
-    clear(reinterpret_cast<uint8_t*>(rows + chunks(s) + 1), payload + plan.sections.values);
+    start_record(rice, plan, chunks(s), payload);
   }
 };
 
 // Called by a whole warp: writes the words of a group, of which every lane has the values lane,
 // 32 + lane, ... (0.0 behind the last), and replaces these by what the levels lose.
 template <int BITS>
-__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, bool whole,
-                                               uint32_t* words) {
+__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, uint32_t* words) {
   const int lane = threadIdx.x % 32;
   float a[kGroupSets];
   uint32_t high = 0, low = ~uint32_t{0};
@@ -115,16 +107,11 @@ __device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count
     if (set * kPlane + lane < count) low = min(low, magnitude);
   }
   high = __reduce_max_sync(kAllLanes, high);
-  uint32_t levels_word;
-  if (whole) {
-    levels_word = whole_levels<BITS>(high);
-  } else {
-    low = __reduce_min_sync(kAllLanes, low);
-    float sum = 0;
-    // The tree of the specification: halves, and of what is left lane and lane ^ distance.
-    if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
-    levels_word = entry_levels<BITS>(high, low, sum, count);
-  }
+  low = __reduce_min_sync(kAllLanes, low);
+  float sum = 0;
+  // The tree of the specification: halves, and of what is left lane and lane ^ distance.
+  if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
+  const uint32_t levels_word = entry_levels<BITS>(high, low, sum, count);
   const Levels levels = levels_from(levels_word);
   uint32_t own = 0;  // lane 4 set + plane has that word
   static_assert(kGroupSets * BITS <= 32);
@@ -147,7 +134,7 @@ __device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count
 template <int DTYPE>
 __device__ __forceinline__ void place_group_values(const Workspace& work, const RiceCall& call,
                                                    const ChunkPlace& chunk, int64_t first,
-                                                   int count, const int32_t* element,
+                                                   int count, const uint32_t* behind,
                                                    uint32_t* chunk_words) {
   using Staged = StagedValue<DTYPE>;
   const int lane = threadIdx.x % 32;
@@ -164,89 +151,168 @@ __device__ __forceinline__ void place_group_values(const Workspace& work, const 
     for (int set = 0; set < kGroupSets; ++set) {
       const int i = set * kPlane + lane;
       x[set] = i < count ? ScalarLanes::as_float(staged[i]) : 0.0f;
-      if (i < count && call.entries_rest) x[set] += load_rest(call, chunk.begin + element[i + 1]);
+      if (i < count && call.entries_rest)
+        x[set] += load_rest(call, chunk.begin + behind[i + 1] - 1);
     }
-    quantise_group<kBits>(x, count, false, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
+    quantise_group<kBits>(x, count, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
     if (call.rice.residual == nullptr) return;
 #pragma unroll
     for (int set = 0; set < kGroupSets; ++set) {
       const int i = set * kPlane + lane;
-      if (i < count) store_rest(call, chunk.begin + element[i + 1], x[set]);
+      if (i < count) store_rest(call, chunk.begin + behind[i + 1] - 1, x[set]);
     }
   }
 }
 
-// The remainders and the unary code of a group's gaps. Where two groups share a word, the first one
-// writes it.
-__device__ __forceinline__ void place_group_gaps(const ChunkPlace& chunk, int64_t first, int count,
-                                                 int r, const UnaryCode& code,
-                                                 const RiceGroup* group, uint32_t* index_words,
-                                                 uint32_t* window) {
+// The remainders of a group's gaps.
+__device__ __forceinline__ void place_remainders(int64_t first, int count, int r,
+                                                 const uint32_t* behind, uint32_t* index_words) {
   const int lane = threadIdx.x % 32;
   uint32_t* remainders = index_words + first / kPlane * r;
 #pragma unroll
   for (int set = 0; set < kGroupSets; ++set) {
     if (set * kPlane >= count) break;
+    const int i = set * kPlane + lane;
+    const uint32_t gap = i < count ? behind[i + 1] - behind[i] - 1 : 0;
     uint32_t own = 0;
     for (int plane = 0; plane < r; ++plane) {
-      const uint32_t word = __ballot_sync(kAllLanes, code.gap[set] >> plane & 1);
+      const uint32_t word = __ballot_sync(kAllLanes, gap >> plane & 1);
       if (lane == plane) own = word;
     }
     if (lane < r) remainders[set * r + lane] = own;
   }
-  uint32_t* unary = index_words + planes_of(chunk.entries) * r;
-  const uint32_t begin = group[0].before, end = begin + code.bits, last = (end - 1) / 32;
-  const uint32_t next_head = first + count < chunk.entries ? group[1].head : 0;
-  for (uint32_t from = (begin + 31) / 32; from <= last; from += 32) {
-    window[lane] = 0;
-    __syncwarp();
+}
+
+// Called by a whole block: lists the entries of tiles of a chunk, whose first `coded` entries are
+// coded, and sets in the window of the unary part, which begins at word `from`, their 1s. A warp
+// has a quarter of the words of a tile.
+__device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& memory, int64_t tile,
+                                           int64_t tile_end, int coded, int r, uint32_t from) {
+  const ChunkPlace& chunk = memory.place;
+  const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4;
+  const int end = chunk.entries_before(tile_end) - coded;
+  for (tile += threadIdx.x / 128; tile < tile_end; tile += kRiceWarps / 4) {
+    const uint4 four = reinterpret_cast<const uint4*>(work.words)[tile * 32 + lane];
+    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
+    int own = 0, at = chunk.entries_before(tile) - coded;
+    uint32_t left = 0;
 #pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const uint32_t place = begin + code.one[set], word = place / 32 - from;
-      // A place before `from` becomes a large number.
-      if (set * kPlane + lane < count && word < 32) {
-        atomicOr(&window[word], uint32_t{1} << (place % 32));
+    for (int w = 0; w < 4; ++w) {
+      if (w == quarter) {
+        left = words[w];
+        at += own;
       }
+      own += __popc(words[w]);
     }
-    __syncwarp();
-    if (from + lane < last) unary[from + lane] = window[lane];
-    if (from + lane == last) unary[last] = window[lane] | next_head;
-    __syncwarp();
+    at += warp_inclusive_sum(own) - own;
+    if (left == 0) continue;
+    const int w = 4 * lane + quarter;
+    const uint32_t word_begin = static_cast<uint32_t>(tile - chunk.first_tile) * kPiciTile + 32 * w;
+    uint32_t behind = word_begin + __ffs(static_cast<int>(left));
+    const uint32_t place = r == 0 ? behind - 1 : work.unary[tile * kTileWords + w];
+    uint32_t ones = 1;
+    int offset = 0;  // of the entry's 1 behind the first: less than 32, like that of the entry
+    for (;;) {
+      memory.behind[++at] = behind;
+      left &= left - 1;
+      if (left == 0) break;
+      const uint32_t next = word_begin + __ffs(static_cast<int>(left));
+      offset += ((next - behind - 1) >> r) + 1;
+      ones |= uint32_t{1} << offset;
+      behind = next;
+    }
+    const uint64_t shifted = uint64_t{ones} << (place % 32);
+    // A word before `from` becomes a large number.
+    const uint32_t word = place / 32 - from, high = static_cast<uint32_t>(shifted >> 32);
+    if (word < kWindowWords) atomicOr(&memory.window[word], static_cast<uint32_t>(shifted));
+    if (high != 0 && word + 1 < kWindowWords) atomicOr(&memory.window[word + 1], high);
+    if (at == end) memory.last_one = place + offset;
+  }
+}
+
+// Called by a whole block: codes a chunk that has entries. Its tiles are listed once each, as many
+// at a time as the list has room for. What is left of a group, and of a word of the unary part, is
+// coded with the next ones.
+template <int DTYPE>
+__device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCall& call,
+                                            ChunkMemory& memory) {
+  const ChunkPlace& chunk = memory.place;
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int r = rice_parameter(chunk.numel, chunk.entries);
+  uint32_t* index_words = memory.words + value_words(DTYPE, chunk.entries);
+  uint32_t* unary = index_words + planes_of(chunk.entries) * r;
+  uint32_t from = 0;
+  int coded = 0;
+  for (int64_t tile = chunk.first_tile; tile < chunk.tile_end;) {
+    const int64_t to = tile + 1 + lane;
+    const bool fits = to <= chunk.tile_end && chunk.entries_before(to) - coded <= kMostListed;
+    const int64_t end = tile + __popc(__ballot_sync(kAllLanes, fits));
+    const int listed = chunk.entries_before(end) - coded;
+    const bool is_last = end == chunk.tile_end;
+    uint32_t rest;
+    do {  // only once, but for gaps that are very long
+      __syncthreads();
+      list_tiles(work, memory, tile, end, coded, r, from);
+      __syncthreads();
+      rest = memory.last_one / 32 - from;
+      const uint32_t head = rest < kWindowWords && !is_last ? memory.window[rest] : 0;
+      for (uint32_t k = thread; k < min(rest + is_last, uint32_t{kWindowWords});
+           k += kRiceThreads) {
+        unary[from + k] = memory.window[k];
+      }
+      __syncthreads();
+      for (uint32_t k = thread; k < min(rest + 1, uint32_t{kWindowWords}); k += kRiceThreads) {
+        memory.window[k] = k == 0 ? head : 0;
+      }
+      from += min(rest, uint32_t{kWindowWords});
+    } while (rest >= kWindowWords);
+    const int whole = is_last ? listed : listed / kRiceGroup * kRiceGroup;
+    for (int first = warp * kRiceGroup; first < whole; first += kRiceWarps * kRiceGroup) {
+      const int count = min(whole - first, kRiceGroup);
+      const uint32_t* behind = memory.behind + first;
+      place_remainders(coded + first, count, r, behind, index_words);
+      place_group_values<DTYPE>(work, call, chunk, coded + first, count, behind, memory.words);
+    }
+    if (!is_last) {
+      const bool stays = thread <= listed - whole;
+      const uint32_t behind = stays ? memory.behind[whole + thread] : 0;
+      __syncthreads();
+      if (stays) memory.behind[thread] = behind;
+    }
+    coded += whole;
+    tile = end;
   }
 }
 
 // Records with indices: a block takes one chunk after the other.
 template <int DTYPE>
 __device__ __forceinline__ void place_chunks(const Workspace& work, const RiceCall& call,
-                                             GroupMemory& memory) {
+                                             ChunkMemory& memory) {
   const EncodeArguments& encode = call.encode;
   const int64_t slots = first_slot(work, call.rice, encode.segment_count);
+  __syncthreads();  // the tiles' memory is free
+  for (int k = threadIdx.x; k < kWindowWords; k += kRiceThreads) memory.window[k] = 0;
   for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
-    const ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
-    const RecordPlan plan = work.plans[chunk.segment];
-    if (chunk.numel == 0 || plan.kind != kKindRice) continue;
-    const int64_t segment_first = first_slot(work, call.rice, chunk.segment);
-    const int64_t words_before = prefix_after(work.chunk_states, slot - 1) -
-                                 prefix_after(work.chunk_states, segment_first - 1);
-    uint8_t* payload = encode.out + plan.at + kHeaderBytes;
     if (threadIdx.x == 0) {
-      RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
-      rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
-                            static_cast<uint32_t>(words_before)};
+      ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
+      const RecordPlan& plan = work.plans[chunk.segment];
+      if (plan.kind != kKindRice) chunk.entries = chunk.numel = 0;
+      if (chunk.numel > 0) {
+        const int64_t first = first_slot(work, call.rice, chunk.segment);
+        const int64_t words_before =
+            prefix_after(work.chunk_states, slot - 1) - prefix_after(work.chunk_states, first - 1);
+        uint8_t* payload = encode.out + plan.at + kHeaderBytes;
+        RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
+        rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
+                              static_cast<uint32_t>(words_before)};
+        memory.words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+      }
+      memory.place = chunk;
+      memory.behind[0] = memory.last_one = 0;
     }
-    if (chunk.entries == 0) continue;
-    uint32_t* words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
-    uint32_t* index_words = words + value_words(DTYPE, chunk.entries);
-    const int r = rice_parameter(chunk.numel, chunk.entries);
-    for (int64_t first = threadIdx.x / 32 * kRiceGroup; first < chunk.entries;
-         first += kRiceWarps * kRiceGroup) {
-      const int count = static_cast<int>(min(chunk.entries - first, int64_t{kRiceGroup}));
-      list_entries(work, chunk, first, count, memory.element);
-      place_group_gaps(chunk, first, count, r, code_unary(memory.element, count, r),
-                       work.groups + group_slot(chunk, first / kRiceGroup), index_words,
-                       memory.window);
-      place_group_values<DTYPE>(work, call, chunk, first, count, memory.element, words);
-    }
+    __syncthreads();
+    if (memory.place.entries > 0) place_chunk<DTYPE>(work, call, memory);
+    __syncthreads();
   }
 }
 
@@ -266,38 +332,7 @@ __device__ __forceinline__ void round_tile(const RiceCall& call, const TileMove<
   }
 }
 
-// Called by a whole warp: a tile of a record without indices.
-template <int DTYPE>
-__device__ __forceinline__ void quantise_tile(const RiceCall& call, const TileMove<uint32_t>& move,
-                                              int64_t begin) {
-  constexpr int kBits = code_bits(DTYPE), kGroupWords = 1 + 4 * kBits;
-  const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
-  const int64_t chunk = move.first >> log2_span;
-  const int64_t first = move.first - (chunk << log2_span);
-  uint32_t* words = reinterpret_cast<uint32_t*>(move.payload + move.sections.values) +
-                    chunk * value_words(DTYPE, int64_t{1} << log2_span) +
-                    first / kRiceGroup * kGroupWords;
-  for (int at = 0; at < move.length; at += kRiceGroup, words += kGroupWords) {
-    const int count = min(move.length - at, kRiceGroup);
-    float x[kGroupSets] = {};
-#pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      if (i >= count) continue;
-      x[set] = ScalarLanes::as_float(move.signed_element(at / 32 + set));
-      if (call.rice.residual != nullptr) x[set] += load_rest(call, begin + at + i);
-    }
-    quantise_group<kBits>(x, count, true, words);
-    if (call.rice.residual == nullptr) continue;
-#pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      if (i < count) store_rest(call, begin + at + i, x[set]);
-    }
-  }
-}
-
-// Records without indices: a warp takes one tile after the other.
+// Dense records: a warp takes one tile after the other.
 template <int DTYPE>
 __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCall& call,
                                             TileWords& bits) {
@@ -309,7 +344,7 @@ __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCal
        tile < tile_count; tile += warps) {
     const int64_t segment = find_range(work.tile_begin, encode.segment_count, tile);
     const RecordPlan plan = work.plans[segment];
-    if (plan.kind == kKindRice && !call.rice.without_indices) continue;
+    if (plan.kind == kKindRice) continue;
     const int64_t from = encode.segment_offsets[segment];
     const int64_t first = (tile - work.tile_begin[segment]) * kPiciTile;
     const int64_t left = encode.segment_offsets[segment + 1] - from - first;
@@ -328,27 +363,23 @@ __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCal
         call.keeps_signs ? work.has_signs + tile * kSignGroups : nullptr};
     if constexpr (!is_quantised(DTYPE)) {
       place_dense(move);
-    } else if (plan.kind == kKindDense) {
+    } else {
       round_tile(call, move, from + first);
-    } else if constexpr (DTYPE == kQ8 || DTYPE == kQ4) {  // others have indices
-      quantise_tile<DTYPE>(call, move, from + first);
     }
   }
 }
 
 template <int DTYPE>
 __global__ void __launch_bounds__(kRiceThreads, 3) rice_kernel(Workspace work, RiceCall call) {
-  __shared__ union WarpMemory {
-    TileWords tile;
-    GroupMemory group;
-  } warps[kRiceWarps];
+  __shared__ union {
+    TileWords tiles[kRiceWarps];
+    ChunkMemory chunk;
+  } memory;
   __shared__ PlanMemory planning;
   plan_once(RiceRecords<DTYPE>{work, call.encode, call.rice}, SpoiledBy{}, planning);
   if (call.encode.status[0] != kEncodeOk) return;
-  WarpMemory& memory = warps[threadIdx.x / 32];
-  place_tiles<DTYPE>(work, call, memory.tile);
-  __syncwarp();
-  if (!call.rice.without_indices) place_chunks<DTYPE>(work, call, memory.group);
+  place_tiles<DTYPE>(work, call, memory.tiles[threadIdx.x / 32]);
+  place_chunks<DTYPE>(work, call, memory.chunk);
 }
 
 }  // namespace megatron_sparse

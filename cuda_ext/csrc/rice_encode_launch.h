@@ -22,8 +22,8 @@ struct RiceArguments {
 
 int64_t rice_encode_workspace_bytes(const EncodeArguments& arguments, const RiceArguments& rice);
 
-// As launch_encode and launch_prune_encode. Four launches, one less without indices, one more with
-// a capacity.
+// As launch_encode and launch_prune_encode. Four launches, one more with a limit. Without indices
+// two: every element is sent, whatever the limit, and nothing changes if the message does not fit.
 void launch_rice_encode(const EncodeArguments& arguments, const RiceArguments& rice, void* stream);
 void launch_rice_prune_encode(const EncodeArguments& arguments, const RiceArguments& rice,
                               const PruneArguments& prune, void* stream);

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, FORMAT_RICE, HEADER_BYTES
 from tests.codec import (
@@ -66,6 +66,7 @@ TYPES = [
     for code in range(3)
     for key in (-1, KEY)
 ]
+RICE_CASES = [(*types, key) for types, key in zip(RICE_TYPES, (KEY, -1, -1, KEY, KEY), strict=True)]
 schedules = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 
 
@@ -154,11 +155,7 @@ def test_prune_encode(
 
 
 @rice_dtypes
-@pytest.mark.parametrize(
-    ("dtype", "residual_dtype", "key"),
-    [(*types, key) for types, key in zip(RICE_TYPES, (KEY, -1, -1, KEY, KEY), strict=True)],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "residual_dtype", "key"), RICE_CASES, ids=str)
 def test_prune_encode_to_rice(
     device: Ops, value_dtype: int, dtype: torch.dtype, residual_dtype: torch.dtype, key: int
 ) -> None:
@@ -175,14 +172,22 @@ def test_densities_and_spans(device: Ops, value_dtype: int) -> None:
     check_densities(grad_N, nothing, segments, counts, (12, 14, 24), value_dtype, device)
 
 
-@pytest.mark.parametrize("value_dtype", [0, 4, 5], ids=RICE_NAMES.get)
-def test_entries_that_lie_together(device: Ops, value_dtype: int) -> None:
-    """A gap whose unary code has more words than a warp has lanes, and one entry at the end."""
-    grad_N = torch.zeros(50_000)
-    grad_N[:5000] = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(
+    ("together", "numel", "value_dtype"),
+    [(5000, 50_000, 5), (12_000, 33_000, 4), (24_000, 84_000, 0)],
+)
+def test_entries_that_lie_together(
+    device: Ops, together: int, numel: int, value_dtype: int
+) -> None:
+    """More entries than a block lists at a time, then a gap, and one entry at the end.
+
+    The unary code of the second and the third gap is longer than the block's window.
+    """
+    grad_N = torch.zeros(numel)
+    grad_N[:together] = torch.randn(together, generator=torch.Generator().manual_seed(1))
     grad_N[-1] = 3.0
-    pruning = pruning_of(torch.zeros(50_000), 0.0)
-    check(Case(grad_N, segments_of([0, 50_000]), rice_spec(value_dtype, 17), pruning), device)
+    pruning = pruning_of(torch.zeros(numel), 0.0)
+    check(Case(grad_N, segments_of([0, numel]), rice_spec(value_dtype, 17), pruning), device)
 
 
 def base_of(group: torch.Tensor, spec: RecordSpec) -> int:
@@ -211,16 +216,35 @@ def test_the_mean_is_added_up_in_the_order_of_the_format(device: Ops, value_dtyp
     check(Case(grad_N, segments_of(torch.arange(34) * 128), spec, pruning), device)
 
 
+# Gradients begin one element behind a border, residuals three: some segment of each lies on one.
+ALIGNED = segments_of([0, 3, 4501, 13_003, 23_200], [0, 0, 0, 1])
+
+
 @pytest.mark.parametrize("value_dtype", [3, 4], ids=RICE_NAMES.get)
-def test_without_indices(device: Ops, value_dtype: int) -> None:
+@pytest.mark.parametrize(("dtype", "residual_dtype", "key"), RICE_CASES, ids=str)
+def test_without_indices(
+    device: Ops, value_dtype: int, dtype: torch.dtype, residual_dtype: torch.dtype, key: int
+) -> None:
     """Also of elements that are not selected, with what is left of their residual."""
-    for residual_dtype, key, span in ((torch.float32, -1, 12), (torch.bfloat16, KEY, 13)):
-        spec = rice_spec(value_dtype, span, without_indices=True)
-        case = hard_case(torch.float32, residual_dtype, key, spec, seed=4)
-        check(case, device)
-        assert case.pruning is not None
-        whole = pruning_of(case.pruning.residual_N, -1.0, key=key)
-        check(replace(case, grad_N=torch.randn(case.numel), pruning=whole), device)
+    spec = rice_spec(value_dtype, 12 + (key > 0), without_indices=True)
+    case = hard_case(dtype, residual_dtype, key, spec, seed=4)
+    check(case, device)
+    assert case.pruning is not None
+    whole = pruning_of(case.pruning.residual_N, -1.0, key=key)
+    case = replace(case, grad_N=torch.randn(case.numel).to(dtype), pruning=whole, segments=ALIGNED)
+    check(case, device)
+    limit = replace(whole, capacity_S=ALIGNED.offsets.diff())
+    check(replace(case, pruning=limit).with_slots(), device)
+
+
+@pytest.mark.parametrize("value_dtype", [3, 4], ids=RICE_NAMES.get)
+@pytest.mark.parametrize("segments", [LONG, ALIGNED], ids=["unaligned", "aligned"])
+def test_sums_without_indices(device: Ops, value_dtype: int, segments: Segments) -> None:
+    spec = rice_spec(value_dtype, 13, without_indices=True)
+    for dtype in cases.DTYPES:
+        values_N = gradient(23_200, 0.9, dtype, value_dtype) + 0.0  # a dense record has no -0.0
+        for residual_N in (None, torch.randn(23_200)):
+            check(Case(values_N, segments, spec, residual_N=residual_N, what=dtype), device)
 
 
 def test_a_raw_rice_record_that_is_not_smaller_is_dense(device: Ops) -> None:

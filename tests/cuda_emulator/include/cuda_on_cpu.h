@@ -731,6 +731,15 @@ inline int __ffs(int x) {
 inline int __ffsll(long long x) {
   return __builtin_ffsll(x);
 }
+// Byte i is byte `selector >> 4 i & 7` of y:x; the selector has no sign bits.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  }
+  return result;
+}
 inline int __clz(int x) {
   return std::countl_zero(unsigned(x));
 }

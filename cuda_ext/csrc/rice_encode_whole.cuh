@@ -1,0 +1,301 @@
+// The CUDA encoder of messages without indices: one launch after the cut, from gradient and
+// residual to records. The bytes are the CPU's (rice_encode.cpp).
+//
+// The sizes of all records follow from the segments, so the first block plans them before any
+// residual changes. A warp takes one tile after the other, and of it groups of 128 elements; a lane
+// has four neighbours, by 16-byte accesses where gradient and residual are aligned alike. The last
+// block to end plans the records again, with the counts that the headers need. Nothing is staged.
+//
+// Bytes an element of g-byte gradient and e-byte residual: g + e read, e and the message written.
+#pragma once
+
+#include "rice_encode_records.cuh"
+#include "rice_levels.h"
+
+namespace megatron_sparse {
+
+constexpr int kLaneElements = kRiceGroup / 32;
+
+// A call; without thresholds the gradient is not pruned.
+struct WholeCall {
+  EncodeArguments encode;
+  RiceArguments rice;
+  PruneArguments prune;
+  PruneSeeds seeds;
+};
+
+// The records, for plan_records.
+struct WholeRecords {
+  const Workspace& work;
+  const EncodeArguments& call;
+  const RiceArguments& rice;
+  bool counted;  // whether call.nnz has the counts, by other blocks too
+
+  __device__ __forceinline__ int64_t numel(int64_t s) const {
+    return call.segment_offsets[s + 1] - call.segment_offsets[s];
+  }
+
+  __device__ __forceinline__ RecordPlan plan(int64_t s) const {
+    RecordPlan plan = {};
+    if (counted) plan.nnz = static_cast<const volatile int64_t*>(call.nnz)[s];
+    plan.kind = call.segment_kinds[s];
+    if (plan.kind == kKindDense) {
+      plan.sections = sections_of(kKindDense, numel(s), plan.nnz, 0, 0, dtype_bytes(kBf16));
+    } else {
+      plan.sections = rice_sections(rice, chunks_of(numel(s), rice.log2_span),
+                                    whole_words(numel(s), rice.dtype, rice.log2_span));
+    }
+    return plan;
+  }
+
+  __device__ __forceinline__ int dtype_of(const RecordPlan& plan) const {
+    return rice_dtype_of(rice, plan);
+  }
+
+  __device__ __forceinline__ void start(const RecordPlan& plan, int64_t s, uint8_t* payload) const {
+    start_record(rice, plan, chunks_of(numel(s), rice.log2_span), payload);
+  }
+};
+
+// `count` of four neighbours, the others 0.
+template <class Raw>
+__device__ __forceinline__ void load_neighbours(const void* from, int64_t at, int count,
+                                                bool aligned, uint32_t (&to)[kLaneElements]) {
+  const Raw* first = static_cast<const Raw*>(from) + at;
+  if (aligned && count >= kLaneElements) {
+    const auto all = *reinterpret_cast<const Neighbours<Raw, kLaneElements>*>(first);
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) to[i] = all.value[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) to[i] = i < count ? first[i] : 0;
+  }
+}
+
+template <class Raw>
+__device__ __forceinline__ void store_neighbours(void* to, int64_t at, int count, bool aligned,
+                                                 const uint32_t (&from)[kLaneElements]) {
+  Raw* first = static_cast<Raw*>(to) + at;
+  Neighbours<Raw, kLaneElements> all;
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i) all.value[i] = static_cast<Raw>(from[i]);
+  if (aligned && count >= kLaneElements) {
+    *reinterpret_cast<Neighbours<Raw, kLaneElements>*>(first) = all;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      if (i < count) first[i] = all.value[i];
+    }
+  }
+}
+
+// The value that pruning leaves of element `at`, with the residual that it leaves added; counts it.
+template <int GRAD, int RESIDUAL>
+__device__ __forceinline__ float pruned_value(const WholeCall& call, uint32_t grad, uint32_t rest,
+                                              const Limit& limit, int64_t at, int& nnz) {
+  using L = ScalarLanes;
+  constexpr Grid grid = grid_of(GRAD, kFp32);
+  const uint32_t high = static_cast<uint32_t>(at >> 32), low = static_cast<uint32_t>(at);
+  const bool random = (GRAD != kFp32 || RESIDUAL != kFp32) && call.prune.key >= 0;
+  const Pruned<L> done = random ? prune_element<L, GRAD, RESIDUAL, grid, true>(
+                                      grad, rest, limit, call.prune.leak, call.seeds, high, low)
+                                : prune_element<L, GRAD, RESIDUAL, grid, false>(
+                                      grad, rest, limit, call.prune.leak, call.seeds, high, low);
+  nnz += done.nonzero;
+  return widen<L, GRAD>(done.grad) + widen<L, RESIDUAL>(done.residual);
+}
+
+// The same of a gradient that is not pruned: its -0.0 count as 0.0.
+template <int GRAD, int RESIDUAL>
+__device__ __forceinline__ float plain_value(uint32_t grad, uint32_t rest, int& nnz) {
+  const float value = widen<ScalarLanes, GRAD>(grad);
+  nnz += value != 0;  // true of NaN
+  return (value == 0 ? 0.0f : value) + widen<ScalarLanes, RESIDUAL>(rest);
+}
+
+// Of 4-bit numbers, of which each lane has four neighbours (number i in bits 4 i to 4 i + 3), the
+// word of plane lane % 4 of the lane's set of 32. Called by a whole warp.
+__device__ __forceinline__ uint32_t gather_planes(uint32_t numbers) {
+  const uint32_t lane = threadIdx.x % 32, pair = lane & 1, half = lane >> 1 & 1,
+                 set = lane >> 2 & 1;
+  // Bit 4 i + p becomes 4 p + i, which then is the lane's half of byte p.
+  uint32_t swapped = (numbers ^ numbers >> 3) & 0x0a0au;
+  numbers ^= swapped ^ swapped << 3;
+  swapped = (numbers ^ numbers >> 6) & 0x00ccu;
+  numbers ^= swapped ^ swapped << 6;
+  numbers = (numbers | numbers << 8) & 0x00ff00ffu;
+  numbers = (numbers | numbers << 4) & 0x0f0f0f0fu;
+  numbers <<= 4 * pair;
+  numbers |= __shfl_xor_sync(kAllLanes, numbers, 1);
+  // Bytes of two planes, then of one: the lower lane's come first.
+  uint32_t other = __shfl_xor_sync(kAllLanes, numbers, 2);
+  numbers = __byte_perm(numbers, other, (0x5140u + 0x2222u * pair) ^ 0x4444u * half);
+  other = __shfl_xor_sync(kAllLanes, numbers, 4);
+  return __byte_perm(numbers, other, (0x5410u + 0x2222u * half) ^ 0x4444u * set);
+}
+
+// Called by a whole warp: writes the words of a group, of which every lane has four neighbours (0.0
+// behind the last), and replaces these by what the levels lose.
+template <int BITS>
+__device__ __forceinline__ void quantise_whole(float (&x)[kLaneElements], int count,
+                                               uint32_t* words) {
+  static_assert(BITS == 4 || BITS == 8);
+  using L = ScalarLanes;
+  const int lane = threadIdx.x % 32;
+  uint32_t high = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i) high = max(high, L::as_bits(x[i]) & kMagnitude);
+  const uint32_t levels_word = whole_levels<BITS>(__reduce_max_sync(kAllLanes, high));
+  uint32_t low_numbers = 0, high_numbers = 0;
+  if (levels_word == kNanLevels) {
+    for (float& each : x) each = 0;
+  } else {
+    const Levels levels = levels_from(levels_word);
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      const CodedValue coded = code_value<BITS>(levels, x[i]);
+      x[i] = coded.rest;
+      low_numbers |= (coded.code & 15) << 4 * i;
+      high_numbers |= coded.code >> 4 << 4 * i;
+    }
+  }
+  int plane = (lane & 1) * 2 + (lane >> 1 & 1);
+  uint32_t own = gather_planes(low_numbers);
+  bool is_own = lane % 8 < 4;
+  if constexpr (BITS == 8) {
+    const uint32_t upper = gather_planes(high_numbers);
+    if (!is_own) own = upper, plane += 4;
+    is_own = true;
+  }
+  const int set = lane / 8;
+  if (is_own && set * kPlane < count) words[1 + BITS * set + plane] = own;
+  if (lane == 0) words[0] = levels_word;
+}
+
+// The limits of neighbours that may lie in several ranges.
+__device__ __forceinline__ void find_limits(const PruneArguments& prune, int64_t at, int count,
+                                            Limit (&limits)[kLaneElements]) {
+#pragma unroll
+  for (int i = 0; i < kLaneElements; ++i) {
+    if (i >= count) break;
+    const int64_t range = find_range(prune.range_offsets, prune.range_count, at + i);
+    limits[i] = limit_at(prune.thresholds, prune.tie_chances, range);
+  }
+}
+
+// Called by a whole warp: a tile of `length` elements from element `begin` of the bucket on, the
+// element `first` of its segment. Returns how many elements this lane has counted.
+template <int GRAD, int RESIDUAL, int DTYPE>
+__device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPlan& plan,
+                                           int64_t begin, int64_t first, int length) {
+  using Raw = typename RawType<GRAD>::type;
+  using RawRest = typename RawType<RESIDUAL>::type;
+  constexpr int kBits = code_bits(DTYPE), kGroupWords = 1 + kBits * (kRiceGroup / kPlane);
+  const EncodeArguments& encode = call.encode;
+  const PruneArguments& prune = call.prune;
+  void* residual = call.rice.residual;
+  const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
+  const bool quantises = plan.kind == kKindRice;
+  const auto is_aligned = [begin](const void* of, size_t bytes) {
+    return (reinterpret_cast<uintptr_t>(of) + begin * bytes) % (kLaneElements * bytes) == 0;
+  };
+  const bool grad_aligned = is_aligned(encode.grad, sizeof(Raw));
+  const bool rest_aligned = is_aligned(residual, sizeof(RawRest));
+  Limit limits[kLaneElements] = {};
+  bool one_range = true;
+  if (prune.thresholds != nullptr) {
+    const int64_t range = find_range(prune.range_offsets, prune.range_count, begin);
+    one_range = prune.range_offsets[range + 1] >= begin + length;
+    const Limit limit = limit_at(prune.thresholds, prune.tie_chances, range);
+    for (Limit& each : limits) each = limit;
+  }
+  uint8_t* values = encode.out + plan.at + kHeaderBytes + plan.sections.values;
+  const int64_t chunk = first >> log2_span;
+  uint32_t* words = reinterpret_cast<uint32_t*>(values) +
+                    chunk * value_words(DTYPE, int64_t{1} << log2_span) +
+                    (first - (chunk << log2_span)) / kRiceGroup * kGroupWords;
+  uint32_t grad[kLaneElements], rest[kLaneElements] = {};
+  const auto load = [&](int group) {
+    const int at = group + kLaneElements * lane;
+    load_neighbours<Raw>(encode.grad, begin + at, length - at, grad_aligned, grad);
+    if (residual == nullptr) return;
+    load_neighbours<RawRest>(residual, begin + at, length - at, rest_aligned, rest);
+  };
+  int nnz = 0;
+  load(0);
+  for (int group = 0; group < length; group += kRiceGroup, words += kGroupWords) {
+    const int at = group + kLaneElements * lane, count = length - at;
+    float x[kLaneElements];
+    if (prune.thresholds == nullptr) {
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) {
+        x[i] = plain_value<GRAD, RESIDUAL>(grad[i], rest[i], nnz);
+      }
+    } else {
+      if (!one_range) find_limits(prune, begin + at, count, limits);
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) {
+        x[i] = pruned_value<GRAD, RESIDUAL>(call, grad[i], rest[i], limits[i], begin + at + i, nnz);
+      }
+    }
+    if (group + kRiceGroup < length) load(group + kRiceGroup);  // on its way during the arithmetic
+    uint32_t out[kLaneElements];
+    if (quantises) {
+      quantise_whole<kBits>(x, min(length - group, kRiceGroup), words);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLaneElements; ++i) {
+        const RoundedValue rounded = round_kept(x[i]);
+        out[i] = rounded.sent;
+        x[i] = rounded.rest;
+      }
+      store_neighbours<uint16_t>(values, first + at, count, true, out);
+    }
+    if (residual == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) {
+      const uint64_t element = static_cast<uint64_t>(begin + at + i);
+      out[i] = RESIDUAL == kFp32
+                   ? ScalarLanes::as_bits(x[i])
+                   : narrow_residual(x[i], call.seeds.residual, call.rice.key >= 0, element);
+    }
+    store_neighbours<RawRest>(residual, begin + at, count, rest_aligned, out);
+  }
+  return nnz;
+}
+
+template <int GRAD, int RESIDUAL, int DTYPE>
+__global__ void __launch_bounds__(kRiceThreads, 3)
+    rice_whole_kernel(Workspace work, WholeCall call) {
+  __shared__ PlanMemory planning;
+  __shared__ bool is_last;
+  const EncodeArguments& encode = call.encode;
+  plan_once(WholeRecords{work, encode, call.rice, false}, SpoiledBy{}, planning);
+  if (encode.status[0] != kEncodeOk) return;
+  const int64_t tile_count = work.tile_begin[encode.segment_count];
+  const int64_t warps = static_cast<int64_t>(gridDim.x) * kRiceWarps;
+  for (int64_t tile = static_cast<int64_t>(blockIdx.x) * kRiceWarps + threadIdx.x / 32;
+       tile < tile_count; tile += warps) {
+    const int64_t segment = find_range(work.tile_begin, encode.segment_count, tile);
+    const int64_t from = encode.segment_offsets[segment];
+    const int64_t first = (tile - work.tile_begin[segment]) * kPiciTile;
+    const int64_t left = encode.segment_offsets[segment + 1] - from - first;
+    const int nnz = warp_sum(
+        place_whole<GRAD, RESIDUAL, DTYPE>(call, work.plans[segment], from + first, first,
+                                           static_cast<int>(min(left, int64_t{kPiciTile}))));
+    if (threadIdx.x % 32 == 0 && nnz > 0) {
+      atomicAdd(reinterpret_cast<unsigned long long*>(encode.nnz + segment),
+                static_cast<unsigned long long>(nnz));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // this block's counts before its ticket, and the others' behind theirs
+    is_last = atomicAdd(work.ticket, 1u) + 1 == gridDim.x;
+    __threadfence();
+  }
+  __syncthreads();
+  if (is_last) plan_records(WholeRecords{work, encode, call.rice, true}, SpoiledBy{}, planning);
+}
+
+}  // namespace megatron_sparse
