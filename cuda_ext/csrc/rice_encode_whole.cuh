@@ -16,6 +16,12 @@ namespace megatron_sparse {
 
 constexpr int kLaneElements = kRiceGroup / 32;
 
+// N neighbours, moved by the fewest accesses of up to 16 bytes.
+template <class T, int N>
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Neighbours {
+  T value[N];
+};
+
 // A call; without thresholds the gradient is not pruned.
 struct WholeCall {
   EncodeArguments encode;

@@ -51,10 +51,10 @@ PARAMETER = torch.bfloat16
 CODER = "rans"
 COPIED_BYTES = 8
 """Read and written, of an fp32 element that is copied."""
-ENCODED_BYTES, DECODED_BYTES = 7.1, 9.6
+ENCODED_BYTES, DECODED_BYTES = 7.0, 8.9
 """Read and written, of a number of a long shard: docs/device-work.md."""
 CHUNK_S = 0.25e-3
-"""Of a chunk's 2048 steps on a GPU, however short the shard is: docs/parameters.md."""
+"""Of a chunk's 512 steps on a GPU, however short the shard is: docs/parameters.md."""
 
 
 @dataclass(frozen=True)

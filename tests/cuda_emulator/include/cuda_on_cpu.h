@@ -708,14 +708,6 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   const uint64_t both = uint64_t{high} << 32 | low;
   return unsigned(both << (shift & 31) >> 32);
 }
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  const uint64_t bytes = uint64_t{y} << 32 | x;
-  unsigned result = 0;
-  for (int i = 0; i < 4; ++i) {
-    result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  }
-  return result;
-}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned(uint64_t{a} * b >> 32);
 }
