@@ -144,7 +144,7 @@ __device__ __forceinline__ void take_share(const Source& source, const TilePlace
   load_share(source, next, share);
 }
 
-// A block's shared memory. Two tiles take turns: this one and the one before.
+// A block's shared memory. Tiles take turns: this one and the one before; of places, two more.
 template <class Source>
 struct CompactMemory {
   typename RawType<Source::kGrad>::type kept[2 * kPiciTile];
@@ -153,7 +153,7 @@ struct CompactMemory {
   TilePlace<Source> places[4];
 };
 
-// The block's only barrier: its two kinds of warps meet here once a tile.
+// The block's only barrier, where its two kinds of warps meet: twice at first, then once a tile.
 __device__ __forceinline__ void meet() {
   __syncthreads();
 }
@@ -172,6 +172,7 @@ __device__ __forceinline__ void number_tiles(const Source& source, const Workspa
     if (lane == 0) shared.places[round % 4] = place;
   };
   find_place(0, take_ticket());
+  meet();
   find_place(1, take_ticket());
   meet();
   // A block ends its tiles in ascending order and waits for lower ones only, so the lowest that has
@@ -226,6 +227,7 @@ __global__ void __launch_bounds__(kCompactThreads, Source::kBlocks)
   meet();
   typename Source::Element share[kWarpWords];
   load_share(source, shared.places[0], share);
+  meet();
   int kept_begin = 0, kept_end = 0;
   for (unsigned round = 0;; ++round) {
     const TilePlace<Source>& tile = shared.places[round % 4];
