@@ -1,11 +1,11 @@
 // Finds a Rice record's part of a tile of 4096 elements, by a warp, and adds it, by a block.
 //
 // A chunk has one tile or more. For each of them a warp reads the chunk's index words from the
-// begin on, as far as the tile reaches: of each 32 words of the unary part the number of entries,
-// and the remainders of each set of 32 entries. From the sums before them follow the elements of a
-// word's first and last entry, and so the words that hold the tile's entries. Of these the block
-// lists the places of all entries, a word for each thread; then a warp takes 128 entries at a time,
-// a lane one of each 32, so that planes are the same for all lanes.
+// begin on, as far as the tile reaches, four a lane: it counts their entries, and adds the
+// remainders of each set of 32 entries. From the sums before them follow the elements of a lane's
+// first and last entry, and so the words that hold the tile's entries. Of these the block lists the
+// places of all entries, a word for each thread; then a warp takes 128 entries at a time, a lane
+// one of each 32, so that planes are the same for all lanes.
 //
 // Encoders take chunks of about 1024 to 2048 entries, so the words before the tile are few. It is
 // right, but slow, for long chunks that are full.
@@ -296,21 +296,35 @@ __device__ __forceinline__ void add_entries(RiceMemory& memory, int k, int end, 
   const int r = chunk.r, first_place = 32 * chunk.first_word, begin = chunk.begin;
   const unsigned length = chunk.end - begin;
   const uint16_t* places = memory.places[k % 2];
+  const int* rests_before = memory.rests_before[k];
+  const unsigned last_set = (last - 1) / kPlane;  // if there is one
 #pragma unroll 1
   for (; g * kRiceGroup < last; g += kSumWarps) {
     const ValueGroup<VALUE> group = next;
     if ((g + kSumWarps) * kRiceGroup < last) next.load(values, g + kSumWarps, entries, bits);
-    unsigned element[kGroupSets];
+    unsigned element[kGroupSets], at[kGroupSets];
+    int sum[kGroupSets], rest[kGroupSets] = {};
 #pragma unroll
     for (int s = 0; s < kGroupSets; ++s) {
-      const unsigned set = kGroupSets * g + s, entry = kPlane * set + lane;
+      // Sets without an entry of the tile read those of others, for nothing.
+      const unsigned set = min(max(kGroupSets * g + s, first_set), last_set);
+      sum[s] = rests_before[set - first_set];
+      at[s] = (set + 1) * r;
+    }
+#pragma unroll 1
+    for (int p = 0; p < r; ++p) {
+#pragma unroll
+      for (int s = 0; s < kGroupSets; ++s) {
+        rest[s] = 2 * rest[s] + __popc(planes[--at[s]] & lanes_through);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < kGroupSets; ++s) {
+      const unsigned entry = kPlane * (kGroupSets * g + s) + lane;
       element[s] = 0xffffffffu;
-      if (set < first_set || kPlane * set >= last) continue;
-      const int sum =
-          memory.rests_before[k][set - first_set] + sum_remainders(planes, set, r, lanes_through);
       if (entry - first < last - first) {
         const int zeros = first_place + places[entry - first] - entry;
-        element[s] = (zeros << r) + entry + sum - begin;
+        element[s] = (zeros << r) + entry + sum[s] + rest[s] - begin;
       }
     }
     add_group(group, bits, element, length, sums);

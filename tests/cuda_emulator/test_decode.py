@@ -146,13 +146,31 @@ def test_formats_of_ranks_differ(
     chance, messages, acc_M = random.Random(ranks), [], torch.zeros(NUMEL)
     emulator.schedule(schedule, ranks)
     for rank in range(ranks):
-        name, density = chance.choice([("coo", 0.02), ("dense", 0.9), ("blocks64", 0.01)])
-        case = Case(case_of("coo", density, rank).grad_N, SEGMENTS, spec_of(0, name))
+        name, density = chance.choice(
+            [("coo", 0.02), ("dense", 0.9), ("blocks64", 0.01), ("rice", 0.1)]
+        )
+        spec = rice_spec(0) if name == "rice" else spec_of(0, name)
+        case = Case(case_of("coo", density, rank).grad_N, SEGMENTS, spec)
         messages.append(bytes_of(ORACLE.encode(case).bytes))
         CPU[-1].decode_(acc_M, messages[-1].numpy().tobytes(), case.expected(), fresh=rank == 0)
     got = to_gpu(torch.full((NUMEL,), math.nan), ranks % 4)
     expected = Expected(SEGMENTS.offsets, 0, STEP, 0)
     ops.decode_sum_(got, [to_gpu(each) for each in messages], expected, 0, range(ranks))
+    cases.assert_same_bits(one_nan(got.cpu()), one_nan(acc_M), "the sum")
+
+
+@pytest.mark.parametrize("schedule", [REVERSED, RANDOM])
+def test_ranks_with_and_without_indices(emulated_gpu, emulator: Emulator, schedule: int) -> None:
+    """Records without indices are added several at a time, between others."""
+    emulator.schedule(schedule, 2)
+    messages, acc_M = [], torch.zeros(NUMEL)
+    for rank, whole in enumerate((True, False, False, True, True, True, False, True, False)):
+        values_N = case_of("q8", 0.3, rank).grad_N
+        case = Case(values_N, SEGMENTS, rice_spec(3, 12, without_indices=whole))
+        messages.append(bytes_of(CPU[-1].encode(case).bytes))
+        CPU[-1].decode_(acc_M, messages[-1].numpy().tobytes(), case.expected(), fresh=rank == 0)
+    got, expected = to_gpu(torch.full((NUMEL,), math.nan)), Expected(SEGMENTS.offsets, 3, STEP, 0)
+    ops.decode_sum_(got, [to_gpu(each) for each in messages], expected, 0, range(9))
     cases.assert_same_bits(one_nan(got.cpu()), one_nan(acc_M), "the sum")
 
 
