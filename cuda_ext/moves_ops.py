@@ -2,8 +2,8 @@
 
 All tensors of a call are on one device. On a CPU both run in torch's thread pool; on CUDA they are
 launched on the current stream, and the host waits for a few words at the end of encoding, and in
-`fault`. The bytes are the same on every device and instruction set and for every number of threads. Arguments that do not
-fit together are an `ExtensionError` with what was expected and what came.
+`fault`. The bytes are the same on every device and instruction set and for every number of threads.
+Arguments that do not fit together are an `ExtensionError` with what was expected and what came.
 """
 
 from __future__ import annotations
