@@ -1,9 +1,9 @@
 """The ops of records of moves, typed: what `formats.moves` calls.
 
 All tensors of a call are on one device. On a CPU both run in torch's thread pool; on CUDA they are
-launched on the current stream, and the host waits for a few words at the end of each. The bytes are
-the same on every device and instruction set and for every number of threads. Arguments that do not
-fit together are an `ExtensionError` with what was expected and what came.
+launched on the current stream, and the host waits for a few words at the end of encoding, and in
+`fault`. The bytes are the same on every device and instruction set and for every number of threads.
+Arguments that do not fit together are an `ExtensionError` with what was expected and what came.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def encode(old_N: torch.Tensor, new_N: torch.Tensor, coder: int, step: int) -> t
     return out[: int(size)].clone()
 
 
-def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> tuple[str, int] | None:
+def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> torch.Tensor:
     """Turns the old numbers into the new ones; checks everything behind the record's header.
 
     A `rans` record needs as much memory again as `held_N` for the call. A record on CUDA at an
@@ -58,12 +58,19 @@ def decode_(held_N: torch.Tensor, record: torch.Tensor, coder: int) -> tuple[str
         coder: of the header.
 
     Returns:
-        None, or the field that is wrong and its number (of the context, offset or chunk); `held_N`
-        is then as it was.
+        int64 [2], for `fault`.
     """
     if record.is_cuda and record.data_ptr() % 16:
         record = record.clone()
-    field, where = call("moves_decode_", held_N, record, coder).tolist()
+    return call("moves_decode_", held_N, record, coder)
+
+
+def fault(status: torch.Tensor) -> tuple[str, int] | None:
+    """The field of a record that is wrong and its number (of the context, offset or chunk).
+
+    What was held is then as it was. None if nothing is wrong.
+    """
+    field, where = status.tolist()
     return (FIELDS[field], where) if field else None
 
 

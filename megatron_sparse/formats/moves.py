@@ -14,6 +14,8 @@ bits by learning rate.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_sparse.cuda_ext import moves_ops
@@ -66,7 +68,12 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
 
 
 def decode_moves_(
-    record: torch.Tensor, held: torch.Tensor, *, epoch: int, rank: int | None = None
+    record: torch.Tensor,
+    held: torch.Tensor,
+    *,
+    epoch: int,
+    rank: int | None = None,
+    outcomes: list[Callable[[], None]] | None = None,
 ) -> None:
     """Turns `held`, the old numbers, into the new ones, in place.
 
@@ -80,6 +87,8 @@ def decode_moves_(
             Mutated.
         epoch: the sender's.
         rank: the sender, for the error's text, if the caller knows it.
+        outcomes: receives a function that waits for the outcome and raises its error, so that this
+            function waits for the header only. Call it before `held` is used.
 
     Raises:
         WireFormatError: the record is damaged, truncated, of another epoch, dtype or length; names
@@ -102,10 +111,18 @@ def decode_moves_(
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
     dtype = _VALUE_DTYPES.index(held.dtype)
     header.check_whole(held.numel(), dtype, epoch, record.numel(), rank)
-    wrong = moves_ops.decode_(held, record, coder)
-    if wrong is not None:
-        field, where = wrong
-        raise wrong_field(rank, field, "as docs/parameters.md specifies", f"damage at {where}")
+    status = moves_ops.decode_(held, record, coder)
+
+    def check() -> None:
+        wrong = moves_ops.fault(status)
+        if wrong is not None:
+            field, where = wrong
+            raise wrong_field(rank, field, "as docs/parameters.md specifies", f"damage at {where}")
+
+    if outcomes is None:
+        check()
+    else:
+        outcomes.append(check)
 
 
 def most_bytes(numel: int, dtype: torch.dtype) -> int:

@@ -18,8 +18,8 @@ held before an optimizer step: so a step may gather twice or never, and steps ma
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
-device once for the size of its own record, once for the announcements, and twice for each record
-that it decodes.
+device once for the size of its own record, once for the announcements, once for each record that
+it decodes, and at last for the outcomes.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -167,6 +167,9 @@ class ShardGather(ABC):
     def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
         """Turns a rank's shard into what its record says; one that is refused changes nothing."""
 
+    def _check_decoded(self) -> None:  # noqa: B027
+        """Raises the error of a record that `_decode_` has not waited for."""
+
     @abstractmethod
     def _most_bytes(self) -> int:
         """The most bytes that a record of a shard can have."""
@@ -221,6 +224,7 @@ class ShardGather(ABC):
 
             record.message_bytes = sent.numel()
             record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
+            self._check_decoded()
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED
@@ -317,6 +321,7 @@ class ExactGather(ShardGather):
         super().__init__(bucket, values_N, transport, way, progress, sink)
         self._coder = way.coder
         self._kept_M: torch.Tensor | None = None
+        self._outcomes: list[Callable[[], None]] = []
 
     @property
     def nbytes(self) -> int:
@@ -340,7 +345,12 @@ class ExactGather(ShardGather):
         return encode_moves(self._kept_M, self._own_M, coder=self._coder, epoch=number)
 
     def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
-        decode_moves_(record, shard_M, epoch=number, rank=rank)
+        decode_moves_(record, shard_M, epoch=number, rank=rank, outcomes=self._outcomes)
+
+    def _check_decoded(self) -> None:
+        outcomes, self._outcomes = self._outcomes, []
+        for check in outcomes:
+            check()
 
     def _most_bytes(self) -> int:
         return most_bytes(self._own_M.numel(), self._own_M.dtype)
