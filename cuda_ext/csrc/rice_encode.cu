@@ -27,8 +27,8 @@ Workspace rice_workspace_of(const EncodeArguments& a, const RiceArguments& rice)
 template <int DTYPE>
 void launch_coding(const RiceCall& call, const Workspace& work, cudaStream_t stream) {
   const int64_t tiles = most_tiles(call.encode.numel, call.encode.segment_count);
-  const cudaLaunchConfig_t config =
-      grid_for((tiles + kRiceWarps - 1) / kRiceWarps, multiprocessors() * 3, kRiceThreads, stream);
+  const cudaLaunchConfig_t config = grid_for((tiles + kRiceWarps - 1) / kRiceWarps,
+                                             multiprocessors() * kRiceBlocks, kRiceThreads, stream);
   cudaLaunchKernelEx(&config, rice_kernel<DTYPE>, work, call);
 }
 

@@ -50,9 +50,9 @@ struct ChunkPlace {
   int64_t staged;   // its first value's place
   int64_t entries;  // with indices
 
-  // The number of entries before a tile of the chunk or its end.
-  __device__ __forceinline__ int entries_before(int64_t tile) const {
-    return static_cast<int>(counts.before(tile) - staged);
+  // The number of entries before the chunk's tile number `tile`, or before its end.
+  __device__ __forceinline__ int entries_before(int tile) const {
+    return static_cast<int>(counts.before(first_tile + tile) - staged);
   }
 };
 

@@ -8,12 +8,10 @@
 // written; of quantised values d e written and, unless the residual is zero there, d e read.
 #pragma once
 
+#include "rice_encode_groups.cuh"
 #include "rice_encode_records.cuh"
-#include "rice_levels.h"
 
 namespace megatron_sparse {
-
-constexpr int kGroupSets = kRiceGroup / kPlane;  // a lane has one entry of each set of 32
 
 // A call, as the kernel has it.
 struct RiceCall {
@@ -43,14 +41,19 @@ __device__ __forceinline__ void store_rest(const RiceCall& call, int64_t at, flo
 }
 
 constexpr int kMostListed = kRiceGroup - 1 + kPiciTile;  // a tile's, behind the rest of a group
+constexpr int kListBegin = 4;                            // aligned for a lane's four neighbours
 constexpr int kWindowWords = 512;
+constexpr int kRiceBlocks = 4;  // resident on a multiprocessor: 64 registers a thread
 
 // A block's shared memory.
 struct ChunkMemory {
   ChunkPlace place;
-  uint32_t* words;  // of the chunk in its record
-  uint32_t
-      behind[1 + kMostListed];    // each listed entry: its element + 1; first the one before, or 0
+  int r;
+  uint32_t* words;        // of the chunk in its record: its values
+  uint32_t* index_words;  // and behind these
+  // The element behind each listed entry, in the chunk. Before the list that of the entry before
+  // it, or 0; behind it room for the rest of a group.
+  __align__(16) uint32_t behind[kListBegin + kMostListed + 1];
   uint32_t window[kWindowWords];  // of the unary part
   uint32_t last_one;              // the place in it of the last listed entry's 1
 };
@@ -92,107 +95,75 @@ struct RiceRecords {
   }
 };
 
-// Called by a whole warp: writes the words of a group, of which every lane has the values lane,
-// 32 + lane, ... (0.0 behind the last), and replaces these by what the levels lose.
-template <int BITS>
-__device__ __forceinline__ void quantise_group(float (&x)[kGroupSets], int count, uint32_t* words) {
-  const int lane = threadIdx.x % 32;
-  float a[kGroupSets];
-  uint32_t high = 0, low = ~uint32_t{0};
-#pragma unroll
-  for (int set = 0; set < kGroupSets; ++set) {
-    const uint32_t magnitude = ScalarLanes::as_bits(x[set]) & kMagnitude;
-    a[set] = ScalarLanes::as_float(magnitude);
-    high = max(high, magnitude);
-    if (set * kPlane + lane < count) low = min(low, magnitude);
-  }
-  high = __reduce_max_sync(kAllLanes, high);
-  low = __reduce_min_sync(kAllLanes, low);
-  float sum = 0;
-  // The tree of the specification: halves, and of what is left lane and lane ^ distance.
-  if (fits_mean(BITS)) sum = warp_sum((a[0] + a[2]) + (a[1] + a[3]));
-  const uint32_t levels_word = entry_levels<BITS>(high, low, sum, count);
-  const Levels levels = levels_from(levels_word);
-  uint32_t own = 0;  // lane 4 set + plane has that word
-  static_assert(kGroupSets * BITS <= 32);
-#pragma unroll
-  for (int set = 0; set < kGroupSets; ++set) {
-    CodedValue coded = {0, 0};
-    if (levels_word != kNanLevels) coded = code_value<BITS>(levels, x[set]);
-    x[set] = coded.rest;
-    if (set * kPlane + lane >= count) coded.code = 0;
-#pragma unroll
-    for (int plane = 0; plane < BITS; ++plane) {
-      const uint32_t word = __ballot_sync(kAllLanes, coded.code >> plane & 1);
-      if (lane == set * BITS + plane) own = word;
-    }
-  }
-  if (lane == 0) words[0] = levels_word;
-  if (lane < BITS * planes_of(count)) words[1 + lane] = own;
-}
-
+// Called by a whole warp: the values of the group of the chunk's entries from `first` on, which are
+// listed from `listed` on.
 template <int DTYPE>
 __device__ __forceinline__ void place_group_values(const Workspace& work, const RiceCall& call,
-                                                   const ChunkPlace& chunk, int64_t first,
-                                                   int count, const uint32_t* behind,
-                                                   uint32_t* chunk_words) {
+                                                   const ChunkMemory& memory,
+                                                   const uint32_t* listed, int first, int count) {
   using Staged = StagedValue<DTYPE>;
-  const int lane = threadIdx.x % 32;
+  const ChunkPlace& chunk = memory.place;
+  const int lane = threadIdx.x % 32, lane_first = kLaneValues * lane;
   const Staged* staged = static_cast<const Staged*>(work.values) + chunk.staged + first;
   if constexpr (!is_quantised(DTYPE)) {
-    Staged* values = reinterpret_cast<Staged*>(chunk_words) + first;
+    Staged* values = reinterpret_cast<Staged*>(memory.words) + first;
     for (int i = lane; i < count; i += 32) values[i] = staged[i];
     const bool odd_end = first + count == chunk.entries && count % 2 != 0;
     if (sizeof(Staged) == 2 && odd_end && lane == 0) values[count] = 0;
   } else {
     constexpr int kBits = code_bits(DTYPE);
-    float x[kGroupSets];
+    float x[kLaneValues];
 #pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      x[set] = i < count ? ScalarLanes::as_float(staged[i]) : 0.0f;
-      if (i < count && call.entries_rest)
-        x[set] += load_rest(call, chunk.begin + behind[i + 1] - 1);
+    for (int i = 0; i < kLaneValues; ++i) {
+      const int at = lane_first + i;
+      x[i] = at < count ? ScalarLanes::as_float(staged[at]) : 0.0f;
+      if (at < count && call.entries_rest) x[i] += load_rest(call, chunk.begin - 1 + listed[at]);
     }
-    quantise_group<kBits>(x, count, chunk_words + first / kRiceGroup * (1 + 4 * kBits));
+    quantise_group<kBits, false>(x, count, memory.words + first / kRiceGroup * (1 + 4 * kBits));
     if (call.rice.residual == nullptr) return;
+    const uint4 four = *reinterpret_cast<const uint4*>(listed + lane_first);
+    const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-    for (int set = 0; set < kGroupSets; ++set) {
-      const int i = set * kPlane + lane;
-      if (i < count) store_rest(call, chunk.begin + behind[i + 1] - 1, x[set]);
+    for (int i = 0; i < kLaneValues; ++i) {
+      if (lane_first + i < count) store_rest(call, chunk.begin - 1 + behind[i], x[i]);
     }
   }
 }
 
-// The remainders of a group's gaps.
-__device__ __forceinline__ void place_remainders(int64_t first, int count, int r,
-                                                 const uint32_t* behind, uint32_t* index_words) {
-  const int lane = threadIdx.x % 32;
-  uint32_t* remainders = index_words + first / kPlane * r;
+// Called by a whole warp: the remainders of the same group's gaps.
+__device__ __forceinline__ void place_remainders(const ChunkMemory& memory, const uint32_t* listed,
+                                                 int first, int count) {
+  const int lane_first = kLaneValues * (threadIdx.x % 32), r = memory.r;
+  const uint4 four = *reinterpret_cast<const uint4*>(listed + lane_first);
+  const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
+  uint32_t gap[kLaneValues], previous = listed[lane_first - 1];
 #pragma unroll
-  for (int set = 0; set < kGroupSets; ++set) {
-    if (set * kPlane >= count) break;
-    const int i = set * kPlane + lane;
-    const uint32_t gap = i < count ? behind[i + 1] - behind[i] - 1 : 0;
-    uint32_t own = 0;
-    for (int plane = 0; plane < r; ++plane) {
-      const uint32_t word = __ballot_sync(kAllLanes, gap >> plane & 1);
-      if (lane == plane) own = word;
-    }
-    if (lane < r) remainders[set * r + lane] = own;
+  for (int i = 0; i < kLaneValues; ++i) {
+    gap[i] = lane_first + i < count ? behind[i] - previous - 1 : 0;
+    previous = behind[i];
+  }
+#pragma unroll 1
+  for (int plane = 0; plane < r; plane += 4) {
+    uint32_t numbers = 0;
+#pragma unroll
+    for (int i = 0; i < kLaneValues; ++i) numbers |= (gap[i] >> plane & 15) << 4 * i;
+    store_planes(gather_planes(numbers), plane, r, count, memory.index_words + first / kPlane * r);
   }
 }
 
 // Called by a whole block: lists the entries of tiles of a chunk, whose first `coded` entries are
 // coded, and sets in the window of the unary part, which begins at word `from`, their 1s. A warp
 // has a quarter of the words of a tile.
-__device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& memory, int64_t tile,
-                                           int64_t tile_end, int coded, int r, uint32_t from) {
+__device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& memory, int tile,
+                                           int tile_end, int coded, uint32_t from) {
   const ChunkPlace& chunk = memory.place;
+  const int r = memory.r;
   const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4;
   const int end = chunk.entries_before(tile_end) - coded;
+#pragma unroll 1
   for (tile += threadIdx.x / 128; tile < tile_end; tile += kRiceWarps / 4) {
-    const uint4 four = reinterpret_cast<const uint4*>(work.words)[tile * 32 + lane];
+    const uint4 four =
+        reinterpret_cast<const uint4*>(work.words)[(chunk.first_tile + tile) * 32 + lane];
     const uint32_t words[4] = {four.x, four.y, four.z, four.w};
     int own = 0, at = chunk.entries_before(tile) - coded;
     uint32_t left = 0;
@@ -207,13 +178,14 @@ __device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& m
     at += warp_inclusive_sum(own) - own;
     if (left == 0) continue;
     const int w = 4 * lane + quarter;
-    const uint32_t word_begin = static_cast<uint32_t>(tile - chunk.first_tile) * kPiciTile + 32 * w;
+    const uint32_t word_begin = static_cast<uint32_t>(tile) * kPiciTile + 32 * w;
     uint32_t behind = word_begin + __ffs(static_cast<int>(left));
-    const uint32_t place = r == 0 ? behind - 1 : work.unary[tile * kTileWords + w];
+    const uint32_t place =
+        r == 0 ? behind - 1 : work.unary[(chunk.first_tile + tile) * kTileWords + w];
     uint32_t ones = 1;
     int offset = 0;  // of the entry's 1 behind the first: less than 32, like that of the entry
     for (;;) {
-      memory.behind[++at] = behind;
+      memory.behind[kListBegin + at++] = behind;
       left &= left - 1;
       if (left == 0) break;
       const uint32_t next = word_begin + __ffs(static_cast<int>(left));
@@ -238,46 +210,49 @@ __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCal
                                             ChunkMemory& memory) {
   const ChunkPlace& chunk = memory.place;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const int r = rice_parameter(chunk.numel, chunk.entries);
-  uint32_t* index_words = memory.words + value_words(DTYPE, chunk.entries);
-  uint32_t* unary = index_words + planes_of(chunk.entries) * r;
+  uint32_t* unary = memory.index_words + planes_of(chunk.entries) * memory.r;
   uint32_t from = 0;
   int coded = 0;
-  for (int64_t tile = chunk.first_tile; tile < chunk.tile_end;) {
-    const int64_t to = tile + 1 + lane;
-    const bool fits = to <= chunk.tile_end && chunk.entries_before(to) - coded <= kMostListed;
-    const int64_t end = tile + __popc(__ballot_sync(kAllLanes, fits));
+  const int tile_end = static_cast<int>(chunk.tile_end - chunk.first_tile);
+  for (int tile = 0; tile < tile_end;) {
+    const int to = tile + 1 + lane;
+    const bool fits = to <= tile_end && chunk.entries_before(to) - coded <= kMostListed;
+    const int end = tile + __popc(__ballot_sync(kAllLanes, fits));
     const int listed = chunk.entries_before(end) - coded;
-    const bool is_last = end == chunk.tile_end;
+    const bool is_last = end == tile_end;
     uint32_t rest;
     do {  // only once, but for gaps that are very long
       __syncthreads();
-      list_tiles(work, memory, tile, end, coded, r, from);
+      list_tiles(work, memory, tile, end, coded, from);
       __syncthreads();
       rest = memory.last_one / 32 - from;
       const uint32_t head = rest < kWindowWords && !is_last ? memory.window[rest] : 0;
+#pragma unroll 1
       for (uint32_t k = thread; k < min(rest + is_last, uint32_t{kWindowWords});
            k += kRiceThreads) {
         unary[from + k] = memory.window[k];
       }
       __syncthreads();
+#pragma unroll 1
       for (uint32_t k = thread; k < min(rest + 1, uint32_t{kWindowWords}); k += kRiceThreads) {
         memory.window[k] = k == 0 ? head : 0;
       }
       from += min(rest, uint32_t{kWindowWords});
     } while (rest >= kWindowWords);
     const int whole = is_last ? listed : listed / kRiceGroup * kRiceGroup;
+#pragma unroll 1
     for (int first = warp * kRiceGroup; first < whole; first += kRiceWarps * kRiceGroup) {
+      const uint32_t* begin = memory.behind + kListBegin + first;
       const int count = min(whole - first, kRiceGroup);
-      const uint32_t* behind = memory.behind + first;
-      place_remainders(coded + first, count, r, behind, index_words);
-      place_group_values<DTYPE>(work, call, chunk, coded + first, count, behind, memory.words);
+      place_remainders(memory, begin, coded + first, count);
+      place_group_values<DTYPE>(work, call, memory, begin, coded + first, count);
     }
     if (!is_last) {
       const bool stays = thread <= listed - whole;
-      const uint32_t behind = stays ? memory.behind[whole + thread] : 0;
+      uint32_t* begin = memory.behind + kListBegin - 1 + thread;
+      const uint32_t behind = stays ? begin[whole] : 0;
       __syncthreads();
-      if (stays) memory.behind[thread] = behind;
+      if (stays) *begin = behind;
     }
     coded += whole;
     tile = end;
@@ -289,26 +264,29 @@ template <int DTYPE>
 __device__ __forceinline__ void place_chunks(const Workspace& work, const RiceCall& call,
                                              ChunkMemory& memory) {
   const EncodeArguments& encode = call.encode;
-  const int64_t slots = first_slot(work, call.rice, encode.segment_count);
+  // As many as tickets can count.
+  const unsigned slots = static_cast<unsigned>(first_slot(work, call.rice, encode.segment_count));
   __syncthreads();  // the tiles' memory is free
   for (int k = threadIdx.x; k < kWindowWords; k += kRiceThreads) memory.window[k] = 0;
-  for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+  for (unsigned slot = blockIdx.x; slot < slots; slot += gridDim.x) {
     if (threadIdx.x == 0) {
       ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
       const RecordPlan& plan = work.plans[chunk.segment];
       if (plan.kind != kKindRice) chunk.entries = chunk.numel = 0;
       if (chunk.numel > 0) {
         const int64_t first = first_slot(work, call.rice, chunk.segment);
-        const int64_t words_before =
-            prefix_after(work.chunk_states, slot - 1) - prefix_after(work.chunk_states, first - 1);
+        const int64_t words_before = prefix_after(work.chunk_states, int64_t{slot} - 1) -
+                                     prefix_after(work.chunk_states, first - 1);
         uint8_t* payload = encode.out + plan.at + kHeaderBytes;
         RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
         rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
                               static_cast<uint32_t>(words_before)};
         memory.words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+        memory.index_words = memory.words + value_words(DTYPE, chunk.entries);
+        if (chunk.entries > 0) memory.r = rice_parameter(chunk.numel, chunk.entries);
       }
       memory.place = chunk;
-      memory.behind[0] = memory.last_one = 0;
+      memory.behind[kListBegin - 1] = memory.last_one = 0;
     }
     __syncthreads();
     if (memory.place.entries > 0) place_chunk<DTYPE>(work, call, memory);
@@ -370,7 +348,8 @@ __device__ __forceinline__ void place_tiles(const Workspace& work, const RiceCal
 }
 
 template <int DTYPE>
-__global__ void __launch_bounds__(kRiceThreads, 3) rice_kernel(Workspace work, RiceCall call) {
+__global__ void __launch_bounds__(kRiceThreads, kRiceBlocks)
+    rice_kernel(Workspace work, RiceCall call) {
   __shared__ union {
     TileWords tiles[kRiceWarps];
     ChunkMemory chunk;

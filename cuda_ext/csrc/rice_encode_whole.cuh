@@ -9,12 +9,10 @@
 // Bytes an element of g-byte gradient and e-byte residual: g + e read, e and the message written.
 #pragma once
 
+#include "rice_encode_groups.cuh"
 #include "rice_encode_records.cuh"
-#include "rice_levels.h"
 
 namespace megatron_sparse {
-
-constexpr int kLaneElements = kRiceGroup / 32;
 
 // N neighbours, moved by the fewest accesses of up to 16 bytes.
 template <class T, int N>
@@ -66,30 +64,30 @@ struct WholeRecords {
 // `count` of four neighbours, the others 0.
 template <class Raw>
 __device__ __forceinline__ void load_neighbours(const void* from, int64_t at, int count,
-                                                bool aligned, uint32_t (&to)[kLaneElements]) {
+                                                bool aligned, uint32_t (&to)[kLaneValues]) {
   const Raw* first = static_cast<const Raw*>(from) + at;
-  if (aligned && count >= kLaneElements) {
-    const auto all = *reinterpret_cast<const Neighbours<Raw, kLaneElements>*>(first);
+  if (aligned && count >= kLaneValues) {
+    const auto all = *reinterpret_cast<const Neighbours<Raw, kLaneValues>*>(first);
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) to[i] = all.value[i];
+    for (int i = 0; i < kLaneValues; ++i) to[i] = all.value[i];
   } else {
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) to[i] = i < count ? first[i] : 0;
+    for (int i = 0; i < kLaneValues; ++i) to[i] = i < count ? first[i] : 0;
   }
 }
 
 template <class Raw>
 __device__ __forceinline__ void store_neighbours(void* to, int64_t at, int count, bool aligned,
-                                                 const uint32_t (&from)[kLaneElements]) {
+                                                 const uint32_t (&from)[kLaneValues]) {
   Raw* first = static_cast<Raw*>(to) + at;
-  Neighbours<Raw, kLaneElements> all;
+  Neighbours<Raw, kLaneValues> all;
 #pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) all.value[i] = static_cast<Raw>(from[i]);
-  if (aligned && count >= kLaneElements) {
-    *reinterpret_cast<Neighbours<Raw, kLaneElements>*>(first) = all;
+  for (int i = 0; i < kLaneValues; ++i) all.value[i] = static_cast<Raw>(from[i]);
+  if (aligned && count >= kLaneValues) {
+    *reinterpret_cast<Neighbours<Raw, kLaneValues>*>(first) = all;
   } else {
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
+    for (int i = 0; i < kLaneValues; ++i) {
       if (i < count) first[i] = all.value[i];
     }
   }
@@ -119,70 +117,11 @@ __device__ __forceinline__ float plain_value(uint32_t grad, uint32_t rest, int& 
   return (value == 0 ? 0.0f : value) + widen<ScalarLanes, RESIDUAL>(rest);
 }
 
-// Of 4-bit numbers, of which each lane has four neighbours (number i in bits 4 i to 4 i + 3), the
-// word of plane lane % 4 of the lane's set of 32. Called by a whole warp.
-__device__ __forceinline__ uint32_t gather_planes(uint32_t numbers) {
-  const uint32_t lane = threadIdx.x % 32, pair = lane & 1, half = lane >> 1 & 1,
-                 set = lane >> 2 & 1;
-  // Bit 4 i + p becomes 4 p + i, which then is the lane's half of byte p.
-  uint32_t swapped = (numbers ^ numbers >> 3) & 0x0a0au;
-  numbers ^= swapped ^ swapped << 3;
-  swapped = (numbers ^ numbers >> 6) & 0x00ccu;
-  numbers ^= swapped ^ swapped << 6;
-  numbers = (numbers | numbers << 8) & 0x00ff00ffu;
-  numbers = (numbers | numbers << 4) & 0x0f0f0f0fu;
-  numbers <<= 4 * pair;
-  numbers |= __shfl_xor_sync(kAllLanes, numbers, 1);
-  // Bytes of two planes, then of one: the lower lane's come first.
-  uint32_t other = __shfl_xor_sync(kAllLanes, numbers, 2);
-  numbers = __byte_perm(numbers, other, (0x5140u + 0x2222u * pair) ^ 0x4444u * half);
-  other = __shfl_xor_sync(kAllLanes, numbers, 4);
-  return __byte_perm(numbers, other, (0x5410u + 0x2222u * half) ^ 0x4444u * set);
-}
-
-// Called by a whole warp: writes the words of a group, of which every lane has four neighbours (0.0
-// behind the last), and replaces these by what the levels lose.
-template <int BITS>
-__device__ __forceinline__ void quantise_whole(float (&x)[kLaneElements], int count,
-                                               uint32_t* words) {
-  static_assert(BITS == 4 || BITS == 8);
-  using L = ScalarLanes;
-  const int lane = threadIdx.x % 32;
-  uint32_t high = 0;
-#pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) high = max(high, L::as_bits(x[i]) & kMagnitude);
-  const uint32_t levels_word = whole_levels<BITS>(__reduce_max_sync(kAllLanes, high));
-  uint32_t low_numbers = 0, high_numbers = 0;
-  if (levels_word == kNanLevels) {
-    for (float& each : x) each = 0;
-  } else {
-    const Levels levels = levels_from(levels_word);
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      const CodedValue coded = code_value<BITS>(levels, x[i]);
-      x[i] = coded.rest;
-      low_numbers |= (coded.code & 15) << 4 * i;
-      high_numbers |= coded.code >> 4 << 4 * i;
-    }
-  }
-  int plane = (lane & 1) * 2 + (lane >> 1 & 1);
-  uint32_t own = gather_planes(low_numbers);
-  bool is_own = lane % 8 < 4;
-  if constexpr (BITS == 8) {
-    const uint32_t upper = gather_planes(high_numbers);
-    if (!is_own) own = upper, plane += 4;
-    is_own = true;
-  }
-  const int set = lane / 8;
-  if (is_own && set * kPlane < count) words[1 + BITS * set + plane] = own;
-  if (lane == 0) words[0] = levels_word;
-}
-
 // The limits of neighbours that may lie in several ranges.
 __device__ __forceinline__ void find_limits(const PruneArguments& prune, int64_t at, int count,
-                                            Limit (&limits)[kLaneElements]) {
+                                            Limit (&limits)[kLaneValues]) {
 #pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) {
+  for (int i = 0; i < kLaneValues; ++i) {
     if (i >= count) break;
     const int64_t range = find_range(prune.range_offsets, prune.range_count, at + i);
     limits[i] = limit_at(prune.thresholds, prune.tie_chances, range);
@@ -203,11 +142,11 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
   const int lane = threadIdx.x % 32, log2_span = call.rice.log2_span;
   const bool quantises = plan.kind == kKindRice;
   const auto is_aligned = [begin](const void* of, size_t bytes) {
-    return (reinterpret_cast<uintptr_t>(of) + begin * bytes) % (kLaneElements * bytes) == 0;
+    return (reinterpret_cast<uintptr_t>(of) + begin * bytes) % (kLaneValues * bytes) == 0;
   };
   const bool grad_aligned = is_aligned(encode.grad, sizeof(Raw));
   const bool rest_aligned = is_aligned(residual, sizeof(RawRest));
-  Limit limits[kLaneElements] = {};
+  Limit limits[kLaneValues] = {};
   bool one_range = true;
   if (prune.thresholds != nullptr) {
     const int64_t range = find_range(prune.range_offsets, prune.range_count, begin);
@@ -220,9 +159,9 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
   uint32_t* words = reinterpret_cast<uint32_t*>(values) +
                     chunk * value_words(DTYPE, int64_t{1} << log2_span) +
                     (first - (chunk << log2_span)) / kRiceGroup * kGroupWords;
-  uint32_t grad[kLaneElements], rest[kLaneElements] = {};
+  uint32_t grad[kLaneValues], rest[kLaneValues] = {};
   const auto load = [&](int group) {
-    const int at = group + kLaneElements * lane;
+    const int at = group + kLaneValues * lane;
     load_neighbours<Raw>(encode.grad, begin + at, length - at, grad_aligned, grad);
     if (residual == nullptr) return;
     load_neighbours<RawRest>(residual, begin + at, length - at, rest_aligned, rest);
@@ -230,27 +169,27 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
   int nnz = 0;
   load(0);
   for (int group = 0; group < length; group += kRiceGroup, words += kGroupWords) {
-    const int at = group + kLaneElements * lane, count = length - at;
-    float x[kLaneElements];
+    const int at = group + kLaneValues * lane, count = length - at;
+    float x[kLaneValues];
     if (prune.thresholds == nullptr) {
 #pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
+      for (int i = 0; i < kLaneValues; ++i) {
         x[i] = plain_value<GRAD, RESIDUAL>(grad[i], rest[i], nnz);
       }
     } else {
       if (!one_range) find_limits(prune, begin + at, count, limits);
 #pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
+      for (int i = 0; i < kLaneValues; ++i) {
         x[i] = pruned_value<GRAD, RESIDUAL>(call, grad[i], rest[i], limits[i], begin + at + i, nnz);
       }
     }
     if (group + kRiceGroup < length) load(group + kRiceGroup);  // on its way during the arithmetic
-    uint32_t out[kLaneElements];
+    uint32_t out[kLaneValues];
     if (quantises) {
-      quantise_whole<kBits>(x, min(length - group, kRiceGroup), words);
+      quantise_group<kBits, true>(x, min(length - group, kRiceGroup), words);
     } else {
 #pragma unroll
-      for (int i = 0; i < kLaneElements; ++i) {
+      for (int i = 0; i < kLaneValues; ++i) {
         const RoundedValue rounded = round_kept(x[i]);
         out[i] = rounded.sent;
         x[i] = rounded.rest;
@@ -259,7 +198,7 @@ __device__ __forceinline__ int place_whole(const WholeCall& call, const RecordPl
     }
     if (residual == nullptr) continue;
 #pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
+    for (int i = 0; i < kLaneValues; ++i) {
       const uint64_t element = static_cast<uint64_t>(begin + at + i);
       out[i] = RESIDUAL == kFp32
                    ? ScalarLanes::as_bits(x[i])

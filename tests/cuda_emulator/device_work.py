@@ -203,10 +203,10 @@ ENCODINGS_HEAD = f"""
 ## Encoders
 
 Of {RICE_NUMEL:,} fp32 elements with an fp32 residual, bytes for each of them. The floor is 12:
-gradient and residual are read, the residual is written. Records of format
-[Rice](wire-format.md#rice) take one launch more: it measures the unary codes. Where values are
-quantised, the last launch writes the residual of what is sent once more; at 5 % that touches a
-third of its sectors.
+gradient and residual are read, the residual is written. [Rice](wire-format.md#rice) records with
+indices take one launch more: it measures the unary codes. Where values are quantised, the
+last launch writes the residual of what is sent once more; at 5 % that touches a third of its
+sectors.
 
 | records | kernels | memsets | read | written | bytes | by the floor |
 |---|---|---|---|---|---|---|"""

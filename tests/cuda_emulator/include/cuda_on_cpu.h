@@ -735,15 +735,6 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
 inline int __clz(int x) {
   return std::countl_zero(unsigned(x));
 }
-// The bytes of y:x that the nibbles of `selector` name.
-inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
-  const uint64_t bytes = uint64_t{y} << 32 | x;
-  unsigned found = 0;
-  for (int b = 0; b < 4; ++b) {
-    found |= unsigned(bytes >> 8 * (selector >> 4 * b & 7) & 255) << 8 * b;
-  }
-  return found;
-}
 inline unsigned __vadd2(unsigned a, unsigned b) {
   return ((a & 0xffff0000u) + (b & 0xffff0000u)) | ((a + b) & 0xffffu);
 }
