@@ -241,6 +241,7 @@ def check_capacity(
     if capacity_S is None and slots_S is None and not is_rice:
         return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
     is_blocks = spec.record_format == FORMAT_BLOCKS
+    most_S = segments.offsets.diff()
     if capacity_S is not None:
         check_flat(op, "capacity", capacity_S, (torch.int64,), segments.dense.numel(), CPU)
         if (capacity_S.numpy() < 0).any():
@@ -251,8 +252,6 @@ def check_capacity(
             what = "capacity is below what a message without indices sends"
             raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
-    else:
-        most_S = segments.offsets.diff()
     record_format = FORMAT_DENSE if is_blocks else spec.record_format
     most = Slots.of(
         segments.offsets,

@@ -45,12 +45,16 @@ constexpr int kListBegin = 4;                            // aligned for a lane's
 constexpr int kWindowWords = 512;
 constexpr int kRiceBlocks = 4;  // resident on a multiprocessor: 64 registers a thread
 
-// A block's shared memory.
-struct ChunkMemory {
+struct ChunkHead {
   ChunkPlace place;
   int r;
   uint32_t* words;        // of the chunk in its record: its values
   uint32_t* index_words;  // and behind these
+};
+
+// A block's shared memory.
+struct ChunkMemory {
+  ChunkHead heads[2];  // of this chunk and of the next
   // The element behind each listed entry, in the chunk. Before the list that of the entry before
   // it, or 0; behind it room for the rest of a group.
   __align__(16) uint32_t behind[kListBegin + kMostListed + 1];
@@ -99,14 +103,14 @@ struct RiceRecords {
 // listed from `listed` on.
 template <int DTYPE>
 __device__ __forceinline__ void place_group_values(const Workspace& work, const RiceCall& call,
-                                                   const ChunkMemory& memory,
-                                                   const uint32_t* listed, int first, int count) {
+                                                   const ChunkHead& head, const uint32_t* listed,
+                                                   int first, int count) {
   using Staged = StagedValue<DTYPE>;
-  const ChunkPlace& chunk = memory.place;
+  const ChunkPlace& chunk = head.place;
   const int lane = threadIdx.x % 32, lane_first = kLaneValues * lane;
   const Staged* staged = static_cast<const Staged*>(work.values) + chunk.staged + first;
   if constexpr (!is_quantised(DTYPE)) {
-    Staged* values = reinterpret_cast<Staged*>(memory.words) + first;
+    Staged* values = reinterpret_cast<Staged*>(head.words) + first;
     for (int i = lane; i < count; i += 32) values[i] = staged[i];
     const bool odd_end = first + count == chunk.entries && count % 2 != 0;
     if (sizeof(Staged) == 2 && odd_end && lane == 0) values[count] = 0;
@@ -119,7 +123,7 @@ __device__ __forceinline__ void place_group_values(const Workspace& work, const 
       x[i] = at < count ? ScalarLanes::as_float(staged[at]) : 0.0f;
       if (at < count && call.entries_rest) x[i] += load_rest(call, chunk.begin - 1 + listed[at]);
     }
-    quantise_group<kBits, false>(x, count, memory.words + first / kRiceGroup * (1 + 4 * kBits));
+    quantise_group<kBits, false>(x, count, head.words + first / kRiceGroup * (1 + 4 * kBits));
     if (call.rice.residual == nullptr) return;
     const uint4 four = *reinterpret_cast<const uint4*>(listed + lane_first);
     const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
@@ -131,9 +135,9 @@ __device__ __forceinline__ void place_group_values(const Workspace& work, const 
 }
 
 // Called by a whole warp: the remainders of the same group's gaps.
-__device__ __forceinline__ void place_remainders(const ChunkMemory& memory, const uint32_t* listed,
+__device__ __forceinline__ void place_remainders(const ChunkHead& head, const uint32_t* listed,
                                                  int first, int count) {
-  const int lane_first = kLaneValues * (threadIdx.x % 32), r = memory.r;
+  const int lane_first = kLaneValues * (threadIdx.x % 32), r = head.r;
   const uint4 four = *reinterpret_cast<const uint4*>(listed + lane_first);
   const uint32_t behind[kLaneValues] = {four.x, four.y, four.z, four.w};
   uint32_t gap[kLaneValues], previous = listed[lane_first - 1];
@@ -147,17 +151,18 @@ __device__ __forceinline__ void place_remainders(const ChunkMemory& memory, cons
     uint32_t numbers = 0;
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) numbers |= (gap[i] >> plane & 15) << 4 * i;
-    store_planes(gather_planes(numbers), plane, r, count, memory.index_words + first / kPlane * r);
+    store_planes(gather_planes(numbers), plane, r, count, head.index_words + first / kPlane * r);
   }
 }
 
 // Called by a whole block: lists the entries of tiles of a chunk, whose first `coded` entries are
 // coded, and sets in the window of the unary part, which begins at word `from`, their 1s. A warp
 // has a quarter of the words of a tile.
-__device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& memory, int tile,
-                                           int tile_end, int coded, uint32_t from) {
-  const ChunkPlace& chunk = memory.place;
-  const int r = memory.r;
+__device__ __forceinline__ void list_tiles(const Workspace& work, const ChunkHead& head, int tile,
+                                           int tile_end, int coded, uint32_t from,
+                                           ChunkMemory& memory) {
+  const ChunkPlace& chunk = head.place;
+  const int r = head.r;
   const int lane = threadIdx.x % 32, quarter = threadIdx.x / 32 % 4;
   const int end = chunk.entries_before(tile_end) - coded;
 #pragma unroll 1
@@ -207,10 +212,11 @@ __device__ __forceinline__ void list_tiles(const Workspace& work, ChunkMemory& m
 // coded with the next ones.
 template <int DTYPE>
 __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCall& call,
-                                            ChunkMemory& memory) {
-  const ChunkPlace& chunk = memory.place;
+                                            const ChunkHead& head, ChunkMemory& memory) {
+  const ChunkPlace& chunk = head.place;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  uint32_t* unary = memory.index_words + planes_of(chunk.entries) * memory.r;
+  uint32_t* unary = head.index_words + planes_of(chunk.entries) * head.r;
+  if (thread == 0) memory.behind[kListBegin - 1] = memory.last_one = 0;
   uint32_t from = 0;
   int coded = 0;
   const int tile_end = static_cast<int>(chunk.tile_end - chunk.first_tile);
@@ -223,10 +229,10 @@ __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCal
     uint32_t rest;
     do {  // only once, but for gaps that are very long
       __syncthreads();
-      list_tiles(work, memory, tile, end, coded, from);
+      list_tiles(work, head, tile, end, coded, from, memory);
       __syncthreads();
       rest = memory.last_one / 32 - from;
-      const uint32_t head = rest < kWindowWords && !is_last ? memory.window[rest] : 0;
+      const uint32_t begun = rest < kWindowWords && !is_last ? memory.window[rest] : 0;
 #pragma unroll 1
       for (uint32_t k = thread; k < min(rest + is_last, uint32_t{kWindowWords});
            k += kRiceThreads) {
@@ -235,7 +241,7 @@ __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCal
       __syncthreads();
 #pragma unroll 1
       for (uint32_t k = thread; k < min(rest + 1, uint32_t{kWindowWords}); k += kRiceThreads) {
-        memory.window[k] = k == 0 ? head : 0;
+        memory.window[k] = k == 0 ? begun : 0;
       }
       from += min(rest, uint32_t{kWindowWords});
     } while (rest >= kWindowWords);
@@ -244,8 +250,8 @@ __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCal
     for (int first = warp * kRiceGroup; first < whole; first += kRiceWarps * kRiceGroup) {
       const uint32_t* begin = memory.behind + kListBegin + first;
       const int count = min(whole - first, kRiceGroup);
-      place_remainders(memory, begin, coded + first, count);
-      place_group_values<DTYPE>(work, call, memory, begin, coded + first, count);
+      place_remainders(head, begin, coded + first, count);
+      place_group_values<DTYPE>(work, call, head, begin, coded + first, count);
     }
     if (!is_last) {
       const bool stays = thread <= listed - whole;
@@ -259,37 +265,47 @@ __device__ __forceinline__ void place_chunk(const Workspace& work, const RiceCal
   }
 }
 
+// Called by one thread: begins the chunk in a slot.
+template <int DTYPE>
+__device__ __forceinline__ void start_chunk(const Workspace& work, const RiceCall& call,
+                                            unsigned slot, ChunkHead& head) {
+  ChunkPlace chunk = chunk_at(work, call.encode, call.rice, slot);
+  const RecordPlan& plan = work.plans[chunk.segment];
+  if (plan.kind != kKindRice) chunk.entries = chunk.numel = 0;
+  head.place = chunk;
+  if (chunk.numel == 0) return;
+  const int64_t first = first_slot(work, call.rice, chunk.segment);
+  const int64_t words_before = prefix_after(work.chunk_states, int64_t{slot} - 1) -
+                               prefix_after(work.chunk_states, first - 1);
+  uint8_t* payload = call.encode.out + plan.at + kHeaderBytes;
+  RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
+  rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
+                        static_cast<uint32_t>(words_before)};
+  head.words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
+  head.index_words = head.words + value_words(DTYPE, chunk.entries);
+  if (chunk.entries > 0) head.r = rice_parameter(chunk.numel, chunk.entries);
+}
+
 // Records with indices: a block takes one chunk after the other.
 template <int DTYPE>
 __device__ __forceinline__ void place_chunks(const Workspace& work, const RiceCall& call,
                                              ChunkMemory& memory) {
-  const EncodeArguments& encode = call.encode;
   // As many as tickets can count.
-  const unsigned slots = static_cast<unsigned>(first_slot(work, call.rice, encode.segment_count));
+  const unsigned slots =
+      static_cast<unsigned>(first_slot(work, call.rice, call.encode.segment_count));
   __syncthreads();  // the tiles' memory is free
   for (int k = threadIdx.x; k < kWindowWords; k += kRiceThreads) memory.window[k] = 0;
-  for (unsigned slot = blockIdx.x; slot < slots; slot += gridDim.x) {
-    if (threadIdx.x == 0) {
-      ChunkPlace chunk = chunk_at(work, encode, call.rice, slot);
-      const RecordPlan& plan = work.plans[chunk.segment];
-      if (plan.kind != kKindRice) chunk.entries = chunk.numel = 0;
-      if (chunk.numel > 0) {
-        const int64_t first = first_slot(work, call.rice, chunk.segment);
-        const int64_t words_before = prefix_after(work.chunk_states, int64_t{slot} - 1) -
-                                     prefix_after(work.chunk_states, first - 1);
-        uint8_t* payload = encode.out + plan.at + kHeaderBytes;
-        RiceRow* rows = reinterpret_cast<RiceRow*>(payload + sizeof(RiceSubHeader));
-        rows[chunk.number] = {static_cast<uint32_t>(chunk.staged - plan.nnz_before),
-                              static_cast<uint32_t>(words_before)};
-        memory.words = reinterpret_cast<uint32_t*>(payload + plan.sections.values) + words_before;
-        memory.index_words = memory.words + value_words(DTYPE, chunk.entries);
-        if (chunk.entries > 0) memory.r = rice_parameter(chunk.numel, chunk.entries);
-      }
-      memory.place = chunk;
-      memory.behind[kListBegin - 1] = memory.last_one = 0;
+  if (threadIdx.x == 0) memory.heads[1].place.entries = 0;
+  __syncthreads();
+  int turn = 0;
+  for (unsigned slot = blockIdx.x;; slot += gridDim.x, turn ^= 1) {
+    const ChunkHead& chunk = memory.heads[turn ^ 1];
+    if (chunk.place.entries > 0) place_chunk<DTYPE>(work, call, chunk, memory);
+    // The last warp, which often has one group less, begins the next one while others code.
+    if (slot >= slots) return;
+    if (threadIdx.x == kRiceThreads - 32) {
+      start_chunk<DTYPE>(work, call, slot, memory.heads[turn]);
     }
-    __syncthreads();
-    if (memory.place.entries > 0) place_chunk<DTYPE>(work, call, memory);
     __syncthreads();
   }
 }

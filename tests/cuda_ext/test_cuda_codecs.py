@@ -21,7 +21,7 @@ from tests.cuda_ext import cases
 from tests.programs import ended
 
 MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
-THREE_BLOCKS = ("PruneSource", "11rice_kernel")  # of which 3 blocks are resident
+THREE_BLOCKS = ("PruneSource", "rice_whole_kernel")  # of which 3 blocks are resident
 THREE_BLOCKS_REGISTERS = 80
 MAX_SHARED_BYTES = 33 << 10  # 4 of them leave room on sm_80's 164 KiB and an L1 cache beside
 
@@ -93,9 +93,13 @@ def test_registers_stay_registers_and_sums_move_16_bytes_at_a_time() -> None:
     assert len(fresh) == 8
     rice = [text for text in functions if "rice_kernel" in text.split("\n", 1)[0]]
     assert len(rice) == 6
-    for text in (*compaction, *sums, *rice):
+    whole = [text for text in functions if "rice_whole_kernel" in text.split("\n", 1)[0]]
+    assert len(whole) == 12
+    for text in (*compaction, *sums, *rice, *whole):
         assert "STL" not in text
         assert "LDL" not in text
+    for text in whole:  # four neighbours of fp32 or of bf16
+        assert ("LDG.E.128" if "kernelILi0E" in text.split("\n", 1)[0] else "LDG.E.64") in text
     for text in fresh:  # through generic addresses: the pointers come from a table
         assert "ST.E.128" in text
 
