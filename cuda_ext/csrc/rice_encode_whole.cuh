@@ -80,16 +80,17 @@ template <class Raw>
 __device__ __forceinline__ void store_neighbours(void* to, int64_t at, int count, bool aligned,
                                                  const uint32_t (&from)[kLaneValues]) {
   Raw* first = static_cast<Raw*>(to) + at;
-  Neighbours<Raw, kLaneValues> all;
-#pragma unroll
-  for (int i = 0; i < kLaneValues; ++i) all.value[i] = static_cast<Raw>(from[i]);
-  if (aligned && count >= kLaneValues) {
-    *reinterpret_cast<Neighbours<Raw, kLaneValues>*>(first) = all;
-  } else {
+  if (!aligned || count < kLaneValues) {
 #pragma unroll
     for (int i = 0; i < kLaneValues; ++i) {
-      if (i < count) first[i] = all.value[i];
+      if (i < count) first[i] = static_cast<Raw>(from[i]);
     }
+  } else if constexpr (sizeof(Raw) == 4) {
+    // Of an assignment nvcc makes four stores.
+    __stwb(reinterpret_cast<uint4*>(first), uint4{from[0], from[1], from[2], from[3]});
+  } else {
+    const uint32_t low = from[0] | from[1] << 16, high = from[2] | from[3] << 16;
+    *reinterpret_cast<uint64_t*>(first) = uint64_t{high} << 32 | low;
   }
 }
 

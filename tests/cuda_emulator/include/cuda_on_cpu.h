@@ -723,6 +723,10 @@ inline int __ffs(int x) {
 inline int __ffsll(long long x) {
   return __builtin_ffsll(x);
 }
+template <class T>
+void __stwb(T* to, T value) {
+  *to = value;
+}
 // Byte i is byte `selector >> 4 i & 7` of y:x; the selector has no sign bits.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = uint64_t{y} << 32 | x;
