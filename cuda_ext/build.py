@@ -33,8 +33,8 @@ type CudaChoice = Literal["auto", "on", "off"]
 
 STRICT = "MEGATRON_SPARSE_STRICT"
 LINK = ("-shared", "-Wl,--exclude-libs,ALL")
-"""Of a library. If a compiler puts libstdc++ into it, this copy must not mix with torch's: numbers in
-error texts were lost, or crashed."""
+"""Of a library. If a compiler puts libstdc++ into it, this copy must not mix with torch's: numbers
+in error texts were lost, or crashed."""
 
 
 @dataclass(frozen=True)
