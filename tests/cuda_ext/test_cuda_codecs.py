@@ -21,9 +21,12 @@ from tests.cuda_ext import cases
 from tests.programs import ended
 
 MAX_REGISTERS = 64  # so that 4 blocks of 256 threads are resident: 65536 / 1024
-THREE_BLOCKS = ("PruneSource", "rice_whole_kernel")  # of which 3 blocks are resident
-THREE_BLOCKS_REGISTERS = 80
-MAX_SHARED_BYTES = 33 << 10  # 4 of them leave room on sm_80's 164 KiB and an L1 cache beside
+MORE_REGISTERS = {
+    **dict.fromkeys(("PruneSource", "rice_whole_kernel", "sum_kernel", "moves_unpack_kernel"), 80),
+    "moves_pack_kernel": 96,
+}
+"""Of kernels of which fewer blocks, or smaller ones, are resident."""
+MAX_SHARED_BYTES = 43 << 10  # of sums 4 blocks are resident on sm_80, in its 164 KiB
 
 
 def can_build() -> bool:
@@ -50,8 +53,8 @@ def test_registers_and_shared_memory() -> None:
         assert {kernel.arch for kernel in kernels} == {f"sm_{arch}" for arch in sources.CUDA_ARCHS}
         for kernel in kernels:
             assert kernel.spill_bytes == 0, kernel
-            three = any(name in kernel.kernel for name in THREE_BLOCKS)
-            most = THREE_BLOCKS_REGISTERS if three else MAX_REGISTERS
+            more = [most for name, most in MORE_REGISTERS.items() if name in kernel.kernel]
+            most = max(more, default=MAX_REGISTERS)
             assert kernel.registers <= most, kernel
             assert kernel.shared_bytes <= MAX_SHARED_BYTES, kernel
 
