@@ -203,15 +203,11 @@ __device__ __forceinline__ void find_tile(const DecodeArguments& call, const Dec
   place.out = call.acc + (offset - call.base) + begin;
 }
 
-// Resident on a multiprocessor. A warp that finds COO's entries alone needs more registers.
-template <int VALUE, bool FRESH, int MOST>
-constexpr int sum_blocks = !FRESH && MOST == 1 && !is_quantised(VALUE) ? 3 : 4;
-
 // Without FRESH the messages are added to what acc holds: one in place, because few elements may
 // change; several in shared memory. In place each warp of a block finds a tile, and adds it if it
 // is COO's: its searches take longer than the additions. All other tiles are added by the block.
 template <int VALUE, bool FRESH, int MOST>
-__global__ void __launch_bounds__(kDecodeThreads, sum_blocks<VALUE, FRESH, MOST>)
+__global__ void __launch_bounds__(kDecodeThreads, FRESH || MOST > 1 ? 4 : 3)
     sum_kernel(const __grid_constant__ DecodeBatch<MOST> batch, SumPlan plan) {
   constexpr bool IN_PLACE = !FRESH && MOST == 1;
   __shared__ __align__(16) float sums[IN_PLACE ? 4 : kPiciTile];
