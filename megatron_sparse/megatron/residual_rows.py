@@ -48,7 +48,7 @@ class ResidualRow:
         """The saved rows that this row takes over.
 
         Example:
-            >>> list(Row("rank", 1, 2).takes(5))
+            >>> list(ResidualRow("rank", 1, 2).takes(5))
             [1, 3]
         """
         return range(self.index, saved_count, self.count)
@@ -193,7 +193,7 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
     Example:
         The row 0 of 2 of the whole parameter.
         >>> whole = ParameterSlice("w", 0, 3)
-        >>> held = HeldSlice(None, whole, 3, 3, False, Row("rank", 0, 2))
+        >>> held = HeldSlice(None, whole, 3, 3, False, ResidualRow("rank", 0, 2))
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), held).tolist()
         [1.0, 0.0, 3.0]
     """

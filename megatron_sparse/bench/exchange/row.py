@@ -218,7 +218,7 @@ def codec_bytes(case: BucketCase, scheme: str, wire_bytes: float, nnz: float, n:
         n: ranks.
 
     Example:
-        >>> case = Case(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
+        >>> case = BucketCase(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 100)
         >>> codec_bytes(case, "agsparse", 8, 1, 2)  # 400 + 800 + 400 + 8 + 8
         1616.0
     """
