@@ -154,8 +154,13 @@ struct CompactMemory {
 };
 
 // The block's only barrier, where its two kinds of warps meet: twice at first, then once a tile.
+// They wait at different places in the code, which PTX allows and __syncthreads() does not.
 __device__ __forceinline__ void meet() {
+#ifdef __CUDA_ARCH__
+  asm volatile("bar.sync 0;" ::: "memory");
+#else
   __syncthreads();
+#endif
 }
 
 // The work of the ninth warp: a round finds where to stage the tile before this round's, and takes
