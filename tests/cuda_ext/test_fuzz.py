@@ -51,7 +51,7 @@ def test_nothing_is_found():
         ("decode_records.cpp", "index >= limit"),
         ("decode_records.cpp", "after - before != kernel.count_bits(words, kTileSide)"),
         ("rice_records.cpp", "element >= parts.numel"),
-        ("rice_records.cpp", "end > chunk.at.values_end - chunk.at.values"),
+        ("rice.h", "end > all_words"),
         ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
         ("row_sparse.cpp", "set[i] >= num_rows"),
     ],
