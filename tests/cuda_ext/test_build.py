@@ -209,6 +209,30 @@ def test_the_cuda_library_compiles_without_spills(tmp_path):
     assert cuda_ext.status()["cuda"]["loaded"]
 
 
+REFUSAL = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+try:
+    torch.ops.megatron_sparse.hash_partition_of(torch.tensor([0, 3000]), 3000, 7, 5, False)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow  # half a minute: it compiles the CPU library
+def test_numbers_in_errors_survive_a_libstdcxx_inside_the_library(tmp_path):
+    if not Path(ended(["g++", "-print-file-name=libstdc++.a"], None).stdout.strip()).is_file():
+        pytest.skip("g++ has no static libstdc++")
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    built = command("--cuda", "off", "--out", tmp_path, CXX=str(compiler))
+    assert built.returncode == 0, built.stderr
+    library = sources.library_path("cpu", tmp_path)
+    said = ended([sys.executable, "-c", REFUSAL, library], None).stdout
+    assert "out of range at position 1 | 0 to 2999 | 3000" in said
+
+
 def test_spills_are_refused():
     report = (
         "ptxas info    : Compiling entry function '_ZN1a12place_kernelEv' for 'sm_90'\n"
