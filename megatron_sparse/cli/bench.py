@@ -26,7 +26,6 @@ from megatron_sparse.bench.exchange.options import (
     LinkPlace,
     NodePlace,
     Place,
-    PlannerOptions,
     RowSparseSweep,
     StragglerSweep,
 )
@@ -66,7 +65,6 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (RowSparseSweep, Place),
     (CollectiveSweep, NodePlace),
     (StragglerSweep, LinkPlace),
-    (PlannerOptions, None),
     (OverheadOptions, None),
 )
 """The benches that take nothing but declared options, and the place of their ranks. They exit with

@@ -11,11 +11,12 @@ from typer.core import TyperGroup
 from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
-    "bench cost-models": "use `bench planner`, which compares every prediction with the time taken",
+    "bench cost-models": "use `plan RUN`, which has predicted beside measured times",
     "bench host": "use `bench bucket --stub-nccl --scheme dense,agsparse,direct --nccl-engine "
     "--warmup 30 --iters 200`",
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
+    "bench planner": "use `plan RUN`, which has predicted beside measured times",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 

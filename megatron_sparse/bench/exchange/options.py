@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_sparse.bench.options import (
@@ -45,8 +43,6 @@ STRAGGLER_SCHEMES = (
 ALPHA_S, INTRA_GBIT = 10e-6, 1600.0
 """Of virtual links: latency of a message, and the rate inside a node."""
 GATHER_CODERS = ("rans", "packed")
-CLUSTERS = ("ethernet_25gbit", "ethernet_100gbit", "perlmutter")
-"""Of `bench planner`."""
 OPS = ("all_reduce", "reduce_scatter")
 BUCKET_CODECS = ("cuda", "torch")
 """MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
@@ -356,49 +352,3 @@ class BucketSweep(Sizes):
             ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
             ("scheme", self.schemes, sized >= set(self.schemes), " | ".join(sorted(sized))),
         ]
-
-
-def _kinds() -> Iterable[str]:
-    from megatron_sparse.bench.exchange.planner_cases import KINDS
-
-    return KINDS
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannerOptions(Rounds):
-    """Compare the planner's choice with the best of all schemes.
-
-    Of gradients, ranks, clusters and candidates None stands for the usual.
-    """
-
-    NAME = "bench planner"
-    RUNNER = "exchange.planner"
-
-    kinds: Sequence[str] | None = names_option(None, "Of gradients; all by default.", among=_kinds)
-    recording: Path | None = option(  # noqa: RUF009 - it makes a field
-        None, "Recorded gradients instead.", metavar="DIR"
-    )
-    ranks: Sequence[int] | None = option(
-        None,
-        "2 to 64 by default; 4 on the test bed.",
-        partial(parse_counts, low=2),
-        metavar="N,...",
-    )
-    clusters: Sequence[str] | None = names_option(
-        None, "Shipped models; all by default.", among=CLUSTERS
-    )
-    schemes: Sequence[str] | None = names_option(None, "The candidates; all by default.")
-    bucket_bytes: int = option("64M", "Of the fp32 bucket.", parse_size)
-    simulated_bytes: int | None = option(
-        None, "Of the virtual one for it; 2M, with --quick 512K.", parse_size
-    )
-    op: str = option("all_reduce", among=OPS)
-    quick: bool = option(False, "Five kinds, 2 to 8 ranks.", flag="--quick")
-    netbed: bool = option(False, "Real time, on the test bed; needs root.", flag="--netbed")
-    cluster: str | None = option(None, "Of the test bed; else it is measured.", metavar="FILE")
-    iters: int = option(9, "Rounds that are timed.", min=1)
-
-    def checks(self) -> list[Check]:
-        """See `Options`."""
-        one = self.recording is None or self.kinds is None
-        return [*super().checks(), ("kinds", self.kinds, one, "--kinds or --recording, not both")]
