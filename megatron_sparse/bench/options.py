@@ -21,7 +21,6 @@ from megatron_sparse.errors import ConfigError
 if TYPE_CHECKING:
     import typer
 
-AUTO = "auto"
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 SIZE_FACTOR = 4
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -211,8 +210,6 @@ class Options:
     RUNNER: ClassVar[str] = ""
     """Of a bench that has no more options: the module of this package whose `run` it calls. The
     first line of the class's docstring is the command's help."""
-    DRAWS: ClassVar[bool] = False
-    """Whether such a bench has `--figures`."""
 
     def __post_init__(self) -> None:
         check_arguments(self.NAME, [*self._declared(), *self.checks()])
@@ -270,8 +267,7 @@ class Options:
             if isinstance(value, bool):
                 found.append(on if value else off)
                 continue
-            words = [AUTO if one is None else str(one) for one in _values(value)]
-            found.append(f"{on}={','.join(words)}")
+            found.append(f"{on}={','.join(map(str, _values(value)))}")
         return found
 
 

@@ -23,11 +23,9 @@ from megatron_sparse.bench.exchange.options import (
     BucketSweep,
     CollectiveSweep,
     GatherSweep,
-    LinkPlace,
     NodePlace,
     Place,
     RowSparseSweep,
-    StragglerSweep,
 )
 from megatron_sparse.bench.options import Options, add_command, command
 from megatron_sparse.bench.study.options import (
@@ -64,7 +62,6 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (GatherSweep, NodePlace),
     (RowSparseSweep, Place),
     (CollectiveSweep, NodePlace),
-    (StragglerSweep, LinkPlace),
     (OverheadOptions, None),
 )
 """The benches that take nothing but declared options, and the place of their ranks. They exit with
@@ -76,7 +73,6 @@ def _declare(kind: type[Options], place: type[Options] | None) -> None:
         _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**given))
 
     types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
-    types["figures"] = Figures if kind.DRAWS else None
     given = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in types.items()

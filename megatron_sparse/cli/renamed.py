@@ -17,6 +17,7 @@ RENAMED: dict[str, str] = {
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `plan RUN`, which has predicted beside measured times",
+    "bench stragglers": "use `bench collectives --delay-ms MS`",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
@@ -31,9 +32,6 @@ OPTIONS: dict[str, str] = {
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
-    "bench stragglers --alpha-us": "leave it out: virtual links have 10 us",
-    "bench stragglers --figure": "use `--figures DIR`",
-    "bench stragglers --gbit": "use `--inter-gbit`",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -72,18 +72,16 @@ class BucketCase:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
-    def config(self, sweep: CollectiveSweep, straggler: int) -> SparseConfig:
+    def config(self, sweep: CollectiveSweep, world_size: int) -> SparseConfig:
         """A configuration in which the first step is at the target already.
 
-        Args:
-            sweep: how the case is run.
-            straggler: the late rank, for schemes that need one.
+        The last rank is the late one, for schemes that need one.
         """
         scheme = entry_of(self.scheme)
         form = "auto" if scheme.own_format else sweep.message_format
         pinned = None
         if scheme.skips_straggler:
-            pinned = StragglerConfig(mode="pinned", rank=straggler)
+            pinned = StragglerConfig(mode="pinned", rank=world_size - 1)
         return check(
             SparseConfig.from_overrides(
                 scheme=self.scheme,

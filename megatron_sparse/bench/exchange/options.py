@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron_sparse.bench.options import (
-    AUTO,
     DTYPE_NAMES,
     Check,
     Options,
@@ -21,7 +20,6 @@ from megatron_sparse.bench.options import (
     names_option,
     option,
     parse_counts,
-    parse_list,
     parse_names,
     parse_numbers,
     parse_size,
@@ -36,10 +34,6 @@ if TYPE_CHECKING:
 
 WHOLE_BITS = 32
 """The value of `--value-bits` that rounds nothing, whatever the gradient's dtype."""
-STRAGGLER_SCHEMES = (
-    "dense,dense_ring,dense_rhd,dense_allpairs,dense_broadcast,straggler,agsparse,direct,"
-    "straggler_direct"
-)
 ALPHA_S, INTRA_GBIT = 10e-6, 1600.0
 """Of virtual links: latency of a message, and the rate inside a node."""
 GATHER_CODERS = ("rans", "packed")
@@ -66,27 +60,11 @@ class Place(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkPlace(Place):
-    """Ranks whose virtual links are all alike."""
+class NodePlace(Place):
+    """Ranks on nodes; virtual links inside of nodes have another rate than those between them."""
 
     virtual: bool = option(False, "On virtual ranks: a model.", flag="--virtual")
     inter_gbit: float = option(25.0, "Virtual links between nodes.", min=1e-6)
-
-    def topology(self, ranks: int) -> Topology:
-        """See `Place`."""
-        return self._topology(ranks, ranks, self.inter_gbit)
-
-    def _topology(self, ranks: int, ranks_per_node: int, intra_gbit: float) -> Topology:
-        from megatron_sparse.transport import Link, Topology
-
-        intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (intra_gbit, self.inter_gbit))
-        return Topology.even(ranks, ranks_per_node, intra, inter)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodePlace(LinkPlace):
-    """Ranks on nodes; virtual links inside of nodes have another rate than those between them."""
-
     ranks_per_node: int | None = option(
         None,
         "Ranks on each host of --netbed (default: 1) or node of --virtual (default: all).",
@@ -108,7 +86,10 @@ class NodePlace(LinkPlace):
 
     def topology(self, ranks: int) -> Topology:
         """See `Place`."""
-        return self._topology(ranks, self.ranks_per_node or ranks, INTRA_GBIT)
+        from megatron_sparse.transport import Link, Topology
+
+        intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (INTRA_GBIT, self.inter_gbit))
+        return Topology.even(ranks, self.ranks_per_node or ranks, intra, inter)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,89 +166,18 @@ class CollectiveSweep(Rounds, Sizes):
     nccl_engine: bool = option(
         False, "scheme.nccl_engine; on GPUs, with a capacity.", flag="--nccl-engine"
     )
+    delay_ms: float = option(0.0, "How late the last rank is.", fits=at_least(0))
 
     def checks(self) -> list[Check]:
         """See `Options`."""
         engine_fits = not self.nccl_engine or self.capacity is not None
+        longest_ms = self.timeout_s * 1e3
+        is_met = self.delay_ms < longest_ms
         return [
             *super().checks(),
             ("nccl_engine", self.nccl_engine, engine_fits, "false without a capacity"),
+            ("delay_ms", self.delay_ms, is_met, f"less than --timeout ({longest_ms:g} ms)"),
         ]
-
-
-def parse_delays(flag: str, text: str) -> tuple[float | None, ...]:
-    """Milliseconds separated by commas; `auto` becomes None.
-
-    Raises:
-        ConfigError: one of them is neither.
-
-    Example:
-        >>> parse_delays("--delay-ms", "0,auto")
-        (0.0, None)
-    """
-    return parse_list(
-        flag,
-        text,
-        lambda part: None if part == AUTO else float(part),
-        "delays: milliseconds with commas between, or auto, such as 0,50,auto",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StragglerSweep(CollectiveSweep):
-    """Time from the last rank's arrival to the end, scheme by scheme.
-
-    An automatic delay is `AUTO_FACTOR` times the reduce-scatter of `dense_ring` on the same
-    gradient, measured (or modelled) before.
-    """
-
-    NAME = "bench stragglers"
-    RUNNER = "exchange.stragglers"
-    DRAWS = True
-
-    densities: Sequence[float] = density_option("0.01", "Fractions selected.")
-    schemes: Sequence[str] = names_option(
-        STRAGGLER_SCHEMES, "Of docs/collectives.md.", "--scheme", among=scheme_names
-    )
-    # Messages are always the schemes' own, and sizes travel with them.
-    message_format: str = "auto"
-    levels: Sequence[str] = ("rank",)
-    capacity: float | None = None
-    nccl_engine: bool = False
-    delays_ms: Sequence[float | None] = option(
-        "0,auto",
-        "How late; auto: 1.5 reduce-scatters.",
-        parse_delays,
-        flag="--delay-ms",
-        metavar="MS,...",
-    )
-    straggler: int | None = option(None, "The late rank; the last by default.")
-    rule: bool = option(True, "Measure also what the rule takes.", flag="--rule/--no-rule")
-
-    def checks(self) -> list[Check]:
-        """See `Options`."""
-        longest_ms = self.timeout_s * 1e3
-        fits = f"0 to less than --timeout ({longest_ms:g} ms), or auto"
-        delays = [
-            ("delay-ms", delay, delay is None or 0 <= delay < longest_ms, fits)
-            for delay in self.delays_ms
-        ]
-        return [*super().checks(), *delays]
-
-    def late_rank(self, world_size: int) -> int:
-        """The straggler's rank.
-
-        Raises:
-            ConfigError: the group has no such rank, or no other one that could wait for it.
-        """
-        rank = world_size - 1 if self.straggler is None else self.straggler
-        if world_size < 2 or not 0 <= rank < world_size:
-            raise ConfigError(
-                "bench stragglers: there is no such straggler",
-                expected=f"--straggler 0 to {world_size - 1} of at least 2 ranks",
-                got=f"rank {rank} of {world_size}",
-            )
-        return rank
 
 
 @dataclass(frozen=True, kw_only=True)
