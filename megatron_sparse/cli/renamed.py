@@ -12,8 +12,7 @@ from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
     "bench cost-models": "use `plan RUN`, which has predicted beside measured times",
-    "bench host": "use `bench bucket --stub-nccl --scheme dense,agsparse,direct --nccl-engine "
-    "--warmup 30 --iters 200`",
+    "bench host": "use `bench bucket`, whose `host_us` is the host's time for a bucket",
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `plan RUN`, which has predicted beside measured times",
@@ -22,6 +21,7 @@ RENAMED: dict[str, str] = {
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
 OPTIONS: dict[str, str] = {
+    "bench bucket --stub-nccl": "leave it out: `host_us` is the host's time for a bucket",
     "bench collectives --alpha-us": "leave it out: virtual links have 10 us",
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",

@@ -99,7 +99,7 @@ class TestVirtual:
         assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
 
     def test_time_counts_from_the_late_rank_on(self):
-        """Once it has come, 14 eighths of a buffer are left of a ring, and 9 sevenths, in fewer rounds."""
+        """Once it has come, 14 eighths of a buffer are left of a ring, else 9 sevenths."""
         times_us = {}
         for delay_ms in (0.0, 5.0):
             names = ["dense_ring", "straggler", "direct", "straggler_direct"]
@@ -262,7 +262,9 @@ class TestFigures:
         ]
         dense = [[90.0, 90.0, 90.0], [80.0, 120.0, 120.0]]
         row = CollectiveRow.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000, **more)
-        rounds, dense = (torch.tensor(each[::order], dtype=torch.float64) for each in (rounds, dense))
+        rounds, dense = (
+            torch.tensor(each[::order], dtype=torch.float64) for each in (rounds, dense)
+        )
         return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6)
 
     def test_the_slowest_rank_of_each_round_counts(self):

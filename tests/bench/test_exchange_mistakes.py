@@ -50,12 +50,10 @@ def check_mistake(capsys, command: str, words: str) -> None:
         ("gather --way=flat", "both ways"),
         ("bucket --codecs=cuda,rust", "codecs is out of range"),
         ("bucket --min-bytes=1M --max-bytes=64K", "min_bytes is out of range"),
-        ("bucket --stub-nccl --scheme=zen", "scheme is out of range"),
-        ("bucket --stub-nccl --ranks=1", "ranks is out of range"),
-        ("bucket --stub-nccl --ranks=two", "--ranks is not a list of numbers"),
+        ("bucket --stub-nccl --scheme=direct", "`host_us`"),
         ("stragglers --netbed --delay-ms=0,auto", "bench collectives --delay-ms"),
         ("planner --quick --json rows.jsonl", "`plan RUN`"),
-        ("host --ranks 2 --json rows.jsonl", "bench bucket --stub-nccl"),
+        ("host --ranks 2 --json rows.jsonl", "use `bench bucket`"),
     ],
 )
 def test_mistakes_are_one_error(command, words, capsys, monkeypatch):

@@ -216,10 +216,7 @@ class RowSparseSweep(Rounds):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSweep(Sizes):
-    """One bucket on this device, without a network: time, waits, overlap.
-
-    With `stub_nccl` it is a small bucket on rank 0 of several.
-    """
+    """One bucket on this device, without a network: time, waits, overlap."""
 
     NAME = "bench bucket"
     RUNNER = "exchange.bucket"
@@ -237,28 +234,4 @@ class BucketSweep(Sizes):
         among=BUCKET_CODECS,
     )
     nccl_engine: bool = option(False, "scheme.nccl_engine", flag="--nccl-engine")
-    stub_nccl: bool = option(
-        False, "The host's time beside NCCL, which is not called; no GPU.", flag="--stub-nccl"
-    )
-    ranks: Sequence[int] = option("2,8,16", "With --stub-nccl: sizes of the group.", parse_counts)
     iters: int = option(10, "Buckets that are timed.", min=1)
-
-    @property
-    def threads(self) -> int | None:
-        """Of torch; None: as they are."""
-        return 1 if self.stub_nccl else None
-
-    def checks(self) -> list[Check]:
-        """See `Options`."""
-        if not self.stub_nccl:
-            return super().checks()
-        from megatron_sparse.collectives import SCHEMES
-
-        # All ranks know the sizes of these schemes' messages beforehand.
-        sized = {name for name, entry in SCHEMES.items() if entry.takes_slots}
-        sized |= {"dense", "dense_ring", "dense_rhd", "dense_allpairs"}
-        return [
-            *super().checks(),
-            ("ranks", self.ranks, all(2 <= n <= 256 for n in self.ranks), "2 to 256"),
-            ("scheme", self.schemes, sized >= set(self.schemes), " | ".join(sorted(sized))),
-        ]
