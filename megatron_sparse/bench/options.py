@@ -82,11 +82,6 @@ def parse_size(option: str, text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def parse_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Sizes as `parse_size` reads them, separated by commas."""
-    return tuple(parse_size(option, part) for part in text.split(","))
-
-
 def parse_list[Value](
     option: str, text: str, convert: Callable[[str], Value], expected: str
 ) -> tuple[Value, ...]:
@@ -135,7 +130,6 @@ def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
 
 _METAVARS: dict[object, str] = {
     parse_size: "SIZE",
-    parse_sizes: "SIZE,...",
     parse_numbers: "X,...",
     parse_counts: "N,...",
     parse_names: "NAME,...",

@@ -13,9 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_sparse.bench.codec.options import (
-    BitsSweep,
     CodecSweep,
-    DensitySweep,
     ParameterSweep,
     PruneSweep,
 )
@@ -55,9 +53,7 @@ Figures = Annotated[
 
 DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (PruneSweep, None),
-    (DensitySweep, None),
     (ParameterSweep, None),
-    (BitsSweep, None),
     (BucketSweep, None),
     (GatherSweep, NodePlace),
     (RowSparseSweep, Place),

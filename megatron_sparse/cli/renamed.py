@@ -11,7 +11,9 @@ from typer.core import TyperGroup
 from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
+    "bench bits": "see the bits of a record in docs/wire-format.md, which a test makes again",
     "bench cost-models": "use `plan RUN`, which has predicted beside measured times",
+    "bench density": "see `sent_density` of `bench collectives`",
     "bench host": "use `bench bucket`, whose `host_us` is the host's time for a bucket",
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
