@@ -94,6 +94,7 @@ class SettingTrials:
         self._look_after = LOOK_EVERY
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
+        planner.is_trial = True  # Steps before the first trial are none of the run's phases.
         if config.scheme.deterministic or len(self._names) == 1:
             # The one that sends least: nothing may depend on timing.
             self._go_on(0, self._names[-1], "no trials: " + self._reason())

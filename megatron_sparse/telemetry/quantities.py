@@ -172,8 +172,9 @@ def thread_parts(
 
 
 def at_target(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a summary at the target density; the whole if the run was never there."""
-    return summary["phases"].get("target", summary)
+    """The part of a summary at the target density, or dense; the whole if there is neither."""
+    phases = summary["phases"]
+    return phases.get("target") or phases.get("off") or summary
 
 
 def scope(summary: Mapping[str, Any]) -> str:
@@ -201,7 +202,7 @@ def target_density(configured: float | str | None, summary: Mapping[str, Any]) -
     found = phases.get("target") or phases.get("off")
     if found and found["density"] in (1.0, None):
         return None
-    if configured == "auto":
+    if isinstance(configured, str):  # auto
         return found["density"] if found else None
     return configured
 

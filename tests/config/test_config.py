@@ -360,7 +360,7 @@ class TestScheduleOfTheRunsLength:
 
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
-    assert len(_keys(RunConfig)) <= 100
+    assert len(_keys(RunConfig)) <= 101
 
 
 class TestRemoved:
