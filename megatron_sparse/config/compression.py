@@ -19,6 +19,8 @@ DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
 WARMUP_ITERS, RAMP_ITERS, LONG_RAMP_ITERS = 500, 1000, 2300
 """What null takes where the run's length is not known, and at most where it is."""
+KEPT_ERROR, MIN_SAMPLES, MAX_SAMPLES = 0.05, 1024, 40_000
+"""Of `compression.samples=auto`; see `CompressionConfig.samples_at`."""
 LONG_RAMP_BELOW = 0.1
 """The density below which a ramp of 70 % of the run halved the loss that compression costs
 (docs/results/convergence.md)."""
@@ -63,8 +65,8 @@ class CompressionConfig:
             `scheme.nccl_engine` or `lossless_patterns`, where `scheme.name` or `planner.schemes`
             names a scheme without them, and at density 1. See docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
-        samples: elements sampled from a range to find its threshold. The kept count's relative
-            error is about sqrt((1 - density) / (density * samples)).
+        samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
+            the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
             overlap on and off), `bucket` (one for each bucket; overlap changes the buckets' cut)
             or `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group,
@@ -100,7 +102,7 @@ class CompressionConfig:
     loss_budget: float = 0.3
     value_bits: int | str | None = "auto"
     leak: float = 1.0
-    samples: int = 40_000
+    samples: int | str = "auto"
     threshold_scope: str = "parameter"
     residual_dtype: str = "fp32"
     undo: str = "auto"
@@ -122,7 +124,8 @@ class CompressionConfig:
         one_of("compression.loss_budget", self.loss_budget, LOSS_BUDGETS)
         one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS, None))
         in_range("compression.leak", self.leak, 0, 1)
-        in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
+        if self.samples != "auto":
+            in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
@@ -154,6 +157,25 @@ class CompressionConfig:
     def given_value_bits(self) -> int | None:
         """Bits of a value; None: in full, as `auto` outside a `SparseConfig` is."""
         return None if isinstance(self.value_bits, str) else self.value_bits
+
+    def samples_at(self, density: float) -> int:
+        """Elements to sample for a threshold; fewer where the density is higher, as in the ramp.
+
+        Of s samples the number above the true threshold is binomial, with mean p s at density p. So
+        the kept count has the relative standard deviation sqrt((1 - p) / (p s)), and `auto` takes
+        s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
+
+        Args:
+            density: of the step, in (0, 1].
+
+        Example:
+            >>> [CompressionConfig().samples_at(p) for p in (0.5, 0.22, 0.015, 0.01, 0.001)]
+            [1024, 1419, 26267, 39600, 40000]
+        """
+        if not isinstance(self.samples, str):
+            return self.samples
+        wanted = math.ceil((1 - density) / (density * KEPT_ERROR**2))
+        return min(max(wanted, MIN_SAMPLES), MAX_SAMPLES)
 
     @property
     def warmup(self) -> int:

@@ -44,8 +44,8 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
 """The factor that `scheme.capacity=auto` stands for on CUDA. Thresholds come from samples, so the
-number of selected elements is off by a few percent: at 1 % of 40,000 samples three standard
-deviations are 15 %."""
+number of selected elements is off: with `compression.samples=auto` three standard deviations are
+15 %, below a density of 1 % more."""
 
 
 @dataclass(unsafe_hash=True)

@@ -107,6 +107,15 @@ def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks(runs, t
     assert config.compression.density == 0.05
 
 
+def test_bits_are_those_of_the_product_unless_an_argument_says_otherwise():
+    def bits(*overrides):
+        found = configs(options(schemes=["direct", "zen"], overrides=overrides))
+        return [(c.sparse.compression.value_bits, c.sparse.scheme.sum_bits) for c in found]
+
+    assert bits() == [(4, 8), (None, None)]
+    assert bits("compression.value_bits=null") == [(None, None)] * 2
+
+
 def test_dense_schemes_have_one_row():
     rows = rows_of(options(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]))
     densities = [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]

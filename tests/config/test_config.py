@@ -104,6 +104,7 @@ class TestPluginSections:
             (CompressionConfig, "value_bits", 32),
             (CompressionConfig, "value_bits", True),
             (CompressionConfig, "samples", 0),
+            (CompressionConfig, "samples", "all"),
             (CompressionConfig, "enabled", "false"),
             (CompressionConfig, "keep_patterns", ["("]),
             (CompressionConfig, "residual_dtype", "fp16"),

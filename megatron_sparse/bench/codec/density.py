@@ -60,7 +60,7 @@ class DensityRow(CellRow, gap="  "):
 
 def measure(sweep: DensitySweep, distribution: str, density: float) -> DensityRow:
     """One row; a pure function of its arguments."""
-    samples = min(sweep.samples, sweep.elements)
+    samples = min(sweep.config().samples_at(density), sweep.elements)
     error = math.sqrt(density * (1 - density) / samples)
     found: list[float] = []
     for feedback in (False, True):

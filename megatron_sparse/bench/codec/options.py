@@ -152,7 +152,7 @@ class DensitySweep(Options):
         "0.001,0.01,0.05,0.25", "Fractions asked for.", fits=_below_one
     )
     threshold_scope: str = option("parameter", "parameter | bucket")
-    samples: int = option(CompressionConfig.samples, "compression.samples", min=1)
+    samples: int | None = option(None, "compression.samples; auto by default.", min=1)
     elements: int = option(100_000, "Elements of the gradient.", min=1)
     steps: int = option(20, "Steps of each row.", min=1)
 
@@ -162,7 +162,9 @@ class DensitySweep(Options):
         Raises:
             ConfigError: an unknown scope.
         """
-        return CompressionConfig(threshold_scope=self.threshold_scope, samples=self.samples)
+        return CompressionConfig(
+            threshold_scope=self.threshold_scope, samples=self.samples or CompressionConfig.samples
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,6 @@ from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 
-FULL_VALUES = ("compression.value_bits=null", "scheme.sum_bits=null")
-"""So that rows differ by nothing but scheme and density; overrides may say otherwise."""
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -141,7 +138,6 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
 def run_of(options: TrainingOptions, variant: Variant) -> Run:
     """The run of one row."""
     scheme, nodes = variant.scheme, options.nodes
-    has_preset = any(text.startswith("preset=") for text in options.overrides)
     how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
     if variant.parameters not in (None, "auto"):
         how.append(f"parameters.method={variant.parameters}")
@@ -154,7 +150,6 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         "experiment=testbed",
         *how,
         f"compression.density={variant.density:g}",
-        *([] if has_preset else FULL_VALUES),
         f"compression.level={variant.level}",
         f"cluster.nodes={nodes}",
         f"cluster.ranks_per_node={options.ranks // nodes}",
