@@ -18,8 +18,8 @@
 # ...) on one bridge. A token bucket limits its sends, another one on the bridge its receives; 94 to
 # 96 % of the rate is payload. Ranks of one host use its loopback, which is not limited. Every rank
 # finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
-# GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate; OMP_NUM_THREADS and
-# PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
+# GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate, NETBED_LINKS describes rate, delay
+# and sites; OMP_NUM_THREADS and PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
 # links: keep N * R below about 12 Gbit/s, and run no other programs.
 #
 # Exits with the code of the first rank that failed, 124 after the timeout, 128 + n after signal n,
@@ -290,6 +290,7 @@ inside() {
   make_sites
   make_hosts
   export MASTER_ADDR=$NETWORK.1 MASTER_PORT=$PORT GLOO_SOCKET_IFNAME=$DEVICE NETBED_MBIT=$mbit
+  export NETBED_LINKS="$mbit Mbit/s, $delay_ms ms, $sites sites"
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
   # A pipe without a name. (`wait -n` would be simpler, but misses a job that ends between two
   # calls.)

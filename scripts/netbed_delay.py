@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x2, 0x1000, 0x4000
@@ -40,18 +41,14 @@ def carry(delay_s: float, ends: dict[int, int]) -> None:
         wait_s = max(0.0, late[0][0] - time.monotonic()) if late else None
         readable, _, _ = select.select(files, [], [], wait_s)
         for file in readable:
-            try:
+            with suppress(BlockingIOError):
                 for _ in range(BATCH):
                     late.append((time.monotonic() + delay_s, ends[file], os.read(file, LARGEST)))
-            except BlockingIOError:
-                pass
         now_s = time.monotonic()
         while late and late[0][0] <= now_s:
             _, file, packet = late.popleft()
-            try:
+            with suppress(OSError):  # its host has not been set up yet, or is gone
                 os.write(file, packet)
-            except OSError:
-                pass  # the device is down: its host has not been set up yet, or is gone
 
 
 if __name__ == "__main__":
