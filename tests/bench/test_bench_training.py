@@ -100,7 +100,7 @@ def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks(runs, t
     assert (config.compression.level, config.training.iterations) == ("node", 4)
     training.run(given)
     assert runs.names[-1] == "direct_0.01_node"
-    assert set(runs.places) == {("run_netbed", 4, 500, 2)}
+    assert set(runs.places) == {("run_netbed", 4, (500, 0, 1), 2)}
     # With one rank on each host, hosts are nodes.
     config = configs(options(schemes=["direct"], densities=[0.05], **bed))[0]
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (4, 1)

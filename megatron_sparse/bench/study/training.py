@@ -59,7 +59,9 @@ class TrainingRow(CellRow):
     parameters: str | None = cell("`parameters.method`; null for `plain`", ">7 params")
     world_size: int = cell("ranks")
     slow_ms: float = cell("how long the slow rank sleeps in an iteration; 0 if no rank is slow")
-    mbit: int | None = cell("rate of each rank's link; null over loopback")
+    mbit: int | None = cell("rate of the test bed's slow links; null over loopback")
+    delay_ms: int = cell("their round trip")
+    sites: int = cell("1, or 2 that one slow link joins")
     iteration_ms: float = cell("median", ">13.1f iteration(ms)")
     slowest_ms: float = cell("the slowest iteration that counts", ">9.1f slowest")
     exposed_ms: float | None = cell(
@@ -112,7 +114,7 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = {variant: run_of(options, variant) for variant in variants(options)}
-    where = f"test bed, {options.mbit} Mbit/s" if options.netbed else "loopback"
+    where = f"test bed, {options.links}" if options.links else "loopback"
     slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
     begin(
         list(runs.values()),
@@ -159,8 +161,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         *slow,
         *options.overrides,
     ]
-    mbit = options.mbit if options.netbed else None
-    return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
+    return Run("training", variant.run_name, arguments, options.out, links=options.links)
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
@@ -175,7 +176,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             **vars(variant),
             world_size=options.ranks,
             slow_ms=options.slow_ms if options.slow_rank is not None else 0.0,
-            mbit=run.mbit,
+            **run.where,
             iteration_ms=middle_ms,
             slowest_ms=max(times_ms),
             loss_first=outcome.losses[0],
