@@ -301,7 +301,7 @@ class _Group:
             )
         # Steps of a higher density sample less.
         compression = self._config.compression
-        samples = compression.samples_at(compression.density)
+        samples = compression.samples_at(compression.given_density)
         sampling = workspace.threshold_bytes(ranges, bucket.numel, samples)
         self._codec_bytes = max(self._codec_bytes, selecting, sampling)
         room = max(found.get("gathered", 0), found.get("encoded", 0))

@@ -116,6 +116,16 @@ def test_bits_are_those_of_the_product_unless_an_argument_says_otherwise():
     assert bits("compression.value_bits=null") == [(None, None)] * 2
 
 
+def test_presets_have_rows_of_their_own_density_and_bits():
+    given = options(schemes=["plain"], presets=["lossless", "balanced", "auto"])
+    assert [row.run_name for row in training.variants(given)] == [
+        *("plain_1", "lossless_0.22", "balanced_0.07", "auto_0.22")
+    ]
+    _, lossless, balanced, auto = (config.compression for config in configs(given))
+    assert (lossless.enabled, balanced.density, balanced.value_bits) == (False, 0.07, 3)
+    assert auto.density == "auto"
+
+
 def test_dense_schemes_have_one_row():
     rows = rows_of(options(schemes=["plain", "dense_ring", "zen"], densities=[0.1, 0.2]))
     densities = [("plain", 1.0), ("dense_ring", 1.0), ("zen", 0.1), ("zen", 0.2)]

@@ -29,6 +29,7 @@ from megatron_sparse.bench.study.settings import (
 )
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.config.parameters import METHODS
+from megatron_sparse.config.presets import preset_names
 
 if TYPE_CHECKING:
     from megatron_sparse.transport.netbed import Links
@@ -106,6 +107,9 @@ class TrainingOptions(BedOptions):
         "plain,direct", "plain: Megatron without the plugin.", "--scheme", among=_schemes
     )
     densities: Sequence[float] = density_option("0.01", "Fractions sent.")
+    presets: Sequence[str] | None = names_option(
+        None, "Rows of presets; auto tries some in --warmup.", "--preset", among=preset_names
+    )
     methods: Sequence[str] = names_option(
         "auto",
         "Values of parameters.method.",

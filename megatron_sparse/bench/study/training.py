@@ -21,7 +21,10 @@ from megatron_sparse.bench.study.settings import PLAIN
 from megatron_sparse.bench.table import print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
+
+PRESET = "preset="
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Variant:
     """What differs between two rows.
 
     Attributes:
-        scheme: `plain`, or the plugin's.
-        density: of the schemes that compress.
+        scheme: `plain`, the plugin's, or `preset=NAME`.
+        density: of the schemes that compress, and that a preset begins with.
         parameters: `parameters.method`; None for `plain`.
         level: `compression.level`.
     """
@@ -45,7 +48,7 @@ class Variant:
         """Of the run's folder and log."""
         gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
         level = "" if self.level == RANK else f"_{self.level}"
-        return f"{self.scheme}_{self.density:g}{gathered}{level}"
+        return f"{self.scheme.removeprefix(PRESET)}_{self.density:g}{gathered}{level}"
 
 
 @dataclass
@@ -53,7 +56,7 @@ class TrainingRow(CellRow):
     """One run; times are milliseconds. What only the plugin measures is null for `plain`."""
 
     op: str = cell("`training`")
-    scheme: str = cell("`plain`, or the plugin's", ">20")
+    scheme: str = cell("`plain`, the plugin's, or `preset=NAME`", ">20")
     density: float = cell("of the schemes that compress; 1 for the others", ">8g")
     level: str = cell("`compression.level`", ">8")
     parameters: str | None = cell("`parameters.method`; null for `plain`", ">7 params")
@@ -125,7 +128,10 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
-    """Of the rows: each scheme with each density, parameters' method and level that it has."""
+    """Of the rows: each scheme with each density, parameters' method and level that it has.
+
+    Then the presets.
+    """
     for scheme in options.schemes:
         dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
         for density in [1.0] if dense else options.densities:
@@ -135,12 +141,19 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
             for parameters, level in product(options.methods, options.levels):
                 if level == RANK or not dense:
                     yield Variant(scheme, density, parameters, level)
+    for name, parameters, level in product(options.presets or (), options.methods, options.levels):
+        density = SparseConfig.preset(name).compression.given_density
+        yield Variant(f"{PRESET}{name}", density, parameters, level)
 
 
 def run_of(options: TrainingOptions, variant: Variant) -> Run:
     """The run of one row."""
     scheme, nodes = variant.scheme, options.nodes
-    how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
+    how = [f"scheme={scheme}", f"compression.density={variant.density:g}"]
+    if scheme == PLAIN:
+        how = ["plugin=false"]
+    elif scheme.startswith(PRESET):
+        how = [scheme]
     if variant.parameters not in (None, "auto"):
         how.append(f"parameters.method={variant.parameters}")
     slow = []
@@ -151,7 +164,6 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
     arguments = [
         "experiment=testbed",
         *how,
-        f"compression.density={variant.density:g}",
         f"compression.level={variant.level}",
         f"cluster.nodes={nodes}",
         f"cluster.ranks_per_node={options.ranks // nodes}",
