@@ -22,7 +22,7 @@ def check(name, density, scope="parameter"):
     The mean of the steps is within 10 %, each step within 3 standard errors of the sample.
     """
     config = CompressionConfig(density=density, threshold_scope=scope)
-    error = math.sqrt(density * (1 - density) / min(config.samples, NUMEL))
+    error = math.sqrt(density * (1 - density) / min(config.samples_at(density), NUMEL))
     for feedback in (False, True):
         draw, rank, found = torch.Generator().manual_seed(7), None, []
         for step in range(STEPS):

@@ -151,7 +151,9 @@ class CollectiveSweep(Rounds, Sizes):
         among=(WHOLE_BITS, *VALUE_BITS),
     )
     sum_bits: int | None = option(
-        None, "scheme.sum_bits, of values of few bits or rice.", among=VALUE_BITS
+        None,
+        "scheme.sum_bits, or 32: whole; auto by default.",
+        among=(WHOLE_BITS, *VALUE_BITS),
     )
     levels: Sequence[str] = names_option(
         "rank",
