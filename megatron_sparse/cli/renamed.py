@@ -34,7 +34,6 @@ OPTIONS: dict[str, str] = {
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
-    "report --baseline": "name that run first",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -40,10 +40,7 @@ def stragglers(
 
 
 def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN...", help="Folders; the others are compared with the first."),
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
     output: Annotated[
         list[Path] | None,
         typer.Option(
@@ -55,6 +52,12 @@ def report(
             "chart as PNG. May be repeated.",
         ),
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Compare the others with this run; default: the first one."
+        ),
+    ] = None,
 ) -> None:
     """Prints the files that it has written. A run may still be going on."""
     require("jinja2", "makes the page", "figures")
@@ -63,7 +66,7 @@ def report(
 
     named = output or []
     html = of_kind(named, ".html") or Path("report.html")
-    for path in page.run(runs, html, of_kind(named, FOLDER)):
+    for path in page.run(runs, html, of_kind(named, FOLDER), baseline):
         print(path)
 
 

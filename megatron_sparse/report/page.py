@@ -52,11 +52,14 @@ class Section:
     folds: list[tuple[str, str]] = field(default_factory=list)
 
 
-def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
+def run(
+    folders: Sequence[Path], output: Path, png: Path | None, baseline: Path | None = None
+) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: folders of the runs; the others are compared with the first.
+        folders: folders of the runs.
+        baseline: the run that the others are compared with, shown first; None takes the first.
         output: the page; its folder is made if needed.
         png: folder for a PNG of every chart; None writes none.
 
@@ -67,6 +70,9 @@ def run(folders: Sequence[Path], output: Path, png: Path | None) -> list[Path]:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
         DependencyError: matplotlib is missing.
     """
+    if baseline is not None:
+        others = [folder for folder in folders if folder.resolve() != baseline.resolve()]
+        folders = [baseline, *others]
     if not 1 <= len(folders) <= MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",

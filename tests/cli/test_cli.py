@@ -144,9 +144,9 @@ class TestOneNameForOutputs:
             assert run(line) == 0
         a, html, charts = Path("a"), Path("x.html"), Path("charts")
         assert given == [
-            ([a, Path("b")], Path("report.html"), None),
-            ([a], Path("report.html"), charts),
-            ([a], html, charts),
+            ([a, Path("b")], Path("report.html"), None, None),
+            ([a], Path("report.html"), charts, None),
+            ([a], html, charts, None),
             (a, None, Path("x.csv")),
             (a, Path("x.SVG"), Path("x.csv")),
         ]

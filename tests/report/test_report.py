@@ -197,6 +197,15 @@ def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
     assert not tables.comparability([runs[0], runs[0]])
 
 
+def test_the_baseline_is_shown_first(run, tmp_path):
+    others = [make_run(tmp_path / name, name, iterations=3) for name in ("b", "c")]
+    output = tmp_path / "report.html"
+    assert commands.run("report", run, *others, "--baseline", others[1], "--output", output) == 0
+    page_text = output.read_text()
+    assert page_text.index("A: c") < page_text.index("B: one") < page_text.index("C: b")
+    assert "against A" in page_text
+
+
 def test_charts_of_several_runs_share_their_scales(run, tmp_path):
     slow = make_run(tmp_path / "slow", "slow", iterations=20, buckets=6)
     runs = [load_run(run, 0), load_run(slow, 1)]
