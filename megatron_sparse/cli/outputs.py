@@ -58,6 +58,13 @@ def picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
     return writable_file(*PICTURES)(parameter, path)
 
 
+def view_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """A callback of an option: as `picture`, but an SVG needs no package beside rich."""
+    if path is not None and path.suffix.lower() == ".svg":
+        return writable_file(*PICTURES)(parameter, path)
+    return picture(parameter, path)
+
+
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
     """A callback of an option: its folder is there or can be made."""
     if folder is None or not _writes():

@@ -14,6 +14,7 @@ from megatron_sparse.cli.outputs import (
     of_kind,
     outputs,
     picture,
+    view_picture,
     writable_file,
 )
 from megatron_sparse.errors import ConfigError
@@ -81,7 +82,7 @@ def view(
     output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.svg", callback=writable_file(".svg"), help="Draw a picture instead."
+            metavar="FILE.svg|FILE.png", callback=view_picture, help="Draw a picture instead."
         ),
     ] = None,
     columns: Annotated[

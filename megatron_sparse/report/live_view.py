@@ -104,7 +104,7 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
     Args:
         folder: the run's folder.
         iteration: see `progress_of`.
-        output: an SVG file; None prints.
+        output: an SVG, PNG or PDF file; None prints.
         columns: width of the view; None takes the terminal's, or `PICTURE_COLUMNS` for a picture.
 
     Raises:
@@ -116,7 +116,7 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
         console.print(render(progress, console.width))
         return
     try:
-        output.write_text(svg(progress, columns or PICTURE_COLUMNS), encoding="utf-8")
+        picture(progress, columns or PICTURE_COLUMNS, output)
     except OSError as error:
         raise ConfigError(
             f"{output} cannot be written",
@@ -125,6 +125,24 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
             remedy="choose another file with --output",
         ) from None
     print(output)
+
+
+def picture(progress: RunProgress, columns: int, output: Path) -> None:
+    """Writes the view into a file, whose ending decides the format.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if output.suffix.lower() == ".svg":
+        output.write_text(svg(progress, columns), encoding="utf-8")
+        return
+    from megatron_sparse.report import view_picture  # needs matplotlib
+
+    view_picture.draw(render(progress, columns), columns, _title(progress), output)
+
+
+def _title(progress: RunProgress) -> str:
+    return f"{progress.name}, iteration {progress.latest.iteration}"
 
 
 def svg(progress: RunProgress, columns: int) -> str:
@@ -143,5 +161,4 @@ def svg(progress: RunProgress, columns: int) -> str:
         highlight=False,
     )
     console.print(render(progress, columns))
-    title = f"{progress.name}, iteration {progress.latest.iteration}"
-    return console.export_svg(title=title, code_format=_SVG, unique_id="view")
+    return console.export_svg(title=_title(progress), code_format=_SVG, unique_id="view")

@@ -1,7 +1,8 @@
-"""`megatron-sparse view`: following a run that writes lines."""
+"""`megatron-sparse view`: following a run that writes lines, and pictures without a terminal."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,23 @@ class TestFollow:
         assert "not the folder of a run" in refused(capsys, "view", tmp_path / "no", "--follow")
         (folder / "breakdown.jsonl").write_text('{"iteration": 1}\n')
         assert "not written by this version" in refused(capsys, "view", folder, "--follow")
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_png_needs_no_terminal(folder, tmp_path, capsys, columns):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "view.png"
+    assert run("view", folder, "--output", output, f"--iteration 8 --columns {columns}") == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    head = output.read_bytes()[:24]
+    width, height = struct.unpack(">II", head[16:])
+    assert head.startswith(b"\x89PNG")
+    assert width == pytest.approx((columns + 2) * 0.085 * 150, abs=2)
+    assert height > 200
+
+
+def test_a_name_of_the_user_is_plain_text_in_a_png(tmp_path):
+    """Matplotlib would take what stands between dollars for a formula."""
+    pytest.importorskip("matplotlib")
+    folder = make_run(tmp_path / "run", r"$\no{formula$")
+    assert run("view", folder, "--output", tmp_path / "view.png") == 0

@@ -137,7 +137,7 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
     "Where the output goes": (
         Mistake("train data=mock runs_dir=notes.txt", "runs_dir"),
         Mistake("train data=mock runs_dir=. name=thesis", "choose another name"),
-        Mistake("view made --output view.png", "--output view.svg"),
+        Mistake("view made --output view.jpg", "--output view.png"),
         Mistake("report made --output report.pdf", "--output report.html"),
         Mistake("schedule --ranks 4 --output schedule.bmp", "--output schedule.png"),
         Mistake("report made --png charts", "write --output in its place"),
