@@ -174,6 +174,9 @@ def levels(
     sharded: Annotated[
         bool, typer.Option("--sharded/--replicated", help="Distributed optimizer, or all-reduce.")
     ] = True,
+    instances: Annotated[
+        int, typer.Option(min=1, help="Of the distributed optimizer: level instance has rows.")
+    ] = 1,
     schemes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
     ] = None,
@@ -198,7 +201,8 @@ def levels(
     in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
     names = None if schemes is None else schemes.split(",")
     check_names(SchemeConfig(), PlannerConfig(schemes=names))
-    training = Training(round(parameters), 4 if gradients == "fp32" else 2, sharded, move_bits)
+    numel, gradient_bytes = round(parameters), 4 if gradients == "fp32" else 2
+    training = Training(numel, gradient_bytes, sharded, move_bits, instances)
     settings = {name: SparseConfig.preset(name) for name in preset.split(",")}
     counts = parse_counts("--ranks", ranks, 2)
     rows = list(level_rows(training, find(cluster), settings, counts, names))

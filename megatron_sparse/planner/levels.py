@@ -23,13 +23,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.planner.plan import bucket_facts
-from megatron_sparse.planner.prices import prior
+from megatron_sparse.planner.prices import DENSE, prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.levels import inside_cluster
@@ -133,6 +134,43 @@ def price_level(
     return LevelPrice(scheme, within_s, found[scheme])
 
 
+def price_in_instances(
+    level: str,
+    shape: BucketShape,
+    density: float,
+    cluster: ClusterModel,
+    options: SchemeConfig,
+    names: Collection[str],
+    inside: int,
+    instances: int,
+) -> LevelPrice:
+    """The cheapest scheme for a bucket of one of several instances of the distributed optimizer.
+
+    At level `instance` nothing but the sum over the instances is compressed. At the others that sum
+    is the backend's, of each rank's shard, and counts to `across_s`.
+
+    Args:
+        level: see `price_level`, as the arguments that follow.
+        shape: of the bucket, on the ranks of an instance.
+        density: that is selected.
+        cluster: of the ranks of all instances.
+        options: of the schemes.
+        names: the candidates.
+        inside: ranks of a node.
+        instances: how many; 1 for none.
+    """
+    n = shape.world_size
+    whole = replace(shape, world_size=n * instances)
+    if level == INSTANCE:
+        return price_level(level, whole, density, cluster, options, names, n)
+    price = price_level(level, shape, density, cluster, options, names, inside)
+    if instances == 1:
+        return price
+    shard = replace(whole.lane(n), op=CollectiveOp.ALL_REDUCE)
+    sums_s = predict_all(shard, prior(shard, 1.0), cluster, options, (DENSE,))[DENSE]
+    return replace(price, across_s=price.across_s + sums_s)
+
+
 def has_lanes(node_sizes: Sequence[int]) -> bool:
     """Whether level `node` is another one than `rank`: several nodes of one size, above 1.
 
@@ -150,35 +188,45 @@ def best_level(
     options: SchemeConfig,
     names: Collection[str],
     node_sizes: Sequence[int],
+    instances: int = 1,
 ) -> LevelComparison:
-    """Compares the levels `rank` and `node` by the predicted time of all buckets together.
+    """Compares the levels that are possible by the predicted time of all buckets together.
 
     A pure function: ranks with the same arguments get the same answer, bit for bit.
 
     Args:
-        shapes: of the whole buckets, on all ranks -> how many there are of each.
+        shapes: of the whole buckets, on all ranks of an instance -> how many there are of each.
         density: the target.
         cluster: links, codecs and host.
         options: of the schemes.
-        names: the candidates at both levels; `dense` should be one.
-        node_sizes: ranks on each node, as they are, whatever the cluster file was measured on.
+        names: the candidates at every level; `dense` should be one.
+        node_sizes: ranks of an instance on each of its nodes, as they are, whatever the cluster
+            file was measured on.
+        instances: of the distributed optimizer.
 
     Returns:
-        `rank` where there is only one node, one rank a node, or nodes of different sizes.
+        `rank` where it is the only one: one instance, and one node, one rank a node, or nodes of
+        different sizes.
 
     Raises:
         ConfigError: the cluster file lacks a rate.
     """
-    if not has_lanes(node_sizes):
+    possible = [RANK, *[NODE] * has_lanes(node_sizes), *[INSTANCE] * (instances > 1)]
+    if possible == [RANK]:
         return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, node_sizes))} ranks")
-    inside = node_sizes[0]
-    here = replace(cluster, nodes=tuple(node_sizes))
+    here = replace(cluster, nodes=tuple(node_sizes) * instances)
+    price = partial(
+        price_in_instances,
+        density=density,
+        cluster=here,
+        options=options,
+        names=names,
+        inside=node_sizes[0],
+        instances=instances,
+    )
     seconds = {
-        level: sum(
-            count * price_level(level, shape, density, here, options, names, inside).total_s
-            for shape, count in shapes.items()
-        )
-        for level in (RANK, NODE)
+        level: sum(count * price(level, shape).total_s for shape, count in shapes.items())
+        for level in possible
     }
     level = min(seconds, key=lambda name: seconds[name])
     told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())

@@ -2,8 +2,8 @@
 
 `node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
 node. Where `node` is asked for but not possible, the ranks run at another level, and the reason is
-logged. With the costs of a cluster `auto` takes the cheaper one of `rank` and `node`
-(`planner.levels`). All ranks of a group come to the same result: they have the same configuration
+logged. With the costs of a cluster `auto` takes the cheapest of the possible levels
+(`planner.levels`); without, `instance` where there are several instances, then `node`. All ranks of a group come to the same result: they have the same configuration
 and node numbers.
 """
 
@@ -96,10 +96,16 @@ def choose_level(
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
     found = _by_nodes(nodes, asked)
-    if asked == AUTO and found.level == NODE and config.planner.cluster is not None:
-        prices = _prices(config, find(config.planner.cluster), found, shapes)
+    if asked == NODE or (found.level == RANK and instances == 1):
+        return found
+    if config.planner.cluster is not None:
+        sizes = [len(members) for members in found.nodes or members_of(nodes)]
+        prices = _prices(config, find(config.planner.cluster), sizes, shapes, instances)
         nodes_of = found.nodes if prices.level == NODE else ()
         return LevelChoice(prices.level, prices.reason, nodes_of)
+    if instances > 1:
+        # Their links are the slow ones, or there would be one instance.
+        return LevelChoice(INSTANCE, f"{instances} instances of the distributed optimizer")
     return found
 
 
@@ -132,11 +138,12 @@ def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
 def _prices(
     config: SparseConfig,
     cluster: ClusterModel,
-    found: LevelChoice,
+    node_sizes: Sequence[int],
     shapes: Mapping[BucketShape, int] | None,
+    instances: int,
 ) -> LevelComparison:
     """Compares the levels by the target density and the links of a cluster file."""
-    sizes = [len(members) for members in found.nodes[:PRICED_NODES]]
+    sizes = node_sizes[:PRICED_NODES]
     bits, ranks = config.compression.given_value_bits, sum(sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
@@ -145,4 +152,4 @@ def _prices(
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
-    return best_level(shapes, config.compression.given_density, cluster, options, names, sizes)
+    return best_level(shapes, config.compression.given_density, cluster, options, names, sizes, instances)

@@ -34,6 +34,8 @@ def describe(training: Training, cluster: str) -> str:
         if training.sharded
         else "all-reduce"
     )
+    if training.instances > 1:
+        halves += f", {training.instances} instances"
     dtype = "fp32" if training.gradient_bytes == 4 else "bf16"
     return f"{training.numel / 1e9:g} B parameters on {cluster}: {dtype} gradients, {halves}"
 

@@ -40,7 +40,14 @@ from megatron_sparse.parameters.price import (
     gather_prices,
     several_levels,
 )
-from megatron_sparse.planner.levels import NODE, RANK, LevelPrice, has_lanes, price_level
+from megatron_sparse.planner.levels import (
+    INSTANCE,
+    NODE,
+    RANK,
+    LevelPrice,
+    has_lanes,
+    price_in_instances,
+)
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
@@ -66,6 +73,7 @@ class Training:
         gradient_bytes: of a gradient's value: 4 is Megatron's default (fp32 accumulation), or 2.
         sharded: whether the optimizer is distributed.
         move_bits: of a parameter's move, in the exact gather.
+        instances: of the distributed optimizer: their sum is part of the gradients' half.
 
     Raises:
         ConfigError: a number is out of range.
@@ -75,6 +83,7 @@ class Training:
     gradient_bytes: int = FP32_BYTES
     sharded: bool = True
     move_bits: float = 2.5
+    instances: int = 1
 
     def __post_init__(self) -> None:
         in_range("--parameters", self.numel, 1, 2**40, integer=True)
@@ -100,7 +109,8 @@ class LevelRow:
         preset: the settings.
         ranks: data-parallel ranks.
         nodes: that they are on.
-        level: `rank` or `node`. On one node `node` is dense: nothing crosses.
+        level: `rank`, `node`, or with several instances `instance`. On one node `node` is dense:
+            nothing crosses.
         scheme: of the gradients: of all ranks, or of a lane.
         parameters: how they are gathered: `raw`, `exact` or `exact per node`; `none` without the
             distributed optimizer.
@@ -161,6 +171,12 @@ class Group:
     training: Training
 
     def __post_init__(self) -> None:
+        if self.ranks % self.training.instances:
+            raise ConfigError(
+                "instances of the distributed optimizer have one size",
+                expected=f"--ranks in multiples of {self.training.instances}",
+                got=self.ranks,
+            )
         if len(set(self.sizes)) > 1:
             raise ConfigError(
                 "level node needs nodes of one size",
@@ -170,14 +186,19 @@ class Group:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks of each node."""
-        return self.cluster.topology(self.ranks).node_sizes
+        """Ranks of each node of an instance."""
+        return self.cluster.topology(self.of_instance).node_sizes
+
+    @property
+    def of_instance(self) -> int:
+        """Ranks of an instance of the distributed optimizer."""
+        return self.ranks // self.training.instances
 
     def shape(self, element_bytes: int, value_bits: int | None = None) -> BucketShape:
         """One of the buckets."""
         numel = self.training.buckets(self.ranks)[1]
         op = CollectiveOp.REDUCE_SCATTER if self.training.sharded else CollectiveOp.ALL_REDUCE
-        return BucketShape(numel, 0, element_bytes, op, self.ranks, value_bits=value_bits)
+        return BucketShape(numel, 0, element_bytes, op, self.of_instance, value_bits=value_bits)
 
     def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
         """The gradient's half of one bucket with the cheapest of `names`.
@@ -188,24 +209,30 @@ class Group:
         if not settings.compression.enabled:
             level, bits, names = RANK, None, (DENSE,)
         shape = self.shape(self.training.gradient_bytes, bits)
+        instances = self.training.instances
         if level == NODE and len(self.sizes) == 1:
-            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), 0.0)
-        density = settings.compression.given_density
-        options, inside = settings.scheme, self.sizes[0]
-        return price_level(level, shape, density, self.cluster, options, names, inside)
+            return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes, instances), 0.0)
+        density, options = settings.compression.given_density, settings.scheme
+        where = self.cluster, options, names, self.sizes[0], instances
+        return price_in_instances(level, shape, density, *where)
 
-    def dense_s(self, level: str, element_bytes: int, names: Sequence[str] = (DENSE,)) -> float:
+    def dense_s(
+        self,
+        level: str,
+        element_bytes: int,
+        instances: int = 1,
+        names: Sequence[str] = (DENSE,),
+    ) -> float:
         """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
-        shape = self.shape(element_bytes)
-        price = price_level(level, shape, 1.0, self.cluster, SchemeConfig(), names, self.sizes[0])
-        return price.total_s
+        where = self.cluster, SchemeConfig(), names, self.sizes[0], instances
+        return price_in_instances(level, self.shape(element_bytes), 1.0, *where).total_s
 
-    def best_dense_s(self, element_bytes: int) -> float:
+    def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
         """The cheapest way to send every element in full."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
-        prices_s = [self.dense_s(RANK, element_bytes, dense)]
+        prices_s = [self.dense_s(RANK, element_bytes, instances, dense)]
         if has_lanes(self.sizes):
-            prices_s.append(self.dense_s(NODE, element_bytes))
+            prices_s.append(self.dense_s(NODE, element_bytes, instances))
         return min(prices_s)
 
     def parameters(self) -> tuple[str, float]:
@@ -213,13 +240,14 @@ class Group:
         if not self.training.sharded:
             return "none", 0.0
         numel = self.training.buckets(self.ranks)[1]
-        topology = self.cluster.topology(self.ranks)
+        n = self.of_instance
+        topology = self.cluster.topology(n)
         links = GatherLinks(
-            self.cluster.dense_link(self.ranks),
+            self.cluster.dense_link(n),
             topology if several_levels(topology.nodes) else None,
         )
-        speeds = {CODER: self._coder(numel / self.ranks)}
-        prices = gather_prices(numel, PARAMETER, self.ranks, links, speeds)
+        speeds = {CODER: self._coder(numel / n)}
+        prices = gather_prices(numel, PARAMETER, n, links, speeds)
         if not prices.exact_pays:
             return "raw", prices.raw_s
         best = prices.best
@@ -262,25 +290,27 @@ def level_rows(
     Raises:
         ConfigError: nodes would differ in size, or the cluster file lacks a rate.
     """
+    instances = training.instances
+    levels = (RANK, NODE, INSTANCE) if instances > 1 else (RANK, NODE)
     for n in ranks:
         group = Group(cluster, n, training)
         b, raw = training.gradient_bytes, PARAMETER.itemsize
         gathered = int(training.sharded)
-        gradient_s = group.dense_s(RANK, b)
+        gradient_s = group.dense_s(RANK, b, instances)
         dense_s = gradient_s + gathered * group.dense_s(RANK, raw)
-        best_s = group.best_dense_s(b) + gathered * group.best_dense_s(raw)
+        best_s = group.best_dense_s(b, instances) + gathered * group.best_dense_s(raw)
         how, parameters_s = group.parameters()
         ms = 1e3 * training.buckets(n)[0]
         for name, config in settings.items():
             names = candidates(schemes, config.compression.given_value_bits)
-            prices = {level: group.gradient(level, config, names) for level in (RANK, NODE)}
+            prices = {level: group.gradient(level, config, names) for level in levels}
             for level, price in prices.items():
                 total_s = price.total_s + parameters_s
                 yield LevelRow(
                     cluster=cluster.name,
                     preset=name,
                     ranks=n,
-                    nodes=len(group.sizes),
+                    nodes=instances * len(group.sizes),
                     level=level,
                     scheme=price.scheme,
                     parameters=how,

@@ -8,12 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange import truth
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict
-from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, best_level, inside_s, price_level
+from megatron_sparse.planner.levels import (
+    INSTANCE,
+    NODE,
+    RANK,
+    best_level,
+    inside_s,
+    price_in_instances,
+    price_level,
+)
 from megatron_sparse.planner.plan import bucket_facts
 from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState
@@ -25,6 +32,7 @@ from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import gradients
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.transport import Link
+from tests.planner import truth
 from tests.planner.planned import a_bucket, a_planner
 from tests.reduction.virtual_level import VirtualRanks
 
@@ -42,6 +50,27 @@ def without_local_work(cluster):
     """The same links, with codecs and a host that take no time."""
     rates = tuple(replace(r, seconds_per_call=0.0, seconds_per_element=0.0) for r in cluster.codec)
     return replace(cluster, codec=rates, host_s_per_message=0.0, host_s_per_bucket=0.0)
+
+
+def test_instances_add_the_sum_of_shards_except_at_their_own_level():
+    """Two instances of 8 ranks on a node each: what crosses is 1/8 of the bucket, whole or 2 %."""
+    shape, islands = a_shape(ranks=8), replace(CLUSTER, nodes=(8, 8))
+
+    def across_s(level, instances):
+        price = price_in_instances(level, shape, 0.02, islands, OPTIONS, NAMES, 8, instances)
+        return price.across_s
+
+    lane_s = 2**24 / 8 * 4 * 8 * CLUSTER.inter.beta_s  # eight lanes share a node's card
+    assert across_s(RANK, 2) - across_s(RANK, 1) == pytest.approx(lane_s, rel=0.05)
+    assert across_s(INSTANCE, 2) < 0.2 * lane_s
+
+
+@pytest.mark.parametrize(("instances", "expected"), [(1, {RANK}), (2, {RANK, INSTANCE})])
+def test_levels_of_instances_on_one_node_each(instances, expected):
+    shapes = {a_shape(ranks=8): 1}
+    found = best_level(shapes, 0.02, CLUSTER, OPTIONS, NAMES, (8,), instances)
+    assert set(found.seconds or {RANK: 0.0}) == expected
+    assert found.level == (INSTANCE if instances > 1 else RANK)
 
 
 def test_the_steps_inside_are_rings():

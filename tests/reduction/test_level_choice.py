@@ -47,6 +47,16 @@ def test_several_instances():
     assert choose_level(config, (0, 0), instances=2).level == "instance"
 
 
+def test_auto_of_several_instances():
+    """Prices decide if there are any; without, the links between instances count as slow."""
+    config = SparseConfig.from_overrides(level="auto")
+    assert choose_level(config, (0, 0), instances=2).level == "instance"
+    config = SparseConfig.from_overrides(level="auto", planner=PlannerConfig(cluster=FAST))
+    choice = choose_level(config, (0, 0), instances=2)
+    assert choice.level == "instance"
+    assert ", instance " in choice.reason
+
+
 @pytest.mark.parametrize("options", [{"scheme": "dense"}, {"enabled": False}])
 def test_what_never_prunes_stays_the_backends_own(options):
     config = SparseConfig.from_overrides(level="node", **options)

@@ -37,6 +37,17 @@ def test_a_model_of_1500_million_parameters():
             assert row.modelled
 
 
+def test_instances_have_a_level_that_compresses_their_sum_alone():
+    """Two nodes of 8 as two instances: at `rank` an eighth of the model crosses whole."""
+    rows = rows_of((16,), Training(instances=2))
+    rank, instance = (rows["safe", 16, level] for level in ("rank", "instance"))
+    assert (rank.nodes, instance.nodes) == (2, 2)
+    assert instance.across_ms < 0.25 * rank.across_ms
+    # Parameters are gathered inside an instance.
+    assert rank.parameters == instance.parameters == "raw"
+    assert rank.dense_ms > rows_of((8,))["safe", 8, "rank"].dense_ms
+
+
 def test_sums_of_a_row():
     for row in rows_of((16,)).values():
         assert row.gradient_ms == pytest.approx(row.inside_ms + row.across_ms)
@@ -107,7 +118,7 @@ def test_the_command(tmp_path, capsys):
     "option",
     [
         *("--gradients=fp64", "--preset=none", "--cluster=none", "--schemes=none"),
-        *("--ranks=12", "--ranks=1", "--parameters=inf", "--move-bits=17"),
+        *("--instances=3", "--ranks=12", "--ranks=1", "--parameters=inf", "--move-bits=17"),
     ],
 )
 def test_mistakes_are_one_error(option, capsys):
