@@ -49,9 +49,9 @@ class CompressionConfig:
             `rank`: none, each rank selects from its own. `node`: those of a node; each of its m
             ranks selects from its m-th of the sum, and only selections cross between nodes.
             `instance`: those of an instance of Megatron's distributed optimizer; the sum over
-            the instances is compressed. `auto`: with `planner.cluster` the fastest by its model; without,
-            `instance` where there are several, `node` where several nodes have equally many ranks,
-            more than one; else `rank`.
+            the instances is compressed. `auto`: with `planner.cluster` the fastest by its model;
+            without, `instance` where there are several, `node` where several nodes have equally
+            many ranks, more than one; else `rank`.
             The start says which level runs and why; see docs/compression.md.
         density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1]. `auto`
             (the preset of that name) tries the presets that `loss_budget` allows at the start, and

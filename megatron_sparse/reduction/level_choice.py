@@ -3,8 +3,8 @@
 `node` needs nodes of equally many ranks, more than one each, and ranks that are numbered node by
 node. Where `node` is asked for but not possible, the ranks run at another level, and the reason is
 logged. With the costs of a cluster `auto` takes the cheapest of the possible levels
-(`planner.levels`); without, `instance` where there are several instances, then `node`. All ranks of a group come to the same result: they have the same configuration
-and node numbers.
+(`planner.levels`); without, `instance` where there are several instances, then `node`. All ranks of
+a group come to the same result: they have the same configuration and node numbers.
 """
 
 from __future__ import annotations
@@ -152,4 +152,6 @@ def _prices(
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
-    return best_level(shapes, config.compression.given_density, cluster, options, names, sizes, instances)
+    return best_level(
+        shapes, config.compression.given_density, cluster, options, names, sizes, instances
+    )
