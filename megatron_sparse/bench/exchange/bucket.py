@@ -91,7 +91,7 @@ class BucketRow(CellRow):
         return (shorter + longer - self.both_us) / shorter
 
 
-class BucketBench(CollectiveBench[CollectiveSweep]):
+class BucketBench(CollectiveBench):
     """A group of this process alone; see the module's docstring.
 
     Args:

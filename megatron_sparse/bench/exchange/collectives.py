@@ -33,7 +33,7 @@ from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_
 from megatron_sparse.bench.host_load import free_memory_bytes
 from megatron_sparse.bench.rank_group import typed
 from megatron_sparse.bench.row import CellRow
-from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BucketRecord
@@ -53,10 +53,10 @@ BYTES_AN_ELEMENT = 40
 messages."""
 
 
-class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
+class CollectiveBench(Bench[CollectiveSweep]):
     """See the module's docstring."""
 
-    def __init__(self, sweep: Sweep, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
         self._place = {"transport": self.backend, "mbit": sweep.mbit}
         self._level_groups: Groups | None = None
@@ -68,7 +68,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         super().__exit__(kind, *rest)
 
     @classmethod
-    def check(cls, cases: Sweep, ranks: int, *, virtual: bool) -> None:
+    def check(cls, cases: CollectiveSweep, ranks: int, *, virtual: bool) -> None:
         """See `Bench`."""
         if cases.nccl_engine and virtual:
             raise ConfigError(
@@ -93,7 +93,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
             yield row
 
     @classmethod
-    def virtual_rows(cls, cases: Sweep, topology: Topology) -> Iterator[CellRow]:
+    def virtual_rows(cls, cases: CollectiveSweep, topology: Topology) -> Iterator[CellRow]:
         """See `Bench`."""
         n = topology.world_size
         made = cases_of(cases, n)
@@ -167,7 +167,9 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
 
         def scheme(step: int) -> list[float]:
             bucket.grad_N.copy_(base_N)
-            figures = self._whole(path, bucket, step)
+            records: list[BucketRecord] = []
+            total_us = self._since_last(lambda: records.append(path.run(bucket, step)))
+            figures = figures_of(records[0], total_us)
             return [figures[name] for name in MEASURED]
 
         def dense(_: int) -> list[float]:
@@ -181,12 +183,6 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         dense_nR, copy_nR = (each.squeeze(-1) for each in figures[1:])
         row.measured(case, figures[0], dense_nR, copy_nR, wire_rate)
         row.set_load(share)
-
-    def _whole(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
-        """Figures of a step through the reducer."""
-        records: list[BucketRecord] = []
-        total_us = self._since_last(lambda: records.append(path.run(bucket, step)))
-        return figures_of(records[0], total_us)
 
     def _since_last(self, action: Callable[[], object]) -> float:
         """This rank's microseconds from the last rank's arrival on."""
