@@ -14,7 +14,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport
 
@@ -275,7 +275,7 @@ class Subgroup:
         """Exchanges that follow one another, with local work while they are on their way.
 
         On gloo over TCP, senders that meet at one receiver slow one another down; one exchange at a
-        time keeps every port at full rate. Small `independent` ones are posted at once. On CUDA all
+        time keeps every port at full rate. Small `independent` ones are posted at once; on CUDA all
         exchanges are, and `independent` ones are one call: NCCL serves all peers of a call
         together, and a call costs the host more than its messages do.
 
@@ -290,12 +290,15 @@ class Subgroup:
         if on_cuda and independent and len(rounds) > 1:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
-        at_once = on_cuda or (independent and _sent_bytes(rounds) <= SMALL_BYTES)
+        # Virtual ranks keep the rounds that schemes are priced by.
+        over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
+        small = independent and over_gloo and _sent_bytes(rounds) <= SMALL_BYTES
+        at_once = on_cuda or small
         posted: list[Work] = []
         for number in range(len(rounds)):
             ahead = len(rounds) if at_once else number + 1
             posted += [self.post(*following) for following in rounds[len(posted) : ahead]]
-            if last and number == (0 if at_once else len(rounds) - 1):
+            if last and number == (0 if small else len(rounds) - 1):
                 yield POSTED
             if meanwhile is not None:
                 meanwhile(number)
