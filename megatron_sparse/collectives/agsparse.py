@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_sparse.collectives.base import (
+    SMALL_BYTES,
     Exchange,
     Identity,
     Phase,
@@ -97,7 +98,8 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     parts = parts_at(message.layout, borders)
     sizes = [part_bytes(message, parts)] * n
     if message.slots is None:
-        sizes = yield from exchange_sizes(sizes[rank], identity, transport)
+        small = message.nbytes <= SMALL_BYTES
+        sizes = yield from exchange_sizes(sizes[rank], identity, transport, unordered=small)
         for number, part in enumerate(parts):
             check_announced([row[number] for row in sizes], [part] * n, message.value_dtype)
     in_one = parts_in_one(sizes)

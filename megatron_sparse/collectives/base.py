@@ -14,9 +14,12 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport
+
+SMALL_BYTES = 2**19
+"""gloo: so many bytes of a bucket are sent without pacing. Round trips take longer than they do."""
 
 POSTED, UNORDERED, QUEUED = Marker.POSTED, Marker.UNORDERED, Marker.QUEUED
 
@@ -187,7 +190,9 @@ def exchange_sizes(
     identity: Identity,
     transport: Transport | SubsetTransport,
     names: Sequence[int] | None = None,
-) -> Generator[Work, None, list[list[int]]]:
+    *,
+    unordered: bool = False,
+) -> Generator[Yielded, None, list[list[int]]]:
     """Sends every rank the sizes of this rank's coming messages: 8 (2 + n) bytes for up to n sizes.
 
     All rows have the same length in every collective, for any number of sizes: gloo ends a process
@@ -198,6 +203,8 @@ def exchange_sizes(
         identity: of the collective; it must be the same on every rank.
         transport: moves the message; on CUDA the result is read on the host.
         names: what errors call the transport's ranks; by default their numbers in it.
+        unordered: the rest of the collective is small messages with its tag. On a CPU the next
+            bucket may agree meanwhile.
 
     Returns:
         Each rank's `sizes`.
@@ -212,7 +219,10 @@ def exchange_sizes(
     for start in range(0, len(sizes) or 1, n):
         words = agreement.row(sizes[start : start + n], n, transport.device)
         gathered = words.new_empty(n * words.numel())
-        yield transport.all_gather(gathered, words)
+        work = transport.all_gather(gathered, words)
+        if unordered and start + n >= len(sizes) and transport.device.type != "cuda":
+            yield UNORDERED
+        yield work
         for place, row in enumerate(gathered.view(n, -1).tolist()):
             table[place] += agreement.read(row, names[place] if names else place)
     return table
@@ -265,9 +275,9 @@ class Subgroup:
         """Exchanges that follow one another, with local work while they are on their way.
 
         On gloo over TCP, senders that meet at one receiver slow one another down; one exchange at a
-        time keeps every port at full rate. On CUDA all exchanges are posted at once, and
-        `independent` ones are one call: NCCL serves all peers of a call together, and a call costs
-        the host more than its messages do.
+        time keeps every port at full rate. Small `independent` ones are posted at once; on CUDA all
+        exchanges are, and `independent` ones are one call: NCCL serves all peers of a call
+        together, and a call costs the host more than its messages do.
 
         Args:
             rounds: a round may send what an earlier one received, unless they are `independent`.
@@ -280,11 +290,15 @@ class Subgroup:
         if on_cuda and independent and len(rounds) > 1:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
+        # Virtual ranks keep the rounds that schemes are priced by.
+        over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
+        small = independent and over_gloo and _sent_bytes(rounds) <= SMALL_BYTES
+        at_once = on_cuda or small
         posted: list[Work] = []
         for number in range(len(rounds)):
-            ahead = len(rounds) if on_cuda else number + 1
+            ahead = len(rounds) if at_once else number + 1
             posted += [self.post(*following) for following in rounds[len(posted) : ahead]]
-            if last and number == len(rounds) - 1:
+            if last and number == (0 if small else len(rounds) - 1):
                 yield POSTED
             if meanwhile is not None:
                 meanwhile(number)
@@ -314,6 +328,10 @@ class Subgroup:
             [(self.ranks[peer], values) for peer, values in receives],
             self.tag,
         )
+
+
+def _sent_bytes(rounds: Sequence[Round]) -> int:
+    return sum(values.nbytes for sends, _ in rounds for _, values in sends)
 
 
 def whole_group(transport: Transport, tag: int) -> Subgroup:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import (
+    SMALL_BYTES,
     Exchange,
     Identity,
     Phase,
@@ -106,7 +107,8 @@ def split(
     own_sizes = message.shard_bytes()
     sizes = [own_sizes[rank]] * n
     if message.slots is None:
-        table = yield from exchange_sizes(own_sizes, identity, transport)
+        small = last and sum(own_sizes) <= SMALL_BYTES
+        table = yield from exchange_sizes(own_sizes, identity, transport, unordered=small)
         sizes = [row[rank] for row in table]
         check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
     sent = message.buffer[: message.nbytes].split(own_sizes)
@@ -134,7 +136,8 @@ def encode_own_shard(
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
     own = sums.encode(cut, sums.gather_dtype, buffer)
-    table = yield from exchange_sizes([own.numel()], identity, transport)
+    small = own.numel() <= SMALL_BYTES
+    table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
     check_announced(sizes, cuts, sums.gather_dtype)
     return buffer, sizes

@@ -54,6 +54,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
+    UNORDERED,
     Exchange,
     Identity,
     Phase,
@@ -308,7 +309,7 @@ def _lane_records(
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
-    """Phase 2: drives the inner scheme; passes its `POSTED` on only if `last`.
+    """Phase 2: drives the inner scheme; passes on that it posts no more only if `last`.
 
     The inner scheme numbers its ranks from 0; this renames them in its errors to the group's.
     """
@@ -324,7 +325,7 @@ def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yiel
                 got=error.got,
                 remedy=error.remedy,
             ) from error
-        if yielded is not POSTED or last:
+        if last or yielded not in (POSTED, UNORDERED):
             yield yielded
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.collectives.base import SMALL_BYTES, Identity, Yielded, exchange_sizes
 from megatron_sparse.errors import CommunicationError, ReplicaError
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import Transport
 
 RAW, EXACT, LOSSY = METHODS = ("raw", "exact", "lossy")
 """Methods of a gather; the announcement has their positions."""
@@ -70,7 +70,7 @@ class Announcement:
 
 def exchange_announcements(
     own: Announcement, identity: Identity, transport: Transport
-) -> Generator[Work, None, list[Announcement]]:
+) -> Generator[Yielded, None, list[Announcement]]:
     """Tells every rank of the group about this rank's part; returns those of all, by rank.
 
     Raises:
@@ -78,7 +78,8 @@ def exchange_announcements(
             for another number of times.
         WireFormatError: a rank's row is damaged.
     """
-    table = yield from exchange_sizes(own.words(), identity, transport)
+    small = own.method != RAW and own.nbytes <= SMALL_BYTES
+    table = yield from exchange_sizes(own.words(), identity, transport, unordered=small)
     found = [Announcement.of(words) for words in table]
     expected = own.manner
     for rank, theirs in enumerate(found):

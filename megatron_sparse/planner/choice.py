@@ -43,7 +43,7 @@ from typing import Any
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import Exchange
-from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
@@ -66,7 +66,7 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.sparsity.sampling import sample_profile
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import Transport
 
 PRICED_OPTIONS = (
     "format",
@@ -235,7 +235,7 @@ class PricedPlanner(FixedPlanner):
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
-    ) -> Generator[Work, None, None]:
+    ) -> Generator[Yielded, None, None]:
         """See `Planner`.
 
         Raises:
@@ -263,7 +263,7 @@ class PricedPlanner(FixedPlanner):
 
     def _compare(
         self, bucket: Bucket, state: BucketState, plan: Plan, step: int, transport: Transport
-    ) -> Generator[Work, None, None]:
+    ) -> Generator[Yielded, None, None]:
         """Exchanges the times of dense and of the present scheme; may change the plan."""
         chosen = state.chosen or DENSE
         names = list(dict.fromkeys([DENSE, chosen]))

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input, check_capacity, check_op
 from megatron_sparse.collectives.accumulator import partial_dtype
+from megatron_sparse.collectives.base import Yielded
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.compression import dense_value_bits
@@ -21,7 +22,7 @@ from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 WORTHWHILE = 0.7
 """Fraction of the dense bytes; a scheme that would send more is not worth its codec's time."""
@@ -118,7 +119,7 @@ class Planner(Protocol):
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
-    ) -> Generator[Work, None, None]:
+    ) -> Generator[Yielded, None, None]:
         """Exchanges numbers with the other ranks before the bucket's collective; usually none.
 
         The progress thread drives it, on every rank in the order of launches. Changes of the plan
@@ -281,7 +282,7 @@ class FixedPlanner:
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
-    ) -> Generator[Work, None, None]:
+    ) -> Generator[Yielded, None, None]:
         """See `Planner`. Exchanges nothing: the configuration is enough."""
         yield from ()
 

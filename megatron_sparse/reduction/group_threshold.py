@@ -16,7 +16,7 @@ from collections.abc import Generator
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
 from megatron_sparse.compression.selection import Agreed, Selector, sampled_magnitudes
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext import ops
@@ -24,7 +24,7 @@ from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import GATE, Stage
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import Transport
 
 
 def threshold_source(
@@ -76,7 +76,7 @@ def group_limits(
     config: CompressionConfig,
     transport: Transport,
     timer: StageTimer,
-) -> Generator[Work, None, Limits]:
+) -> Generator[Yielded, None, Limits]:
     """The limits for the pruned parameters of a bucket, the same on all ranks of a group.
 
     Args:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Identity, exchange_sizes
+from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
 from megatron_sparse.compression.selection import draw_key
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
@@ -44,7 +44,7 @@ from megatron_sparse.pricing.profile import (
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
 from megatron_sparse.sparsity.characteristics import skewness_ratio
-from megatron_sparse.transport import Transport, Work
+from megatron_sparse.transport import Transport
 
 WINDOWS, WINDOW_NUMEL = 2048, 256
 FINEST = 2048
@@ -65,7 +65,7 @@ def sample_profile(
     timer: StageTimer,
     *,
     seed: int,
-) -> Generator[Work, None, SparsityProfile]:
+) -> Generator[Yielded, None, SparsityProfile]:
     """Estimates the profile of all ranks' selections; the same bits on every rank.
 
     Call it between the selection and the exchange of the message.

@@ -40,11 +40,16 @@ from megatron_sparse.transport.operation import (
     Waiters,
     wait_all,
 )
+from megatron_sparse.transport.subset import all_gather_at_once
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+SMALL_GATHER_BYTES = 4096
+"""gloo gathers round a ring: n - 1 round trips. A rank sends at most so much to all at once."""
+SMALL_GATHER_TAG = 1
+"""Of these messages. They match in the order in which they are posted."""
 WAITERS = 8
 """Threads that wait for works of gloo, which cannot be polled."""
 INVITATION_BYTES = 1024
@@ -212,6 +217,8 @@ class ProcessGroupTransport:
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
         """See `Transport`."""
+        if self.device.type != "cuda" and own_M.nbytes <= SMALL_GATHER_BYTES:
+            return all_gather_at_once(self, gathered, own_M, SMALL_GATHER_TAG)
         return self._collective(
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
         )

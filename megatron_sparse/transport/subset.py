@@ -15,6 +15,18 @@ from megatron_sparse.transport.base import Transport, Work
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 
 
+def all_gather_at_once(
+    transport: Transport | SubsetTransport, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
+) -> Work:
+    """`Transport.all_gather` of one round: every rank sends directly to every other."""
+    places = gathered.tensor_split(transport.world_size)
+    places[transport.rank].copy_(own_M)
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    return transport.exchange(
+        [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], tag
+    )
+
+
 class SubsetTransport:
     """The part of `Transport` that sparse collectives use: `exchange` and `all_gather`.
 
@@ -43,13 +55,8 @@ class SubsetTransport:
         self._tag = tag
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
-        """See `Transport`. Every rank sends directly to every other, all at once."""
-        places = gathered.tensor_split(self.world_size)
-        places[self.rank].copy_(own_M)
-        peers = [peer for peer in range(self.world_size) if peer != self.rank]
-        return self.exchange(
-            [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], self._tag
-        )
+        """See `Transport` and `all_gather_at_once`."""
+        return all_gather_at_once(self, gathered, own_M, self._tag)
 
     def exchange(
         self,

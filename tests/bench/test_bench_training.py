@@ -91,16 +91,17 @@ def test_a_row_for_each_way_to_gather_parameters(runs, tmp_path):
 
 def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks(runs, tmp_path):
     schemes, levels = ["plain", "dense", "direct"], ["rank", "node"]
-    bed = {"netbed": True, "mbit": 500, "ranks": 4}
+    bed = {"netbed": True, "mbit": 500, "ranks": 4, "delay_ms": 30, "sites": 2}
     given = options(tmp_path, schemes=schemes, levels=levels, ranks_per_node=2, **bed)
     expected = [("plain", "rank"), ("dense", "rank"), ("direct", "rank"), ("direct", "node")]
     assert [(scheme, level) for scheme, _, level in rows_of(given)] == expected
     config = configs(given)[-1]
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (2, 2)
     assert (config.compression.level, config.training.iterations) == ("node", 4)
-    training.run(given)
+    row = training.run(given)[-1]
+    assert (row.mbit, row.delay_ms, row.sites) == (500, 30, 2)
     assert runs.names[-1] == "direct_0.01_node"
-    assert set(runs.places) == {("run_netbed", 4, (500, 0, 1), 2)}
+    assert set(runs.places) == {("run_netbed", 4, (500, 30, 2), 2)}
     # With one rank on each host, hosts are nodes.
     config = configs(options(schemes=["direct"], densities=[0.05], **bed))[0]
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (4, 1)

@@ -16,6 +16,8 @@ from tests.bench.study_runs import FakeRuns
         ("training model.nmu_layers=3", "nmu_layers"),
         ("training training.lr=0", "training.lr"),
         ("training --netbed", "--mbit R"),
+        ("training --delay-ms=30", "0 without --netbed"),
+        ("training --netbed --mbit=100 --ranks=3 --sites=2", "an even number of hosts"),
         ("training --density=0", "(0, 1]"),
         ("training --slow-rank=1", "no plain"),
         ("training --scheme=dense --slow-rank=2", "0 to 1"),

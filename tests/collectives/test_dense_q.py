@@ -116,9 +116,9 @@ def test_messages_of_fixed_size_are_the_same_and_agree_on_nothing(sum_bits, op, 
     """Sizes follow from the number of elements: with slots only the agreements go."""
     agreements: list[int] = []
 
-    def exchange_sizes(sizes, identity, transport):
+    def exchange_sizes(sizes, identity, transport, **options):
         agreements.append(transport.rank)
-        return base.exchange_sizes(sizes, identity, transport)
+        return base.exchange_sizes(sizes, identity, transport, **options)
 
     monkeypatch.setattr(direct, "exchange_sizes", exchange_sizes)
     n, numel = 4, 4 * 840

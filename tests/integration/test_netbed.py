@@ -163,6 +163,43 @@ class TestRanks:
         assert code == 0, err
         assert float(free) < float(limited)
 
+    @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TAP devices")
+    @pytest.mark.parametrize("sites", [1, 2])
+    def test_delay_and_rate_between_hosts_or_sites(self, sites):
+        """Rank 0 talks to the next host and to the last one, which is on the other site of two."""
+        talk = (
+            "import json, os, socket, time\n"
+            "rank, last = int(os.environ['RANK']), int(os.environ['WORLD_SIZE']) - 1\n"
+            "size, found = 2_000_000, []\n"
+            "if rank == 0:\n"
+            "    for other in (1, last):\n"
+            "        while True:\n"
+            "            try: peer = socket.create_connection((f'10.77.0.{other + 1}', 4000))\n"
+            "            except OSError: time.sleep(0.05)\n"
+            "            else: break\n"
+            "        def answered(sent):\n"
+            "            start = time.monotonic()\n"
+            "            peer.sendall(sent)\n"
+            "            peer.recv(1)\n"
+            "            return time.monotonic() - start\n"
+            "        found.append((min(answered(b'x') for _ in range(3)), answered(bytes(size))))\n"
+            "    print(json.dumps(found))\n"
+            "elif rank in (1, last):\n"
+            "    with socket.create_server(('', 4000)) as server:\n"
+            "        peer, _ = server.accept()\n"
+            "        for want in (1, 1, 1, size):\n"
+            "            while want: want -= len(peer.recv(min(want, 1 << 16)))\n"
+            "            peer.sendall(b'y')\n"
+        )
+        command = shlex.join(["--", sys.executable, "-c", talk])
+        line = f"--ranks 4 --mbit 100 --delay-ms 60 --sites {sites} {command}"
+        code, out, err = finish(start(line))
+        assert code == 0, err
+        for (trip_s, sent_s), is_far in zip(json.loads(out), (sites == 1, True), strict=True):
+            # A busy machine is slower, within reason. The payload takes 0.167 s at 100 Mbit/s.
+            assert 0.060 <= trip_s < 0.3 if is_far else trip_s < 0.06
+            assert 0.2 < sent_s < 30 if is_far else sent_s < 0.16
+
 
 @bed
 class TestEnds:
@@ -274,6 +311,8 @@ class TestMistakes:
             ("--ranks many -- true", "from 1 to 250"),
             ("--mbit", "--mbit"),
             ("--ranks 2 --nodes 3 -- true", "more nodes than ranks"),
+            ("--ranks 3 --sites 2 -- true", "even number of hosts"),
+            ("--sites 3 -- true", "from 1 to 2"),
             ("--rank 2 -- true", "--rank"),
             ("--logs", "a folder"),
         ],

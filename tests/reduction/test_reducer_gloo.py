@@ -225,11 +225,8 @@ def _killed_peer(rank, world_size, scheme):
         return time.monotonic() - start_s, text
 
 
-@pytest.mark.parametrize(
-    ("scheme", "operation"),
-    [("agsparse", "all_gather"), ("dense_ring", "exchange with ranks [1]")],
-)
-def test_a_killed_peer_is_a_typed_error_within_the_timeout(scheme, operation):
+@pytest.mark.parametrize("scheme", ["agsparse", "dense_ring"])
+def test_a_killed_peer_is_a_typed_error_within_the_timeout(scheme):
     (seconds, text), _ = run_ranks(_killed_peer, 2, scheme, lost=[1], linger_s=0.0)
     assert seconds < DEADLINE_S
-    assert f"bucket b: {operation} failed" in text
+    assert "bucket b: exchange with ranks [1] failed" in text
