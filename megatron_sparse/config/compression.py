@@ -125,7 +125,9 @@ class CompressionConfig:
         one_of("compression.loss_budget", self.loss_budget, LOSS_BUDGETS)
         one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS, None))
         in_range("compression.leak", self.leak, 0, 1)
-        if self.samples != "auto":
+        if isinstance(self.samples, str):
+            one_of("compression.samples", self.samples, ("auto",))
+        else:
             in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
