@@ -113,14 +113,6 @@ class SumPlan:
         return messages + (len(others) * self.own.sum_bytes if self.gathers else 0)
 
     @cached_property
-    def report_words(self) -> int:
-        """Words of `nccl_sparse_sum`'s report."""
-        statuses = codec_cuda.STATUS_WORDS * self.world_size
-        if not self.gathers:
-            return statuses
-        return 2 * statuses + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1]
-
-    @cached_property
     def words(self) -> torch.Tensor:
         """Rows of `NcclShard` (`csrc/nccl_sum_launch.h`)."""
         rows, sum_begin = [], 0

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # A small cluster on this machine: runs a command once for each rank, on hosts with slow links.
 #
-#   scripts/netbed.sh [--ranks N] [--mbit R] [--nodes M] [--logs DIR] [--grace S] [--timeout S] \
-#                     -- COMMAND...
+#   scripts/netbed.sh [--ranks N] [--mbit R] [--nodes M] [--delay-ms D] [--sites 2] [--logs DIR] \
+#                     [--grace S] [--timeout S] -- COMMAND...
 #
 #   --ranks N     processes (4)
 #   --mbit R      rate of each host's link in Mbit/s, in each direction (1000); 0: unlimited
 #   --nodes M     hosts; ranks are distributed evenly and in order (default: one host for each rank)
+#   --delay-ms D  round trip between two hosts (0)
+#   --sites 2     two sites of equally many hosts, in order: rate and delay are those of the one
+#                 link between the sites, and links inside a site are unlimited
 #   --logs DIR    rank R > 0 writes to DIR/rankR.log; by default its lines are prefixed with [R]
 #   --grace S     when a rank has failed, seconds until the others are killed (5)
 #   --timeout S   seconds that the whole run may take (3600)
@@ -15,8 +18,8 @@
 # ...) on one bridge. A token bucket limits its sends, another one on the bridge its receives; 94 to
 # 96 % of the rate is payload. Ranks of one host use its loopback, which is not limited. Every rank
 # finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
-# GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate; OMP_NUM_THREADS and
-# PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
+# GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate, NETBED_LINKS describes rate, delay
+# and sites; OMP_NUM_THREADS and PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
 # links: keep N * R below about 12 Gbit/s, and run no other programs.
 #
 # Exits with the code of the first rank that failed, 124 after the timeout, 128 + n after signal n,
@@ -30,8 +33,10 @@ set -euo pipefail
 DEVICE=e0 NETWORK=10.77.0 PORT=29500
 # A smaller bucket splits TCP's packets, a shorter queue drops them: either halves the rate.
 BURST_KB=128 QUEUE_KB=4096
+# Where several connections share a link, or fill one with a delay, they must not drop either.
+SHARED_QUEUE_KB=65536
 SETUP_S=10 DRAIN_S=2
-ranks=4 mbit=1000 nodes="" logs="" grace=5 timeout=3600
+ranks=4 mbit=1000 delay_ms=0 sites=1 nodes="" logs="" grace=5 timeout=3600
 command=() hosts=() prefixers=()
 
 # fail WHAT EXPECTED GOT REMEDY
@@ -61,6 +66,8 @@ parse() {
         ;;
       --ranks) whole_number "$1" "${2:-}" 1 250 && ranks=$2 ;;
       --mbit) whole_number "$1" "${2:-}" 0 100000 && mbit=$2 ;;
+      --delay-ms) whole_number "$1" "${2:-}" 0 2000 && delay_ms=$2 ;;
+      --sites) whole_number "$1" "${2:-}" 1 2 && sites=$2 ;;
       --nodes) whole_number "$1" "${2:-}" 1 250 && nodes=$2 ;;
       --grace) whole_number "$1" "${2:-}" 0 86400 && grace=$2 ;;
       --timeout) whole_number "$1" "${2:-}" 1 31536000 && timeout=$2 ;;
@@ -79,6 +86,10 @@ parse() {
   nodes=${nodes:-$ranks}
   if [ "$nodes" -gt "$ranks" ]; then
     fail "there are more nodes than ranks" "--nodes up to $ranks" "$nodes" "add ranks"
+  fi
+  if [ $((nodes % sites)) -ne 0 ]; then
+    fail "the hosts cannot be divided among the sites" "an even number of hosts" "$nodes" \
+      "change --nodes or --ranks"
   fi
 }
 
@@ -121,23 +132,71 @@ outside() {
   exit "$code"
 }
 
-# Makes the bridge and the hosts. A host is a process that keeps its namespaces alive; `hosts` holds
-# the process ids.
+# cable A B: connects two new devices, unless netbed_delay.py has.
+cable() {
+  ip link show "$1" >/dev/null 2>&1 || must ip link add "$1" type veth peer name "$2"
+}
+
+# slow DEVICE [COMMAND...]: limits what the device sends; the command runs tc where the device is.
+slow() {
+  local burst=$((mbit * 1000 / 8 / 1024)) queue=$QUEUE_KB # 1 ms
+  if [ "$delay_ms" -gt 0 ] || [ "$sites" -gt 1 ]; then
+    queue=$SHARED_QUEUE_KB
+  fi
+  if [ "$mbit" -gt 0 ]; then
+    must "${@:2}" tc qdisc add dev "$1" root tbf rate "${mbit}mbit" \
+      burst "$((burst > BURST_KB ? burst : BURST_KB))kb" limit "${queue}kb"
+  fi
+}
+
+# Makes the sites' bridges, the link between them, and the ends of all links with a delay.
+make_sites() {
+  local site node ready answer="" ends=(t0 t1) one_way_us=$((delay_ms * 500))
+  if [ "$sites" -eq 1 ]; then
+    ends=() one_way_us=$((delay_ms * 250)) # there and back, two hosts' links each time
+    for ((node = 0; node < nodes; node++)); do
+      ends+=("p$node" "h$node")
+    done
+  fi
+  if [ "$delay_ms" -gt 0 ]; then
+    exec {ready}< <(exec python3 "${BASH_SOURCE[0]%.sh}_delay.py" "$one_way_us" "${ends[@]}" 2>&1)
+    read -r -t "$SETUP_S" -u "$ready" answer || true
+    if [ "$answer" != ready ]; then
+      fail "links with a delay cannot be made" "python3 and /dev/net/tun" \
+        "$answer $(timeout 1 cat <&"$ready")" "leave out --delay-ms, or load the module tun"
+    fi
+  fi
+  for ((site = 0; site < sites; site++)); do
+    must ip link add "br$site" type bridge stp_state 0 forward_delay 0
+    must ip link set "br$site" up
+  done
+  if [ "$sites" -eq 2 ]; then
+    cable t0 t1
+    for site in 0 1; do
+      must ip link set "t$site" master "br$site" up
+      slow "t$site"
+    done
+  fi
+}
+
+# Makes the hosts. A host is a process that keeps its namespaces alive; `hosts` holds the process
+# ids.
 make_hosts() {
-  local node tries names host=() burst=$((mbit * 1000 / 8 / 1024)) # 1 ms
-  local bucket=(rate "${mbit}mbit" burst "$((burst > BURST_KB ? burst : BURST_KB))kb"
-    limit "${QUEUE_KB}kb")
+  local node tries names host=()
   # Set the congestion control, for this machine may use another one (bbr fills a token bucket less
-  # well), and let no connection reuse metrics of an earlier one.
+  # well), and let no connection reuse metrics of an earlier one. With a delay, windows of twice a
+  # link's content of 1 Gbit/s and 200 ms, kept between iterations.
   local host_setup="
     echo netbed-\$0 >/proc/sys/kernel/hostname
     ip link set lo up
     ip address add \$1/24 dev $DEVICE
     ip link set $DEVICE up
     echo reno >/proc/sys/net/ipv4/tcp_congestion_control
-    echo 1 >/proc/sys/net/ipv4/tcp_no_metrics_save"
-  must ip link add br0 type bridge stp_state 0 forward_delay 0
-  must ip link set br0 up
+    echo 1 >/proc/sys/net/ipv4/tcp_no_metrics_save
+    if [ $delay_ms -gt 0 ]; then
+      echo 4096 131072 67108864 | tee /proc/sys/net/ipv4/tcp_rmem >/proc/sys/net/ipv4/tcp_wmem
+      echo 0 >/proc/sys/net/ipv4/tcp_slow_start_after_idle
+    fi"
   names=$(mktemp)
   cat /etc/hosts >"$names"
   for ((node = 0; node < nodes; node++)); do
@@ -159,13 +218,14 @@ make_hosts() {
       fi
       sleep 0.02
     done
-    must ip link add "p$node" type veth peer name "$DEVICE" netns "${hosts[node]}"
-    must ip link set "p$node" master br0 up
+    cable "p$node" "h$node"
+    must ip link set "h$node" netns "${hosts[node]}" name "$DEVICE"
+    must ip link set "p$node" master "br$((node * sites / nodes))" up
     host=(nsenter --target "${hosts[node]}" --net --uts --)
     must "${host[@]}" bash -euc "$host_setup" "$node" "$NETWORK.$((node + 1))"
-    if [ "$mbit" -gt 0 ]; then
-      must tc qdisc add dev "p$node" root tbf "${bucket[@]}"
-      must "${host[@]}" tc qdisc add dev "$DEVICE" root tbf "${bucket[@]}"
+    if [ "$sites" -eq 1 ]; then
+      slow "p$node"
+      slow "$DEVICE" "${host[@]}"
     fi
   done
 }
@@ -227,8 +287,10 @@ end_ranks() {
 
 inside() {
   unset NETBED_INSIDE
+  make_sites
   make_hosts
   export MASTER_ADDR=$NETWORK.1 MASTER_PORT=$PORT GLOO_SOCKET_IFNAME=$DEVICE NETBED_MBIT=$mbit
+  export NETBED_LINKS="$mbit Mbit/s, $delay_ms ms, $sites sites"
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
   # A pipe without a name. (`wait -n` would be simpler, but misses a job that ends between two
   # calls.)

@@ -21,7 +21,6 @@ from megatron_sparse.errors import ConfigError
 if TYPE_CHECKING:
     import typer
 
-AUTO = "auto"
 DTYPE_NAMES = ("fp32", "bf16", "fp16")
 SIZE_FACTOR = 4
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -83,11 +82,6 @@ def parse_size(option: str, text: str) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-def parse_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Sizes as `parse_size` reads them, separated by commas."""
-    return tuple(parse_size(option, part) for part in text.split(","))
-
-
 def parse_list[Value](
     option: str, text: str, convert: Callable[[str], Value], expected: str
 ) -> tuple[Value, ...]:
@@ -136,7 +130,6 @@ def parse_counts(option: str, text: str, low: int = 1) -> tuple[int, ...]:
 
 _METAVARS: dict[object, str] = {
     parse_size: "SIZE",
-    parse_sizes: "SIZE,...",
     parse_numbers: "X,...",
     parse_counts: "N,...",
     parse_names: "NAME,...",
@@ -211,8 +204,6 @@ class Options:
     RUNNER: ClassVar[str] = ""
     """Of a bench that has no more options: the module of this package whose `run` it calls. The
     first line of the class's docstring is the command's help."""
-    DRAWS: ClassVar[bool] = False
-    """Whether such a bench has `--figures`."""
 
     def __post_init__(self) -> None:
         check_arguments(self.NAME, [*self._declared(), *self.checks()])
@@ -270,8 +261,7 @@ class Options:
             if isinstance(value, bool):
                 found.append(on if value else off)
                 continue
-            words = [AUTO if one is None else str(one) for one in _values(value)]
-            found.append(f"{on}={','.join(words)}")
+            found.append(f"{on}={','.join(map(str, _values(value)))}")
         return found
 
 

@@ -13,9 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from megatron_sparse.bench.codec.options import (
-    BitsSweep,
     CodecSweep,
-    DensitySweep,
     ParameterSweep,
     PruneSweep,
 )
@@ -23,12 +21,9 @@ from megatron_sparse.bench.exchange.options import (
     BucketSweep,
     CollectiveSweep,
     GatherSweep,
-    LinkPlace,
     NodePlace,
     Place,
-    PlannerOptions,
     RowSparseSweep,
-    StragglerSweep,
 )
 from megatron_sparse.bench.options import Options, add_command, command
 from megatron_sparse.bench.study.options import (
@@ -58,15 +53,11 @@ Figures = Annotated[
 
 DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (PruneSweep, None),
-    (DensitySweep, None),
     (ParameterSweep, None),
-    (BitsSweep, None),
     (BucketSweep, None),
     (GatherSweep, NodePlace),
     (RowSparseSweep, Place),
     (CollectiveSweep, NodePlace),
-    (StragglerSweep, LinkPlace),
-    (PlannerOptions, None),
     (OverheadOptions, None),
 )
 """The benches that take nothing but declared options, and the place of their ranks. They exit with
@@ -78,7 +69,6 @@ def _declare(kind: type[Options], place: type[Options] | None) -> None:
         _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**given))
 
     types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
-    types["figures"] = Figures if kind.DRAWS else None
     given = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in types.items()

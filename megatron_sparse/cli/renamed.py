@@ -11,15 +11,19 @@ from typer.core import TyperGroup
 from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
-    "bench cost-models": "use `bench planner`, which compares every prediction with the time taken",
-    "bench host": "use `bench bucket --stub-nccl --scheme dense,agsparse,direct --nccl-engine "
-    "--warmup 30 --iters 200`",
+    "bench bits": "see the bits of a record in docs/wire-format.md, which a test makes again",
+    "bench cost-models": "use `plan RUN`, which has predicted beside measured times",
+    "bench density": "see `sent_density` of `bench collectives`",
+    "bench host": "use `bench bucket`, whose `host_us` is the host's time for a bucket",
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
+    "bench planner": "use `plan RUN`, which has predicted beside measured times",
+    "bench stragglers": "use `bench collectives --delay-ms MS`",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
 OPTIONS: dict[str, str] = {
+    "bench bucket --stub-nccl": "leave it out: `host_us` is the host's time for a bucket",
     "bench collectives --alpha-us": "leave it out: virtual links have 10 us",
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",
@@ -30,9 +34,6 @@ OPTIONS: dict[str, str] = {
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
-    "bench stragglers --alpha-us": "leave it out: virtual links have 10 us",
-    "bench stragglers --figure": "use `--figures DIR`",
-    "bench stragglers --gbit": "use `--inter-gbit`",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -3,7 +3,7 @@
 For messages of fixed size. The result is bit for bit that of the collectives of the same name,
 which call this module if their transport has a communicator of its own. The host makes a plan once
 and then one call for each bucket. Without this module, the calls take most of the host's time when
-buckets and ranks are many (`bench bucket --stub-nccl`).
+buckets and ranks are many (docs/reading-the-breakdown.md).
 """
 
 from __future__ import annotations

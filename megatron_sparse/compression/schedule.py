@@ -16,6 +16,7 @@ class Phase(StrEnum):
     """The part of the schedule that an iteration belongs to."""
 
     OFF = "off"
+    TRIAL = "trial"
     WARMUP = "warmup"
     RAMP = "ramp"
     TARGET = "target"
@@ -38,8 +39,9 @@ def phase_and_density(config: CompressionConfig, step: int) -> tuple[Phase, floa
     if step < config.warmup:
         return Phase.WARMUP, 1.0
     ramp_step = step - config.warmup
+    density = config.given_density
     if ramp_step >= config.ramp:
-        return Phase.TARGET, config.density
-    start = max(config.ramp_start_density, config.density)
+        return Phase.TARGET, density
+    start = max(config.ramp_start_density, density)
     progress = ramp_step / config.ramp
-    return Phase.RAMP, start * (config.density / start) ** progress
+    return Phase.RAMP, start * (density / start) ** progress

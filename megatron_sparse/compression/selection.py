@@ -288,7 +288,7 @@ def _piece_limits(
         return Limits.keep_all((len(pruned_P),), device)
     limits = agreed
     if limits is None and config.threshold_scope == "bucket":
-        magnitudes_S = sampled_magnitudes(bucket, residual_N, step, config)
+        magnitudes_S = sampled_magnitudes(bucket, residual_N, density, step, config)
         if not magnitudes_S.numel():
             return Limits.keep_all((len(pruned_P),), device)
         limits = ops.threshold_of_samples(magnitudes_S, density)
@@ -305,21 +305,22 @@ def _piece_limits(
         residual_N,
         layout.piece_offsets,
         torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
-        config.samples,
+        config.samples_at(density),
         torch.tensor(keys, dtype=torch.int64),
     )
 
 
 def sampled_magnitudes(
-    bucket: Bucket, residual_N: torch.Tensor, step: int, config: CompressionConfig
+    bucket: Bucket, residual_N: torch.Tensor, density: float, step: int, config: CompressionConfig
 ) -> torch.Tensor:
     """Samples of |gradient + residual| of all pruned parameters, as if they were adjacent.
 
     Returns:
-        fp32 on the bucket's device: `samples` of them, or as many as there are elements.
+        fp32 on the bucket's device: `samples_at` of them, or as many as there are elements.
     """
     key = draw_key(config.seed, step, "sample", bucket.name)
-    positions = _positions([p for p in bucket.parameters if p.pruned], config.samples, key)
+    pruned = [p for p in bucket.parameters if p.pruned]
+    positions = _positions(pruned, config.samples_at(density), key)
     index = codec_cuda.to_device(positions, bucket.grad_N.device)
     return (bucket.grad_N[index].float() + residual_N[index].float()).abs()
 

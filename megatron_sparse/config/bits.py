@@ -55,7 +55,7 @@ def auto_value_bits(
         form: `scheme.format`.
         wire_dtype: `scheme.wire_dtype`.
     """
-    if not compression.enabled or compression.density == 1:
+    if not compression.enabled or compression.given_density == 1:
         return None  # Every element travels as it is, unless the user asks for few bits.
     try:
         check_value_bits(replace(compression, value_bits=AUTO_VALUE_BITS), form, wire_dtype)

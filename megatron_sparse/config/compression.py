@@ -13,10 +13,14 @@ THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
 RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
 VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
+LOSS_BUDGETS = (0, 0.3, 1, 2.5)
+"""Percent of the final loss: what the presets were measured to cost (docs/choosing-density.md)."""
 DENSE_VALUE_BITS = (8, 4)
 """Those in which every element of a dense gradient can travel."""
 WARMUP_ITERS, RAMP_ITERS, LONG_RAMP_ITERS = 500, 1000, 2300
 """What null takes where the run's length is not known, and at most where it is."""
+KEPT_ERROR, MIN_SAMPLES, MAX_SAMPLES = 0.05, 1024, 40_000
+"""Of `compression.samples=auto`; see `CompressionConfig.samples_at`."""
 LONG_RAMP_BELOW = 0.1
 """The density below which a ramp of 70 % of the run halved the loss that compression costs
 (docs/results/convergence.md)."""
@@ -48,7 +52,11 @@ class CompressionConfig:
             the instances is compressed. `auto`: `node` where several nodes have equally many ranks,
             more than one, and links inside that are fast enough (`planner.cluster`); else `rank`.
             The start says which level runs and why; see docs/compression.md.
-        density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1].
+        density: the fraction of each pruned range that is sent (nnz / numel), in (0, 1]. `auto`
+            (the preset of that name) tries the presets that `loss_budget` allows at the start, and
+            goes on with the one whose iterations take least time; see docs/choosing-density.md.
+        loss_budget: of `density=auto`: percent of the final loss that compression may cost: 0, 0.3,
+            1 or 2.5.
         value_bits: 8, 4, 3 or 2: values travel in this many bits, with a scale of 32 bits for each
             group of 128; elements that are sent whole travel in bf16. What rounding leaves goes to
             the residual. The warm-up's dense gradients travel so too, in 8 or 4 bits (`dense_q`).
@@ -57,8 +65,8 @@ class CompressionConfig:
             `scheme.nccl_engine` or `lossless_patterns`, where `scheme.name` or `planner.schemes`
             names a scheme without them, and at density 1. See docs/choosing-density.md.
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
-        samples: elements sampled from a range to find its threshold. The kept count's relative
-            error is about sqrt((1 - density) / (density * samples)).
+        samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
+            the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
             overlap on and off), `bucket` (one for each bucket; overlap changes the buckets' cut)
             or `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group,
@@ -90,10 +98,11 @@ class CompressionConfig:
 
     enabled: bool = True
     level: str = RANK
-    density: float = 0.22
+    density: float | int | str = 0.22
+    loss_budget: float = 0.3
     value_bits: int | str | None = "auto"
     leak: float = 1.0
-    samples: int = 40_000
+    samples: int | str = "auto"
     threshold_scope: str = "parameter"
     residual_dtype: str = "fp32"
     undo: str = "auto"
@@ -110,10 +119,13 @@ class CompressionConfig:
     def __post_init__(self) -> None:
         is_flag("compression.enabled", self.enabled)
         one_of("compression.level", self.level, LEVELS)
-        in_range("compression.density", self.density, 0, 1, low_open=True)
+        if self.density != "auto":
+            in_range("compression.density", self.density, 0, 1, low_open=True)
+        one_of("compression.loss_budget", self.loss_budget, LOSS_BUDGETS)
         one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS, None))
         in_range("compression.leak", self.leak, 0, 1)
-        in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
+        if self.samples != "auto":
+            in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
         one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
         one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
         one_of("compression.undo", self.undo, ("auto", "always", "never"))
@@ -137,9 +149,33 @@ class CompressionConfig:
         self._check_bits()
 
     @property
+    def given_density(self) -> float:
+        """The target density; of `auto` that of `safe`, with which a run begins."""
+        return CompressionConfig.density if isinstance(self.density, str) else self.density  # type: ignore[return-value]
+
+    @property
     def given_value_bits(self) -> int | None:
         """Bits of a value; None: in full, as `auto` outside a `SparseConfig` is."""
         return None if isinstance(self.value_bits, str) else self.value_bits
+
+    def samples_at(self, density: float) -> int:
+        """Elements to sample for a threshold; fewer where the density is higher, as in the ramp.
+
+        Of s samples the number above the true threshold is binomial, with mean p s at density p. So
+        the kept count has the relative standard deviation sqrt((1 - p) / (p s)), and `auto` takes
+        s = (1 - p) / (p KEPT_ERROR^2), within its bounds.
+
+        Args:
+            density: of the step, in (0, 1].
+
+        Example:
+            >>> [CompressionConfig().samples_at(p) for p in (0.5, 0.22, 0.015, 0.01, 0.001)]
+            [1024, 1419, 26267, 39600, 40000]
+        """
+        if not isinstance(self.samples, str):
+            return self.samples
+        wanted = math.ceil((1 - density) / (density * KEPT_ERROR**2))
+        return min(max(wanted, MIN_SAMPLES), MAX_SAMPLES)
 
     @property
     def warmup(self) -> int:
@@ -154,7 +190,8 @@ class CompressionConfig:
     @property
     def _longest_ramp(self) -> tuple[int, int]:
         """Tenths of the run, and iterations, that null in `ramp_iters` takes at most."""
-        return (7, LONG_RAMP_ITERS) if self.density < LONG_RAMP_BELOW else (1, RAMP_ITERS)
+        is_low = self.given_density < LONG_RAMP_BELOW
+        return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
         """With null in `warmup_iters` and `ramp_iters` replaced by what suits the run's length.
@@ -171,10 +208,12 @@ class CompressionConfig:
             (700, 2300)
         """
         warmup, ramp, (tenths, longest) = self.warmup_iters, self.ramp_iters, self._longest_ramp
+        if ramp is None and self.density != "auto":  # Whose ramp follows the density it takes.
+            ramp = min(longest, iterations * tenths // 10)
         return replace(
             self,
             warmup_iters=min(WARMUP_ITERS, iterations // 20) if warmup is None else warmup,
-            ramp_iters=min(longest, iterations * tenths // 10) if ramp is None else ramp,
+            ramp_iters=ramp,
         )
 
     def _check_bits(self) -> None:

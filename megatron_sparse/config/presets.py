@@ -13,6 +13,12 @@ from megatron_sparse.config.checks import one_of
 
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "preset"
 
+LOSS_POINTS = {"lossless": 0.0, "quantised": 0.1, "safe": 0.22, "balanced": 0.41, "extreme": 1.0}
+"""Percent of the final loss that each preset was measured to cost (docs/choosing-density.md)."""
+LEAST_BUDGET = {"lossless": 0, "quantised": 0.3, "safe": 0.3, "balanced": 1, "extreme": 2.5}
+"""The least `compression.loss_budget` with which `density=auto` may take a preset, from the one
+that costs no loss on. More than `LOSS_POINTS`: those are of small models."""
+
 
 def preset_names() -> list[str]:
     """The presets, sorted."""
@@ -39,3 +45,13 @@ def preset_values(name: str) -> dict[str, dict[str, Any]]:
     )
     assert isinstance(values, dict), "the project's own files have sections"
     return values  # type: ignore[return-value]
+
+
+def allowed(loss_budget: float) -> list[str]:
+    """The presets among which `compression.density=auto` chooses, by what they cost.
+
+    Example:
+        >>> allowed(0.3)
+        ['lossless', 'quantised', 'safe']
+    """
+    return [name for name, least in LEAST_BUDGET.items() if least <= loss_budget]

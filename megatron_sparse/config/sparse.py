@@ -44,8 +44,8 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
 """The factor that `scheme.capacity=auto` stands for on CUDA. Thresholds come from samples, so the
-number of selected elements is off by a few percent: at 1 % of 40,000 samples three standard
-deviations are 15 %."""
+number of selected elements is off: with `compression.samples=auto` three standard deviations are
+15 %, below a density of 1 % more."""
 
 
 @dataclass(unsafe_hash=True)
@@ -235,6 +235,8 @@ class SparseConfig:
         scheme = self.scheme
         check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
         check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
+        if self.compression.density == "auto":
+            self._check_auto_density()
         if self.compression.lossless_patterns:
             self._exchange_sizes()
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
@@ -244,6 +246,18 @@ class SparseConfig:
                 got="scheme.deterministic=true",
                 remedy="set scheme.deterministic=false, or name the straggler: "
                 "straggler.mode=pinned straggler.rank=RANK",
+            )
+
+    def _check_auto_density(self) -> None:
+        """Refuses `density=auto` where presets cannot be tried."""
+        if self.scheme.given_sum_bits is None or self.planner.pin is not None:
+            raise ConfigError(
+                "compression.density=auto tries presets, which send values in few bits",
+                expected="what sends values and sums in few bits, and no planner.pin",
+                got=f"scheme={self.scheme.name}, scheme.format={self.scheme.format}, "
+                f"compression.value_bits={self.compression.value_bits}, "
+                f"scheme.sum_bits={self.scheme.sum_bits}, planner.pin={self.planner.pin}",
+                remedy="name a density, as compression.density=0.22",
             )
 
     def _exchange_sizes(self) -> None:
@@ -302,7 +316,7 @@ class SparseConfig:
         """The configuration of a preset, docs/choosing-density.md.
 
         Args:
-            name: `lossless`, `safe`, `balanced` or `extreme`.
+            name: `auto`, `lossless`, `quantised`, `safe`, `balanced` or `extreme`.
             **overrides: options that win over the preset's, see `from_overrides`.
 
         Raises:

@@ -229,6 +229,8 @@ class DDPState(HostState):
             return allreduce_hook(self._group, grad_bucket)
         if not self._in_flight:
             self._await_at_end_of_backward()
+            if self.step:
+                self._between_steps()
         # On CUDA the future remembers the stream of the thread that completes it.
         devices: list[int | str | torch.device] = []
         if self._device.type == "cuda":
@@ -358,6 +360,7 @@ class DDPState(HostState):
             "step": self.step,
             "enabled": self.enabled,
             "planner": self.planner.state_dict(),
+            "trials": {} if self.trials is None else self.trials.state_dict(),
             "scale": self._scale,
             "residuals": {name: view.detach().cpu().clone() for name, view in held.items()},
         }
@@ -380,8 +383,10 @@ class DDPState(HostState):
         self.residuals.load(self._buckets.values(), {})
         kept = self.config.compression.residual_checkpoint != "none"
         self._unplaced = dict(state["residuals"]) if kept else {}
-        self.planner.load_state_dict(state.get("planner", {}))
         self.step, self.planner.enabled = state["step"], state["enabled"]
+        if self.trials is not None:
+            self.trials.load_state_dict(state.get("trials", {}), self.step)
+        self.planner.load_state_dict(state.get("planner", {}))
         self._scale = state.get("scale")
 
     def __getstate__(self) -> dict[str, Any]:

@@ -213,6 +213,7 @@ class Attachment(HostState):
             if id(group) in self._launched:
                 self._launched.clear()
                 self.step += 1
+                self._between_steps()
             self._launched.add(id(group))
 
     def restore(
@@ -225,6 +226,7 @@ class Attachment(HostState):
         gradient_factor: float | None,
         norms: Sequence[float],
         planner: dict[str, Any],
+        trials: dict[str, Any],
     ) -> None:
         """Restores a checkpoint's state.
 
@@ -237,6 +239,7 @@ class Attachment(HostState):
             gradient_factor: part of the residuals' unit.
             norms: see `UsualNorm`.
             planner: the planner's state, empty for none.
+            trials: that of `SettingTrials`, empty for none.
         """
         for group in self.groups:
             self.residuals.load(map(self.reducer(group).part, group.buckets), residuals)
@@ -244,6 +247,8 @@ class Attachment(HostState):
         self.usual_norm = UsualNorm(norms)
         self.parameters.forget()
         self.planner.enabled = enabled
+        if self.trials is not None:
+            self.trials.load_state_dict(trials, step)
         self.planner.load_state_dict(planner)
         self.unit.restore(loss_scale, gradient_factor)
         self._follow_loss_scale()
@@ -275,6 +280,7 @@ class Attachment(HostState):
         else:
             self.residuals.rollback()
         self.step += 1
+        self._between_steps()
         self._follow_loss_scale()
         limit = self.config.compression.residual_alarm
         if success and limit and self.grad_norm and self.step % ALARM_INTERVAL == 0:

@@ -100,6 +100,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         gradient_factor=state.gradient_factor,
         norms=state.norms,
         planner=state.planner,
+        trials=state.trials,
     )
     if saved is None:
         logger.warning(

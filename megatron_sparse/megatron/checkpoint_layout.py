@@ -94,6 +94,7 @@ class Saved:
     norms: list[float]
     data_size: int
     mode: str
+    trials: dict[str, Any] = field(default_factory=dict)
     planner: dict[str, Any] = field(default_factory=dict)
     buckets: dict[str, int] | None = None
     rows: RowLayouts | None = None
@@ -150,6 +151,7 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
         "gradient_factor": None if factor is None else float(factor),
         "norms": list(attachment.usual_norm.norms),
         "mode": attachment.config.compression.residual_checkpoint,
+        "trials": {} if attachment.trials is None else attachment.trials.state_dict(),
     }
 
 

@@ -148,6 +148,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         header.get("norms", []),
         header["data_size"],
         header["mode"],
+        header.get("trials", {}),
     )
     same = saved.data_size == here.data_size
     rank_object = ShardedObject(

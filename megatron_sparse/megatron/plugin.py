@@ -123,8 +123,10 @@ class Plugin:
         if self.telemetry is not None:
             if _is_writer() and self._run_dir is not None:
                 self._write_plan(self._run_dir)
-            memory = None if self.attachment is None else self.attachment.memory_report()
-            self.telemetry.close(memory)
+            memory, trials = None, None
+            if self.attachment is not None:
+                memory, trials = self.attachment.memory_report(), self.attachment.trials
+            self.telemetry.close(memory, None if trials is None else trials.state_dict())
             self.telemetry = None
         self._optimizer_bound = False
         if self.attachment is not None:
@@ -310,6 +312,8 @@ class Plugin:
         if self.attachment is None:
             return
         plan = {"step": self.attachment.step, "buckets": self.attachment.plan_rows()}
+        if self.attachment.trials is not None:
+            plan["trials"] = self.attachment.trials.state_dict()
         text = json.dumps(plan, indent=1)
         part = run_dir / f"{PLAN_FILE}.part"
         part.write_text(text + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.transport import ProcessGroupTransport
-from megatron_sparse.transport.netbed import netbed_mbit
+from megatron_sparse.transport.netbed import NETBED_LINKS
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -20,13 +21,13 @@ def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
     The fingerprint tells whether there are several hosts, but not how many hosts and ranks: a
     cluster is measured on a few nodes and used on many.
     """
-    mbit = netbed_mbit()
+    links = os.environ.get(NETBED_LINKS)
     return {
         "processor": processor(transport.device),
         "torch": ".".join(torch.__version__.split(".")[:2]),
         "transport": str(dist.get_backend(transport.group)),
         "hosts": "several" if len(set(transport.nodes)) > 1 else "one",
-        "network": "its own" if mbit is None else f"test bed, {mbit} Mbit/s",
+        "network": "its own" if links is None else f"test bed, {links}",
     }
 
 

@@ -102,6 +102,7 @@ class Planner(Protocol):
     """Makes the same decision on every rank: it never uses data that only one rank has."""
 
     enabled: bool
+    is_trial: bool
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
         """The plan of `bucket` in step `step`."""
@@ -163,6 +164,7 @@ class FixedPlanner:
     Attributes:
         enabled: switch that may change during the run; False plans dense, which also empties the
             residual.
+        is_trial: whether the present setting is tried (`reduction.setting_trials`).
     """
 
     def __init__(
@@ -177,6 +179,7 @@ class FixedPlanner:
         self._joined = False
         self._dense_us: dict[BucketShape, float] = {}
         self.enabled = True
+        self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
         """See `Planner`.
@@ -189,9 +192,12 @@ class FixedPlanner:
         phase, density = phase_and_density(self._compression, step)
         if not self.enabled:
             return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
-        if phase is Phase.WARMUP and self._rounds(bucket):
+        if self.is_trial and phase is not Phase.OFF:
+            phase = Phase.TRIAL
+        if phase is not Phase.OFF and density == 1 and self._rounds(bucket):
             bits = dense_value_bits(self._compression.given_value_bits)
-            choice = Choice("dense_q", f"warm-up in {bits} bits")
+            what = "warm-up" if phase is Phase.WARMUP else "every element"
+            choice = Choice("dense_q", f"{what} in {bits} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
             choice = Choice("dense", self._dense_reason(phase))
         else:
@@ -210,7 +216,7 @@ class FixedPlanner:
         )
 
     def _rounds(self, bucket: Bucket) -> bool:
-        """Whether the warm-up travels in few bits: it does if the rest of the run does."""
+        """Whether every element would travel in few bits: it does if the rest of the run does."""
         named = SCHEMES.get(self._scheme.name)  # None for `auto`
         if bucket.world_size == 1 or (named is not None and named.takes is Input.DENSE):
             return False

@@ -95,7 +95,7 @@ def group_limits(
         CommunicationError: a rank has another bucket, or another number of samples of it.
     """
     with timer.stage("threshold"):
-        own_S = sampled_magnitudes(bucket, residual_N, step, config)
+        own_S = sampled_magnitudes(bucket, residual_N, density, step, config)
     identity = Identity("threshold", bucket, "fp32", step)
     counts = yield from exchange_sizes([own_S.numel()], identity, transport)
     if len({count for (count,) in counts}) > 1:

@@ -22,6 +22,7 @@ from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
+from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials, started
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -38,6 +39,7 @@ class HostState:
         config: as given, with message sizes that all ranks can make.
         step: training steps so far; drives warm-up and ramp, keys random draws.
         planner: chooses the scheme of each bucket.
+        trials: with `compression.density=auto`, choose the preset; else None.
         residuals: error feedback; every step counts as accepted until the host says otherwise.
         progress: drives the buckets.
     """
@@ -45,9 +47,14 @@ class HostState:
     def __init__(
         self, config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.config = with_agreed_capacity(config, device, group)
+        given = config.compression
+        tries = given.density == AUTO
+        self.config = with_agreed_capacity(started(config) if tries else config, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
+        self.trials: SettingTrials | None = None
+        if tries:
+            self.trials = SettingTrials(given, self.config, self.planner, device, group)
         self.residuals = ResidualStore(
             RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False, outcome=Outcome.ASSUMED
         )
@@ -68,6 +75,11 @@ class HostState:
         self.planner.enabled = value
         logger.info("step %d: compression switched %s", self.step, "on" if value else "off")
 
+    def _between_steps(self) -> None:
+        """Called on every rank when a step has ended: the next may have another setting."""
+        if self.trials is not None:
+            self.trials.step_ended(self.step)
+
     def set_density(self, density: float) -> None:
         """Changes `compression.density` from the next step on.
 
@@ -79,8 +91,11 @@ class HostState:
 
         Raises:
             CommunicationError: ranks want different densities; nothing is changed.
-            ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
+            ConfigError: the value is refused, a ramp is under way, nothing is ever pruned, or
+                `density=auto` chooses.
         """
+        if self.trials is not None:
+            raise _refusal("compression.density as a number", AUTO, "name a density at the start")
         change_density(
             self.config,
             self.planner,

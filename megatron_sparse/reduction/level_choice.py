@@ -145,4 +145,4 @@ def _prices(
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
-    return best_level(shapes, config.compression.density, cluster, options, names, sizes)
+    return best_level(shapes, config.compression.given_density, cluster, options, names, sizes)

@@ -299,7 +299,10 @@ class _Group:
             selecting = workspace.encode_bytes(
                 bucket.numel, segments, sizes.value_bytes, found["message"]
             )
-        sampling = workspace.threshold_bytes(ranges, bucket.numel, self._config.compression.samples)
+        # Steps of a higher density sample less.
+        compression = self._config.compression
+        samples = compression.samples_at(compression.given_density)
+        sampling = workspace.threshold_bytes(ranges, bucket.numel, samples)
         self._codec_bytes = max(self._codec_bytes, selecting, sampling)
         room = max(found.get("gathered", 0), found.get("encoded", 0))
         if room:

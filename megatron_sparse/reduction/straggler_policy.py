@@ -130,7 +130,6 @@ class StragglerPolicy:
     ) -> None:
         self._config = config.straggler
         self._scheme = config.scheme
-        self._value_bits = config.compression.given_value_bits
         self._transport = transport
         self._sink = sink
         self._history = History()
@@ -330,7 +329,7 @@ class StragglerPolicy:
             buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
             return dense_split(n, buffer_bytes, self._link, bucket.op, self._dense)
         share = (n - 1) / n
-        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, self._value_bits)
+        wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, plan.value_bits)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             message_bytes = sum_bytes = wire_bytes["direct"] / share
         else:

@@ -2,7 +2,7 @@
 
 docs/wire-format.md specifies the record. A chunk is 2^log2_span elements of the segment, the last
 one may be shorter. Its words are the values of its entries, in element order, then the gaps between
-them in Rice's code. Cost: `megatron-sparse bench bits`.
+them in Rice's code. Cost: docs/wire-format.md.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ _OTHER_RANK = "see the error of another rank"
 
 
 def train(arguments: Sequence[str]) -> None:
-    """Composes a configuration from the command line and runs it.
+    """Composes a configuration from the command line and runs it; see `composition.with_preset`.
 
     Args:
         arguments: Hydra's: `GROUP=OPTION`, `SECTION.KEY=VALUE`, `megatron.FLAG=VALUE`, its flags.
@@ -76,7 +76,7 @@ def train(arguments: Sequence[str]) -> None:
     command = shlex.join(["megatron-sparse", "train", *arguments])
     with reported_by_first_rank():
         check_flags(arguments)
-        overrides = composition.hydra_overrides(arguments)
+        overrides = composition.hydra_overrides(composition.with_preset(arguments))
     if not {"--multirun", "-m"} & set(arguments):
         refused: list[MegatronSparseError] = []
         try:

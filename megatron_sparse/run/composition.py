@@ -52,6 +52,7 @@ SCHEME = "scheme"
 _OTHER_NAMES = {**OWNED_FLAGS, "cluster_models": "planner.cluster"}
 """Names of other programs and files for keys of ours, with the key."""
 _AT_ROOT = re.compile(r"^(preset|experiment|cluster|model)=")
+_SETTING = re.compile(r"[~+]*(preset|compression|scheme|planner|straggler|experiment|plugin)\b")
 _FREE = re.compile(r"(megatron|cluster\.env)\.")
 
 
@@ -87,6 +88,17 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     added = [f"++{text}" if _FREE.match(text) else text for text in values]
     spelt = [_AT_ROOT.sub(r"\1@_global_=", text) for text in added]
     return [*flags, *(_scheme_override(text) for text in spelt)]
+
+
+def with_preset(arguments: Sequence[str]) -> list[str]:
+    """The arguments of `train`, with `preset=auto` where none of them is about synchronisation.
+
+    Example:
+        >>> with_preset(["model=gpt_tiny"]), with_preset(["scheme=zen"])
+        (['preset=auto', 'model=gpt_tiny'], ['scheme=zen'])
+    """
+    names_one = any(map(_SETTING.match, arguments))
+    return list(arguments) if names_one else ["preset=auto", *arguments]
 
 
 def _is_override(text: str) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.transport.netbed import Links
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NETBED = CHECKOUT / "scripts" / "netbed.sh"
@@ -57,14 +58,14 @@ def check_place(
 
 
 def run_netbed(
-    command: Sequence[str], ranks: int, mbit: int, nodes: int, log: IO[str] | None = None
+    command: Sequence[str], ranks: int, links: Links, nodes: int, log: IO[str] | None = None
 ) -> int:
     """Runs a command as every rank of a test bed; returns the exit code.
 
     Args:
         command: program and arguments.
         ranks: how many.
-        mbit: rate of each host's link in Mbit/s.
+        links: between hosts or sites.
         nodes: hosts.
         log: where its output goes instead of to the terminal.
 
@@ -85,7 +86,11 @@ def run_netbed(
         "--ranks",
         str(ranks),
         "--mbit",
-        str(mbit),
+        str(links.mbit),
+        "--delay-ms",
+        str(links.delay_ms),
+        "--sites",
+        str(links.sites),
         "--nodes",
         str(nodes),
         "--timeout",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.level import NODE
+from megatron_sparse.config.presets import allowed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
@@ -339,15 +340,18 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
     elif not config.compression.enabled:
         how = "compression off"
         if config.compression.density != CompressionConfig.density:
-            how += f": compression.density={config.compression.density:g} has no effect"
+            how += f": compression.density={config.compression.density} has no effect"
     elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
         how = f"scheme {config.scheme.name}"
     elif config.compression.level == NODE and cluster.nodes == 1:
         how = "compression.level=node on one node: nothing is compressed"
+    elif config.compression.density == "auto":
+        budget = config.compression.loss_budget
+        how = f"preset of {', '.join(allowed(budget))} by trials (loss_budget {budget:g} %)"
     else:
         schedule = config.sparse.compression
         first = schedule.warmup + schedule.ramp + 1
-        how = f"scheme {config.scheme.name}, density {config.compression.density:.4g}"
+        how = f"scheme {config.scheme.name}, density {config.compression.given_density:.4g}"
         bits = config.sparse.compression.given_value_bits
         how += f" in {bits} bits" if bits is not None else ""
         how += f" from iteration {first} on"

@@ -190,7 +190,7 @@ class Group:
         shape = self.shape(self.training.gradient_bytes, bits)
         if level == NODE and len(self.sizes) == 1:
             return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes), 0.0)
-        density = settings.compression.density
+        density = settings.compression.given_density
         options, inside = settings.scheme, self.sizes[0]
         return price_level(level, shape, density, self.cluster, options, names, inside)
 

@@ -59,15 +59,6 @@ class SplitTimes:
         """The delay above which the straggler-aware collective wins; negative if it never loses."""
         return self.early_s + self.after_s - self.otherwise_s
 
-    def gain_s(self, delay_s: float) -> float:
-        """Seconds gained with a straggler of this delay; negative for a loss.
-
-        Example:
-            >>> SplitTimes(early_s=3.0, after_s=4.0, otherwise_s=6.0).gain_s(2.5)
-            1.5
-        """
-        return min(delay_s, self.early_s) - self.critical_s
-
     @property
     def can_win(self) -> bool:
         """Whether any delay is long enough."""

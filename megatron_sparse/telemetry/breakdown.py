@@ -40,7 +40,7 @@ class IterationBreakdown:
 
     Attributes:
         iteration: number of the iteration, as the training loop counts.
-        phase: `off`, `warmup`, `ramp` or `target`; `off` when no bucket was synchronised.
+        phase: `trial`, `off`, `warmup`, `ramp` or `target`; `off` when no bucket was synchronised.
         iteration_ms: wall-clock milliseconds.
         stage_ms: milliseconds of every stage in `recording.STAGES`; stages of buckets are summed
             over the buckets.

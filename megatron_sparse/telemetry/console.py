@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import BUCKET_STAGES
+from megatron_sparse.telemetry.advice import advice
 from megatron_sparse.telemetry.quantities import (
     ITERATION,
     PHASE_COLUMNS,
@@ -120,6 +121,11 @@ def print_summary(
         cluster = summary["planner_cluster"]
         # markup=False: a path may hold brackets.
         console.print(against_dense(summary["against_dense"], cluster), markup=False)
+    if trials := summary.get("trials"):
+        took = ", ".join(f"{name} {ms(found)}" for name, found in trials["times_ms"].items())
+        console.print(f"preset {trials['chosen']}, by trials; ms of an iteration: {took}")
+    elif advised := advice(summary):
+        console.print(advised)
     if stragglers := summary.get("stragglers"):
         console.print(
             f"stragglers: the last rank was late by {ms(stragglers['median_ms'])} ms (median), "

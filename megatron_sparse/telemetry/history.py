@@ -19,7 +19,7 @@ from megatron_sparse.recording import STAGES, WAITS
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.quantities import exposed_share
 
-PHASES = ("warmup", "ramp", "target", "off")
+PHASES = ("trial", "warmup", "ramp", "target", "off")
 _FLOATS = (
     "iteration_ms",
     "overlapped_ms",

@@ -51,6 +51,7 @@ _STYLES = {
 
 
 _PHASES = {
+    "trial": "trials of presets",
     "warmup": "dense warm-up",
     "ramp": "ramp",
     "target": "at its target",

@@ -172,8 +172,9 @@ def thread_parts(
 
 
 def at_target(summary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a summary at the target density; the whole if the run was never there."""
-    return summary["phases"].get("target", summary)
+    """The part of a summary at the target density, or dense; the whole if there is neither."""
+    phases = summary["phases"]
+    return phases.get("target") or phases.get("off") or summary
 
 
 def scope(summary: Mapping[str, Any]) -> str:
@@ -189,16 +190,21 @@ def scope(summary: Mapping[str, Any]) -> str:
     return f"{figures['iterations']} iterations{where}"
 
 
-def target_density(configured: float | None, summary: Mapping[str, Any]) -> float | None:
+def target_density(configured: float | str | None, summary: Mapping[str, Any]) -> float | None:
     """The density that a run was to reach; None if it leaves nothing out, as a dense run does.
 
     Args:
-        configured: `compression.density`, which a dense run has, too.
+        configured: `compression.density`, which a dense run has, too; of `auto` what was sent
+            counts.
         summary: of its iterations.
     """
     phases = summary["phases"]
     found = phases.get("target") or phases.get("off")
-    return None if found and found["density"] in (1.0, None) else configured
+    if found and found["density"] in (1.0, None):
+        return None
+    if isinstance(configured, str):  # auto
+        return found["density"] if found else None
+    return configured
 
 
 def of_all(figures: Mapping[str, Any]) -> str:

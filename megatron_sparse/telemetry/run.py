@@ -270,13 +270,18 @@ class RunTelemetry:
         self._since_flush = 0
         self._on_files(JsonLines.flush)
 
-    def close(self, memory: Mapping[str, int] | None = None) -> dict[str, Any]:
+    def close(
+        self,
+        memory: Mapping[str, int] | None = None,
+        trials: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Writes `summary.json`, closes the sinks, prints the table; later calls do nothing.
 
         Buckets of an unfinished iteration are dropped. Call it in a `finally` block.
 
         Args:
             memory: bytes that the plugin holds on this rank, by purpose; kept as `memory_bytes`.
+            trials: the preset that `density=auto` took, and every preset's time.
 
         Returns:
             The summary. On the writer it covers the whole run, including earlier parts of a resumed
@@ -292,6 +297,7 @@ class RunTelemetry:
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
         summary["memory_bytes"] = dict(memory or {})
+        summary["trials"] = dict(trials or {})
         for sink in self._sinks:
             sink.close()
         if self._run_dir is not None:

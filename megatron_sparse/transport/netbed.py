@@ -3,9 +3,37 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 NETBED_MBIT = "NETBED_MBIT"
 """Environment variable that the test bed sets in its hosts: the links' rate, 0 without a limit."""
+
+NETBED_LINKS = "NETBED_LINKS"
+"""Another one: rate, delay and sites, in words."""
+
+
+class Links(NamedTuple):
+    """The test bed's slow links.
+
+    Attributes:
+        mbit: rate in Mbit/s: of each host's link, or of the one between two sites.
+        delay_ms: round trip, between hosts or between sites.
+        sites: 1, or 2 whose inner links are unlimited.
+    """
+
+    mbit: int
+    delay_ms: int = 0
+    sites: int = 1
+
+    def __str__(self) -> str:
+        """Words for headers and names.
+
+        Example:
+            >>> str(Links(100)), str(Links(100, 30, 2))
+            ('100 Mbit/s', '100 Mbit/s, 30 ms, 2 sites')
+        """
+        delay = f", {self.delay_ms} ms" if self.delay_ms else ""
+        return f"{self.mbit} Mbit/s{delay}" + (f", {self.sites} sites" if self.sites > 1 else "")
 
 
 def netbed_mbit() -> int | None:

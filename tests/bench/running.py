@@ -35,10 +35,9 @@ def run_loopback(ranks: int, bench: str, *arguments: str) -> int:
     return local_ranks.run_loopback(local_ranks.command_line(["bench", bench, *arguments]), ranks)
 
 
-def run_virtual(bench, cases, topology, *outputs):
-    """The JSON objects of a bench's rows on virtual ranks; outputs: file, folder of figures."""
-    path, figures = (*outputs, None, None)[:2]
-    return [row.to_dict() for row in frame.run_virtual(bench, cases, topology, path, figures)]
+def run_virtual(bench, cases, topology, path=None):
+    """The JSON objects of a bench's rows on virtual ranks."""
+    return [row.to_dict() for row in frame.run_virtual(bench, cases, topology, path)]
 
 
 def read_rows(path):

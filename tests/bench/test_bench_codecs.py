@@ -18,9 +18,7 @@ from megatron_sparse.bench.codec import codecs, hashing, prune, records
 from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.bench.codec.options import (
     RICE_FORMS,
-    BitsSweep,
     CodecSweep,
-    DensitySweep,
     ParameterSweep,
     PruneSweep,
 )
@@ -253,10 +251,6 @@ def test_nothing_to_compare_is_an_error():
         (CodecSweep, "device", "tpu"),
         (PruneSweep, "densities", [1.0]),
         (PruneSweep, "residual_dtype", "fp16"),
-        (BitsSweep, "elements", (2**31,)),
-        (BitsSweep, "tails", (2,)),
-        (BitsSweep, "groups", 0),
-        (DensitySweep, "densities", (1.0,)),
         (ParameterSweep, "coders", ("gzip",)),
         (ParameterSweep, "rates", (-1.0,)),
     ],

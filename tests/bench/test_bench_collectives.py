@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from megatron_sparse.bench.exchange import collectives
 from megatron_sparse.bench.exchange.case import BucketCase, cases_of
@@ -97,6 +98,22 @@ class TestVirtual:
         # The time includes a few small messages more, fingerprints for example.
         assert row["time_us"] == pytest.approx(expected_s * 1e6, rel=0.2)
 
+    def test_time_counts_from_the_late_rank_on(self):
+        """Once it has come, 14 eighths of a buffer are left of a ring, else 9 sevenths."""
+        times_us = {}
+        for delay_ms in (0.0, 5.0):
+            names = ["dense_ring", "straggler", "direct", "straggler_direct"]
+            size = {"min_bytes": 2**20, "max_bytes": 2**20, "delay_ms": delay_ms}
+            for row in run_virtual(8, schemes=names, **size):
+                assert (row["wrong"], row["delay_us"]) == (0, delay_ms * 1e3)
+                times_us[row["scheme"], delay_ms] = row["time_us"]
+        for name in ("dense_ring", "direct"):
+            # Sizes are exchanged a moment earlier.
+            assert times_us[name, 5.0] == pytest.approx(times_us[name, 0.0], rel=0.02)
+        assert 1.36 < times_us["dense_ring", 5.0] / times_us["straggler", 5.0] < 1.4
+        assert times_us["straggler", 0.0] > times_us["dense_ring", 0.0]
+        assert times_us["straggler_direct", 5.0] < times_us["straggler_direct", 0.0]
+
     def test_a_wrong_sum_is_counted_and_not_timed(self, monkeypatch, capsys):
         break_scheme(monkeypatch, "direct", add_one)
         good, bad = run_virtual(4, schemes=["agsparse", "direct"])
@@ -117,7 +134,7 @@ class TestVirtual:
         assert "no rows in few bits: zen\n" in capsys.readouterr().out
 
     @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    @pytest.mark.parametrize("sum_bits", [None, 4])
+    @pytest.mark.parametrize("sum_bits", [None, 32, 4])
     def test_values_in_few_bits_are_right_and_fewer_bytes(self, dtype, sum_bits):
         names = ["dense", "direct", "sparse_ring", "dense_q", "zen", "hierarchical"]
         rows = run_virtual(
@@ -139,8 +156,9 @@ class TestVirtual:
             assert {bits for _, name, bits in wire if name == "dense_q"} == {4, 8}
             assert wire[op, "dense_q", 4] < wire[op, "dense_q", 8]
         counted = [r["sum_bits"] for r in rows if r["scheme"] == "direct" and r["value_bits"] == 8]
-        assert counted == [sum_bits, None], "a reduce-scatter gathers no sums"
-        if sum_bits:
+        expected = {None: 8, 32: None, 4: 4}[sum_bits]
+        assert counted == [expected, None], "a reduce-scatter gathers no sums"
+        if sum_bits == 4:
             least = wire["all_reduce", "dense_q", 4]
             assert least < (0.2 if dtype == "fp32" else 0.4) * wire["all_reduce", "dense", None]
 
@@ -195,9 +213,9 @@ class TestInputs:
     def test_timed_values_keep_the_density_at_independent_positions(self):
         case = BucketCase(CollectiveOp.ALL_REDUCE, "direct", "fp32", 0.1, 2**16)
         kept = [self.left(case, rank, case.normal_values(rank)) == 0 for rank in range(2)]
-        # 40,000 samples: a relative error of 1.5 % for the density, 3 % for its square.
-        assert kept[0].double().mean() == pytest.approx(0.1, rel=0.1)
-        assert (kept[0] & kept[1]).double().mean() == pytest.approx(0.01, rel=0.2)
+        # The samples' relative error is 5 %, 7 % for the product; three of them are allowed.
+        assert kept[0].double().mean() == pytest.approx(0.1, rel=0.15)
+        assert (kept[0] & kept[1]).double().mean() == pytest.approx(0.01, rel=0.21)
 
     def test_dense_schemes_run_once_and_missing_forms_are_left_out(self):
         swept = sweep(
@@ -231,8 +249,8 @@ class TestFigures:
 
     CASE = BucketCase(CollectiveOp.ALL_REDUCE, "agsparse", "fp32", 0.01, 1000)
 
-    def measured(self) -> CollectiveRow:
-        """Of two ranks and three rounds; rank 1 is the slowest except in the first."""
+    def measured(self, order: int = 1, **more: float) -> CollectiveRow:
+        """Of two ranks, or in reverse order, and three rounds; rank 1 is slow in the last two."""
 
         def figures(total, network, wire):
             given = {"total": total, "network": network, "wire_bytes": wire, "host_cpu": total / 5}
@@ -244,8 +262,10 @@ class TestFigures:
             [figures(45, 15, 200), figures(60, 30, 200), figures(90, 60, 200)],
         ]
         dense = [[90.0, 90.0, 90.0], [80.0, 120.0, 120.0]]
-        row = CollectiveRow.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000)
-        rounds, dense = (torch.tensor(each, dtype=torch.float64) for each in (rounds, dense))
+        row = CollectiveRow.of(self.CASE, "agsparse", 2, 0, transport="gloo", mbit=1000, **more)
+        rounds, dense = (
+            torch.tensor(each[::order], dtype=torch.float64) for each in (rounds, dense)
+        )
         return row.measured(self.CASE, rounds, dense, torch.full((2, 3), 2.0), 1e6)
 
     def test_the_slowest_rank_of_each_round_counts(self):
@@ -261,6 +281,21 @@ class TestFigures:
         assert row.network_floor_us == pytest.approx(200)
         # 4000 + 8000 + 4000 + 10 * 8 + 200 bytes, at 8000 bytes in 2 us.
         assert row.floor_us == pytest.approx(200 + 16_280 * 2 / 8000)
+
+    def test_a_rank_that_waits_for_the_late_one_waits_in_its_stages(self):
+        row = self.measured(-1, delay_us=25.0)
+        assert row.time_us == 60
+        # Rank 1 was late; rank 0, the slowest in two rounds, waited: of 20, 20 + 25, 20 + 25.
+        assert row.host_us == 45
+
+    def test_the_late_rank_counts_from_its_arrival(self):
+        start_s = time.monotonic()
+        with CollectiveBench(sweep(delay_ms=100.0, warmup=0), HashStore(), 0, 1) as bench:
+            (row,) = bench.rows()
+        assert (row.wrong, row.delay_us) == (0, 100e3)
+        assert 0 < row.time_us < 90e3
+        # Two checked steps, and two rounds of scheme and dense collective.
+        assert time.monotonic() - start_s > 6 * 0.1
 
     def test_floor(self):
         assert payload_rate(1000) == pytest.approx(119.55e6, rel=1e-4)

@@ -26,18 +26,16 @@ QUICK = {"elements": 200_000, "iters": 1, "warmup": 0}
 def test_the_table_and_the_best_coder(tmp_path, capsys):
     """All rows are right; the entropy coder beats zstd by far, and nothing beats the entropy."""
     pytest.importorskip("zstandard")
-    pytest.importorskip("lz4")
     rows = run(ParameterSweep(rates=(1e-4,), **QUICK), tmp_path / "rows.jsonl")
     assert "synthetic" in capsys.readouterr().out
     written = read_rows(tmp_path / "rows.jsonl")
     assert written == [row.to_dict() for row in rows]
     assert not any(row.wrong for row in rows)
     bits = {row.coder: row.bits for row in rows}
-    assert list(bits) == ["rans", "packed", "raw", "zstd", "lz4"]
+    assert list(bits) == ["rans", "packed", "zstd"]
     assert rows[0].entropy is not None
     assert rows[0].entropy < bits["rans"] < 1.1 * rows[0].entropy
-    assert 2 * bits["rans"] < bits["zstd"] < bits["lz4"] < bits["raw"]
-    assert 16 < bits["raw"] < 16.01
+    assert 2 * bits["rans"] < bits["zstd"] < 16
 
 
 def test_moves_of_a_real_run():
@@ -69,15 +67,11 @@ def test_other_dtypes(dtype):
 
 
 def test_a_missing_peer_is_said(monkeypatch, capsys):
-    def missing(name):
-        raise ImportError(name)
-
-    monkeypatch.setattr(parameters, "import_module", missing)
+    monkeypatch.setattr(parameters, "is_installed", lambda name: False)
     rows = run(ParameterSweep(rates=(1e-4,), **QUICK))
-    assert [row.coder for row in rows] == ["rans", "packed", "raw"]
+    assert [row.coder for row in rows] == ["rans", "packed"]
     printed = capsys.readouterr().out
     assert "no rows of zstd: pip install 'megatron-sparse[bench]'" in printed
-    assert "no rows of lz4" in printed
 
 
 def test_the_entropy_of_known_moves():

@@ -100,11 +100,30 @@ def test_levels_have_rows_of_sparse_schemes_and_nodes_have_several_ranks(runs, t
     assert (config.compression.level, config.training.iterations) == ("node", 4)
     training.run(given)
     assert runs.names[-1] == "direct_0.01_node"
-    assert set(runs.places) == {("run_netbed", 4, 500, 2)}
+    assert set(runs.places) == {("run_netbed", 4, (500, 0, 1), 2)}
     # With one rank on each host, hosts are nodes.
     config = configs(options(schemes=["direct"], densities=[0.05], **bed))[0]
     assert (config.cluster.nodes, config.cluster.ranks_per_node) == (4, 1)
     assert config.compression.density == 0.05
+
+
+def test_bits_are_those_of_the_product_unless_an_argument_says_otherwise():
+    def bits(*overrides):
+        found = configs(options(schemes=["direct", "zen"], overrides=overrides))
+        return [(c.sparse.compression.value_bits, c.sparse.scheme.sum_bits) for c in found]
+
+    assert bits() == [(4, 8), (None, None)]
+    assert bits("compression.value_bits=null") == [(None, None)] * 2
+
+
+def test_presets_have_rows_of_their_own_density_and_bits():
+    given = options(schemes=["plain"], presets=["lossless", "balanced", "auto"])
+    assert [row.run_name for row in training.variants(given)] == [
+        *("plain_1", "lossless_0.22", "balanced_0.07", "auto_0.22")
+    ]
+    _, lossless, balanced, auto = (config.compression for config in configs(given))
+    assert (lossless.enabled, balanced.density, balanced.value_bits) == (False, 0.07, 3)
+    assert auto.density == "auto"
 
 
 def test_dense_schemes_have_one_row():

@@ -36,7 +36,7 @@ def runs(monkeypatch) -> FakeRuns:
 
     def train(words, log):
         setting, rate = words["name"].rsplit("-", 1)
-        assert fake.places[-1] == ("run_netbed", 4, int(rate), 4)
+        assert fake.places[-1] == ("run_netbed", 4, (int(rate), 0, 1), 4)
         last, interval = int(words["training.iterations"]), int(words["training.eval_interval"])
         curve = [
             (number, 6 - 0.1 * (number // interval) + ADDED[setting])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -129,6 +131,23 @@ def test_nan_and_infinity_are_sent_and_forgotten():
     assert sent[5].isnan()
     assert sent[4000].isinf()
     assert rank.residual.isfinite().all()
+
+
+@pytest.mark.parametrize("scope", ["parameter", "bucket"])
+@pytest.mark.parametrize(("density", "samples"), [(0.001, 40_000), (0.22, 1419)])
+def test_the_sample_follows_the_density_of_the_step(scope, density, samples):
+    numel, config = 50_000, CompressionConfig(density=0.01, threshold_scope=scope)
+    gradient_N = torch.randn(numel, generator=torch.Generator().manual_seed(7))
+    pieces = [ParameterSlice("w", 0, numel)]
+    bucket = Bucket("b", gradient_N, pieces, CollectiveOp.ALL_REDUCE, 1)
+
+    def limits(samples):
+        layout, given = bucket.layout(sharded=False), replace(config, samples=samples)
+        found = range_limits(bucket, layout, torch.zeros(numel), density, 3, given)
+        return [each_R.tolist() for each_R in found]
+
+    assert limits("auto") == limits(samples)
+    assert limits("auto") != limits(samples - 19)
 
 
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
 from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.config.compression import CompressionConfig
+from tests.compression.distributions import DISTRIBUTIONS
 from tests.compression.rank import Rank
 
 NUMEL = 20_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +18,14 @@ from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
 from megatron_sparse.reference.rice_values import base_and_step, levels_of, quantise
 from megatron_sparse.wire import (
+    FORMAT_COO,
     FORMAT_DENSE,
+    FORMAT_PICI,
     FORMAT_RICE,
     HEADER_BYTES,
     RICE_BITS,
     RICE_SPANS,
+    payload_bytes,
     rice_payload_bytes,
     rice_span,
     rice_whole_payload_bytes,
@@ -29,6 +34,7 @@ from megatron_sparse.wire import (
     rice_parameter as wire_rice_parameter,
 )
 from tests.codec import (
+    CPU,
     ORACLE,
     QUANTISED,
     RANK,
@@ -301,6 +307,50 @@ def test_positions_take_at_most_5_percent_more_than_their_entropy(density, numel
     form = RiceForm(4, span)
     record = encode(values, torch.from_numpy(index), SegmentPlace(numel, 0, 0), form).record
     assert 8 * len(record) / index.size < 1.05 * (entropy + 4.25)
+
+
+COUNT = 2**20
+PAGE = Path(__file__).resolve().parents[2] / "docs/wire-format.md"
+DOCUMENTED = re.findall(rf"^ +{COUNT} +(.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("line", DOCUMENTED, ids=lambda line: line.split()[0])
+def test_the_documented_bits_are_those_of_records(line):
+    density, entropy, rice, ratio, coo, pici, *by_values = map(float, line.split())
+    grad_N = torch.from_numpy(np.random.default_rng(0).random(COUNT, dtype=np.float32) < density)
+    entries = int(grad_N.count_nonzero())
+    p = entries / COUNT
+    assert entropy == pytest.approx(-math.log2(p) - (1 - p) / p * math.log2(1 - p), abs=0.006)
+    for code, stated in zip([0, 1, *QUANTISED], by_values, strict=True):
+        spec = rice_spec(code, rice_span(density))
+        made = select(CPU[0], grad_N.float(), torch.zeros(COUNT), 0.0, spec)
+        assert stated == pytest.approx(8 * len(made.bytes) / entries, abs=0.006), code
+        if code == 0:
+            # Less the header; values and words are padded together.
+            positions = 8 * (len(made.bytes) - HEADER_BYTES - 4 * entries) / entries
+            assert rice == pytest.approx(positions, abs=0.006 + 8 * 16 / entries)
+    assert ratio == pytest.approx(rice / entropy, abs=0.002)
+    for form, stated in ((FORMAT_COO, coo), (FORMAT_PICI, pici)):
+        found = 8 * (payload_bytes(form, COUNT, entries, 0) - 4 * entries) / entries
+        assert stated == pytest.approx(found, abs=0.006 + 8 * 16 / entries)
+
+
+@pytest.mark.parametrize(
+    ("draw", "bits", "most"),
+    [("normal", 4, 0.033), ("normal", 3, 0.055), ("normal", 2, 0.09), ("laplace", 2, 0.16)],
+)
+def test_fitted_levels_lose_less_than_even_ones(draw, bits, most):
+    """The quality that presets rely on: errors of the largest 5 %, as parts of the values."""
+    x = np.sort(np.abs(getattr(np.random.default_rng(0), draw)(size=20 * 128 * 100)))[-128 * 100 :]
+    x_GK = np.random.default_rng(1).permutation(x).reshape(100, 128).astype(np.float32)
+    fitted = np.stack([quantise(x_K, bits, indices=True).residual for x_K in x_GK])
+    step = x_GK.max(axis=1, keepdims=True) / levels_of(bits)
+    even = x_GK - np.rint(x_GK / step) * step
+    size, *errors = (
+        np.sqrt(np.mean(each.astype(np.float64) ** 2)) for each in (x_GK, fitted, even)
+    )
+    assert errors[0] < errors[1]
+    assert errors[0] < most * size
 
 
 @codecs

@@ -183,7 +183,6 @@ MISTAKES: Mapping[str, tuple[Mistake, ...]] = {
         _without("matplotlib", "report made", "megatron-sparse[figures]"),
         _without("jinja2", "report made", "megatron-sparse[figures]"),
         _without("matplotlib", "bench convergence --figures pictures", "megatron-sparse[figures]"),
-        _without("scipy", "bench planner --quick", "megatron-sparse[figures]"),
         _without("scipy", "simulate --paper zen", "megatron-sparse[figures]"),
         _without("wandb_workspaces", "dashboard me/mine", "megatron-sparse[dashboard]"),
         _without("tokenizers", "corpus --kind code --output corpus", "megatron-sparse[train]"),

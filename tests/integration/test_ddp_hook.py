@@ -130,6 +130,22 @@ def test_at_density_one_it_is_plain_ddp_bit_for_bit():
                 assert torch.equal(one, first), "ranks agree"
 
 
+def _auto(rank, world_size):
+    ddp, state = _ddp(Linear(), True, config="auto", value_bits="auto")
+    for step in range(30):
+        ddp.zero_grad()
+        ddp(_inputs(rank, step)).backward()
+    saved = state.state_dict()
+    state.close()
+    return saved["trials"]
+
+
+def test_presets_are_tried_and_every_rank_takes_the_same():
+    one, other = run_ranks(_auto, 2)
+    assert one == other
+    assert set(one["times_ms"]) == {"lossless", "quantised", "safe"}
+
+
 # -- conservation, new buckets, the switch
 
 

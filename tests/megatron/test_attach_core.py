@@ -126,6 +126,7 @@ def _events(rank):
         report["refilled"] = any(v.any() for v in run.residuals().values())
     report["detached"] = "step" not in run.model.optimizer.__dict__ and run.step()[1]
     report |= _change_density(rank)
+    report["trials"] = _try_presets()
 
     # Without an undo copy a repeated synchronisation is an error, not a wrong residual.
     with running(SmallGPTConfig(), **SPARSE) as run:
@@ -156,6 +157,24 @@ def _change_density(rank):
         run.attachment.set_density(0.25)
         run.step()
     return {"disagree": disagree, "densities": _by_step(run.records.buckets)}
+
+
+def _try_presets():
+    """What `density=auto` has run by step, what it took, and the state that a checkpoint keeps."""
+    with running(SmallGPTConfig(), config="auto", warmup_iters=2, ramp_iters=2) as run:
+        for _ in range(30):
+            run.step()
+        phases = {r.step: (str(r.phase), r.density) for r in run.records.buckets}
+        state = run.attachment.trials.state_dict()
+        try:
+            run.attachment.set_density(0.1)
+        except Exception as error:
+            refused = str(error)
+        sent = sum(r.nnz for r in run.records.buckets if r.step == 29)
+    with running(SmallGPTConfig(), config="auto") as again:
+        again.attachment.trials.load_state_dict(state, 30)
+        goes_on = again.attachment.trials.chosen
+    return phases, state, refused, sent, goes_on
 
 
 def _by_step(records):
@@ -220,3 +239,18 @@ def test_ranks_that_disagree_about_the_density_change_nothing(events):
         assert error.startswith("CommunicationError: ranks want different densities")
         assert "rank 0: 0.1, rank 1: 0.2" in error
         assert density == 0.05
+
+
+def test_presets_are_tried_and_every_rank_takes_the_same(events):
+    (phases, state, refused, sent, goes_on), other = (report["trials"] for report in events)
+    assert (phases, state) == other[:2]
+    tried = [phases[step] for step in (10, 18, 26)]
+    assert tried == [("off", 1.0), ("trial", 1.0), ("trial", 0.22)]
+    assert set(state["times_ms"]) == {"lossless", "quantised", "safe"}
+    best_ms = min(state["times_ms"].values())
+    assert state["times_ms"][state["chosen"]] <= 1.02 * best_ms
+    ended = {"lossless": ("off", 1.0), "quantised": ("target", 1.0), "safe": ("target", 0.22)}
+    assert phases[29] == ended[state["chosen"]]
+    assert sent
+    assert "name a density at the start" in refused
+    assert goes_on == state["chosen"]

@@ -17,22 +17,14 @@ import torch
 from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
-from megatron_sparse.bench.exchange.truth import full_size_bytes
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import (
-    FORMAT_CODES,
-    WIRE_CODES,
-    MessageBuffers,
-    encode_segments,
-)
 from megatron_sparse.planner.costs import fits, predict, predict_all
 from megatron_sparse.planner.wire_bytes import predicted_bytes
-from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate
+from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat
 from megatron_sparse.pricing.shape import BucketShape
@@ -451,24 +443,20 @@ def test_all_possible_schemes_are_priced_or_the_named_ones():
     assert list(some) == ["direct"]
 
 
-@pytest.mark.parametrize("form", ["coo", "pici", "dense", "blocks"])
-def test_a_small_record_is_counted_like_the_large_one(form):
-    """The same pattern of non-zeros, 16 times over."""
-    small = stratified(1, 1 / 64, 2**14)[0]
+ZEN_GRADIENTS = {
+    # The densities of ZEN's NMT, and its batch size of 1, at which ranks hardly overlap.
+    "zen": (lambda: gradients.embedding_like(2**16, 0.0247, 0.615, 128, 64), 16),
+    "ssar_rd": (lambda: gradients.hardly_overlapping(2**16, 0.001), 8),
+    "dense": (lambda: gradients.uniform(2**16, 0.9), 16),
+}
 
-    def record(values_N: torch.Tensor) -> torch.Tensor:
-        offsets, keep = torch.tensor([0, values_N.numel()]), torch.zeros(1, dtype=torch.uint8)
-        out = torch.empty(4 * values_N.numel() + 4096, dtype=torch.uint8)
-        sizes = encode_segments(
-            values_N,
-            Segments(offsets, keep),
-            None,
-            RecordSpec(WIRE_CODES["fp32"], 0, record_format=FORMAT_CODES[form], block_size=64),
-            out,
-            MessageBuffers(),
-        )
-        return out[: int(sizes.sum())]
 
-    large = record(small.repeat(16))
-    # Blocks pad two sections to 16 bytes each.
-    assert full_size_bytes(record(small), 16.0) == pytest.approx(large.numel(), abs=32 * 16)
+@pytest.mark.parametrize("best", ZEN_GRADIENTS)
+def test_zens_theorem_1(best):
+    """It leaves Balanced Parallelism and Hierarchical Centralization; dense is a candidate."""
+    (make, n), numel = ZEN_GRADIENTS[best], 2**24
+    model = make()
+    profile = replace(profile_of([model.gradient(rank) for rank in range(n)]), numel=numel)
+    where = find("ethernet_25gbit")
+    found = predict_all(shape(n, numel=numel), profile, where, OPTIONS, set(ZEN_GRADIENTS))
+    assert min(found, key=found.__getitem__) == best

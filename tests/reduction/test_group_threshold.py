@@ -31,7 +31,7 @@ def _bucket(rank, *, numel=NUMEL, keep=False, constant=False, world_size=1):
 
 
 def _limits(density, config=None, n=4, **bucket):
-    config = config or CompressionConfig(threshold_scope="tp_group")
+    config = config or CompressionConfig(threshold_scope="tp_group", samples=NUMEL)
 
     def start(transport):
         own = {name: value[transport.rank] for name, value in bucket.items()}
@@ -48,7 +48,7 @@ def test_all_ranks_have_the_quantile_of_all_samples():
     assert len({tuple(limit.item() for limit in limits) for limits in found}) == 1
     threshold = found[0].thresholds
     everything = torch.cat([_bucket(rank).grad_N for rank in range(4)]).abs()
-    # 40,000 samples of 10,000 elements are all of them: the threshold is exact.
+    # The samples are all elements: the threshold is exact.
     assert int((everything > threshold).sum()) == 4000
     shares = [int((_bucket(rank).grad_N.abs() > threshold).sum()) for rank in range(4)]
     assert shares == sorted(shares)
@@ -89,7 +89,8 @@ def _reduce(rank, world_size):
     """Both gloo ranks are a tensor-parallel group; each is alone in its data-parallel one."""
     import torch.distributed as dist
 
-    config = at_target(scheme="direct", threshold_scope="tp_group", timeout_s=30.0)
+    group = {"threshold_scope": "tp_group", "samples": NUMEL}
+    config = at_target(scheme="direct", timeout_s=30.0, **group)
     cpu = torch.device("cpu")
     alone = [dist.new_group([member]) for member in range(world_size)][rank]
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in (alone, dist.group.WORLD)]

@@ -85,11 +85,11 @@ def test_it_shows_progress_loss_ratio_and_where_the_time_goes():
 
 def test_every_phase_has_words():
     """A bare `target` behind the density reads as if a number were missing."""
-    words = ("(dense warm-up)", "(ramp)", "(at its target)", "(compression off)")
+    words = ("trials of presets", "dense warm-up", "ramp", "at its target", "compression off")
     for phase, said in zip(PHASES, words, strict=True):
         progress = RunProgress("demo", 10)
         progress.add(breakdown(1, phase=phase), 0.0)
-        assert progress.facts().endswith(f"density 1.00% {said}")
+        assert progress.facts().endswith(f"density 1.00% ({said})")
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sparse.bench.options import (
@@ -15,9 +15,7 @@ from megatron_sparse.bench.options import (
     option,
     parse_numbers,
     parse_size,
-    parse_sizes,
 )
-from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
 BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
@@ -30,7 +28,7 @@ OPS = (
     *("hash_partition", "row_union", "row_match", "row_expand"),
 )
 """All operations; each format has some of them."""
-CODERS = ("rans", "packed", "raw", "zstd", "lz4")
+CODERS = ("rans", "packed", "zstd")
 """Of parameters' moves."""
 
 
@@ -56,12 +54,6 @@ def refuse_without_gpu(name: str, device: str) -> None:
 
 def _below_one(density: float) -> str:
     return "" if 0 < density < 1 else "above 0 and below 1"
-
-
-def _distributions() -> Iterable[str]:
-    from megatron_sparse.bench.codec.gradients import DISTRIBUTIONS
-
-    return DISTRIBUTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,58 +108,8 @@ class PruneSweep(TimedSweep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BitsSweep(Options):
-    """Bits an entry by density and format against the entropy; errors of few bits."""
-
-    NAME = "bench bits"
-    RUNNER = "codec.bits"
-
-    elements: Sequence[int] = option(
-        "1M,16M",
-        "Elements of a segment, such as 64K,1M.",
-        parse_sizes,
-        metavar="N,...",
-        fits=lambda elements: "" if elements < 2**31 else "below 2^31",
-    )
-    densities: Sequence[float] = density_option(
-        "0.001,0.005,0.01,0.05,0.1,0.25,0.5", "Fractions sent."
-    )
-    tails: Sequence[float] = density_option(
-        "0.05,0.25", "Largest fractions, whose values are quantised.", "--tails"
-    )
-    groups: int = option(400, "Groups of 128 values to quantise.", min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DensitySweep(Options):
-    """The density that is sent against the one asked for, for many distributions."""
-
-    NAME = "bench density"
-    RUNNER = "codec.density"
-
-    distributions: Sequence[str] | None = names_option(
-        None, "Of the gradient; all by default.", "--distribution", among=_distributions
-    )
-    densities: Sequence[float] = density_option(
-        "0.001,0.01,0.05,0.25", "Fractions asked for.", fits=_below_one
-    )
-    threshold_scope: str = option("parameter", "parameter | bucket")
-    samples: int = option(CompressionConfig.samples, "compression.samples", min=1)
-    elements: int = option(100_000, "Elements of the gradient.", min=1)
-    steps: int = option(20, "Steps of each row.", min=1)
-
-    def config(self) -> CompressionConfig:
-        """The settings that rows share.
-
-        Raises:
-            ConfigError: an unknown scope.
-        """
-        return CompressionConfig(threshold_scope=self.threshold_scope, samples=self.samples)
-
-
-@dataclass(frozen=True, kw_only=True)
 class ParameterSweep(Options):
-    """The coders of parameters' moves: bits and speed, against zstd, lz4 and raw."""
+    """The coders of parameters' moves: bits and speed, beside zstd."""
 
     NAME = "bench parameters"
     RUNNER = "codec.parameters"
@@ -184,13 +126,13 @@ class ParameterSweep(Options):
     elements: int = option(4_000_000, "Parameters.", min=1)
     coders: Sequence[str] = names_option(
         ",".join(CODERS),
-        "zstd (level 3) and lz4 compress the moves; the rest are the plugin's.",
+        "zstd (level 3) compresses the moves; the rest are the plugin's.",
         "--coder",
         among=CODERS,
     )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
     iters: int = option(5, "Rounds that are timed.", min=1)
-    threads: int = option(1, "Of torch; zstd and lz4 use one.", min=1)
+    threads: int = option(1, "Of torch; zstd uses one.", min=1)
     device: str = device_option()
 
     def __post_init__(self) -> None:

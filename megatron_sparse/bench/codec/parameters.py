@@ -2,10 +2,10 @@
 
 Each row is one coder on one pair of old and new parameters. `entropy` is the order-0
 entropy of the moves given the old exponent, in bits: the least that a coder can reach that looks at
-no more than that. zstd (level 3) and lz4 get the moves themselves, as integers in zigzag order
-(0, -1, 1, ...), in the parameters' width: far better for them than the parameters' own bytes. Their
-times are without the subtraction that makes the moves. On a GPU only the plugin's own coders have
-rows; their times include reading the record's size and status on the host.
+no more than that. zstd (level 3) gets the moves themselves, as integers in zigzag order (0, -1, 1,
+...), in the parameters' width: far better for it than the parameters' own bytes. Its times are
+without the subtraction that makes the moves. On a GPU only the plugin's own coders have rows; their
+times include reading the record's size and status on the host.
 
 The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
 the learning rate (measured for AdamW), both rounded to the dtype. `measure` takes any other pair.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import chain, starmap
 from statistics import median
 from typing import Any, NamedTuple
@@ -27,12 +26,13 @@ from megatron_sparse.bench.codec.frame import DTYPES, differing, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.table import Action, local, show_progress
+from megatron_sparse.extras import is_installed
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
-PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}
+ZSTD = "zstd"
 ENTROPY_NUMEL = 2**24
 """Of more numbers the entropy is that of the first so many."""
 COMPARED_NUMEL = 2**20 + 17
@@ -158,14 +158,10 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
     def wrong_moves(data: bytes) -> int:
         return int((np.frombuffer(data, z_N.dtype) != z_N).sum())
 
-    if name == "zstd":
-        import zstandard
+    import zstandard
 
-        compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-        return Coder(lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
-    import lz4.frame
-
-    return Coder(lambda: lz4.frame.compress(moves), lz4.frame.decompress, wrong_moves)
+    compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
+    return Coder(lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
 
 
 def encoded(case: ParameterPair, coder: str) -> torch.Tensor:
@@ -206,13 +202,11 @@ def _entropy(symbols: np.ndarray) -> float:
 
 def _rows(sweep: ParameterSweep) -> Iterator[ParameterRow]:
     coders = [name for name in sweep.coders if name in MOVES_CODERS]
-    on_cpu = sweep.device == "cpu"
-    for name in (name for name in PACKAGES if name in sweep.coders and on_cpu):
-        try:
-            import_module(PACKAGES[name])
-            coders.append(name)
-        except ImportError:
-            print(f"# no rows of {name}: pip install 'megatron-sparse[bench]'")
+    if ZSTD in sweep.coders and sweep.device == "cpu":
+        if is_installed("zstandard"):
+            coders.append(ZSTD)
+        else:
+            print("# no rows of zstd: pip install 'megatron-sparse[bench]'")
     for rate in sweep.rates:
         case = synthetic(sweep.elements, rate, DTYPES[sweep.dtype], sweep.device)
         yield from measure(case, coders, sweep.warmup, sweep.iters)

@@ -19,8 +19,6 @@ from megatron_sparse.cuda_ext import ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 from megatron_sparse.extras import is_installed
 
-SAMPLES = CompressionConfig.samples
-
 
 def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str, Action]:
     """Selection with error feedback, leak 0, in whole-tensor operations.
@@ -126,7 +124,8 @@ def _select(
 ) -> None:
     """Samples the threshold and prunes, with leak 0.5; mutates both."""
     offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
-    limits = sample(grad_N, residual_N, offsets, densities_R, SAMPLES, torch.tensor([KEY]))
+    samples, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
+    limits = sample(grad_N, residual_N, offsets, densities_R, samples, keys_R)
     chances_R = limits.tie_chances
     pruning = Pruning(residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=chances_R)
     ops.prune_(grad_N, pruning, case.code)

@@ -16,7 +16,7 @@ timed. The columns:
   in a backward pass. `hidden` is the share of the shorter one that costs no time.
 
 CUDA_DEVICE_MAX_CONNECTIONS counts: with 1 hardware queue kernels of two streams may wait for one
-another. `--stub-nccl` is another table: see `stub_nccl`.
+another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from statistics import median
 import torch
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_sparse.bench.exchange import stub_nccl
 from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
@@ -206,16 +205,11 @@ class BucketBench(CollectiveBench[CollectiveSweep]):
         return sum("synchronizing" in str(each.message) for each in caught)
 
 
-def _where(sweep: BucketSweep) -> str:
-    if sweep.stub_nccl:
-        return "NCCL calls are stubbed out: no time of launches, of NCCL or of the device"
+def _where(_: BucketSweep) -> str:
     return f"1 rank, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'cpu'}"
 
 
-def _rows(sweep: BucketSweep) -> Iterator[BucketRow | stub_nccl.StubRow]:
-    if sweep.stub_nccl:
-        yield from stub_nccl.rows(sweep)
-        return
+def _rows(sweep: BucketSweep) -> Iterator[BucketRow]:
     for codec in sweep.codecs if torch.cuda.is_available() else ("cpu",):
         with _selected(codec), BucketBench(sweep, codec) as bench:
             yield from bench.bucket_rows()

@@ -18,6 +18,7 @@ import torch
 from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, Scheme, check
+from megatron_sparse.config.bits import AUTO_SUM_BITS
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import (
@@ -72,18 +73,16 @@ class BucketCase:
         """Bytes of the gradient."""
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
-    def config(self, sweep: CollectiveSweep, straggler: int) -> SparseConfig:
+    def config(self, sweep: CollectiveSweep, world_size: int) -> SparseConfig:
         """A configuration in which the first step is at the target already.
 
-        Args:
-            sweep: how the case is run.
-            straggler: the late rank, for schemes that need one.
+        The last rank is the late one, for schemes that need one.
         """
         scheme = entry_of(self.scheme)
         form = "auto" if scheme.own_format else sweep.message_format
         pinned = None
         if scheme.skips_straggler:
-            pinned = StragglerConfig(mode="pinned", rank=straggler)
+            pinned = StragglerConfig(mode="pinned", rank=world_size - 1)
         return check(
             SparseConfig.from_overrides(
                 scheme=self.scheme,
@@ -214,11 +213,11 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
             scheme, bits = entry_of(name), None if given == WHOLE_BITS else given
             if not _runs(scheme, op, bits, level):
                 continue
-            sum_bits = sweep.sum_bits if _sums_few_bits(scheme, op, bits, sweep) else None
             if scheme.sends_whole:
                 bits = dense_value_bits(bits)  # it has no values in full
             elif scheme.takes is Input.DENSE:
                 bits = None
+            sum_bits = _sum_bits(scheme, op, bits, sweep)
             target = 1.0 if scheme.takes_all else density
             yield BucketCase(op, name, dtype, target, numel, bits, sum_bits, level)
 
@@ -234,11 +233,15 @@ def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> boo
     return not scheme.sends_whole or bits in (None, *DENSE_VALUE_BITS)
 
 
-def _sums_few_bits(
+def _sum_bits(
     scheme: Scheme, op: CollectiveOp, bits: int | None, sweep: CollectiveSweep
-) -> bool:
-    """Whether a scheme can gather sums in few bits; see `config.bits`."""
-    is_rice = scheme.sends_whole or bits is not None or sweep.message_format == "rice"
+) -> int | None:
+    """In which a scheme gathers sums, if it can (see `config.bits`); None: whole."""
+    given = sweep.sum_bits
+    if given is None and bits is not None:
+        given = AUTO_SUM_BITS
+    is_rice = bits is not None or sweep.message_format == "rice"
     is_sparse = scheme.takes is Input.SPARSE and scheme.own_format is None
     has_residual = is_sparse and not scheme.takes_inner
-    return op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
+    can = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
+    return given if can and given != WHOLE_BITS else None

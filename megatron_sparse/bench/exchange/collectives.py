@@ -6,7 +6,8 @@ selected; a row that has any is not timed.
 Between processes it times the path that training uses: `GradientReducer` with its residual, sampled
 threshold, error feedback, progress thread and planner. A round is the scheme, the backend's own
 dense collective and a plain copy, each after a barrier and on fresh values; filling them in is not
-timed. They take turns at going first, so that a slowdown of the machine affects all of them.
+timed. They take turns at going first, so that a slowdown of the machine affects all of them. With
+`--delay-ms` the last rank comes so much later, and time counts from its arrival on.
 
 On virtual ranks `time_us`, `dense_us` and `network_us` are the alpha-beta clock's, in which local
 work takes no time. `prune_us`, `encode_us` and `decode_us` are this machine's, measured, means over
@@ -15,6 +16,7 @@ the ranks.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,7 +86,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         wire_rate = self._wire_rate()
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
-            place = self._place | {"level": case.level}
+            place = self._place | _cells(case, self._cases)
             row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **place)
             if not wrong:
                 self._time(case, row, wire_rate)
@@ -99,7 +101,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         for case in each_case(made):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
-            place = {"transport": VIRTUAL, "modelled": True, "level": case.level}
+            place = {"transport": VIRTUAL, "modelled": True, **_cells(case, cases)}
             row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **place)
             if not wrong:
                 _model(case, row, cases, topology)
@@ -123,14 +125,8 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
 
         return self._median_us([self._timed(action) for _ in range(rounds)])
 
-    def _check(
-        self, case: BucketCase, before: Callable[[int], object] = lambda step: None
-    ) -> tuple[int, str]:
+    def _check(self, case: BucketCase) -> tuple[int, str]:
         """Elements, on all ranks, that differ from the sum of what was sent of small integers.
-
-        Args:
-            case: what is checked.
-            before: called before each step.
 
         Returns:
             How many there are, and the scheme that the planner took.
@@ -143,7 +139,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
             given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
             grad_N.copy_(given_N)
             before_N = path.residual(bucket)
-            before(step)
+            self._arrive()
             record = path.run(bucket, step)
             sent_N = given_N.float() + before_N - path.residual(bucket)
             wrong += self._wrong_elements(case, grad_N, sent_N)
@@ -176,7 +172,7 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
 
         def dense(_: int) -> list[float]:
             spare_N.copy_(base_N)
-            return [self._timed(lambda: self._dense(case, spare_N))]
+            return [self._since_last(lambda: self._dense(case, spare_N))]
 
         def copy(_: int) -> list[float]:
             return [self._timed(lambda: spare_N.copy_(base_N))]
@@ -189,16 +185,23 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
     def _whole(self, path: BucketPath, bucket: Bucket, step: int) -> dict[str, float]:
         """Figures of a step through the reducer."""
         records: list[BucketRecord] = []
-        total_us = self._timed(lambda: records.append(path.run(bucket, step)))
+        total_us = self._since_last(lambda: records.append(path.run(bucket, step)))
         return figures_of(records[0], total_us)
 
-    def _path(self, case: BucketCase, straggler: int | None = None) -> BucketPath:
-        groups = self._groups(case)
-        return BucketPath(case, self._cases, groups, self._progress, straggler)
+    def _since_last(self, action: Callable[[], object]) -> float:
+        """This rank's microseconds from the last rank's arrival on."""
+        return self._timed(lambda: (self._arrive(), action())) - self._cases.delay_ms * 1e3
+
+    def _arrive(self) -> None:
+        if self.rank == self.world_size - 1:
+            time.sleep(self._cases.delay_ms * 1e-3)
+
+    def _path(self, case: BucketCase) -> BucketPath:
+        return BucketPath(case, self._cases, self._groups(case), self._progress)
 
     def _groups(self, case: BucketCase) -> Groups:
         """All ranks, and at level `node` this rank's node and lane. Collective."""
-        config = case.config(self._cases, straggler=self.world_size - 1)
+        config = case.config(self._cases, self.world_size)
         choice = choose_level(config, self._transport.nodes)
         if choice.level != NODE:
             return Groups(self._transport)
@@ -219,6 +222,10 @@ class CollectiveBench[Sweep: CollectiveSweep](Bench[Sweep]):
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
             typed(lambda: _reduce_scatter(own_M, values_N))
+
+
+def _cells(case: BucketCase, sweep: CollectiveSweep) -> dict[str, Any]:
+    return {"level": case.level, "delay_us": sweep.delay_ms * 1e3}
 
 
 def _model(
@@ -272,38 +279,26 @@ class VirtualRanks:
         case: what they synchronise.
         sweep: how.
         topology: of the cluster.
-        straggler: the late rank; None: the last, and it is not late.
-        delay_s: how late it is, on the modelled clock.
 
     Attributes:
         carried_by: the scheme that the planner took; known after a run.
-        clock_s: the modelled clock of each rank.
     """
 
     carried_by: str
 
-    def __init__(
-        self,
-        case: BucketCase,
-        sweep: CollectiveSweep,
-        topology: Topology,
-        straggler: int | None = None,
-        delay_s: float = 0.0,
-    ) -> None:
-        self._case, self._straggler, self._delay_s = case, straggler, delay_s
+    def __init__(self, case: BucketCase, sweep: CollectiveSweep, topology: Topology) -> None:
+        self._case, self._delay_s = case, sweep.delay_ms * 1e-3
         self._cluster = VirtualCluster(topology.world_size, topology)
-        self.clock_s = self._cluster.clock_s
-        choice = choose_level(case.config(sweep, topology.world_size - 1), topology.nodes)
+        choice = choose_level(case.config(sweep, topology.world_size), topology.nodes)
         self._paths = [
-            BucketPath(case, sweep, groups, straggler=straggler)
-            for groups in virtual_groups(self._cluster, choice)
+            BucketPath(case, sweep, groups) for groups in virtual_groups(self._cluster, choice)
         ]
 
     def run_timed(self) -> tuple[float, list[BucketRecord]]:
-        """The modelled clock's seconds, and each rank's record, of gradients made for timing."""
+        """Seconds from the last rank's arrival on, and each rank's record, of values for timing."""
         given = [self._case.normal_values(rank) for rank in range(len(self._paths))]
         outcomes = self._run(given, 0)
-        return self._cluster.modelled_s, [outcome.record for outcome in outcomes]
+        return self._cluster.modelled_s - self._delay_s, [outcome.record for outcome in outcomes]
 
     def count_wrong(self) -> int:
         """Elements of all results that differ from the sum of what was sent of small integers."""
@@ -334,7 +329,7 @@ class VirtualRanks:
         rank, n, path = transport.rank, len(self._paths), self._paths[transport.rank]
         bucket = self._case.bucket(given_N.clone(), n)
         before_N = path.residual(bucket)
-        if rank == self._straggler:
+        if rank == n - 1:
             transport.charge(self._delay_s)
         record = yield from path.steps(bucket, step)
         # Only now: with `scheme.sum_bits` an owner's residual keeps what the gathered sum loses.

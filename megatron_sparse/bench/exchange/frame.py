@@ -7,7 +7,7 @@ error, the first of them reports it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.transport import Link, Topology
-from megatron_sparse.transport.netbed import netbed_mbit
+from megatron_sparse.transport.netbed import Links, netbed_mbit
 
 
 class Bench[Cases: Rounds](RankGroup):
@@ -66,27 +66,12 @@ class Bench[Cases: Rounds](RankGroup):
     def check(cls, cases: Cases, ranks: int, *, virtual: bool) -> None:
         """Raises if the ranks do not fit the cases, before anything starts."""
 
-    @classmethod
-    def right(cls, rows: Sequence[Any]) -> bool:
-        """Whether the rows are as they should be; the exit code says so."""
-        return not any(row.bad for row in rows)
-
-    @classmethod
-    def show(cls, cases: Cases, rows: Sequence[Any]) -> None:
-        """Judges the rows, where they were printed."""
-
-    @classmethod
-    def draw(cls, rows: Sequence[Any], folder: Path) -> list[Path]:
-        """Makes the pictures of the rows, for benches with `--figures`; returns their files."""
-        raise NotImplementedError
-
 
 def run[Cases: Rounds](
     bench: type[Bench[Cases]],
     sweep: Cases,
     place: Place,
     json_path: Path | None = None,
-    figures: Path | None = None,
 ) -> int:
     """Starts the ranks that are missing, or does one rank's part; returns the exit code.
 
@@ -95,7 +80,6 @@ def run[Cases: Rounds](
         sweep: its options.
         place: of the ranks.
         json_path: for one JSON object a line; None writes none.
-        figures: folder for the bench's pictures; None draws none.
 
     Raises:
         ConfigError: flags contradict one another, or an option does not fit.
@@ -112,13 +96,11 @@ def run[Cases: Rounds](
     ranks = place.ranks or started or 4
     bench.check(cases, ranks, virtual=place.virtual)
     if place.virtual:
-        rows = run_virtual(bench, cases, place.topology(ranks), json_path, figures)
-        return int(not bench.right(rows))
+        return _code(run_virtual(bench, cases, place.topology(ranks), json_path))
     if started:
-        return int(not bench.right(run_rank(bench, cases, json_path, figures)))
+        return _code(run_rank(bench, cases, json_path))
     write_rows(json_path, [])
-    outputs = {"json": json_path, "figures": figures}
-    flags = [f"--{name}={path}" for name, path in outputs.items() if path is not None]
+    flags = [] if json_path is None else [f"--json={json_path}"]
     command = [*cases.NAME.split(), *cases.arguments(), *flags]
     return start_ranks(command, place, ranks, cases.mbit)
 
@@ -138,16 +120,12 @@ def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | No
     """
     of_rank = local_ranks.command_line(command)
     if place.netbed:
-        return local_ranks.run_netbed(of_rank, ranks, mbit or 0, place.nodes(ranks))
+        return local_ranks.run_netbed(of_rank, ranks, Links(mbit or 0), place.nodes(ranks))
     return local_ranks.run_loopback(of_rank, ranks)
 
 
 def run_virtual[Cases: Rounds](
-    bench: type[Bench[Cases]],
-    cases: Cases,
-    topology: Topology,
-    json_path: Path | None,
-    figures: Path | None = None,
+    bench: type[Bench[Cases]], cases: Cases, topology: Topology, json_path: Path | None
 ) -> list[Any]:
     """Prints the table of a virtual cluster, labelled as a model; returns its rows.
 
@@ -160,13 +138,12 @@ def run_virtual[Cases: Rounds](
         f"work; nodes of {topology.node_sizes}, {_link(topology.intra)} inside, "
         f"{_link(topology.inter)} between them"
     )
-    rows = bench.virtual_rows(cases, topology)
     with torch_threads(1):
-        return show_rows(bench, cases, where, rows, json_path, figures)
+        return print_rows(where, cases, bench.virtual_rows(cases, topology), json_path)
 
 
 def run_rank[Cases: Rounds](
-    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None, figures: Path | None
+    bench: type[Bench[Cases]], cases: Cases, json_path: Path | None
 ) -> list[Any]:
     """One rank's part where RANK and WORLD_SIZE are set; see `as_rank` for errors."""
 
@@ -174,25 +151,9 @@ def run_rank[Cases: Rounds](
         if group.rank:
             return list(group.rows())
         where = f"{group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}"
-        return show_rows(bench, cases, where, group.rows(), json_path, figures)
+        return print_rows(where, cases, group.rows(), json_path)
 
     return as_rank(lambda *where: bench(cases, *where), measure)
-
-
-def show_rows[Cases: Rounds](
-    bench: type[Bench[Cases]],
-    cases: Cases,
-    where: str,
-    rows: Iterable[CellRow],
-    json_path: Path | None,
-    figures: Path | None = None,
-) -> list[Any]:
-    """Prints the table and what the bench says of its rows, and draws them; returns the rows."""
-    done = print_rows(where, cases, rows, json_path)
-    bench.show(cases, done)
-    for path in bench.draw(done, figures) if figures is not None else ():
-        print(path)
-    return done
 
 
 def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]:
@@ -201,6 +162,10 @@ def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]
         if rank == 0:
             show_progress(f"{number}/{len(cases)}: {case.title}")
         yield case
+
+
+def _code(rows: Sequence[Any]) -> int:
+    return int(any(row.bad for row in rows))
 
 
 def _link(link: Link) -> str:

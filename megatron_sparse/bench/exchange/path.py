@@ -48,7 +48,6 @@ class BucketPath:
         sweep: how.
         groups: of the rank.
         progress: drives the reducer; None for virtual ranks, which call `steps`.
-        straggler: the late rank, for schemes that need one; None for the last rank.
     """
 
     def __init__(
@@ -57,10 +56,8 @@ class BucketPath:
         sweep: CollectiveSweep,
         groups: Groups,
         progress: Progress | None = None,
-        straggler: int | None = None,
     ) -> None:
-        late = groups.data_parallel.world_size - 1 if straggler is None else straggler
-        config = case.config(sweep, late)
+        config = case.config(sweep, groups.data_parallel.world_size)
         self._sink = LastRecord()
         self.residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
         self.reducer = GradientReducer(

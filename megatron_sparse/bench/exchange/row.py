@@ -44,15 +44,28 @@ PAYLOAD_SHARE = 1448 / 1514
 
 
 @dataclass(kw_only=True)
-class CaseRow(CellRow):
-    """What rows of `bench collectives` and of `bench stragglers` have in common.
+class CollectiveRow(CellRow):
+    """One case of `bench collectives`.
 
     Times are medians over the rounds, in microseconds; null where nothing was timed.
     """
 
+    COLUMNS = Columns(
+        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
+        "value_bits >4 bits | level >5 | wire_bytes >11.0f wire(B) | "
+        "inside_bytes >11.0f inside(B) | time_us >10.0f time(us) | "
+        "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
+        "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
+        "time_us/floor_us >6.2f /floor | "
+        "network_us/network_floor_us >5.2f net/ | prune_us >8.0f prune | encode_us >8.0f encode | "
+        "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
+        "host_cpu_us >8.0f cpu"
+    )
+    """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
+
     op: str = cell("`all_reduce` or `reduce_scatter`")
     scheme: str = cell("as asked for")
-    carried_by: str = cell("that did it: another than `scheme` only for `auto` and `rule`")
+    carried_by: str = cell("that did it: another than `scheme` only for `auto`")
     dtype: str = cell("of the gradient, and of the values sent unless they have `value_bits`")
     density: float = cell("as asked for")
     count: int = cell("elements")
@@ -67,10 +80,36 @@ class CaseRow(CellRow):
     wire_bytes: int | None = optional("sent by the busiest rank")
     sent_density: float | None = optional("the fraction of elements that was selected")
     time_us: float | None = optional(
-        "of the slowest rank: from dense gradient to dense sum; with a straggler, from the last "
-        "rank's arrival to the last rank's end"
+        "of the slowest rank: from dense gradient to dense sum, from the last rank's arrival on"
     )
     p99_us: float | None = optional("of the slowest round but one in a hundred")
+    level: str = cell("`rank` or `node`, as asked for", default=RANK)
+    inside_bytes: int | None = optional(
+        "those of `wire_bytes` that stay inside the node, at level `node`; the rest crosses "
+        "between nodes, and `sent_density` is of what crosses"
+    )
+    delay_us: float = cell("how late the last rank was made", default=0.0)
+    dense_us: float | None = optional("of the backend's own dense collective, in turn")
+    speedup: float | None = optional("of the pairs of dense and scheme, the median")
+    prune_us: float | None = optional("threshold, error feedback, pruning and encoding")
+    encode_us: float | None = optional("encoding sums, without the selection")
+    network_us: float | None = optional("waiting for messages, and for slower and late ranks")
+    decode_us: float | None = optional("adding messages up")
+    host_us: float | None = optional(
+        "`time_us`, and the delay where it was waited for, less the stages: the launch, the "
+        "progress thread, its polling"
+    )
+    host_cpu_us: float | None = optional(
+        "of the processor, spent by the progress thread: on a CPU with the codecs, on CUDA what "
+        "the Python path costs the host; null for virtual ranks, which have none"
+    )
+    copy_us: float | None = optional(
+        "a plain copy of the gradient by all ranks at once, in turn with the scheme"
+    )
+    floor_us: float | None = optional(
+        "the least that the scheme's bytes take, wire and codec; see above"
+    )
+    network_floor_us: float | None = optional("the wire's part of it")
     foreign_load: float | None = optional(
         "the share of the machine that other programs took; null where unknown"
     )
@@ -105,50 +144,6 @@ class CaseRow(CellRow):
         """Notes how much of the machine other programs took while the row was timed."""
         self.foreign_load, self.noisy = share, share > MOST_FOREIGN_LOAD
 
-
-@dataclass(kw_only=True)
-class CollectiveRow(CaseRow):
-    """One case of `bench collectives`."""
-
-    COLUMNS = Columns(
-        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
-        "value_bits >4 bits | level >5 | wire_bytes >11.0f wire(B) | "
-        "inside_bytes >11.0f inside(B) | time_us >10.0f time(us) | "
-        "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
-        "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
-        "time_us/floor_us >6.2f /floor | "
-        "network_us/network_floor_us >5.2f net/ | prune_us >8.0f prune | encode_us >8.0f encode | "
-        "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
-        "host_cpu_us >8.0f cpu"
-    )
-    """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
-
-    level: str = cell("`rank` or `node`, as asked for", default=RANK)
-    inside_bytes: int | None = optional(
-        "those of `wire_bytes` that stay inside the node, at level `node`; the rest crosses "
-        "between nodes, and `sent_density` is of what crosses"
-    )
-    dense_us: float | None = optional("of the backend's own dense collective, in turn")
-    speedup: float | None = optional("of the pairs of dense and scheme, the median")
-    prune_us: float | None = optional("threshold, error feedback, pruning and encoding")
-    encode_us: float | None = optional("encoding sums, without the selection")
-    network_us: float | None = optional("waiting for messages and for slower ranks")
-    decode_us: float | None = optional("adding messages up")
-    host_us: float | None = optional(
-        "`time_us` less the stages: the launch, the progress thread, its polling"
-    )
-    host_cpu_us: float | None = optional(
-        "of the processor, spent by the progress thread: on a CPU with the codecs, on CUDA what "
-        "the Python path costs the host; null for virtual ranks, which have none"
-    )
-    copy_us: float | None = optional(
-        "a plain copy of the gradient by all ranks at once, in turn with the scheme"
-    )
-    floor_us: float | None = optional(
-        "the least that the scheme's bytes take, wire and codec; see above"
-    )
-    network_floor_us: float | None = optional("the wire's part of it")
-
     def measured(
         self,
         case: BucketCase,
@@ -177,7 +172,8 @@ class CollectiveRow(CaseRow):
         self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
         for name in ("encode", "network", "decode", "host_cpu"):
             setattr(self, f"{name}_us", _median(of_slowest[name]))
-        self.host_us = _median(total - stages)
+        waited = np.where(slowest == self.world_size - 1, 0.0, self.delay_us)
+        self.host_us = _median(total + waited - stages)
         self.copy_us = _median(copy_nR.numpy().max(axis=0))
         self.wire_bytes, self.inside_bytes = (
             round(_median(rounds[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")

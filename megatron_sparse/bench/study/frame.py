@@ -28,6 +28,7 @@ from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.simulate import figures
+from megatron_sparse.transport.netbed import Links
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +57,7 @@ class Run:
         arguments: of `train`, without names and folders.
         out: where the run's folder and its log are.
         place: more arguments, which results do not name: the corpus, the machine.
-        mbit: rate of the hosts' links on the test bed; None over loopback.
+        links: of the test bed; None over loopback.
         setting: name of the study's setting.
         model: of the study's models, if it has several.
         seed: of weights and samples.
@@ -67,7 +68,7 @@ class Run:
     arguments: list[str]
     out: Path
     place: Sequence[str] = ()
-    mbit: int | None = None
+    links: Links | None = None
     setting: str = ""
     model: str = ""
     seed: int = 1
@@ -76,6 +77,11 @@ class Run:
     def folder(self) -> Path:
         """Plain Megatron makes none."""
         return self.out / self.name
+
+    @property
+    def where(self) -> dict[str, int | None]:
+        """The cells of a row that say on which links it ran."""
+        return dict(Links(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
 
     @property
     def words(self) -> list[str]:
@@ -116,8 +122,8 @@ class Run:
 
     def _start(self, command: list[str], cluster: ClusterConfig, log: IO[str]) -> int:
         ranks = cluster.nodes * cluster.ranks_per_node
-        if self.mbit is not None:
-            return local_ranks.run_netbed(command, ranks, self.mbit, cluster.nodes, log)
+        if self.links is not None:
+            return local_ranks.run_netbed(command, ranks, self.links, cluster.nodes, log)
         if cluster.nodes == 1:
             return local_ranks.run(command, log)
         # `train` starts the ranks of one node only; here this machine's stand for all.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_sparse.bench.exchange.options import scheme_names
 from megatron_sparse.bench.options import (
@@ -29,6 +29,10 @@ from megatron_sparse.bench.study.settings import (
 )
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.config.parameters import METHODS
+from megatron_sparse.config.presets import preset_names
+
+if TYPE_CHECKING:
+    from megatron_sparse.transport.netbed import Links
 
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
@@ -69,14 +73,29 @@ def _schemes() -> Iterable[str]:
     return (PLAIN, *scheme_names())
 
 
-def _check_bed(*, netbed: bool, mbit: int | None) -> None:
-    from megatron_sparse.run import local_ranks
+@dataclass(frozen=True, kw_only=True)
+class BedOptions(StudyOptions):
+    """Where the ranks are."""
 
-    local_ranks.check_place(netbed=netbed, virtual=False, mbit=mbit, ranks=None, started=None)
+    netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
+    delay_ms: int = option(0, "Round trip between its hosts, or sites.", min=0)
+    sites: int = option(1, "2: rate and delay are between two sites of hosts.", min=1)
+
+    def _checks(self, mbit: int | None, hosts: int) -> list[Check]:
+        from megatron_sparse.run import local_ranks
+
+        local_ranks.check_place(
+            netbed=self.netbed, virtual=False, mbit=mbit, ranks=None, started=None
+        )
+        divided = self.sites == 1 or (self.netbed and self.sites == 2 and hosts % 2 == 0)
+        return [
+            ("delay-ms", self.delay_ms, self.netbed or not self.delay_ms, "0 without --netbed"),
+            ("sites", self.sites, divided, "1, or 2 with --netbed and an even number of hosts"),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions(StudyOptions):
+class TrainingOptions(BedOptions):
     """The options of `bench training`; the first scheme is what the others are compared with.
 
     With a slow rank, schemes that can skip a straggler have it pinned.
@@ -88,6 +107,9 @@ class TrainingOptions(StudyOptions):
         "plain,direct", "plain: Megatron without the plugin.", "--scheme", among=_schemes
     )
     densities: Sequence[float] = density_option("0.01", "Fractions sent.")
+    presets: Sequence[str] | None = names_option(
+        None, "Rows of presets; auto tries some in --warmup.", "--preset", among=preset_names
+    )
     methods: Sequence[str] = names_option(
         "auto",
         "Values of parameters.method.",
@@ -100,7 +122,6 @@ class TrainingOptions(StudyOptions):
     )
     ranks: int = option(2, "Processes on this machine.", min=1)
     ranks_per_node: int = option(1, "On each host of --netbed.", min=1)
-    netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     mbit: int | None = option(None, "Rate of the test bed's links.", min=1)
     iters: int = option(12, "Iterations that are timed.", min=1)
     warmup: int = option(3, "Iterations that are not.", min=0)
@@ -109,10 +130,10 @@ class TrainingOptions(StudyOptions):
 
     def checks(self) -> list[Check]:
         """See `Options`."""
-        _check_bed(netbed=self.netbed, mbit=self.mbit)
         divides = self.ranks % self.ranks_per_node == 0
         has_hosts = self.netbed or self.ranks_per_node == 1
-        checks: list[Check] = [
+        checks = [
+            *self._checks(self.mbit, self.nodes),
             ("ranks-per-node", self.ranks_per_node, divides, f"a divisor of {self.ranks}"),
             ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
         ]
@@ -132,16 +153,22 @@ class TrainingOptions(StudyOptions):
         """Hosts."""
         return self.ranks // self.ranks_per_node if self.netbed else 1
 
+    @property
+    def links(self) -> Links | None:
+        """Of the test bed; None over loopback."""
+        from megatron_sparse.transport.netbed import Links
+
+        return Links(self.mbit or 0, self.delay_ms, self.sites) if self.netbed else None
+
 
 @dataclass(frozen=True, kw_only=True)
-class RaceOptions(StudyOptions):
+class RaceOptions(BedOptions):
     """The options of `bench time-to-loss`; on the test bed each rank has a host of its own."""
 
     NAME = "bench time-to-loss"
 
     settings: Sequence[str] = _settings(TIME_TO_LOSS, "Of docs/results/time-to-loss.md, or all.")
     ranks: int = option(4, "Processes on this machine.", fits=at_least(2))
-    netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
     mbits: Sequence[int] | None = option(
         None, "Rates of the test bed's links.", parse_counts, flag="--mbit", metavar="R,..."
     )
@@ -151,8 +178,8 @@ class RaceOptions(StudyOptions):
 
     def checks(self) -> list[Check]:
         """See `Options`."""
-        _check_bed(netbed=self.netbed, mbit=min(self.mbits or (), default=None))
         return [
+            *self._checks(min(self.mbits or (), default=None), self.ranks),
             ("setting", self.settings, PLAIN in self.settings, f"{PLAIN} among them"),
         ]
 

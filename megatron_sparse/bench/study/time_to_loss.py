@@ -28,6 +28,7 @@ from megatron_sparse.bench.study.settings import (
 )
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
+from megatron_sparse.transport.netbed import Links
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -58,7 +59,9 @@ class TimeToLossRow(CellRow):
     op: str = cell("`time_to_loss`")
     setting: str = cell("its name")
     label: str = cell("the setting in words", ">34 setting")
-    mbit: int | None = cell("rate of each rank's link; null over loopback", ">6")
+    mbit: int | None = cell("rate of the test bed's slow links; null over loopback", ">6")
+    delay_ms: int = cell("their round trip")
+    sites: int = cell("1, or 2 that one slow link joins")
     iterations: int = cell("how many the run had", ">5 iters")
     iteration_ms: float = cell("median", ">13.1f iteration(ms)")
     wire_ratio: float = cell(
@@ -99,13 +102,14 @@ def seconds_to(outcome: RunResult, loss: float) -> float | None:
 
 def runs_of(options: RaceOptions) -> list[Run]:
     """Rate after rate; plain Megatron first."""
-    rates = (options.mbits or ()) if options.netbed else (None,)
+    rates = [Links(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
+    places = rates if options.netbed else [None]
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
-    return [_run_of(options, setting, mbit) for mbit in rates for setting in chosen]
+    return [_run_of(options, setting, links) for links in places for setting in chosen]
 
 
-def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Run:
-    nodes = 1 if mbit is None else options.ranks
+def _run_of(options: RaceOptions, setting: Setting, links: Links | None) -> Run:
+    nodes = 1 if links is None else options.ranks
     iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
     arguments = [
         "experiment=testbed",
@@ -119,9 +123,11 @@ def _run_of(options: RaceOptions, setting: Setting, mbit: int | None) -> Run:
         *schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), options.seed),
         *options.overrides,
     ]
-    name = f"{setting.name}-{'loopback' if mbit is None else mbit}"
+    # 100 or 100_30_2
+    where = "loopback" if links is None else "_".join(map(str, links)).removesuffix("_0_1")
+    name = f"{setting.name}-{where}"
     place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
-    return Run("time-to-loss", name, arguments, options.out, place, mbit, setting.name)
+    return Run("time-to-loss", name, arguments, options.out, place, links, setting.name)
 
 
 def run(
@@ -150,8 +156,8 @@ def run(
 
 def rows_of(outcomes: Sequence[RunResult], plain_iters: int) -> list[TimeToLossRow]:
     """One row for each run, in their order; each rate's plain Megatron is among them."""
-    plains = {each.run.mbit: each for each in outcomes if each.run.setting == PLAIN}
-    return [_row(each, plains[each.run.mbit], plain_iters) for each in outcomes]
+    plains = {each.run.links: each for each in outcomes if each.run.setting == PLAIN}
+    return [_row(each, plains[each.run.links], plain_iters) for each in outcomes]
 
 
 def _row(each: RunResult, plain: RunResult, plain_iters: int) -> TimeToLossRow:
@@ -166,7 +172,7 @@ def _row(each: RunResult, plain: RunResult, plain_iters: int) -> TimeToLossRow:
         op="time_to_loss",
         setting=each.run.setting,
         label=SETTINGS[each.run.setting].label,
-        mbit=each.run.mbit,
+        **each.run.where,
         iterations=iterations,
         iteration_ms=median(each.iteration_ms),
         wire_ratio=sent,
@@ -183,7 +189,7 @@ def _row(each: RunResult, plain: RunResult, plain_iters: int) -> TimeToLossRow:
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
     """Loss over seconds, and loss over bytes."""
     curves = [
-        {"series": SETTINGS[each.run.setting].label, "mbit": each.run.mbit}
+        {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
         | {"seconds": seconds, "loss": loss}
         for each in outcomes
         for seconds, loss in points(each)

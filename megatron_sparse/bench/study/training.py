@@ -21,10 +21,10 @@ from megatron_sparse.bench.study.settings import PLAIN
 from megatron_sparse.bench.table import print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 
-FULL_VALUES = ("compression.value_bits=null", "scheme.sum_bits=null")
-"""So that rows differ by nothing but scheme and density; overrides may say otherwise."""
+PRESET = "preset="
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Variant:
     """What differs between two rows.
 
     Attributes:
-        scheme: `plain`, or the plugin's.
-        density: of the schemes that compress.
+        scheme: `plain`, the plugin's, or `preset=NAME`.
+        density: of the schemes that compress, and that a preset begins with.
         parameters: `parameters.method`; None for `plain`.
         level: `compression.level`.
     """
@@ -48,7 +48,7 @@ class Variant:
         """Of the run's folder and log."""
         gathered = "" if self.parameters in (None, "auto") else f"_{self.parameters}"
         level = "" if self.level == RANK else f"_{self.level}"
-        return f"{self.scheme}_{self.density:g}{gathered}{level}"
+        return f"{self.scheme.removeprefix(PRESET)}_{self.density:g}{gathered}{level}"
 
 
 @dataclass
@@ -56,13 +56,15 @@ class TrainingRow(CellRow):
     """One run; times are milliseconds. What only the plugin measures is null for `plain`."""
 
     op: str = cell("`training`")
-    scheme: str = cell("`plain`, or the plugin's", ">20")
+    scheme: str = cell("`plain`, the plugin's, or `preset=NAME`", ">20")
     density: float = cell("of the schemes that compress; 1 for the others", ">8g")
     level: str = cell("`compression.level`", ">8")
     parameters: str | None = cell("`parameters.method`; null for `plain`", ">7 params")
     world_size: int = cell("ranks")
     slow_ms: float = cell("how long the slow rank sleeps in an iteration; 0 if no rank is slow")
-    mbit: int | None = cell("rate of each rank's link; null over loopback")
+    mbit: int | None = cell("rate of the test bed's slow links; null over loopback")
+    delay_ms: int = cell("their round trip")
+    sites: int = cell("1, or 2 that one slow link joins")
     iteration_ms: float = cell("median", ">13.1f iteration(ms)")
     slowest_ms: float = cell("the slowest iteration that counts", ">9.1f slowest")
     exposed_ms: float | None = cell(
@@ -115,7 +117,7 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = {variant: run_of(options, variant) for variant in variants(options)}
-    where = f"test bed, {options.mbit} Mbit/s" if options.netbed else "loopback"
+    where = f"test bed, {options.links}" if options.links else "loopback"
     slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
     begin(
         list(runs.values()),
@@ -126,7 +128,10 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
-    """Of the rows: each scheme with each density, parameters' method and level that it has."""
+    """Of the rows: each scheme with each density, parameters' method and level that it has.
+
+    Then the presets.
+    """
     for scheme in options.schemes:
         dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
         for density in [1.0] if dense else options.densities:
@@ -136,13 +141,19 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
             for parameters, level in product(options.methods, options.levels):
                 if level == RANK or not dense:
                     yield Variant(scheme, density, parameters, level)
+    for name, parameters, level in product(options.presets or (), options.methods, options.levels):
+        density = SparseConfig.preset(name).compression.given_density
+        yield Variant(f"{PRESET}{name}", density, parameters, level)
 
 
 def run_of(options: TrainingOptions, variant: Variant) -> Run:
     """The run of one row."""
     scheme, nodes = variant.scheme, options.nodes
-    has_preset = any(text.startswith("preset=") for text in options.overrides)
-    how = ["plugin=false"] if scheme == PLAIN else [f"scheme={scheme}"]
+    how = [f"scheme={scheme}", f"compression.density={variant.density:g}"]
+    if scheme == PLAIN:
+        how = ["plugin=false"]
+    elif scheme.startswith(PRESET):
+        how = [scheme]
     if variant.parameters not in (None, "auto"):
         how.append(f"parameters.method={variant.parameters}")
     slow = []
@@ -153,8 +164,6 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
     arguments = [
         "experiment=testbed",
         *how,
-        f"compression.density={variant.density:g}",
-        *([] if has_preset else FULL_VALUES),
         f"compression.level={variant.level}",
         f"cluster.nodes={nodes}",
         f"cluster.ranks_per_node={options.ranks // nodes}",
@@ -164,8 +173,7 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         *slow,
         *options.overrides,
     ]
-    mbit = options.mbit if options.netbed else None
-    return Run("training", variant.run_name, arguments, options.out, mbit=mbit)
+    return Run("training", variant.run_name, arguments, options.out, links=options.links)
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
@@ -180,7 +188,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             **vars(variant),
             world_size=options.ranks,
             slow_ms=options.slow_ms if options.slow_rank is not None else 0.0,
-            mbit=run.mbit,
+            **run.where,
             iteration_ms=middle_ms,
             slowest_ms=max(times_ms),
             loss_first=outcome.losses[0],

@@ -1,0 +1,208 @@
+"""`compression.density=auto`: which preset a run goes on with, by trials.
+
+A model of links, codecs and overlap errs by more than presets differ. So the run tries them:
+iterations are timed, whole, under each preset that `compression.loss_budget` allows, with nothing
+ramped. Ranks agree on the slowest rank's medians. The run goes on with the preset of the least
+loss whose iterations take at most 2 % longer than the fastest, and with that preset's warm-up and
+ramp: where communication hides behind the backward pass anyway, gradients travel whole.
+
+Nothing is lost when the preset changes: what one has left in the residual the next one sends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_sparse.compression.schedule import Phase, phase_and_density
+from megatron_sparse.config.compression import (
+    LONG_RAMP_BELOW,
+    LONG_RAMP_ITERS,
+    RAMP_ITERS,
+    CompressionConfig,
+)
+from megatron_sparse.config.presets import allowed, preset_values
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.planner import Planner
+
+logger = logging.getLogger("megatron_sparse")
+
+AUTO = "auto"
+FIRST_STEP = 3
+"""Steps before the first trial: they allocate, and build what is built at first use."""
+SETTLE, TIMED = 2, 6
+"""Steps of a trial that are not timed, since buffers of new sizes are made, and that are."""
+NO_SLOWER = 1.02
+"""A preset is as good as the fastest up to this ratio; the one of less loss is then taken."""
+LOOK_EVERY, DRIFT = 50, 0.25
+"""Steps between looks at whether an iteration still takes what it took in the trial, and the
+change that leads to new trials."""
+
+
+def started(config: SparseConfig) -> SparseConfig:
+    """A copy of a configuration with `density=auto`, with the density of its first steps.
+
+    `SettingTrials` changes the copy.
+    """
+    compression = config.compression
+    begun = replace(compression, density=compression.given_density)
+    return replace(config, compression=begun, scheme=replace(config.scheme))
+
+
+class SettingTrials:
+    """Tries the presets, and changes the configuration between two steps.
+
+    Args:
+        given: `compression` as the user gave it, `density=auto`.
+        config: from `started`; `compression` and `scheme.sum_bits` of it are changed in place.
+        planner: plans by that configuration.
+        device: of the gradients; numbers are exchanged there.
+        group: the ranks; None takes all.
+        clock: seconds; tests have their own.
+
+    Attributes:
+        chosen: the preset that the run goes on with; None before the trials have ended.
+        times_ms: milliseconds of an iteration under each preset that was tried.
+    """
+
+    def __init__(
+        self,
+        given: CompressionConfig,
+        config: SparseConfig,
+        planner: Planner,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._given = given
+        self._config = config
+        self._planner = planner
+        self._device = device
+        self._group = group
+        self._clock = clock
+        self._names = allowed(given.loss_budget)
+        self._trial: int | None = None
+        self._ended_s: float | None = None
+        self._laps_s: list[float] = []
+        self._look_after = LOOK_EVERY
+        self.chosen: str | None = None
+        self.times_ms: dict[str, float] = {}
+        planner.is_trial = True  # Steps before the first trial are none of the run's phases.
+        if config.scheme.deterministic or len(self._names) == 1:
+            # The one that sends least: nothing may depend on timing.
+            self._go_on(0, self._names[-1], "no trials: " + self._reason())
+
+    def step_ended(self, step: int) -> None:
+        """Call it between two steps, on every rank; collective in steps that end a trial.
+
+        Args:
+            step: the next step, counted from 0.
+        """
+        if self._config.scheme.deterministic or len(self._names) == 1:
+            return
+        if self.chosen is None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        before_s, self._ended_s = self._ended_s, self._clock()
+        if before_s is not None:
+            self._laps_s.append(self._ended_s - before_s)
+        if self._trial is not None:
+            self._go_on_trying(step)
+        elif self.chosen is not None:
+            self._look_again(step)
+        elif step >= FIRST_STEP:
+            self._try(0)
+
+    def _try(self, trial: int) -> None:
+        self._trial = trial
+        self._laps_s.clear()
+        self._apply(self._names[trial], is_trial=True)
+
+    def _go_on_trying(self, step: int) -> None:
+        assert self._trial is not None
+        if len(self._laps_s) < SETTLE + TIMED:
+            return
+        self.times_ms[self._names[self._trial]] = 1e3 * median(self._laps_s[SETTLE:])
+        if self._trial + 1 < len(self._names):
+            self._try(self._trial + 1)
+            return
+        self._trial = None
+        slowest_ms = self._maxima([self.times_ms[name] for name in self._names])
+        self.times_ms = dict(zip(self._names, slowest_ms, strict=True))
+        best_ms = min(slowest_ms)
+        name = next(each for each in self._names if self.times_ms[each] <= NO_SLOWER * best_ms)
+        took = ", ".join(f"{each} {found:.0f}" for each, found in self.times_ms.items())
+        self._go_on(step, name, f"milliseconds of an iteration: {took}")
+
+    def _look_again(self, step: int) -> None:
+        """New trials where an iteration takes longer or less than it did, on any rank."""
+        phase, _ = phase_and_density(self._config.compression, step - 1)
+        if phase not in (Phase.TARGET, Phase.OFF):
+            self._laps_s.clear()  # Warm-up and ramp send more than the trial did.
+        if len(self._laps_s) < self._look_after:
+            return
+        ratio = 1e3 * median(self._laps_s) / self.times_ms[str(self.chosen)]
+        self._laps_s.clear()
+        most, least = self._maxima([ratio, -ratio])
+        if most > 1 + DRIFT or -least < 1 - DRIFT:
+            # The next look comes later: a run whose times keep changing shall not spend it trying.
+            self._look_after *= 2
+            self.chosen, self.times_ms = None, {}
+            self._try(0)
+
+    def _go_on(self, step: int, name: str, reason: str) -> None:
+        self.chosen = name
+        self._laps_s.clear()
+        self._apply(name, is_trial=False)
+        if dist.get_rank(self._group) == 0:
+            logger.info("step %d: preset %s (%s)", step, name, reason)
+
+    def _reason(self) -> str:
+        if len(self._names) == 1:
+            return f"compression.loss_budget={self._given.loss_budget:g} allows no other"
+        return "scheme.deterministic=true takes no decision from timing"
+
+    def _apply(self, name: str, *, is_trial: bool) -> None:
+        """Sets what the preset says; a trial is at its target density at once."""
+        compression, values = self._config.compression, preset_values(name)
+        for key, value in ({"enabled": True} | values["compression"]).items():
+            setattr(compression, key, value)
+        for key, value in values.get("scheme", {}).items():
+            setattr(self._config.scheme, key, value)
+        warmup, ramp = (0, 0) if is_trial else (self._given.warmup, self._given.ramp_iters)
+        compression.warmup_iters = warmup
+        compression.ramp_iters = _ramp(warmup, compression.given_density) if ramp is None else ramp
+        self._planner.is_trial = is_trial
+        self._planner.replan()
+
+    def _maxima(self, values: Sequence[float]) -> list[float]:
+        """The largest of every value over the ranks."""
+        found = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return found.tolist()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; empty before the trials have ended."""
+        return {} if self.chosen is None else {"chosen": self.chosen, "times_ms": self.times_ms}
+
+    def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
+        """Goes on with the preset of the result of `state_dict`, if the budget still allows it."""
+        if state.get("chosen") in self._names:
+            self._trial, self.times_ms = None, dict(state["times_ms"])
+            self._go_on(step, state["chosen"], "of the checkpoint")
+
+
+def _ramp(warmup: int, density: float) -> int:
+    """What null in `ramp_iters` takes, from the warm-up, which is 5 % of the run.
+
+    `CompressionConfig.in_run_of` takes 10 or 70 % of it; both have their most.
+    """
+    if density < LONG_RAMP_BELOW:
+        return min(LONG_RAMP_ITERS, 14 * warmup)
+    return min(RAMP_ITERS, 2 * warmup)

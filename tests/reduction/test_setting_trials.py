@@ -1,0 +1,202 @@
+"""`compression.density=auto`: what is tried, what is chosen, and when it is tried again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_sparse.compression.schedule import Phase
+from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.configured import planner_of
+from megatron_sparse.reduction import setting_trials
+from megatron_sparse.reduction.setting_trials import (
+    FIRST_STEP,
+    LOOK_EVERY,
+    SETTLE,
+    TIMED,
+    SettingTrials,
+    started,
+)
+from tests.planner.planned import a_bucket
+
+TRIAL = SETTLE + TIMED
+LENGTHS = {"warmup_iters": 10, "ramp_iters": None}
+
+
+class Run:
+    """Steps of a run whose iterations take what its present preset takes, on two ranks."""
+
+    def __init__(self, times_ms, other_ms=None, *, state=None, **settings):
+        given = SparseConfig.preset("auto", **LENGTHS | settings)
+        self.config = started(given)
+        self.planner = planner_of(self.config, logs=False)
+        self.now_s, self.step = 0.0, 0
+        self.times_ms, self.other_ms = times_ms, other_ms or times_ms
+        self.trials = SettingTrials(
+            given.compression, self.config, self.planner, torch.device("cpu"), clock=self._clock
+        )
+        if state is not None:
+            self.trials.load_state_dict(state, 100)
+
+    def _clock(self):
+        return self.now_s
+
+    @property
+    def preset(self):
+        """The one that the configuration's values are of."""
+        compression = self.config.compression
+        if not compression.enabled:
+            return "lossless"
+        of = {1: "quantised", 0.22: "safe", 0.07: "balanced", 0.015: "extreme"}
+        return of[compression.density]
+
+    def train(self, steps):
+        """The presets of so many steps."""
+        seen = []
+        for _ in range(steps):
+            seen.append(self.preset)
+            self.now_s += self.times_ms[self.preset] / 1e3
+            self.step += 1
+            self.trials.step_ended(self.step)
+        return seen
+
+    def plan(self):
+        """Of a bucket in the next step."""
+        return self.planner.plan_for(a_bucket(), self.step)
+
+
+@pytest.fixture(autouse=True)
+def ranks(monkeypatch):
+    """The other rank takes as long, unless a test puts larger numbers here."""
+    others = []
+
+    def all_reduce(found, op, group):
+        if others:
+            found.copy_(torch.maximum(found, torch.tensor(others.pop(0), dtype=found.dtype)))
+
+    monkeypatch.setattr(setting_trials.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(setting_trials.dist, "get_rank", lambda group: 0)
+    return others
+
+
+SLOW_LINK = {"lossless": 900, "quantised": 260, "safe": 210, "balanced": 150, "extreme": 130}
+FAST_LINK = {"lossless": 100, "quantised": 104, "safe": 130, "balanced": 125, "extreme": 120}
+
+
+@pytest.mark.parametrize(
+    ("times_ms", "budget", "chosen"),
+    [
+        (SLOW_LINK, 0.3, "safe"),
+        (SLOW_LINK, 1, "balanced"),
+        (SLOW_LINK, 2.5, "extreme"),
+        (FAST_LINK, 2.5, "lossless"),
+        # 2 % faster is not worth more loss.
+        (SLOW_LINK | {"quantised": 214}, 0.3, "quantised"),
+        (SLOW_LINK | {"quantised": 215}, 0.3, "safe"),
+    ],
+)
+def test_the_fastest_that_the_budget_allows(times_ms, budget, chosen):
+    run = Run(times_ms, loss_budget=budget)
+    names = [name for name in SLOW_LINK if name in setting_trials.allowed(budget)]
+    seen = run.train(FIRST_STEP + TRIAL * len(names) + 1)
+    assert seen[FIRST_STEP:-1] == [name for name in names for _ in range(TRIAL)]
+    assert (run.trials.chosen, seen[-1], run.preset) == (chosen, chosen, chosen)
+    assert run.trials.times_ms == {name: pytest.approx(times_ms[name]) for name in names}
+
+
+def test_the_slowest_rank_counts(ranks):
+    ranks.append([900, 260, 300])
+    run = Run(SLOW_LINK)
+    run.train(FIRST_STEP + TRIAL * 3)
+    assert run.trials.chosen == "quantised"
+    assert run.trials.times_ms["safe"] == 300
+
+
+def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
+    run = Run(SLOW_LINK, loss_budget=1)
+    run.train(FIRST_STEP)
+    found = []
+    for _ in range(4):
+        plan = run.plan()
+        bits = run.config.scheme.sum_bits
+        found.append((plan.phase, plan.scheme, plan.density, plan.value_bits, bits))
+        run.train(TRIAL)
+    assert found == [
+        (Phase.OFF, "dense", 1.0, None, 8),
+        (Phase.TRIAL, "dense_q", 1.0, 4, 8),
+        (Phase.TRIAL, "direct", 0.22, 4, 8),
+        (Phase.TRIAL, "direct", 0.07, 3, 4),
+    ]
+    # balanced: a long ramp, 70 % of a run of which 5 % are 10 steps.
+    assert (run.config.compression.warmup_iters, run.config.compression.ramp_iters) == (10, 140)
+    assert (run.step, run.plan().phase) == (35, Phase.RAMP)
+
+
+def test_every_element_in_4_bits_has_no_target_below_1():
+    run = Run(SLOW_LINK | {"safe": 300})
+    run.train(200)
+    plan = run.plan()
+    assert (plan.scheme, plan.phase, plan.density) == ("dense_q", Phase.TARGET, 1.0)
+    assert plan.reason == "every element in 4 bits"
+
+
+def test_new_trials_when_an_iteration_takes_a_quarter_longer_or_less():
+    run = Run(dict(SLOW_LINK), warmup_iters=0)
+    run.train(FIRST_STEP + 3 * TRIAL + LOOK_EVERY - 1)
+    run.times_ms.update(FAST_LINK)
+    assert set(run.train(1)) == {"safe"}  # Most of the window took what the trial took.
+    run.train(LOOK_EVERY)
+    assert (run.preset, run.trials.chosen) == ("lossless", None)
+    run.train(3 * TRIAL)
+    assert run.trials.chosen == "lossless"
+    # The next look comes after twice as many steps.
+    run.times_ms.update(SLOW_LINK)
+    assert set(run.train(2 * LOOK_EVERY)) == {"lossless"}
+    assert run.trials.chosen is None
+
+
+def test_warm_up_and_ramp_are_no_reason_for_new_trials():
+    run = Run(dict(SLOW_LINK), warmup_iters=300)
+    run.train(FIRST_STEP + 3 * TRIAL)
+    run.times_ms["safe"] = 260  # as long as every element takes
+    assert set(run.train(300 + 600 - run.step)) == {"safe"}
+    run.times_ms["safe"] = 210
+    assert set(run.train(3 * LOOK_EVERY)) == {"safe"}
+
+
+def test_nothing_is_tried_where_nothing_may_depend_on_timing():
+    run = Run(SLOW_LINK, deterministic=True, loss_budget=1)
+    assert run.trials.chosen == "balanced"
+    assert set(run.train(100)) == {"balanced"}
+
+
+def test_without_a_budget_there_is_one():
+    run = Run(FAST_LINK, loss_budget=0)
+    assert set(run.train(100)) == {"lossless"}
+
+
+def test_a_resumed_run_goes_on_with_its_preset():
+    run = Run(SLOW_LINK)
+    assert run.trials.state_dict() == {}
+    run.train(FIRST_STEP + 3 * TRIAL)
+    again = Run(SLOW_LINK, state=run.trials.state_dict())
+    assert (again.preset, again.trials.times_ms) == ("safe", run.trials.times_ms)
+    assert set(again.train(20)) == {"safe"}
+    # A smaller budget tries again.
+    assert Run(SLOW_LINK, state=run.trials.state_dict(), loss_budget=0).preset == "lossless"
+
+
+def test_the_given_configuration_is_not_changed():
+    given = SparseConfig.preset("auto")
+    config = started(given)
+    config.compression.density, config.scheme.sum_bits = 0.5, None
+    assert (given.compression.density, given.scheme.sum_bits) == ("auto", 8)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"format": "coo"}, {"scheme": "zen"}, {"value_bits": None}, {"sum_bits": None}]
+)
+def test_presets_need_values_in_few_bits(settings):
+    with pytest.raises(ConfigError, match="name a density"):
+        SparseConfig.preset("auto", **settings)
