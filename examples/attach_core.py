@@ -85,13 +85,11 @@ def state_of(ddp, optimizer, *, is_loading):
     return {"model": model, "optimizer": sharded}
 
 
-def save(folder, ddp, optimizer, attachment, step):
-    """One distributed checkpoint of Megatron's, with the plugin's state in it."""
+def save(folder, ddp, optimizer, step):
+    """One distributed checkpoint of Megatron's, with the plugin's state in the optimizer's."""
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = state_of(ddp, optimizer, is_loading=False)
-    state[checkpoint.KEY] = checkpoint.sharded_state(attachment)  # plugin
-    dist_checkpointing.save(state, str(folder))
+    dist_checkpointing.save(state_of(ddp, optimizer, is_loading=False), str(folder))
     if dist.get_rank() == 0:
         (folder.parent / "latest").write_text(str(step))
     dist.barrier()
@@ -125,13 +123,14 @@ def main():
     if latest.is_file():
         first = int(latest.read_text())
         load(options.folder / f"step_{first}", ddp, optimizer, attachment, first)
+    checkpoint.save_with(attachment, optimizer)  # plugin
     for step in range(first, options.steps):
         loss = train_step(ddp, optimizer, step)
         if dist.get_rank() == 0:
             print(f"step {step + 1}: loss {loss:.6f}", flush=True)
     if first < options.steps:
         folder = options.folder / f"step_{options.steps}"
-        save(folder, ddp, optimizer, attachment, options.steps)
+        save(folder, ddp, optimizer, options.steps)
     dist.destroy_process_group()
 
 

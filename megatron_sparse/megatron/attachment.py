@@ -27,12 +27,7 @@ from megatron_sparse.compression.residual import Outcome, SliceKey
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron import few_tokens
 from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
-from megatron_sparse.megatron.buckets import (
-    GroupBuckets,
-    collect,
-    device_of,
-    tensor_parallel_group,
-)
+from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
@@ -98,7 +93,7 @@ class Attachment(HostState):
         self.nccl_health: HealthCheck | None = None
         if config.scheme.nccl_errors == "typed" and self._device.type == "cuda":
             self.nccl_health = HealthCheck(timeout_s, self._transports.lost_rank, self._device)
-        self._reducers = self._make_reducers()
+        self._reducers = self._make_reducers(chunks[0].tp_group)
         # Attach: from here on Megatron calls the plugin.
         self._chunks = chunks
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
@@ -120,14 +115,16 @@ class Attachment(HostState):
         """What was chosen at the start and why: the level of compression, parameters' gathers."""
         return [*self._transports.lines, *self.parameters.lines]
 
-    def _make_reducers(self) -> dict[int, GradientReducer]:
+    def _make_reducers(
+        self, tensor_parallel_group: dist.ProcessGroup
+    ) -> dict[int, GradientReducer]:
         """A reducer for each process group: dense and expert parameters have different ones.
 
         By the `id` of Megatron's process group.
         """
         tensor_parallel, made = None, {}
         if self.config.compression.threshold_scope == "tp_group":
-            tensor_parallel = self._transports.make(tensor_parallel_group())
+            tensor_parallel = self._transports.make(tensor_parallel_group)
         for group in self.groups:
             key = id(group.process_group)
             if key in made:

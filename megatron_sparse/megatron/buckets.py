@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.fsdp import FSDPModule
 
@@ -16,7 +15,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError, HostError
+from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import refusals
 from megatron_sparse.megatron.pieces import in_pieces
 
@@ -72,6 +71,7 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
                         names,
                         index_of,
                         parameter_filter,
+                        chunk.tp_group.size() > 1,
                         group.ddp_config,
                         process_group.size(),
                     )
@@ -119,24 +119,6 @@ def device_of(buckets: Sequence[Bucket]) -> torch.device:
     return torch.device("cpu")
 
 
-def tensor_parallel_group() -> torch.distributed.ProcessGroup:
-    """The ranks that share this rank's layers.
-
-    Raises:
-        ConfigError: Megatron's parallel state is not set up.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        raise ConfigError(
-            "compression.threshold_scope=tp_group without a tensor-parallel group",
-            expected="megatron.core.parallel_state.initialize_model_parallel before attach",
-            got="an uninitialised parallel state",
-            remedy="set compression.threshold_scope=parameter or bucket",
-        )
-    group = parallel_state.get_tensor_model_parallel_group()
-    assert isinstance(group, torch.distributed.ProcessGroup), "this rank is a member of its own"
-    return group
-
-
 def check_supported(chunk: Any) -> None:
     """Refuses models that the plugin cannot synchronise correctly.
 
@@ -167,6 +149,7 @@ def _bucket(
     names: dict[torch.nn.Parameter, str],
     index_of: dict[torch.nn.Parameter, tuple[int, ...]],
     parameter_filter: ParameterFilter,
+    tensor_parallel: bool,
     ddp_config: Any,
     world_size: int,
 ) -> Bucket:
@@ -179,7 +162,7 @@ def _bucket(
                 start - host_bucket.offset,
                 stop - host_bucket.offset,
                 parameter.shape,
-                _replicated(parameter),
+                tensor_parallel and _replicated(parameter),
             )
         )
     slices.sort(key=lambda piece: piece.start)
@@ -203,9 +186,5 @@ def _bucket(
 
 def _replicated(parameter: torch.nn.Parameter) -> bool:
     """Whether tensor parallelism holds a copy of the parameter on each of its ranks."""
-    if not parallel_state.model_parallel_is_initialized():
-        return False
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return False
     expert = not getattr(parameter, "allreduce", True)
     return not expert and not getattr(parameter, "tensor_model_parallel", False)

@@ -21,7 +21,9 @@ Policies, each with a line in the log:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,12 +43,35 @@ from megatron_sparse.megatron.parameter_masters import masters_from
 from megatron_sparse.megatron.residual_rows import row_layouts
 from megatron_sparse.parameters.agreement import LOSSY
 
-__all__ = ["KEY", "load", "sharded_state"]
+__all__ = ["KEY", "load", "save_with", "sharded_state"]
 
 logger = logging.getLogger("megatron_sparse")
 
 OLD_FILES = "megatron_sparse/rank_*.pt"
 """What earlier versions wrote with other formats of Megatron's."""
+
+
+def save_with(
+    attachment: Attachment, optimizer: Any, when: Callable[[], bool] = lambda: True
+) -> None:
+    """Adds the plugin's state to the optimizer's, which takes it to a checkpoint; until `detach`.
+
+    For loops that save by themselves, such as Megatron-Bridge's. Load before.
+
+    Args:
+        attachment: whose state travels.
+        optimizer: the one that is attached; its `sharded_state_dict` is wrapped.
+        when: asked at each call whether to add the state.
+    """
+    original = optimizer.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        if when():
+            state[KEY] = sharded_state(attachment)
+        return state
+
+    optimizer.sharded_state_dict = sharded_state_dict
 
 
 def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:

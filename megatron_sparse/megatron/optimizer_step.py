@@ -110,5 +110,5 @@ class WatchedOptimizer:
 
     def close(self) -> None:
         """Restores the optimizer's own methods."""
-        for name in ("step", UPDATE):
+        for name in ("step", UPDATE, "sharded_state_dict"):  # The last: `checkpoint.save_with`.
             self._optimizer.__dict__.pop(name, None)

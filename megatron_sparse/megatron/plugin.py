@@ -80,7 +80,6 @@ class Plugin:
         self._host_wait_s = 0.0
         self._chunks: list[Any] = []
         self._optimizer_bound = False
-        self._optimizer: Any = None
         self._saves_sharded = False
         self._originals: dict[str, Callable[..., Any]] = {}
         for name in _HOOKED:
@@ -129,9 +128,6 @@ class Plugin:
                 memory, trials = self.attachment.memory_report(), self.attachment.trials
             self.telemetry.close(memory, None if trials is None else trials.state_dict())
             self.telemetry = None
-        if self._optimizer is not None:
-            self._optimizer.__dict__.pop("sharded_state_dict", None)
-            self._optimizer = None
         self._optimizer_bound = False
         if self.attachment is not None:
             self.attachment.close()
@@ -202,22 +198,8 @@ class Plugin:
         if _is_writer():
             account = self.attachment.memory_account().line()
             print(account, *self.attachment.lines, sep="\n", flush=True)
-        self._add_state_to(optimizer)
+        checkpoint.save_with(self.attachment, optimizer, lambda: self._saves_sharded)
         return optimizer
-
-    def _add_state_to(self, optimizer: Any) -> None:
-        """Adds the plugin's state to the optimizer's in Megatron's own checkpoint."""
-        original = optimizer.sharded_state_dict
-
-        def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-            state = original(*args, **kwargs)
-            if self._saves_sharded:
-                assert self.attachment is not None
-                state[checkpoint.KEY] = checkpoint.sharded_state(self.attachment)
-            return state
-
-        optimizer.sharded_state_dict = sharded_state_dict
-        self._optimizer = optimizer
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._optimizer_bound:

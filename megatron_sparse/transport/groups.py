@@ -6,6 +6,7 @@ process is in. That number may differ between members (it does between the stage
 and members with different names wait for one another until the timeout. So this module names the
 group itself: after its ranks, and the number of groups that the plugin has already made of these
 ranks. `attach` and `detach` are collective, so borrowing is too, and the members agree on the name.
+It also leaves torch's number alone: all ranks that later make a group together must have the same.
 A destroyed group would leave its addresses in the store, so groups are kept for the life of the
 process and lent again.
 """
@@ -58,12 +59,14 @@ def _named(ranks: list[int]) -> Iterator[None]:
     _made[tuple(ranks)] += 1
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
     name = f"megatron_sparse_{_made[tuple(ranks)]}_{members}"
-    original = distributed_c10d._hash_ranks_to_str
+    original, world = distributed_c10d._hash_ranks_to_str, distributed_c10d._world
+    count = world.group_count
     distributed_c10d._hash_ranks_to_str = lambda _: name
     try:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = original
+        world.group_count = count
 
 
 def return_group(group: dist.ProcessGroup, *, broken: bool = False) -> None:

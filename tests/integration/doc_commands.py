@@ -37,7 +37,20 @@ LOOKS_LIKE_ONE = re.compile(
 )
 HYDRA_FLAGS = {"--multirun", "-m", "--help", "--cfg", "job"}
 OF_A_CLUSTER = {"srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sacct"}
-OF_THE_SHELL = {"cd", "export", "source", "ls", "cat", "tail", "less", "cp", "mkdir", "scp", "ssh"}
+OF_THE_SHELL = {
+    "cd",
+    "export",
+    "source",
+    "ls",
+    "cat",
+    "tail",
+    "less",
+    "cp",
+    "mkdir",
+    "scp",
+    "ssh",
+    "sed",
+}
 
 
 FIRST_WORDS = {

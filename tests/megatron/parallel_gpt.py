@@ -52,6 +52,8 @@ class Layout:
         per_token: the loss is a sum over tokens, as with --calculate-per-token-loss.
         aligned: gradients of a chunk are synchronised when the schedule says so
             (`grad_sync_func`), as with --overlap-grad-reduce in an interleaved pipeline.
+        trained: part of the names of trained parameters; the others are frozen before the DDP wrap,
+            as LoRA of Megatron-Bridge freezes them.
     """
 
     tensor: int = 1
@@ -74,6 +76,7 @@ class Layout:
     optimizer: str = "adam"
     layer_wise: bool = False
     per_token: bool = False
+    trained: str = ""
 
 
 @contextmanager
@@ -254,6 +257,8 @@ class ParallelGPT:
                 share_embeddings_and_output_weights=layout.tied,
                 vp_stage=virtual_stage,
             )
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = layout.trained in name
         if layout.precision != "fp32":
             model = Float16Module(self.config, model)
         ddp_config = DistributedDataParallelConfig(

@@ -9,9 +9,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from tests.megatron import train_ranks as harness
-from tests.megatron.parallel_gpt import OVERLAP, PRUNED_FROM, SHARDED, Layout, parallel_state_of
+from tests.megatron.parallel_gpt import (
+    OVERLAP,
+    PRUNED_FROM,
+    SHARDED,
+    Layout,
+    ParallelGPT,
+    parallel_state_of,
+)
 from tests.megatron.train_ranks import in_each_layout, running, train, train_ranks
 
 STEPS = 3
@@ -77,6 +85,26 @@ LAYOUTS = {
 }
 TENSOR = LAYOUTS["tensor"]
 ONE_RANK = Layout(tensor=2, pipeline=2)
+FROZEN = Layout(
+    pipeline=2,
+    virtual=2,
+    layers=4,
+    microbatches=2,
+    precision="bf16",
+    trained="embedding",
+    ddp=dict.fromkeys(
+        (
+            "use_distributed_optimizer",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "average_in_collective",
+            "grad_reduce_in_fp32",
+            "check_for_nan_in_grad",
+        ),
+        True,
+    ),
+)
+"""One chunk of four is trained, under the DDP settings of Megatron-Bridge's recipes."""
 FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]
 
 
@@ -171,12 +199,44 @@ def _forced(layout):
     return residuals, gradients
 
 
+def _without_global_groups(layout):
+    """Which parameters are kept whole, before and after Megatron forgets its global groups.
+
+    With Bridge's `use_decentralized_pg` there are none: the DDP wrap alone has the groups.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_sparse.megatron.buckets import collect
+
+    model = ParallelGPT(layout)
+    config = SparseConfig.from_overrides(keep_below_numel=PRUNED_FROM)
+
+    def kept():
+        buckets = [bucket for group in collect(model.chunks, config) for bucket in group.buckets]
+        return {piece.name for bucket in buckets for piece in bucket.parameters if piece.keep}
+
+    before = kept()
+    parallel_state.destroy_model_parallel()
+    return before, kept()
+
+
+def _frozen(layout):
+    """Losses, weights and pruned parameters: of Megatron alone, and through the plugin."""
+    runs = {"plain": _train(layout), "dense": _train(layout, scheme="dense")}
+    runs["sparse"] = _train(layout, scheme="direct", density=0.1)
+    return {name: (run["losses"], _with_keys(run), run["pruned"]) for name, run in runs.items()}
+
+
 def _matrix(rank):
     reports = in_each_layout(LAYOUTS, _report)
     with parallel_state_of(TENSOR):
         reports["thresholds"] = {s: _thresholds(s) for s in ("tp_group", "bucket")}
     with parallel_state_of(ONE_RANK):
         reports["one rank"] = _one_rank(ONE_RANK)
+    with parallel_state_of(TENSOR):
+        reports["without global groups"] = _without_global_groups(TENSOR)
+    with parallel_state_of(FROZEN):
+        reports["frozen"] = _frozen(FROZEN)
     for layout in FORCED:
         with parallel_state_of(layout):
             reports.setdefault("forced", []).append(_forced(layout))
@@ -266,6 +326,29 @@ def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(matrix):
         assert thresholds[0] != thresholds[2], "another tensor-parallel group"
         # Even with their own thresholds, ranks must not prune parameters that they hold copies of.
         _assert_equal_copies(copies)
+
+
+def test_frozen_weights_and_ranks_without_gradients(matrix):
+    """As with LoRA: only one chunk of the first stage has buckets."""
+    pruned = {f"{kind}_embeddings.weight" for kind in ("word", "position")}
+    for number, rank in enumerate(matrix):
+        plain, dense, sparse = (rank["frozen"][kind] for kind in ("plain", "dense", "sparse"))
+        assert dense[0] == plain[0] != sparse[0]
+        for name, (_, weight) in plain[1].items():
+            assert torch.equal(weight, dense[1][name][1])
+            assert "embedding" in name or torch.equal(weight, sparse[1][name][1])
+        first_stage = number < 2
+        assert {n.rpartition("embedding.")[2] for n in sparse[2]} == (
+            pruned if first_stage else set()
+        )
+    _assert_equal_copies([rank["frozen"]["sparse"][1] for rank in matrix])
+
+
+def test_replicated_parameters_are_kept_whole_without_global_groups(matrix):
+    for rank in matrix:
+        before, after = rank["without global groups"]
+        assert after == before
+        assert any("position_embeddings" in name for name in before), "large, but replicated"
 
 
 def test_a_data_parallel_group_of_one_rank_is_left_alone(matrix):

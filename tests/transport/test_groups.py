@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,6 +27,18 @@ def _lend(rank, world_size):
 
 def test_members_of_different_numbers_of_groups_connect_and_a_returned_group_is_reused():
     assert run_ranks(_lend, 2) == [([2.0, 2.0], True, False)] * 2
+
+
+def _host_makes_one_afterwards(rank, world_size):
+    if rank == 0:  # Like a pipeline stage that trains parameters while the others are frozen.
+        borrow_group([0], "gloo", 20.0)
+    values = torch.ones(1)
+    dist.all_reduce(values, group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    return values.item()
+
+
+def test_groups_of_some_ranks_leave_the_names_of_later_groups_of_the_host_alone():
+    assert run_ranks(_host_makes_one_afterwards, 2) == [2.0, 2.0]
 
 
 def test_groups_of_a_default_group_that_has_ended_are_not_lent():
