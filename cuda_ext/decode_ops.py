@@ -16,6 +16,7 @@ from megatron_sparse.cuda_ext.arguments import (
     check_message_dtype,
     refusal,
 )
+from megatron_sparse.cuda_ext.checksum_ops import payload_sums
 from megatron_sparse.cuda_ext.codec_checks import check_slots
 from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
@@ -76,9 +77,9 @@ def decode_add_(
         WireFormatError: names the rank and the field of the message that is wrong.
         ExtensionError: the other arguments do not fit together.
     """
-    offsets, slots = _tables("decode_add_", acc_M, [message], expected)
+    offsets, *places = _tables("decode_add_", acc_M, [message], expected)
     value_dtype, step = expected.value_dtype, expected.step
-    status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, slots)
+    status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, *places)
     look = partial(_check_status, acc_M, base, expected)
     if reports is None:
         look(status.cpu())
@@ -124,9 +125,9 @@ def decode_sum_(
     if not messages or len(messages) != len(ranks):
         got = f"{len(messages)} messages of {len(ranks)} ranks"
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
-    offsets, slots = _tables("decode_sum_", acc_M, messages, expected)
+    offsets, *places = _tables("decode_sum_", acc_M, messages, expected)
     value_dtype, step = expected.value_dtype, expected.step
-    parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, slots)
+    parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
     statuses = call("decode_sum_", *parts)
     if reports is None:
         statuses = statuses.cpu()
@@ -140,17 +141,23 @@ def decode_sum_(
 
 def _tables(
     op: str, acc_M: torch.Tensor, messages: Sequence[torch.Tensor], expected: Expected
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Checks a decoder's arguments; returns offsets and slots on the accumulator's device."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Checks a decoder's arguments; returns offsets, slots and the sums of sealed payloads.
+
+    On the accumulator's device.
+    """
     check_flat(op, "acc", acc_M, (torch.float32,))
     on_cuda = check_device(op, "acc", acc_M) == "cuda"
     for message in messages:
         check_flat(op, "message", message, (torch.uint8,), device=acc_M.device)
     check_message_dtype(op, expected.value_dtype)
     offsets, slots = expected.segment_offsets, expected.slots
+    records = offsets.numel() - 1
     if on_cuda:
-        check_slots(op, slots, offsets.numel() - 1, None)
-    return codec_cuda.on_device(offsets, acc_M.device), codec_cuda.on_device(slots, acc_M.device)
+        check_slots(op, slots, records, None)
+    slots = codec_cuda.on_device(slots, acc_M.device)
+    sums = payload_sums(messages, records, slots) if expected.checksum else None
+    return codec_cuda.on_device(offsets, acc_M.device), slots, sums
 
 
 def _check_status(acc_M: torch.Tensor, base: int, expected: Expected, status: torch.Tensor) -> None:
@@ -174,7 +181,7 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         else "records that fit their slots",
         "magic": "MSPG",
         "version": VERSION,
-        "checksum": "the CRC-32 of the header",
+        "checksum": "the CRC-32 of the header" + wanted.checksum * " and the payload's sum",
         "format": "0 (dense), 1 (COO), 2 (Pici), 3 (blocks) or 8 (Rice)",
         "dtype": wanted.value_dtype,
         "flags": "0, or 1 for Pici in linear order",

@@ -28,6 +28,7 @@ from megatron_sparse.cuda_ext.arguments import (
     check_selection,
     refusal,
 )
+from megatron_sparse.cuda_ext.checksum_ops import seal_
 from megatron_sparse.cuda_ext.codec_checks import (
     check_capacity,
     check_encode,
@@ -88,7 +89,7 @@ def encode(
     elif on_cpu:
         raise refusal(op, "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
     report = call(op, grad_N, *given, nnz_S if on_cpu else None)
-    sizes_S, found_S = codec_cuda.results(op, report, segments.offsets, reports)
+    sizes_S, found_S = _results(op, report, segments, spec, out, reports)
     if not on_cpu and reports is None and nnz_S is not None:
         compare_counts(found_S, nnz_S.cpu())
     return sizes_S
@@ -186,7 +187,7 @@ def rice_encode(
             raise refusal(op, "a residual needs quantised values", "3 to 6", spec.value_dtype)
     given = record_arguments(op, values_N, segments, spec, out, scratch, is_rice=True)
     report = call("encode", values_N, *given, None, residual_N)
-    return codec_cuda.results(op, report, segments.offsets, reports)
+    return _results(op, report, segments, spec, out, reports)
 
 
 def rice_prune_encode(
@@ -255,7 +256,22 @@ def _prune_encode(
         pruning.key,
         codec_cuda.on_device(pruning.capacity_S, device),
     )
-    return codec_cuda.results(op, report, segments.offsets, reports)
+    return _results(op, report, segments, spec, out, reports)
+
+
+def _results(
+    op: str,
+    report: torch.Tensor,
+    segments: Segments,
+    spec: RecordSpec,
+    out: torch.Tensor,
+    reports: Reports | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `codec_cuda.results`; seals the records."""
+    results = codec_cuda.results(op, report, segments.offsets, reports)
+    if spec.checksum:
+        seal_(out, segments.dense.numel(), codec_cuda.on_device(segments.slots, out.device))
+    return results
 
 
 def record_arguments(

@@ -50,6 +50,7 @@ class RecordSpec:
         log2_span: of `FORMAT_RICE`: the binary logarithm of a chunk's elements, `wire.rice_span` of
             the density.
         without_indices: of `FORMAT_RICE`: every element is sent; quantised to 8 or 4 bits.
+        checksum: seal the records: their checksums cover the payloads.
     """
 
     value_dtype: int
@@ -59,6 +60,7 @@ class RecordSpec:
     block_size: int = DEFAULT_BLOCK_SIZE
     log2_span: int = RICE_SPANS[0]
     without_indices: bool = False
+    checksum: bool = False
 
 
 class Limits(NamedTuple):
@@ -121,6 +123,7 @@ class Expected:
         rank: the sender, for the error's text.
         slots: where the records begin, as in `Segments`; the message is as long as all slots. The
             bytes after a record in its slot are ignored. None for back to back.
+        checksum: the records are sealed.
     """
 
     segment_offsets: torch.Tensor
@@ -128,3 +131,4 @@ class Expected:
     step: int
     rank: int
     slots: torch.Tensor | None = None
+    checksum: bool = False

@@ -58,6 +58,7 @@ CPU_BINDINGS = (
     "decode.cpp",
     "decode_records.cpp",
     "decode_sum.cpp",
+    "payload_sums.cpp",
     "rice_encode.cpp",
     "rice_records.cpp",
     "hash_partition.cpp",
@@ -87,6 +88,7 @@ CUDA_UNITS = (
     "hash_memory",
     "hash_partition",
     "threshold",
+    "payload_sums",
     "nccl_sum",
 )
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
@@ -98,6 +100,7 @@ CUDA_BINDINGS = (
     "moves",
     "hash_partition",
     "threshold",
+    "payload_sums",
     "nccl_sum",
 )
 """Their bindings, each a _cuda.cpp."""

@@ -174,7 +174,12 @@ class Case:
     def expected(self, rank: int = RANK) -> Expected:
         """What a decoder is told of its message."""
         return Expected(
-            self.segments.offsets, self.spec.value_dtype, STEP, rank, self.segments.slots
+            self.segments.offsets,
+            self.spec.value_dtype,
+            STEP,
+            rank,
+            self.segments.slots,
+            self.spec.checksum,
         )
 
 

@@ -44,6 +44,15 @@ MessageBytes check_message(const Tensor& message) {
   return {static_cast<const uint8_t*>(message.const_data_ptr()), message.numel()};
 }
 
+// Of the records of so many messages; null if they are not sealed.
+const int64_t* check_sums(const std::optional<Tensor>& sums, int64_t messages,
+                          const Expected& expected) {
+  if (!sums.has_value()) return nullptr;
+  check_vector(*sums, "decode: sums", ScalarType::Long, messages * expected.segment_count);
+  MS_CHECK(sums->is_cpu(), "decode: sums is on the wrong device", "the CPU", "another");
+  return static_cast<const int64_t*>(sums->const_data_ptr());
+}
+
 void write_status(const Status& status, int64_t* fields) {
   fields[0] = status.wrong;
   fields[1] = status.segment;
@@ -57,8 +66,9 @@ const auto kThreads = [](int64_t count, const auto& work) {
 
 Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
                       int64_t value_dtype, int64_t step, int64_t base, bool fresh,
-                      std::optional<Tensor> slots) {
-  const Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+                      std::optional<Tensor> slots, std::optional<Tensor> sums) {
+  Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  expected.sums = check_sums(sums, 1, expected);
   const MessageBytes content = check_message(message);
   Tensor result = torch::stable::new_empty(segment_offsets, {4});
   write_status(decode_records(content.bytes, content.size, expected, fresh,
@@ -69,12 +79,17 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
 
 Tensor decode_sum_cpu(const Tensor& acc, const std::vector<Tensor>& messages,
                       const Tensor& segment_offsets, int64_t value_dtype, int64_t step,
-                      int64_t base, bool fresh, std::optional<Tensor> slots) {
+                      int64_t base, bool fresh, std::optional<Tensor> slots,
+                      std::optional<Tensor> sums) {
   const Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
   std::vector<MessageBytes> contents;
   for (const Tensor& message : messages) contents.push_back(check_message(message));
   const int64_t count = static_cast<int64_t>(contents.size());
   MS_CHECK(count > 0, "decode: there are no messages", "at least one", 0);
+  const int64_t* found = check_sums(sums, count, expected);
+  for (int64_t i = 0; found != nullptr && i < count; ++i) {
+    contents[i].sums = found + i * expected.segment_count;
+  }
   const std::vector<Status> statuses = sum_records(
       contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()), kernels(), kThreads);
   Tensor result = torch::stable::new_empty(segment_offsets, {4 * count});

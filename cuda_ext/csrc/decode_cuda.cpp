@@ -41,6 +41,15 @@ DecodeArguments check_decode(const Tensor& acc, const Tensor& segment_offsets, i
   return call;
 }
 
+// Of the records of so many messages; null if they are not sealed.
+const int64_t* check_sums(const std::optional<Tensor>& sums, int64_t messages,
+                          const DecodeArguments& call, const Tensor& acc) {
+  if (!sums.has_value()) return nullptr;
+  check_vector(*sums, "decode: sums", ScalarType::Long, messages * call.segment_count);
+  check_beside(*sums, acc, "decode: sums");
+  return entries_of(*sums);
+}
+
 void set_message(DecodeArguments& call, const Tensor& message, const Tensor& acc) {
   check_vector(message, "decode: message", ScalarType::Byte, -1);
   check_beside(message, acc, "decode: message");
@@ -51,8 +60,9 @@ void set_message(DecodeArguments& call, const Tensor& message, const Tensor& acc
 
 Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
                        int64_t value_dtype, int64_t step, int64_t base, bool fresh,
-                       std::optional<Tensor> slots) {
+                       std::optional<Tensor> slots, std::optional<Tensor> sums) {
   DecodeArguments call = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  call.sums = check_sums(sums, 1, call, acc);
   set_message(call, message, acc);
   torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());
   Tensor status = new_words(acc, 4);
@@ -67,7 +77,8 @@ Tensor decode_add_cuda(const Tensor& acc, const Tensor& message, const Tensor& s
 
 Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
                        const Tensor& segment_offsets, int64_t value_dtype, int64_t step,
-                       int64_t base, bool fresh, std::optional<Tensor> slots) {
+                       int64_t base, bool fresh, std::optional<Tensor> slots,
+                       std::optional<Tensor> sums) {
   const DecodeArguments common = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
   MS_CHECK(fresh, "decode: a sum begins from zero", "fresh", "acc's content to be kept");
   const int64_t count = static_cast<int64_t>(messages.size());
@@ -77,7 +88,9 @@ Tensor decode_sum_cuda(const Tensor& acc, const std::vector<Tensor>& messages,
   const int64_t bytes = decode_workspace_bytes(common.segment_count);
   const Tensor workspace = new_workspace(acc, count * bytes);
   std::vector<DecodeArguments> calls(messages.size(), common);
+  const int64_t* found = check_sums(sums, count, common, acc);
   for (int64_t i = 0; i < count; ++i) {
+    if (found != nullptr) calls[i].sums = found + i * common.segment_count;
     set_message(calls[i], messages[i], acc);
     calls[i].workspace = static_cast<uint8_t*>(workspace.mutable_data_ptr()) + i * bytes;
     calls[i].status = words_of(statuses) + 4 * i;

@@ -55,6 +55,8 @@ struct DecodeArguments {
   // Null for records back to back; else [segment_count + 1] ascending multiples of 16 from 0 on,
   // checked by the caller: where records begin, and where the last slot ends.
   const int64_t* slots;
+  // [segment_count] of sealed records: those of their payloads.
+  const int64_t* sums = nullptr;
 };
 
 int64_t decode_workspace_bytes(int64_t segment_count);

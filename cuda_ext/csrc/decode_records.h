@@ -55,6 +55,7 @@ struct Expected {
   // Where the records begin, and the end of the last slot; null for back to back. Bytes behind a
   // record in its slot are not read.
   const int64_t* slots = nullptr;
+  const int64_t* sums = nullptr;  // of sealed records: those of their payloads
 };
 
 // A run of one record's units: elements (dense), entries (COO), tiles (Pici), blocks or chunks

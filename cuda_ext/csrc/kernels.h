@@ -101,7 +101,7 @@ struct Kernels {
   int64_t (*moves_pack[3])(const void* old, const void* now, int64_t numel, void* values,
                            uint8_t* positions, uint8_t* out);
   void (*moves_unpack[3])(const uint8_t* chunk, int64_t numel, void* held);
-  uint32_t (*moves_checksum)(const void* words, int64_t count, uint32_t first);
+  uint32_t (*mixed_sum)(const void* words, int64_t count, uint32_t first);
 
   // Quantises now - old by groups (quantise.h), and adds what codes say. [bits are 8, not 4]
   void (*quantise_difference[2])(const float* now, const float* old, int64_t numel,

@@ -34,7 +34,7 @@ const Kernels& MS_GETTER(MS_ISA)() {
     MS_ISA::fill_moves<kFp32>(filled);
     MS_ISA::fill_moves<kBf16>(filled);
     MS_ISA::fill_moves<kFp16>(filled);
-    filled.moves_checksum = MS_ISA::moves_checksum;
+    filled.mixed_sum = MS_ISA::mixed_sum;
     MS_ISA::fill_quantise<4>(filled);
     MS_ISA::fill_quantise<8>(filled);
     MS_ISA::fill_rice<8>(filled, kQ8);

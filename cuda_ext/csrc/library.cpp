@@ -25,10 +25,10 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
       "-> Tensor");
   m.def(
       "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
-      "int step, int base, bool fresh=False, Tensor? slots=None) -> Tensor");
+      "int step, int base, bool fresh=False, Tensor? slots=None, Tensor? sums=None) -> Tensor");
   m.def(
       "decode_sum_(Tensor(a!) acc, Tensor[] messages, Tensor segment_offsets, int value_dtype, "
-      "int step, int base, bool fresh=True, Tensor? slots=None) -> Tensor");
+      "int step, int base, bool fresh=True, Tensor? slots=None, Tensor? sums=None) -> Tensor");
   m.def("supported_isas() -> str");
 }
 

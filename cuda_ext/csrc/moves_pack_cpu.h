@@ -233,7 +233,7 @@ void moves_unpack(const uint8_t* chunk, int64_t numel, void* held) {
 }
 
 // The sum of the mixed words, the first of which has the number `first`.
-inline uint32_t moves_checksum(const void* words, int64_t count, uint32_t first) {
+inline uint32_t mixed_sum(const void* words, int64_t count, uint32_t first) {
   using U = VectorLanes::U;
   U sum = {}, position = first_lanes() + first;
   int64_t i = 0;

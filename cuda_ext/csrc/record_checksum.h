@@ -1,4 +1,4 @@
-// The checksum over everything behind a record's header, and the header itself.
+// Checksums over what lies behind a record's header, on the CPU.
 #pragma once
 
 #include <atomic>
@@ -9,16 +9,20 @@
 
 namespace megatron_sparse {
 
-// Of the words of `body` behind the checksum itself, which is the first.
-inline uint32_t body_checksum(const uint8_t* body, int64_t bytes) {
-  constexpr int64_t kChecksumWords = int64_t{1} << 16;  // that one task sums
-  const int64_t words = bytes / 4 - 1;
+// The sum of the mixed words, the first of which has the number `first`.
+inline uint32_t mixed_sum(const uint8_t* words, int64_t count, uint32_t first) {
+  constexpr int64_t kTaskWords = int64_t{1} << 16;  // that one task sums
   std::atomic<uint32_t> sum{0};
-  for_each_chunk(words, kChecksumWords, [&](int64_t, int64_t begin, int64_t end) {
-    sum += kernels().moves_checksum(body + 4 * (begin + 1), end - begin,
-                                    static_cast<uint32_t>(begin + 1));
+  for_each_chunk(count, kTaskWords, [&](int64_t, int64_t begin, int64_t end) {
+    sum +=
+        kernels().mixed_sum(words + 4 * begin, end - begin, first + static_cast<uint32_t>(begin));
   });
   return sum;
+}
+
+// Of the words of `body` behind the checksum itself, which is the first.
+inline uint32_t body_checksum(const uint8_t* body, int64_t bytes) {
+  return mixed_sum(body + 4, bytes / 4 - 1, 1);
 }
 
 // Completes a record of a whole shard: the checksum over its body, and the header.

@@ -106,7 +106,7 @@ def _initial_densities(
     """The agreement: the density of each rank's selection, as the rank announces it."""
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     parts = zip(own, cuts, strict=True)
-    nnz = sum(prunable_nnz(records, cut, transport.rank) for records, cut in parts)
+    nnz = sum(prunable_nnz(records, cut) for records, cut in parts)
     table = yield from exchange_sizes([nnz], identity, transport)
     numel = sum(map(prunable_numel, cuts))
     for rank, (announced,) in enumerate(table):

@@ -69,12 +69,11 @@ from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
-    WIRE_CODES,
     Message,
     decode_add_,
     encode,
@@ -207,7 +206,7 @@ class LaneParts:
 
 def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Tensor:
     """This rank's contribution as a dense fp32 vector, in the order of the parts."""
-    layout, dtype, rank = message.layout, message.value_dtype, exchange.transport.rank
+    layout, rank = message.layout, exchange.transport.rank
     bucket, scatter = exchange.bucket, exchange.scatters
     grad_N = bucket.grad_N
     if grad_N.dtype == torch.float32 and not scatter:
@@ -222,12 +221,7 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         pieces, targets = [message.buffer[: message.nbytes]], [values_N]
         offsets = [layout.segment_offsets]
     for records, target_M, offsets_S in zip(pieces, targets, offsets, strict=True):
-        decode_add_(
-            target_M,
-            records,
-            Expected(offsets_S, WIRE_CODES[dtype], message.step, rank=rank),
-            fresh=True,
-        )
+        decode_add_(target_M, records, message.expected(offsets_S, rank), fresh=True)
     return values_N
 
 
@@ -304,7 +298,9 @@ def _lane_records(
 ) -> RecordSpec:
     """The records of a node's sum, in the format that the inner scheme takes."""
     form = inner.message_format(options)
-    return record_spec(value_dtype, step, form, options.block_size, density)
+    return record_spec(
+        value_dtype, step, form, options.block_size, density, checksum=options.checksum
+    )
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:

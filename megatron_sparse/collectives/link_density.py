@@ -32,23 +32,19 @@ def prunable_numel(cut: Cut) -> int:
     return int(cut.own_offsets.diff()[cut.keep == 0].sum())
 
 
-def prunable_nnz(records: torch.Tensor, cut: Cut, rank: int) -> int:
+def prunable_nnz(records: torch.Tensor, cut: Cut) -> int:
     """Non-zero elements outside the segments that are always sent whole, from the headers.
 
     On CUDA each header is read on the host.
 
     Args:
-        records: of the cut's segments, in order.
+        records: of the cut's segments, in order; made or decoded by this rank.
         cut: the segments.
-        rank: the rank that made them, for the error's text.
-
-    Raises:
-        WireFormatError: a header is damaged.
     """
     total = position = 0
     for keep in cut.keep.tolist():
         packed = records[position : position + HEADER_BYTES].cpu().numpy().tobytes()
-        header = Header.unpack(packed, rank)
+        header = Header.unpack(packed, None, payload_sum=None)
         position += HEADER_BYTES + header.payload_bytes
         total += 0 if keep else header.nnz
     return total
@@ -94,12 +90,8 @@ class LinkDensity:
         self.density = 1 - (1 - self.density) * (1 - joining)
         self._joining -= 1
 
-    def calibrate(self, records: torch.Tensor, cut: Cut, rank: int) -> None:
-        """Takes the density from the latest sum's records, unless all of it is always sent.
-
-        Raises:
-            WireFormatError: a header is damaged.
-        """
+    def calibrate(self, records: torch.Tensor, cut: Cut) -> None:
+        """Takes the density from the latest sum's records, unless all of it is always sent."""
         numel = prunable_numel(cut)
         if numel:
-            self.density = prunable_nnz(records, cut, rank) / numel
+            self.density = prunable_nnz(records, cut) / numel

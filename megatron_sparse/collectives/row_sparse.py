@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
@@ -88,6 +88,7 @@ def row_sparse(
     *,
     step: int,
     way: RowSparseWay = RowSparseWay.AUTO,
+    checksum: bool = False,
 ) -> Generator[Yielded, None, Reduced]:
     """The exact sum, or average, of all ranks' rows; the same bits on every rank.
 
@@ -99,6 +100,7 @@ def row_sparse(
         buffers: where messages live.
         step: the step, the same on every rank.
         way: the same on every rank.
+        checksum: records are sealed; the same on every rank.
 
     Raises:
         CommunicationError: ranks disagree about name, shape, dtype, reduction, way or step.
@@ -109,7 +111,8 @@ def row_sparse(
         return Reduced(gradient, RowSparseWay.GATHER, 0)
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
-    parts = [RowPart(gradient.num_rows, columns, value_dtype, part, n, step) for part in range(n)]
+    whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)
+    parts = [replace(whole, part=part, parts=n) for part in range(n)]
     run = _Run(name, gradient, reduction, transport, buffers, parts, way)
     positions = [part.positions(gradient) for part in parts]
     counts = yield from run.agree([taken.numel() for taken in positions], parts)
@@ -179,8 +182,7 @@ class _Run:
 
     def gather(self, counts: list[int]) -> Generator[Yielded, None, RowSparse]:
         """Every rank's rows go to every other."""
-        own = self._parts[0]
-        whole = RowPart(own.num_rows, own.columns, own.value_dtype, 0, 1, own.step)
+        whole = replace(self._parts[0], parts=1)
         contributions = yield from self._all_gather(
             self._gradient, [whole] * self.group.world_size, counts
         )

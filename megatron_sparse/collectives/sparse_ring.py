@@ -135,9 +135,9 @@ def ring_reduce_scatter(
         else:
             sums.add_message(received, cuts[take], source)
         if links and not goes_dense:
-            links[0].calibrate(sent, cuts[give], ranks[place])
+            links[0].calibrate(sent, cuts[give])
         if links and not comes_dense:
-            links[1].calibrate(received, cuts[take], source)
+            links[1].calibrate(received, cuts[take])
 
 
 def ring_gather_sums(

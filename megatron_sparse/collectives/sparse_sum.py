@@ -128,8 +128,7 @@ class SparseSum:
     def _expected(self, cut: Cut, rank: int) -> Expected:
         message = self._message
         slots_S = None if message.slots is None else message.slots.part(cut.segments)
-        code = WIRE_CODES[message.value_dtype]
-        return Expected(cut.offsets, code, message.step, rank=rank, slots=slots_S)
+        return message.expected(cut.offsets, rank, slots_S)
 
     def add_sum(
         self,
@@ -148,7 +147,7 @@ class SparseSum:
         """
         step = sum_step(self._message.step, cut)
         code = WIRE_CODES[value_dtype]
-        expected = Expected(cut.own_offsets, code, step, rank=rank, slots=slots_S)
+        expected = Expected(cut.own_offsets, code, step, rank, slots_S, self._message.checksum)
         self._decode(records, cut, expected, fresh=fresh)
 
     def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
@@ -249,6 +248,7 @@ class SparseSum:
                     block_size=self._block_size,
                     log2_span=self._log2_span,
                     without_indices=self._whole and not dense,
+                    checksum=self._message.checksum,
                 ),
                 out,
                 self._exchange.buffers,

@@ -95,7 +95,9 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     n = group.world_size
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
-    places = [PartitionRecord(h0, server, dtype, 0, message.step) for server in range(n)]
+    places = [
+        PartitionRecord(h0, server, dtype, 0, message.step, message.checksum) for server in range(n)
+    ]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]

@@ -63,6 +63,7 @@ class MessageSpec:
             gives the message a fixed size; null for no limit.
         value_bits: bits of quantised values, with the format `rice`; null for values in full.
         whole: every element is sent, quantised to 8 or 4 bits; the density is then 1.
+        checksum: the records are sealed.
     """
 
     density: float
@@ -74,6 +75,7 @@ class MessageSpec:
     capacity: float | None = None
     value_bits: int | None = None
     whole: bool = False
+    checksum: bool = False
 
     def value_dtype(self, grad_dtype: torch.dtype) -> str:
         """The dtype of the values on the wire: fp32, bf16, fp16, or one of `QUANTISED`."""
@@ -84,7 +86,15 @@ class MessageSpec:
     def record_spec(self, grad_dtype: torch.dtype, step: int) -> RecordSpec:
         """The records of the message of a bucket in a step."""
         value_dtype, form = self.value_dtype(grad_dtype), self.format
-        return record_spec(value_dtype, step, form, self.block_size, self.density, whole=self.whole)
+        return record_spec(
+            value_dtype,
+            step,
+            form,
+            self.block_size,
+            self.density,
+            whole=self.whole,
+            checksum=self.checksum,
+        )
 
 
 class Agreed(NamedTuple):

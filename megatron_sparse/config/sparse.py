@@ -99,6 +99,8 @@ class SchemeConfig:
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
             communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
             The NCCL engine). On CUDA, with the same backend.
+        checksum: the checksums of gradients' records cover the payloads too (docs/wire-format.md);
+            needs the compiled codec.
         deterministic: freeze every decision that would be taken from timing.
     """
 
@@ -118,6 +120,7 @@ class SchemeConfig:
     nccl_errors: str = "torch"
     nccl_engine: bool = False
     sum_bits: int | str | None = "auto"
+    checksum: bool = False
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -146,6 +149,14 @@ class SchemeConfig:
         one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS, None))
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
         is_flag("scheme.nccl_engine", self.nccl_engine)
+        is_flag("scheme.checksum", self.checksum)
+        if self.checksum and self.nccl_engine:
+            raise ConfigError(
+                "scheme.checksum does not reach the records of scheme.nccl_engine",
+                expected="one of them",
+                got="both",
+                remedy="set scheme.nccl_engine=false, or scheme.checksum=false",
+            )
         is_flag("scheme.deterministic", self.deterministic)
         in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
 

@@ -135,7 +135,9 @@ class DDPState(HostState):
             sink,
             self.progress,
         )
-        self._row_reducer = RowSparseReducer(self._transport, sink, self.progress)
+        self._row_reducer = RowSparseReducer(
+            self._transport, sink, self.progress, checksum=scheme.checksum
+        )
         if ddp.find_unused_parameters:
             logger.warning(
                 "find_unused_parameters: DDP ignores what is synchronised for a parameter that no "

@@ -36,7 +36,7 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         return nothing, nothing.to(dtype)
     heads = torch.stack([record[:HEADER_BYTES] for record in parts]).cpu().numpy()
     for record, head, (start, stop) in zip(parts, heads, pairwise(offsets), strict=True):
-        header = Header.unpack(head.tobytes(), rank=0)
+        header = Header.unpack(head.tobytes(), rank=0, payload_sum=None)
         sections = record[HEADER_BYTES:]
         if header.format == FORMAT_DENSE:
             dense = sections[: (stop - start) * dtype.itemsize].view(dtype)

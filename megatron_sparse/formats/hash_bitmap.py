@@ -107,7 +107,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
         end = SECTIONS_AT + values_P.nbytes
         out[SECTIONS_AT:end] = values_P.view(torch.uint8)
         out[end:size] = 0
-    return out[:size]
+    return place.finish_(out[:size])
 
 
 def decode(

@@ -68,7 +68,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
         end = start + numbers.nbytes
         out[start:end] = numbers.contiguous().view(torch.uint8)
         out[end:stop] = 0
-    return out
+    return place.finish_(out)
 
 
 def accumulate_(

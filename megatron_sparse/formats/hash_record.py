@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
@@ -43,6 +44,7 @@ class PartitionRecord:
         value_dtype: fp32, bf16 or fp16.
         offset: the segment's first element in the bucket.
         step: the step; its lower 32 bits travel.
+        checksum: the record is sealed.
 
     Raises:
         ExtensionError: there is no such partition, or the dtype has no code.
@@ -53,6 +55,7 @@ class PartitionRecord:
     value_dtype: torch.dtype
     offset: int
     step: int
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         if self.value_dtype not in _CODE_OF_DTYPE:
@@ -136,6 +139,12 @@ class PartitionRecord:
         out[:SECTIONS_AT] = torch.frombuffer(head, dtype=torch.uint8)
         return HEADER_BYTES + payload_bytes
 
+    def finish_(self, record: torch.Tensor) -> torch.Tensor:
+        """The whole record, sealed if records are. Mutated."""
+        if self.checksum:
+            seal_(record, 1)
+        return record
+
     def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
         """Compares every field with its expected value; then the sections fit in the record.
 
@@ -161,7 +170,8 @@ class PartitionRecord:
             )
         h0, positions = self.partition_hash, self.positions
         head = record[:SECTIONS_AT].cpu().numpy().tobytes()
-        header = Header.unpack(head, rank)
+        payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
+        header = Header.unpack(head, rank, payload_sum)
         expect(rank, "format", FORMAT_HASH_BITMAP, header.format)
         expect(rank, "dtype", self.code, header.dtype)
         expect(rank, "flags", 0, header.flags)

@@ -31,7 +31,7 @@ from megatron_sparse.cuda_ext.record_spec import (
 )
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.errors import ExtensionError
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
@@ -93,6 +93,7 @@ class Message:
         residual_N: the residual after the selection, which takes what sums in few bits lose; None
             for a message that no selection has made.
         unquantised: of quantised values: fp32, bf16 or fp16, the dtype of their complete sums.
+        checksum: the records are sealed, as those of its sums are to be.
     """
 
     buffer: torch.Tensor
@@ -107,6 +108,7 @@ class Message:
     log2_span: int | None = None
     unquantised: str | None = None
     residual_N: torch.Tensor | None = None
+    checksum: bool = False
 
     @property
     def sum_dtype(self) -> str:
@@ -146,6 +148,13 @@ class Message:
     def nbytes(self) -> int:
         """Bytes of all records."""
         return sum(self.segment_bytes)
+
+    def expected(
+        self, segment_offsets: torch.Tensor, rank: int, slots: torch.Tensor | None = None
+    ) -> Expected:
+        """What a rank's records of these segments must state, if its message is as this one."""
+        code = WIRE_CODES[self.value_dtype]
+        return Expected(segment_offsets, code, self.step, rank, slots, self.checksum)
 
     def shard_bytes(self) -> list[int]:
         """Bytes of the records of each shard, in shard order."""
@@ -201,6 +210,7 @@ def record_spec(
     density: float = 1.0,
     *,
     whole: bool = False,
+    checksum: bool = False,
 ) -> RecordSpec:
     """The `RecordSpec` for names of the configuration.
 
@@ -211,6 +221,7 @@ def record_spec(
         block_size: of blocks.
         density: of the message: `rice` makes its chunks by it.
         whole: of `rice`: every element is sent.
+        checksum: records are sealed.
     """
     return RecordSpec(
         WIRE_CODES[value_dtype],
@@ -219,6 +230,7 @@ def record_spec(
         block_size=block_size,
         log2_span=rice_span(density),
         without_indices=whole,
+        checksum=checksum,
     )
 
 
@@ -274,7 +286,8 @@ def encode_segments(
         CUDA with `reports`.
 
     Raises:
-        ExtensionError: slots where `torch_codec` works, or too small ones.
+        ExtensionError: slots are too small.
+        ConfigError: slots or a checksum where `torch_codec` works.
     """
     device = values_N.device
     if spec.record_format == FORMAT_RICE:
@@ -288,7 +301,7 @@ def encode_segments(
         nnz_S = _count(values_N, segments.offsets)
     if not compiled:
         assert nnz_S is not None, "counted above"
-        _refuse_slots(segments.slots)
+        _needs_kernels(segments.slots, checksum=spec.checksum)
         return torch_codec.encode(values_N, segments, nnz_S, spec, out)
     scratch = _take_scratch(segments, spec, buffers, device)
     sizes = ops.encode(values_N, segments, nnz_S, spec, out, scratch, reports=reports)
@@ -310,7 +323,8 @@ def prune_encode(
         buffers: where the message's memory comes from.
 
     Raises:
-        ExtensionError: Pici, blocks or a capacity where `torch_codec` works.
+        ExtensionError: Pici or blocks where `torch_codec` works.
+        ConfigError: a capacity or a checksum where it works.
     """
     grad_N, slots, reports = bucket.grad_N, None, None
     if pruning.capacity_S is not None:
@@ -318,7 +332,7 @@ def prune_encode(
         slots = slots_of(layout, pruning.capacity_S, spec)
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
-        _refuse_slots(slots_S)
+        _needs_kernels(slots_S, checksum=spec.checksum)
         nnz_R = ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, nnz_R, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
@@ -339,7 +353,9 @@ def _message(
     out: torch.Tensor, bucket: Bucket, layout: Layout, segment_bytes: list[int], spec: RecordSpec
 ) -> Message:
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
-    message = Message(out, layout, segment_bytes, value_dtype, spec.step, None)
+    message = Message(
+        out, layout, segment_bytes, value_dtype, spec.step, None, checksum=spec.checksum
+    )
     if spec.record_format == FORMAT_RICE:
         message.log2_span = spec.log2_span
     if spec.value_dtype in RICE_BITS:
@@ -352,14 +368,15 @@ def _counted(message: Message, nnz_S: torch.Tensor) -> Message:
     return message
 
 
-def _refuse_slots(slots_S: torch.Tensor | None) -> None:
-    if slots_S is not None:
-        raise ExtensionError(
-            "capacity mode needs the compiled codec",
-            expected="the extension's CUDA part",
-            got="torch operations",
-            remedy="build the CUDA part, or leave scheme.capacity out",
-        )
+def _needs_kernels(slots_S: torch.Tensor | None, *, checksum: bool) -> None:
+    for what, is_wanted in (("capacity", slots_S is not None), ("checksum", checksum)):
+        if is_wanted:
+            raise ConfigError(
+                f"scheme.{what} needs the compiled codec",
+                expected="the extension's CUDA part",
+                got="torch operations",
+                remedy=f"build the CUDA part, or leave scheme.{what} out",
+            )
 
 
 def _take_message(bucket: Bucket, nbytes: int, buffers: MessageBuffers) -> torch.Tensor:
@@ -414,7 +431,7 @@ def decode_add_(
     """
     base = int(expected.segment_offsets[0])
     if not is_compiled(acc_M.device):
-        _refuse_slots(expected.slots)
+        _needs_kernels(expected.slots, checksum=expected.checksum)
         torch_codec.decode_add_(acc_M, records, expected, base, fresh=fresh)
         return
     ops.decode_add_(acc_M, records, expected, base, fresh=fresh, reports=reports)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
@@ -38,6 +39,7 @@ class RowPart:
         part: the rows i with i mod parts = part.
         parts: 1 for the whole gradient.
         step: the step.
+        checksum: records are sealed.
 
     Example:
         >>> part = RowPart(num_rows=5, columns=1, value_dtype="fp32", part=1, parts=2, step=0)
@@ -51,6 +53,7 @@ class RowPart:
     part: int
     parts: int
     step: int
+    checksum: bool = False
 
     @property
     def rows(self) -> int:
@@ -104,6 +107,8 @@ class RowPart:
         if rows.numel():
             rows = rows.view(stored, self.columns)
             torch.index_select(gradient.rows_KD, 0, positions, out=rows)
+        if self.checksum:
+            seal_(out, 1)
 
     def decode(self, record: torch.Tensor, rank: int) -> RowSparse:
         """The rows of a record. They share its memory; the indices do not.
@@ -125,7 +130,8 @@ class RowPart:
                 got=f"{record.dtype} {tuple(record.shape)}",
             )
         head = record[:SECTIONS_AT].cpu().numpy().tobytes()
-        header = Header.unpack(head, rank)
+        payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
+        header = Header.unpack(head, rank, payload_sum)
         if len(head) < SECTIONS_AT:
             raise wrong_field(rank, "size", f"{SECTIONS_AT} bytes and more", len(head))
         num_rows, columns, stored, part, parts = _SUB_HEADER.unpack_from(head, HEADER_BYTES)

@@ -80,6 +80,7 @@ class Plan:
             capacity=options.capacity_on(bucket.grad_N.device.type, takes_slots=scheme.takes_slots),
             value_bits=bits,
             whole=scheme.sends_whole,
+            checksum=options.checksum,
         )
 
 

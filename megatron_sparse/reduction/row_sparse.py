@@ -53,6 +53,7 @@ class RowSparseReducer:
         sink: receives each gradient's record from the thread that waits for it.
         progress: drives the phases; may be shared with other reducers.
         way: how rows travel, the same on every rank.
+        checksum: records are sealed; the same on every rank.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class RowSparseReducer:
         sink: RecordSink,
         progress: Progress,
         way: RowSparseWay = RowSparseWay.AUTO,
+        *,
+        checksum: bool = False,
     ) -> None:
         self.transport = transport
         self.buffers = MessageBuffers()
         self._sink = sink
         self._progress = progress
-        self._way = way
+        self._way, self._checksum = way, checksum
 
     def start(
         self,
@@ -126,6 +129,7 @@ class RowSparseReducer:
             self.buffers,
             step=record.step,
             way=self._way,
+            checksum=self._checksum,
         )
         record.wire_bytes = result.sent_bytes
         record.scheme = f"{NAME}_{result.way}"

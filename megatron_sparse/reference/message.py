@@ -9,6 +9,7 @@ import torch
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import blocks, pici, rice
+from megatron_sparse.reference.checksum import opened, sealed
 from megatron_sparse.reference.prune import BF16, with_one_nan
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
@@ -52,7 +53,8 @@ def encode(
         header = Header(
             chosen, value_dtype, end - begin, nnz, len(payload), begin, spec.step, flags
         )
-        records.append(header.pack() + payload)
+        record = header.pack() + payload
+        records.append(sealed(record) if spec.checksum else record)
     return records
 
 
@@ -63,6 +65,8 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
         WireFormatError: names the rank and the field; `acc_M` may be partly changed.
     """
     value_dtype, rank, position = expected.value_dtype, expected.rank, 0
+    if expected.checksum:
+        message = opened(message)
     plain_dtype = value_dtype
     plain_formats = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)
     if value_dtype in RICE_BITS:  # beside Rice records there are only those of kept segments

@@ -14,6 +14,7 @@ import struct
 import numpy as np
 
 from megatron_sparse.formats.header import Header
+from megatron_sparse.reference.checksum import mixed_sum
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
 
 STATES = 32
@@ -247,12 +248,7 @@ def unpack(chunk: bytes, numel: int, dtype: int) -> np.ndarray:
 
 def checksum(body: bytes) -> int:
     """Of a record behind its header, without the checksum's own word: a sum of mixed words."""
-    words = np.frombuffer(body, "<u4").astype(np.uint64)
-    low = np.uint64(0xFFFFFFFF)
-    at = np.arange(words.size, dtype=np.uint64)
-    mixed = (words ^ at * np.uint64(0x9E3779B9) & low) * np.uint64(0x85EBCA6B) & low
-    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & low
-    return int(mixed[1:].sum()) & 0xFFFFFFFF
+    return mixed_sum(body[4:], 1)
 
 
 def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int) -> bytes:

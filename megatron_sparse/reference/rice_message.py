@@ -16,6 +16,7 @@ from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message
 from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.reference.checksum import sealed
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to, with_one_nan
 from megatron_sparse.reference.rice import SegmentPlace, encode
@@ -80,7 +81,7 @@ def encode_segments(
             random = counter_hash(key, DRAW_RESIDUAL, begin + index_K) if key >= 0 else None
             rest_K = round_to(rest_K, grid_of(BF16), random)
         residual_N[begin + index_K] = rest_K.to(residual_N.dtype)
-    return records, residual_N
+    return [sealed(r) if spec.checksum else r for r in records], residual_N
 
 
 def _raw_record(piece_M: torch.Tensor, begin: int, spec: RecordSpec) -> bytes:

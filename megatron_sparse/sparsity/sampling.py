@@ -32,9 +32,8 @@ import torch
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import Identity, exchange_sizes
 from megatron_sparse.compression.selection import draw_key
-from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.message import WIRE_CODES, Message, MessageBuffers, decode_add_
+from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_
 from megatron_sparse.pricing.profile import (
     BLOCK_SIZES,
     SparsityProfile,
@@ -137,18 +136,8 @@ def selected_values(bucket: Bucket, message: Message, buffers: MessageBuffers) -
     records = message.buffer[: message.nbytes]
     slots_S = None if message.slots is None else message.slots.offsets
     # The rank only names the sender of a damaged record, which here would be ourselves.
-    decode_add_(
-        sum_N,
-        records,
-        Expected(
-            message.layout.segment_offsets,
-            WIRE_CODES[message.value_dtype],
-            message.step,
-            rank=0,
-            slots=slots_S,
-        ),
-        fresh=True,
-    )
+    expected = message.expected(message.layout.segment_offsets, 0, slots_S)
+    decode_add_(sum_N, records, expected, fresh=True)
     return sum_N
 
 

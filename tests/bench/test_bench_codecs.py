@@ -60,7 +60,7 @@ def quick_oracle(monkeypatch):
     monkeypatch.setattr(hashing, "SMALL_NUMEL", 2**10)
 
 
-RECORD_OPS = ("prune_encode", "encode", "decode_add", "place", "decode_sum")
+RECORD_OPS = ("prune_encode", "encode", "decode_add", "place", "decode_sum", "seal", "verify")
 FIELDS = {
     *("op", "format", "dtype", "density", "count", "bytes_moved", "time_us", "copy_us"),
     *("peer", "peer_us", "device", "wrong", "stream_us", "ratio"),

@@ -126,8 +126,9 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
         dtype=torch.int64,
     )
     form = scheme.own_format or "coo"
-    block_size = case.options.block_size
-    return encode(bucket, layout, nnz_R, record_spec(case.wire, STEP, form, block_size), buffers)
+    block_size, checksum = case.options.block_size, case.options.checksum
+    spec = record_spec(case.wire, STEP, form, block_size, checksum=checksum)
+    return encode(bucket, layout, nnz_R, spec, buffers)
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):

@@ -27,7 +27,7 @@ class Fault:
     """A fault: its kind, the rank, and the number of the operation at which it happens.
 
     `kind` is one of `kill`, `kill while sending` and `stop` (real processes only), `slow`,
-    `header`, `size`, `truncate` and
+    `header`, `payload`, `size`, `truncate` and
     `replay`: the peer receives the last message again.
     """
 
@@ -124,6 +124,8 @@ def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> tor
         _flip(data, bit=(7 * fault.at) % min(8 * data.numel(), 128))
     elif fault.kind == "header" and data[:4].numpy().tobytes() == MAGIC:
         _flip(data, bit=(53 * (fault.at + 1)) % (8 * 48))
+    elif fault.kind == "payload" and data[:4].numpy().tobytes() == MAGIC and data.numel() > 48:
+        _flip(data[48 : 48 + int(data[24:32].view(torch.int64))], bit=997 * (fault.at + 1))
     elif fault.kind == "truncate" and data.numel() >= 16 and not is_words:
         return values[: values.numel() // 2].clone()
     elif fault.kind == "replay" and last is not None and not torch.equal(last, values):
@@ -134,6 +136,7 @@ def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> tor
 
 
 def _flip(data: torch.Tensor, bit: int) -> None:
+    bit %= 8 * data.numel()
     data[bit // 8] ^= 1 << bit % 8
 
 

@@ -14,7 +14,7 @@ from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
+from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
@@ -325,7 +325,7 @@ def test_the_torch_codec_refuses_it(monkeypatch):
     case, residual = Case("direct", 1, numel=90), torch.zeros(90)
     bucket = make_bucket(case, 0)
     before = bucket.grad_N.clone()
-    with pytest.raises(ExtensionError, match="capacity mode needs the compiled codec"):
+    with pytest.raises(ConfigError, match=r"scheme.capacity needs the compiled codec"):
         message_of(case, bucket, 0.1, MessageBuffers(), residual)
     assert torch.equal(bucket.grad_N, before)
     assert not residual.any()

@@ -6,6 +6,7 @@ cluster reports a deadlock.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -22,6 +23,7 @@ from megatron_sparse.errors import CommunicationError, MegatronSparseError, Wire
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
     BY_FORM,
+    OPTIONS,
     SPARSE,
     Case,
     exact_sum,
@@ -39,7 +41,8 @@ DENSITY = 0.2
 
 def _run(name, op, fault):
     """(error or None, whether every rank has the exact sum, whether the fault found a target)."""
-    case = Case(name, N, op, density=DENSITY, numel=numel_for(N, 900, op))
+    options = replace(OPTIONS, checksum=fault.kind == "payload")
+    case = Case(name, N, op, density=DENSITY, numel=numel_for(N, 900, op), options=options)
     cluster = VirtualCluster(N, Topology((2, 1), Link(1e-6, 1e-9), Link(1e-5, 1e-8)))
     faulty = {}
 
@@ -122,6 +125,15 @@ def test_a_damaged_header_names_the_sender(name, op):
 
 # The all-reduces contain every phase of the reduce-scatters.
 ALL_REDUCES = [name for name in SPARSE if (name, CollectiveOp.ALL_REDUCE) in BY_FORM]
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES)
+def test_with_the_checksum_a_damaged_payload_is_an_error(name):
+    outcomes = _outcomes(name, CollectiveOp.ALL_REDUCE, "payload")
+    assert outcomes
+    for victim, at, error, _ in outcomes:
+        assert isinstance(error, WireFormatError), (victim, at)
+        assert ": field checksum" in str(error), (victim, at)  # of the maker: others pass it on
 
 
 @pytest.mark.parametrize("name", [*ALL_REDUCES, "dense"])

@@ -32,6 +32,7 @@ from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from megatron_sparse.wire import HEADER_BYTES, pad16
+from tests.collectives.faults import Fault, FaultyTransport
 from tests.ranks import error_text, run_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -256,6 +257,30 @@ def test_damage_is_named():
     # Below the first, another part's, twice the same, beyond the end.
     for position, value in ((0, -2), (0, 3), (1, 1), (1, 43)):
         assert _refused(_damaged(SECTIONS_AT + 4 * position, "<i", value)) == "row indices"
+
+
+@pytest.mark.parametrize("way", [RowSparseWay.GATHER, RowSparseWay.DIRECT])
+def test_with_the_checksum_no_flipped_bit_goes_unseen(way):
+    gradients = [_gradient(rank, 50, 3, 20, torch.float32) for rank in range(3)]
+    options = {"step": STEP, "way": way, "checksum": True}
+    struck = []
+    for at in range(5):
+        faulty = []
+
+        def reduce(transport, at=at, faulty=faulty):
+            wrapped = FaultyTransport(transport, Fault("payload", 1, at), {})
+            faulty.append(wrapped)
+            rows = RowSparse.from_coo(gradients[transport.rank])
+            return row_sparse("e", rows, Reduction.SUM, wrapped, MessageBuffers(), **options)
+
+        try:
+            VirtualCluster(3).run(reduce)
+            refused = False
+        except WireFormatError as error:
+            refused = "rank 1: field checksum" in str(error)
+        assert refused == any(each.struck for each in faulty)
+        struck.append(refused)
+    assert any(struck)
 
 
 @settings(max_examples=150)

@@ -111,6 +111,7 @@ class TestPluginSections:
             (SchemeConfig, "timeout_s", 0),
             (SchemeConfig, "deterministic", 1),
             (SchemeConfig, "nccl_engine", 1),
+            (SchemeConfig, "checksum", 1),
             (ParametersConfig, "method", "zipped"),
             (ParametersConfig, "bits", 5),
             (ParametersConfig, "coder", "raw"),
@@ -161,6 +162,10 @@ class TestPluginSections:
         for name in ("auto", "direct", "agsparse"):
             scheme = SchemeConfig(name=name, capacity=1.5, nccl_engine=True)
             assert check(SparseConfig(scheme=scheme)).scheme.nccl_engine
+
+    def test_the_nccl_engine_sends_no_sealed_records(self):
+        said = refusal(SchemeConfig, name="direct", capacity=1.5, nccl_engine=True, checksum=True)
+        assert "scheme.checksum does not reach the records of scheme.nccl_engine" in said
 
     def test_from_overrides_sorts_keywords_into_sections(self):
         config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)
@@ -360,7 +365,7 @@ class TestScheduleOfTheRunsLength:
 
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
-    assert len(_keys(RunConfig)) <= 100
+    assert len(_keys(RunConfig)) <= 101
 
 
 class TestRemoved:

@@ -8,6 +8,7 @@
 #include "hash_partition_cuda.cpp"
 #include "moves_cuda.cpp"
 #include "nccl_sum_cuda.cpp"
+#include "payload_sums_cuda.cpp"
 #include "prune_encode_kernel.cuh"
 #include "row_sparse_cuda.cpp"
 #include "threshold_cuda.cpp"

@@ -57,7 +57,9 @@ class Ranks:
 def test_a_bucket_in_capacity_mode(
     not_waiting: NotWaiting, name: str, op: CollectiveOp, scope: str
 ) -> None:
-    check(not_waiting, Ranks(op, scheme=name, capacity=1.5, threshold_scope=scope))
+    sealed = scope == "bucket"
+    options = {"capacity": 1.5, "threshold_scope": scope, "checksum": sealed}
+    check(not_waiting, Ranks(op, scheme=name, **options))
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ OPS = (
     "encode",
     "prune_encode",
     "decode_add_",
+    "payload_sums_",
+    "seal_",
     "hash_permute",
     "hash_unpermute",
     "hash_partition_of",

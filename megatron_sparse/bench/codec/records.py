@@ -1,9 +1,9 @@
 """The cases of `bench codecs` for records of a bucket, Rice included, on the CPU and on a GPU.
 
 The operations on one gradient: `prune_encode`, `encode` (but for Rice), `decode_add`, `place` (a
-message replaces what is there, as that of a gathered sum does), and `decode_sum` of several
-messages. Message, residual and sum are first compared with the oracles' on a smaller gradient, byte
-for byte.
+message replaces what is there, as that of a gathered sum does), `decode_sum` of several messages,
+and `seal` and `verify`: encoding and adding with `scheme.checksum`, beside both without. Message,
+residual and sum are first compared with the oracles' on a smaller gradient, byte for byte.
 
 On a GPU the host reads no report meanwhile, as in capacity mode.
 """
@@ -42,11 +42,14 @@ class Codec:
     Memory is written here, so that its pages exist.
     """
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.spec, self.is_rice = case, case.spec, case.form in RICE_FORMS
+    def __init__(self, case: Case, *, checksum: bool = False) -> None:
+        self.case, self.is_rice = case, case.form in RICE_FORMS
+        self.spec = replace(case.spec, checksum=checksum)
         self.offsets = torch.tensor([0, case.numel])
         self.segments = Segments(self.offsets, torch.zeros(1, dtype=torch.uint8))
-        self.expected = Expected(self.offsets, self.spec.value_dtype, STEP, rank=0)
+        self.expected = Expected(
+            self.offsets, self.spec.value_dtype, STEP, rank=0, checksum=checksum
+        )
         self.threshold_R = torch.tensor([case.threshold]).to(case.device)
         self.scratch = None
         if case.device == CPU:
@@ -139,6 +142,16 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     yield Task("decode_add", name, moved, wrong, decode_add, lambda: written.fill_(1), others)
     moved, place = message.nbytes + acc_N.nbytes, codec.decode_add(acc_N, message, fresh=True)
     yield Task("place", name, moved, wrong, place)
+    if with_peers:
+        sealed = Codec(case, checksum=True)
+        seal = sealed.encode(grad_N, nnz)
+        seal()
+        record = sealed.record().clone()
+        wrong += differing(record[HEADER_BYTES:], message[HEADER_BYTES:])
+        verify, moved = sealed.decode_add(acc_N, record), grad_N.nbytes + message.nbytes
+        yield Task("seal", name, moved, wrong, seal, peers={"no checksum": encode})
+        others, moved = {"no checksum": decode_add}, message.nbytes + 2 * touched
+        yield Task("verify", name, moved, wrong, verify, peers=others)
     yield _sum_task(codec, grad_N, nnz, wrong)
 
 

@@ -1,0 +1,45 @@
+"""Sums of mixed words, and sealed records: the oracle of `cuda_ext.checksum_ops`."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from megatron_sparse.wire import HEADER_BYTES
+
+_SIZE_AT, _CHECKSUM_AT = 24, 44
+
+
+def mixed_sum(data: bytes, first: int = 0) -> int:
+    """Of the 32-bit words, the first of which has the number `first`."""
+    words = np.frombuffer(data, "<u4").astype(np.uint64)
+    low = np.uint64(0xFFFFFFFF)
+    at = np.arange(first, first + words.size, dtype=np.uint64)
+    mixed = (words ^ at * np.uint64(0x9E3779B9) & low) * np.uint64(0x85EBCA6B) & low
+    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & low
+    return int(mixed.sum()) & 0xFFFFFFFF
+
+
+def sealed(message: bytes) -> bytes:
+    """With the sum of each record's payload added to its header's checksum."""
+    return _with_sums(message, 1)
+
+
+def opened(message: bytes) -> bytes:
+    """The inverse of `sealed`; stops at a record of impossible size."""
+    return _with_sums(message, -1)
+
+
+def _with_sums(message: bytes, sign: int) -> bytes:
+    data, position = bytearray(message), 0
+    while position + HEADER_BYTES <= len(data):
+        (size,) = struct.unpack_from("<Q", data, position + _SIZE_AT)
+        begin, end = position + HEADER_BYTES, position + HEADER_BYTES + size
+        if end > len(data) or size % 16:
+            break
+        (checksum,) = struct.unpack_from("<I", data, position + _CHECKSUM_AT)
+        checksum += sign * mixed_sum(message[begin:end])
+        struct.pack_into("<I", data, position + _CHECKSUM_AT, checksum % 2**32)
+        position = end
+    return bytes(data)
