@@ -95,7 +95,9 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     n = group.world_size
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
-    places = [PartitionRecord(h0, server, dtype, 0, message.step) for server in range(n)]
+    places = [
+        PartitionRecord(h0, server, dtype, offset=0, step=message.step) for server in range(n)
+    ]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
@@ -200,7 +202,7 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
     """
     n, dtype = sizes.ranks, VALUE_DTYPES[sizes.value_dtype]
     h0 = PermutationHash(sizes.bucket.numel, n, HASH_SEED)
-    places = [PartitionRecord(h0, server, dtype, 0, 0) for server in range(n)]
+    places = [PartitionRecord(h0, server, dtype, offset=0, step=0) for server in range(n)]
     own, sent = places[sizes.rank], int(sizes.places.slots.capacity_S.sum())
 
     def nbytes(place: PartitionRecord, ranks: int, forms: Sequence[int]) -> int:
