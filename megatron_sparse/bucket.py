@@ -152,19 +152,20 @@ class Bucket:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Cuts of a bucket; all offsets are elements from the bucket's start.
+    """Where a bucket is cut into segments, ranges and pieces; the example above has one of each.
 
-    A layout never changes, so values computed from it can be kept. No two layouts compare equal.
+    Offsets are int64 elements from the bucket's start. A layout never changes, so values computed
+    from it can be kept. No two layouts compare equal.
 
     Attributes:
         segment_offsets: S+1 offsets of the wire segments; a segment never crosses a shard's
             border nor one between kept, lossless and pruned elements.
-        segment_keep: for each segment, whether it is always sent whole.
-        segment_lossless: for each segment, whether all that is not zero is sent.
-        shard_segments: n+1 indices into the segments: shard i is segments [i] to [i+1].
-        range_offsets: R+1 offsets; a refinement of the segments by piece.
-        range_segment: the segment of each range.
-        range_piece: the piece of each range.
+        segment_keep: uint8 [S], 1 for segments that are always sent whole.
+        segment_lossless: uint8 [S], 1 for segments whose non-zero elements are all sent.
+        shard_segments: n+1 segment numbers: shard i begins at [i] and ends before [i+1].
+        range_offsets: R+1 offsets of the ranges: segments cut at pieces.
+        range_segment: int64 [R], the segment of each range.
+        range_piece: int64 [R], the piece of each range.
         piece_offsets: P+1 offsets of the pieces: parameters and the padding between them.
         piece_parameter: for each piece the index into `Bucket.parameters`, -1 for padding.
     """

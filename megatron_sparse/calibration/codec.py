@@ -289,7 +289,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
 
     # Partition 0 of a segment so long that the partition has `numel` positions.
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
-    place = PartitionRecord(wide, 0, torch.float32, 0, STEP)
+    place = PartitionRecord(wide, 0, torch.float32, offset=0, step=STEP)
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()
     values = sparse_N[held][order]

@@ -23,6 +23,7 @@ Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import batched
 
 from megatron_sparse.collectives.base import (
     SMALL_BYTES,
@@ -103,9 +104,9 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         for number, part in enumerate(parts):
             check_announced([row[number] for row in sizes], [part] * n, message.value_dtype)
     in_one = parts_in_one(sizes)
-    parts = parts_at(message.layout, borders[in_one - 1 :: in_one])
-    sizes = [[sum(row[k : k + in_one]) for k in range(0, len(row), in_one)] for row in sizes]
-    yield from _exchange_parts(message, parts, sizes, sums, group)
+    joined = parts_at(message.layout, borders[in_one - 1 :: in_one])
+    joined_sizes = [[*map(sum, batched(row, in_one))] for row in sizes]
+    yield from _exchange_parts(message, joined, joined_sizes, sums, group)
     sums.write(slice(0, exchange.bucket.numel))
     return group.sent_bytes
 
@@ -128,26 +129,26 @@ def _exchange_parts(
     """
     n, rank = group.world_size, group.rank
     own = message.buffer[: message.nbytes].split(sizes[rank])
-    lengths = [[row[number] for row in sizes] for number in range(len(parts))]
-    others = [each for of_part in lengths for r, each in enumerate(of_part) if r != rank]
-    room = iter(sums.take("received", sum(others)).split(others))
-    # The records of each part, by rank.
-    pieces = [[mine if r == rank else next(room) for r in range(n)] for mine in own]
+    by_part = [row[number] for number in range(len(parts)) for row in sizes]
+    by_part[rank::n] = [0] * len(parts)  # own records stay in the message
+    room = sums.take("received", sum(by_part)).split(by_part)
+    received = [list(ranks) for ranks in batched(room, n)]  # for each part, by rank
+    for records, mine in zip(received, own, strict=True):
+        records[rank] = mine
     if len(parts) == 1:
-        yield from pairwise_all_to_all(own * n, pieces[0], group, last=True)
-        sums.add_messages(pieces[0], parts[0], range(n))
+        yield from pairwise_all_to_all(own * n, received[0], group, last=True)
+        sums.add_messages(received[0], parts[0], range(n))
         return
     peers = [(rank + step) % n for step in range(1, n)]
-    exchanges: list[Round] = [
-        ([(peer, mine) for peer in peers], [(peer, of_part[peer]) for peer in peers])
-        for mine, of_part in zip(own, pieces, strict=True)
-    ]
+    rounds: list[Round] = []
+    for records, mine in zip(received, own, strict=True):
+        rounds.append(([(peer, mine) for peer in peers], [(peer, records[peer]) for peer in peers]))
 
     def add_last(arrived: int) -> None:
         if arrived > 0:
-            sums.add_messages(pieces[arrived - 1], parts[arrived - 1], range(n))
+            sums.add_messages(received[arrived - 1], parts[arrived - 1], range(n))
 
-    yield from group.in_rounds(exchanges, add_last, last=True)
+    yield from group.in_rounds(rounds, add_last, last=True)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:

@@ -310,15 +310,18 @@ class Subgroup:
         self, rounds: Sequence[Round], meanwhile: Callable[[int], None] | None, *, last: bool
     ) -> Phase:
         """`in_rounds` with all rounds in one exchange: all messages have arrived at its end."""
-
-        def all_came(number: int) -> None:
-            if meanwhile is not None:
-                for each in range(1, len(rounds) + 1) if number else (0,):
-                    meanwhile(each)
-
         sends = [piece for sends, _ in rounds for piece in sends]
         receives = [piece for _, receives in rounds for piece in receives]
-        yield from self.in_rounds([(sends, receives)], all_came, last=last)
+        work = self.post(sends, receives)
+        if last:
+            yield POSTED
+        if meanwhile is None:
+            yield work
+            return
+        meanwhile(0)
+        yield work
+        for arrived in range(1, len(rounds) + 1):
+            meanwhile(arrived)
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
         """`Transport.exchange` in the subgroup's numbers; does not wait for it."""

@@ -23,7 +23,7 @@ import math
 
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Exchange, Identity, Steps, exchange_sizes
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.dense_allpairs import buffers as allpairs_buffers
@@ -45,32 +45,35 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
     """
     bucket, transport = exchange.bucket, exchange.transport
-    overflows = values_N.dtype == torch.float16 != bucket.grad_N.dtype
-    if overflows or (bucket.fp32_sums and exchange.scatters):
+    if _needs_fp32_sums(bucket, values_N.dtype):
         return (yield from dense_allpairs(exchange, values_N, step))
     if transport.device.type == "cpu":
         identity = Identity.of_values("dense", exchange, values_N, step)
         yield from exchange_sizes([], identity, transport)
-    own = slice(None)
-    if bucket.op is CollectiveOp.ALL_REDUCE:
-        work = transport.all_reduce_(values_N)
-    else:
+    if exchange.scatters:
         own = bucket.shard(transport.rank)
         work = transport.reduce_scatter(values_N[own], values_N, average=exchange.averages)
+    else:
+        own = slice(None)
+        work = transport.all_reduce_(values_N)
     yield POSTED
     yield work
     if values_N is not bucket.grad_N:
         with exchange.timer.stage("decode"):
             bucket.grad_N[own].copy_(values_N[own])
-    ring = (transport.world_size - 1) * values_N.numel() * values_N.element_size()
-    return ring * (2 if bucket.op is CollectiveOp.ALL_REDUCE else 1) // transport.world_size
+    halves = 1 if exchange.scatters else 2
+    return halves * (transport.world_size - 1) * values_N.nbytes // transport.world_size
+
+
+def _needs_fp32_sums(bucket: Bucket, value_dtype: torch.dtype) -> bool:
+    """Whether the backend must not add: fp16 could overflow, or Megatron asks for fp32 sums."""
+    overflows = value_dtype == torch.float16 and bucket.grad_N.dtype != torch.float16
+    return overflows or (bucket.fp32_sums and bucket.op is CollectiveOp.REDUCE_SCATTER)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:
     """None, but for those of `dense_allpairs` where that takes over."""
-    bucket = sizes.bucket
-    overflows = VALUE_DTYPES[sizes.value_dtype] == torch.float16 != bucket.grad_N.dtype
-    if overflows or (bucket.fp32_sums and sizes.scatters):
+    if _needs_fp32_sums(sizes.bucket, VALUE_DTYPES[sizes.value_dtype]):
         return allpairs_buffers(sizes)
     return {}
 

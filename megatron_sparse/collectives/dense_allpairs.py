@@ -67,15 +67,15 @@ def _add_in_order(
         sum_M: fp32 room for partial sums of narrower parts.
         target_M: gets the sum; may be one of the parts.
     """
-    *first, last = parts
-    if not first:
-        round_into(target_M, last)
+    if len(parts) == 1:
+        round_into(target_M, parts[0])
         return
-    if last.dtype == torch.float32:
-        sum_M = first[0]
+    first, *middle, last = parts
+    if first.dtype == torch.float32:
+        sum_M = first
     else:
-        sum_M.copy_(first[0])
-    for part in first[1:]:
+        sum_M.copy_(first)
+    for part in middle:
         sum_M.add_(part)
     if target_M.dtype == torch.float32:
         torch.add(sum_M, last, out=target_M)

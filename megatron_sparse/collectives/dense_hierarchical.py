@@ -236,7 +236,7 @@ def cost(run: DryRun) -> None:
 
 def _lane_shape(run: DryRun, nodes: int, numel: float) -> BucketShape:
     op = CollectiveOp.REDUCE_SCATTER if run.scatter else CollectiveOp.ALL_REDUCE
-    return BucketShape(round(numel), 0, run.b, op, nodes, run.p)
+    return BucketShape(round(numel), 0, run.b, op, world_size=nodes, partial_bytes=run.p)
 
 
 SCHEME = Scheme(

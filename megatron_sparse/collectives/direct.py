@@ -175,18 +175,21 @@ def split_cost(run: DryRun, form: RecordFormat | BlockFormat) -> None:
     """Agreement, n - 1 rounds of one shard each, and n additions (`direct.split`)."""
     if not run.has_slots:
         run.agree()
-    shard, n = run.piece(run.n), run.n
-    sizes_n = form.nbytes(shard, run.message_density(n), run.b)
-    send_shards_cost(run, sizes_n)
-    own_n = run.densities.shards(1, n)
-    first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
-    run.work(first_n + (n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
+    send_shards_cost(run, form.nbytes(run.piece(run.n), run.message_density(run.n), run.b))
+    add_shards_cost(run, form, run.densities.shards(1, run.n))
 
 
 def send_shards_cost(run: DryRun, sizes: Density) -> None:
     """Every rank sends every owner its shard, pairwise; `sizes` are by owner."""
     ranks, sizes_n = np.arange(run.n), np.broadcast_to(sizes, run.n)
     run.shifts([(step, sizes_n[(ranks - step) % run.n], 0.0) for step in range(1, run.n)])
+
+
+def add_shards_cost(run: DryRun, form: RecordFormat | BlockFormat, own_n: np.ndarray) -> None:
+    """Every owner adds the n records of its shard; `own_n` are their densities by owner."""
+    shard = run.piece(run.n)
+    first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
+    run.work(first_n + (run.n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
 
 
 def encode_own_shard_cost(run: DryRun, form: RecordFormat | BlockFormat, sum_n: np.ndarray) -> None:

@@ -171,7 +171,7 @@ def doubling_all_gather(
     """
     n, rank = group.world_size, group.rank
     pieces = Pieces(buffer, sizes, rank)
-    held = [1]
+    held = [0, 1]  # pieces before and after each round; its own piece comes first
     rounds: list[Round] = []
     while held[-1] < n:
         have = held[-1]
@@ -185,7 +185,7 @@ def doubling_all_gather(
         held.append(have + more)
     yield from group.in_rounds(
         rounds,
-        lambda number: pieces.hand_over(held[number - 1] if number else 0, held[number], arrived),
+        lambda number: pieces.hand_over(held[number], held[number + 1], arrived),
         last=True,
     )
 
@@ -200,7 +200,7 @@ def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) ->
         return sum((values_n[(ranks + place) % n] for place in range(first, last)), np.zeros(n))
 
     decoded, held = 0, 1
-    rounds = []
+    rounds = []  # distance, bytes, and seconds of decoding what came the round before
     while held < n:
         more = min(held, n - held)
         rounds.append((held, of_next(nbytes_n, 0, more), of_next(decoding_n, decoded, held)))

@@ -430,10 +430,10 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
     shape = BucketShape(
         round(run.shape.numel / lanes),
         round(run.shape.kept_numel / lanes),
-        run.p,
-        op,
-        nodes,
-        run.p,
+        element_bytes=run.p,
+        op=op,
+        world_size=nodes,
+        partial_bytes=run.p,
     )
     densities = run.densities.of_lane(max(sizes), lanes)
     message, part = run.format(SCHEME.message_format(run.options)), run.piece(lanes)

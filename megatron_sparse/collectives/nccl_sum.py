@@ -65,17 +65,17 @@ def sum_in_one_call(
     )
     sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
     borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
-    borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))
+    borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))  # no event for stages left out
     summed = SumCall(
         plan,
         sums.sum_N,
         message.buffer[: message.nbytes],
-        sums.take("received", plan.received_bytes),
-        sums.take("gathered", plan.sums_bytes),
-        message.step,
-        sum_steps,
-        reports.statuses(bucket.grad_N.device),
-        torch.tensor(borders),
+        received=sums.take("received", plan.received_bytes),
+        sums=sums.take("gathered", plan.sums_bytes),
+        step=message.step,
+        sum_steps=sum_steps,
+        earlier=reports.statuses(bucket.grad_N.device),
+        events=torch.tensor(borders),
     )
     report = communicator.sparse_sum(f"{scheme} of bucket {bucket.name}", summed)
     yield POSTED
@@ -115,9 +115,9 @@ def _plan(
             ShardPlan(
                 (first, last - first),
                 cut.offsets,
-                int(slots.offsets[first]),
-                message_slots,
-                sums,
+                message_begin=int(slots.offsets[first]),
+                message_slots=message_slots,
+                sum_slots=sums,
             )
         )
     return SumPlan(
@@ -127,6 +127,6 @@ def _plan(
         rank,
         world_size,
         value_dtype,
-        FORMAT_ADAPTIVE,
-        gathers,
+        record_format=FORMAT_ADAPTIVE,
+        gathers=gathers,
     )

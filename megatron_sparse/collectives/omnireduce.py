@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import (
+    add_shards_cost,
     buffers,
     encode_own_shard_cost,
     gather_sums_cost,
@@ -59,8 +60,7 @@ def cost(run: DryRun) -> None:
     own_n = run.densities.block_density(1, n, size)
     run.agree()
     send_shards_cost(run, form.nbytes(shard, own_n, run.b))
-    first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
-    run.work(first_n + (n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
+    add_shards_cost(run, form, own_n)
     if not run.scatter:
         sum_n = run.densities.block_density(n, n, size)
         encode_own_shard_cost(run, form, sum_n)

@@ -64,7 +64,7 @@ class Reduced:
 
     Attributes:
         gradient: the sum or the average.
-        way: `gather` or `direct`.
+        way: how the rows travelled: `gather` or `direct`.
         sent_bytes: what this rank sent in pairwise messages; the agreement is not in it.
     """
 
@@ -97,10 +97,10 @@ def row_sparse(
         gradient: this rank's rows [K, D]; only read. With one rank it is the result itself.
         reduction: sum or average, the same on every rank.
         transport: the group, of the gradient's device.
-        buffers: where messages live.
-        step: the step, the same on every rank.
-        way: the same on every rank.
-        checksum: records are sealed; the same on every rank.
+        buffers: memory for messages, reused in the next step.
+        step: the optimizer step, the same on every rank.
+        way: how the rows travel, the same on every rank.
+        checksum: records are sealed, on every rank alike.
 
     Raises:
         CommunicationError: ranks disagree about name, shape, dtype, reduction, way or step.

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from itertools import pairwise
+from itertools import batched, chain, pairwise, zip_longest
 
 import torch
 
@@ -143,14 +143,13 @@ def parts_of(
     for borders in (even_cuts(chunks, number) for number in numbers):
         parts = [sum(message_sizes[a:b]) for a, b in pairwise(borders)]
         parts += [0] * (chunks - len(parts))
-        exchanged = [max(pair) for pair in zip(parts, early_sizes, strict=True)]
-        exchanged += [0] * (len(copies) - chunks)
-        longest = [
-            max([own, *(parts[part] for part in passed_on)])
-            for own, passed_on in zip(exchanged, copies, strict=True)
-        ]
-        if sum(longest) < least:
-            best, least = borders, sum(longest)
+        # In each round the straggler swaps a part for a sum, and other ranks pass on parts.
+        swaps = zip(parts, early_sizes, strict=True)
+        cost = 0
+        for swapped, passed_on in zip_longest(swaps, copies, fillvalue=()):
+            cost += max([*swapped, *(parts[part] for part in passed_on)], default=0)
+        if cost < least:
+            best, least = borders, cost
     return best
 
 
@@ -180,19 +179,20 @@ class _Run:
         own = sums.encode(gives[early.rank], sums.partial_dtype, sums.take("given", capacity))
         if self.bucket.op is CollectiveOp.ALL_REDUCE:
             yield from self._gather_early(own, early)
-        (sizes,) = yield from self._shake_hands([own.numel()])
-        for size, cut in zip(sizes, self.takes, strict=True):
+        (late_sizes,) = yield from self._shake_hands([own.numel()])
+        for size, cut in zip(late_sizes, self.takes, strict=True):
             check_size(size, cut, self.message.value_dtype, self.late)
-        takes, sizes = self._message_parts(sizes)
-        parts = sums.take("late", sum(sizes)).split(sizes)
+        takes, part_sizes = self._message_parts(late_sizes)
+        parts = sums.take("late", sum(part_sizes)).split(part_sizes)
 
-        def arrived(share: int) -> None:
-            if share < len(takes):
+        def records_for(peer: int, share: int) -> torch.Tensor:
+            return own if peer == self.late else parts[share]
+
+        def add(share: int) -> None:
+            if share < len(takes):  # the other parts are empty
                 sums.add_message(parts[share], takes[share], self.late)
 
-        yield from self._meet(
-            lambda peer, share: own if peer == self.late else parts[share], parts, arrived
-        )
+        yield from self._meet(records_for, parts, add)
         return early.sent_bytes + self.group.sent_bytes
 
     def as_straggler(self) -> Generator[Yielded, None, int]:
@@ -204,17 +204,17 @@ class _Run:
         for size, cut, share in zip(sizes, self.gives, self.shares, strict=True):
             check_size(size, cut, sums.partial_dtype, share.rank)
         self.early_sizes = sizes
-        takes, own_sizes = self._message_parts(own_sizes)
+        takes, _ = self._message_parts(own_sizes)
         sent = [message_part(message, cut) for cut in takes]
         sent += [message.buffer[:0]] * (len(self.shares) - len(takes))
         parts = sums.take("given", sum(sizes)).split(sizes)
 
-        def arrived(share: int) -> None:
+        def add(share: int) -> None:
             cut, rank = self.gives[share], self.shares[share].rank
             sums.add_sum(parts[share], cut, sums.partial_dtype, rank, fresh=True)
             sums.add_message(message_part(message, cut), cut, self.late)
 
-        yield from self._meet(lambda peer, share: sent[share], parts, arrived)
+        yield from self._meet(lambda peer, share: sent[share], parts, add)
         return self.group.sent_bytes
 
     def _reduce_early(self, early: Subgroup) -> Phase:
@@ -225,19 +225,21 @@ class _Run:
         ]
         sent = [[message_part(message, cut) for cut in of_share] for of_share in cuts]
         table = yield from exchange_sizes(
-            [part.numel() for parts in sent for part in parts],
+            [records.numel() for records in chain(*sent)],
             self.identity,
             early_transport(self.transport, self.late),
             early.ranks,
         )
         own = cuts[early.rank]
+        # A row has the sender's sizes for every share; this rank receives those of its own.
         first = early.rank * len(own)
         sizes = [row[first : first + len(own)] for row in table]
         for of_sender, rank in zip(sizes, early.ranks, strict=True):
             for size, cut in zip(of_sender, own, strict=True):
                 check_size(size, cut, message.value_dtype, rank)
-        places = sums.take("received", sum(map(sum, sizes))).split([*map(sum, sizes)])
-        received = [place.split(parts) for place, parts in zip(places, sizes, strict=True)]
+        all_sizes = [*chain(*sizes)]
+        room = sums.take("received", sum(all_sizes)).split(all_sizes)
+        received = list(batched(room, len(own)))
 
         def add(sender: int) -> None:
             came = sent[sender] if sender == early.rank else received[sender]

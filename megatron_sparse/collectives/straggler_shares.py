@@ -72,14 +72,11 @@ def straggler_of(exchange: Exchange) -> int | None:
 def shares_of(bucket: Bucket, straggler: int) -> list[Share]:
     """Each early rank's share, in rank order."""
     early = [rank for rank in range(bucket.world_size) if rank != straggler]
-    if bucket.op is CollectiveOp.ALL_REDUCE:
-        cuts = chunk_cuts(slice(0, bucket.numel), len(early))
-    else:
-        cuts = chunk_cuts(bucket.shard(straggler), len(early))
-    parts = [slice(start, stop) for start, stop in pairwise(cuts)]
-    if bucket.op is CollectiveOp.ALL_REDUCE:
-        return [Share(rank, part, part) for rank, part in zip(early, parts, strict=True)]
-    return [Share(rank, bucket.shard(rank), part) for rank, part in zip(early, parts, strict=True)]
+    scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
+    given = bucket.shard(straggler) if scatters else slice(0, bucket.numel)
+    gives = [slice(*ends) for ends in pairwise(chunk_cuts(given, len(early)))]
+    takes = [bucket.shard(rank) for rank in early] if scatters else gives
+    return [Share(*each) for each in zip(early, takes, gives, strict=True)]
 
 
 def chunk_cuts(elements: slice, pieces: int) -> list[int]:

@@ -202,7 +202,7 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
     """
     n, dtype = sizes.ranks, VALUE_DTYPES[sizes.value_dtype]
     h0 = PermutationHash(sizes.bucket.numel, n, HASH_SEED)
-    places = [PartitionRecord(h0, server, dtype, 0, 0) for server in range(n)]
+    places = [PartitionRecord(h0, server, dtype, offset=0, step=0) for server in range(n)]
     own, sent = places[sizes.rank], int(sizes.places.slots.capacity_S.sum())
 
     def nbytes(place: PartitionRecord, ranks: int, forms: Sequence[int]) -> int:

@@ -52,6 +52,7 @@ class ResidualStore:
         self.outcome = outcome
         self._residuals: dict[str, torch.Tensor] = {}
         self._undo_copies: dict[str, torch.Tensor] = {}
+        # Buckets selected in a step without an outcome yet; whether they had a residual before it.
         self._pending: dict[str, bool] = {}
         self._buckets: dict[str, Bucket] = {}
 
@@ -169,6 +170,7 @@ class ResidualStore:
         self._goes_on = False
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
+        """Converts what was left before this step: all of it, or the old part of a selection."""
         if name not in self._pending:
             residual_N.mul_(change)
         elif self._pending[name]:

@@ -54,7 +54,7 @@ def record_bytes(positions: int, nnz: int, value_dtype: torch.dtype) -> int:
         >>> record_bytes(1000, 10, torch.float32)  # 48 + 32 + 128 (16 words) + 48 (40, padded)
         256
     """
-    whole = PartitionRecord(PermutationHash(positions, 1, 0), 0, value_dtype, 0, 0)
+    whole = PartitionRecord(PermutationHash(positions, 1, 0), 0, value_dtype, offset=0, step=0)
     return whole.nbytes(nnz, BY_POSITION)
 
 

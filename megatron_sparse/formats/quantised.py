@@ -74,13 +74,14 @@ def add_difference_(
     header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank)
     if header.format != FORMAT_QUANTISED:
         raise wrong_field(rank, "format", FORMAT_QUANTISED, header.format)
-    if header.flags not in QUANTISED_BITS:
-        raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), header.flags)
+    bits = header.flags
+    if bits not in QUANTISED_BITS:
+        raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), bits)
     header.check_whole(held.numel(), 0, epoch, record.numel(), rank)
-    whole = record_bytes(held.numel(), header.flags)
+    whole = record_bytes(held.numel(), bits)
     if record.numel() != whole:
         raise wrong_field(rank, "size", whole, record.numel())
-    wrong = quantised_ops.add_(held, record, header.flags)
+    wrong = quantised_ops.add_(held, record, bits)
     if wrong is not None:
         field, where = wrong
         raise wrong_field(rank, field, "as docs/quantised.md specifies", f"damage at {where}")

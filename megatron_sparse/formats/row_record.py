@@ -88,11 +88,11 @@ class RowPart:
         header = Header(
             FORMAT_ROW_SPARSE,
             WIRE_CODES[self.value_dtype],
-            self.num_rows * self.columns,
-            stored * self.columns,
-            out.numel() - HEADER_BYTES,
-            0,
-            self.step,
+            numel=self.num_rows * self.columns,
+            nnz=stored * self.columns,
+            payload_bytes=out.numel() - HEADER_BYTES,
+            offset=0,
+            step=self.step,
         )
         sub_header = _SUB_HEADER.pack(self.num_rows, self.columns, stored, self.part, self.parts)
         head = bytearray(header.pack() + sub_header)

@@ -308,9 +308,10 @@ def _look_up(
 def _texts(key: str, value: object, action: argparse.Action) -> list[str]:
     """The words that follow the flag."""
     bare = action.nargs == 0
-    if isinstance(value, bool) == bare and not isinstance(value, Mapping) and value is not None:
-        values = value if isinstance(value, list | tuple) else [value]
-        return [] if bare else [str(item) for item in values]
+    if bare and isinstance(value, bool):
+        return []
+    if not bare and not isinstance(value, bool | Mapping | None):
+        return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
     raise ConfigError(
         f"megatron.{key} does not take this value",
         expected="true or false" if bare else "a value, or a list of values",

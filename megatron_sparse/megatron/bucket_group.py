@@ -123,13 +123,15 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return
         assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
         began_s = time.perf_counter()
-        handle: Any = self.sparse_attachment.start_gather(self.sparse_group)
-        waits_later = self.ddp_config.overlap_param_gather and not force_sync
-        if handle is None:
+        attachment, group = self.sparse_attachment, self.sparse_group
+        handle: Any = attachment.start_gather(group)
+        if handle is not None:
+            waits_later = self.ddp_config.overlap_param_gather and not force_sync
+        else:
             super().start_param_sync(force_sync=force_sync)
-            attachment, own = self.sparse_attachment, self.param_gather_handle
-            handle = attachment.parameters.timed(self.sparse_group, attachment.step, own, began_s)
-            waits_later = own is not None
+            megatrons = self.param_gather_handle  # None if Megatron has already waited
+            handle = attachment.parameters.timed(group, attachment.step, megatrons, began_s)
+            waits_later = megatrons is not None
         if waits_later:
             self.param_gather_handle = handle
         else:

@@ -91,7 +91,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         saved = read(attachment, checkpoint, residuals=wanted)
     if saved is None and any(checkpoint.glob(OLD_FILES)):
         check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
-    state = saved or Saved(iteration, attachment.enabled, None, None, [], 0, "none")
+    state = saved or Saved(iteration, attachment.enabled)
     attachment.restore(
         state.residuals,
         step=state.step,

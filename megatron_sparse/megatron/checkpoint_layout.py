@@ -83,17 +83,16 @@ class Saved:
     `data_size` and `rows` are of the run that wrote it: its data-parallel size, and how the rows of
     residuals lie; `buckets` and `rows` are None for a model with another layout, whose residuals
     are not read. `unknown` names parameters that this run does not have. `masters` are the parts
-    of `parameters.method=lossy` that overlap with this rank's
-    shards.
+    of `parameters.method=lossy` that overlap with this rank's shards.
     """
 
     step: int
     enabled: bool
-    loss_scale: float | None
-    gradient_factor: float | None
-    norms: list[float]
-    data_size: int
-    mode: str
+    loss_scale: float | None = None
+    gradient_factor: float | None = None
+    norms: list[float] = field(default_factory=list)
+    data_size: int = 0
+    mode: str = "none"
     trials: dict[str, Any] = field(default_factory=dict)
     planner: dict[str, Any] = field(default_factory=dict)
     buckets: dict[str, int] | None = None

@@ -143,12 +143,12 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     saved = Saved(
         header["step"],
         header["enabled"],
-        header["loss_scale"],
-        header["gradient_factor"],
-        header.get("norms", []),
-        header["data_size"],
-        header["mode"],
-        header.get("trials", {}),
+        loss_scale=header["loss_scale"],
+        gradient_factor=header["gradient_factor"],
+        norms=header.get("norms", []),
+        data_size=header["data_size"],
+        mode=header["mode"],
+        trials=header.get("trials", {}),
     )
     same = saved.data_size == here.data_size
     rank_object = ShardedObject(

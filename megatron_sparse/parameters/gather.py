@@ -2,7 +2,7 @@
 
     encode      own shard: the bits that the other ranks hold -> the new bits, as a record
                 -- the gate, see `reduction.reducer` --
-    announce    one all-gather of two words: size of the record, method, which gather this is,
+    announce    one all-gather of 16 bytes a rank: size of the record, method, number of the gather,
                 and, where ranks verify, hashes of the shard's old and new bits
     exchange    n - 1 rounds of records, one peer at a time, or once per node (`per_node`);
                 meanwhile each record that has come turns the old bits of its owner's shard into the
@@ -13,8 +13,8 @@
 (`formats.moves`); `lossy.LossyGather` sends quantised differences.
 
 The first gather is raw, and so is the one after `forget`: the backend's own all-gather of the bits,
-in place, after the same announcement. `old` is always what was gathered last, never what the shard
-held before an optimizer step: so a step may gather twice or never, and steps may be skipped.
+in place, after the same announcement. The old bits are always those that were gathered last, not
+those before the optimizer step. So a step may gather twice or never, and steps may be skipped.
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
@@ -248,16 +248,18 @@ class ShardGather(ABC):
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
-        """This rank's record, empty in a raw gather, and what it says about it."""
-        replica_M, verifies = self._replica_M, self._verifies(number)
+        """This rank's record, empty in a raw gather, and its announcement."""
+        verifies = self._verifies(number)
+        method, old_hash, new_hash = RAW, 0, 0
+        sent, nbytes = NOTHING, self._own_M.nbytes
         with timer.stage("encode"):
-            if replica_M is None:
-                new_hash = hash_of(self._own_M) if verifies else 0
-                return NOTHING, Announcement(self._own_M.nbytes, RAW, number, 0, new_hash)
-            old_hash = hash_of(replica_M) if verifies else 0
-            sent = self._encode_own(number)
+            if self._replica_M is not None:
+                method = self.method
+                old_hash = hash_of(self._replica_M) if verifies else 0
+                sent = self._encode_own(number)
+                nbytes = sent.numel()
             new_hash = hash_of(self._own_M) if verifies else 0
-        return sent, Announcement(sent.numel(), self.method, number, old_hash, new_hash)
+        return sent, Announcement(nbytes, method, number, old_hash, new_hash)
 
     def _verifies(self, number: int) -> bool:
         return number > 0 and number % self._way.verify_every == 0

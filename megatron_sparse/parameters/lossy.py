@@ -6,7 +6,7 @@
 
 So replicas are the same bits on all ranks. What was withheld, master - replica, needs no memory of
 its own: the master has it, and the next gather sends it along. In fp32 training Megatron's master
-is the own shard in the parameter buffer; so one shard more is kept, and its content swaps places:
+is this rank's shard in the parameter buffer. The plugin keeps one shard more, and swaps the two:
 
                                             own shard in the buffer     kept
     between steps                           replica                     master

@@ -217,6 +217,7 @@ def _measure_rings(
 def _measure_nic(
     transport: Transport, nodes: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[str]:
+    """What has a network port of its own: each `rank`, or each `node`, whose ranks share one."""
     lanes = min(map(len, nodes))
     if lanes == 1:
         return "rank"
@@ -229,6 +230,7 @@ def _measure_nic(
 
 
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
+    """The backend's own all-reduce as a ring: seconds of one of its 2 (n - 1) rounds, by bytes."""
     n = transport.world_size
     pieces, times_s = [], []
     for nbytes in sweep.message_bytes:

@@ -112,10 +112,10 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
             row["kept_numel"],
             row["element_bytes"],
             CollectiveOp(row["op"]),
-            ranks // lanes if ranks else row["world_size"],
-            row["partial_bytes"],
-            row.get("value_bits"),
-            lanes,
+            world_size=ranks // lanes if ranks else row["world_size"],
+            partial_bytes=row["partial_bytes"],
+            value_bits=row.get("value_bits"),
+            lanes=lanes,
         )
         known = row.get("profile")
         profile = SparsityProfile.from_dict(known) if known else prior(shape, row["density"])

@@ -135,21 +135,19 @@ class SparsityProfile:
             world_size: ranks.
         """
         sums = {k: 1 - (1 - density) ** k for k in union_counts(world_size)}
-        even = dict.fromkeys(partition_counts(numel, world_size), 1.0)
-        ratio = {k: s / density if density else 1.0 for k, s in sums.items()}
         total = sums[world_size]
-        # Of |A| = |B| = d N elements, d of A's are in B.
-        overlap = (density,) * len(QUANTILES)
+        partitions = partition_counts(numel, world_size)
         return cls(
             numel,
             world_size,
             density,
-            ratio,
-            even,
-            dict(even),
-            overlap,
-            {size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
-            {size: 1 - (1 - total) ** size for size in BLOCK_SIZES},
+            densification={k: s / density if density else 1.0 for k, s in sums.items()},
+            skewness=dict.fromkeys(partitions, 1.0),
+            sum_skewness=dict.fromkeys(partitions, 1.0),
+            # Of |A| = |B| = d N elements, d of A's are in B.
+            overlap=(density,) * len(QUANTILES),
+            block_density={size: 1 - (1 - density) ** size for size in BLOCK_SIZES},
+            sum_block_density={size: 1 - (1 - total) ** size for size in BLOCK_SIZES},
         )
 
     def to_dict(self) -> dict[str, Any]:

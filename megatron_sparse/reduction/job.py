@@ -3,15 +3,15 @@
 A job is a generator. It yields
 
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
-- `GATE`: the job has worked locally until now and will post operations from here on; other `Gate`s
-  keep the operations of several groups in order, each for itself;
+- `GATE`: the job has worked locally until now and will post operations from here on. A group with
+  an order of its own has a `Gate` of its own;
 - `POSTED`: the job will post nothing more;
 - `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter;
 - `QUEUED`: all of its work is on a stream (CUDA only); what follows reads reports on the host.
 
 Between two yields it works locally. `Pending` is the job under way: one thread launches it and
 waits for it, a driver (`progress`) steps it. Only drivers step a job; `without` and
-`one_after_another` make one stage of others.
+`one_after_another` combine stages into one.
 """
 
 from __future__ import annotations

@@ -225,6 +225,7 @@ class _Group:
         members, element_bytes = part.lanes, whole.grad_N.element_size()
         found: dict[str, int] = {}
         if whole.op is CollectiveOp.ALL_REDUCE:
+            # What no lane has: the last elements, of every member.
             found["node_rest"] = whole.numel % members * members * element_bytes
         elif part.op is whole.op:
             found["node_sum"] = part.numel * element_bytes  # at `instance` it is in the gradient

@@ -136,6 +136,7 @@ def _cleaned(text: str, prefix: str) -> str:
 
 
 def _themed(text: str, title: str) -> str:
+    """The `<svg>` element in the page's colours, font and width, with its title for readers."""
     text = re.sub(
         r"<[^>]+>",
         lambda tag: _COLOUR.sub(lambda found: _VARIABLES[found.group()], tag.group()),

@@ -184,15 +184,14 @@ def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
 def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
     numel = gradients[0].numel()
     elements = [nonzero_elements(gradient) for gradient in gradients]
-    seed = HASH_SEED
     return Sample(
         iteration,
         name,
         numel,
         elements,
-        profile_of_elements(elements, numel),
-        Loads.contiguous(elements, numel),
-        Loads.hashed(elements, numel, seed),
+        profile=profile_of_elements(elements, numel),
+        contiguous=Loads.contiguous(elements, numel),
+        hashed=Loads.hashed(elements, numel, HASH_SEED),
     )
 
 
@@ -245,27 +244,23 @@ def print_table(samples: Sequence[Sample], title: str) -> None:
 
 
 def _cells(members: Sequence[Sample]) -> list[str]:
+    """A bucket's numbers as `print_table` shows them: means over its samples."""
     profiles = [sample.profile for sample in members]
     n = profiles[0].world_size
-
-    density = fmean(p.density for p in profiles)
-    low, middle, high = (fmean(p.overlap[q] for p in profiles) for q in (0, 2, 4))
-    ratio = fmean(p.densification[n] for p in profiles)
-    skewness = fmean(p.skewness.get(n, 1.0) for p in profiles)
-    balance = [
-        "/".join(
-            f"{fmean(getattr(getattr(sample, way), phase) for sample in members):.2f}"
-            for phase in ("push", "pull")
-        )
-        for way in ("contiguous", "hashed")
-    ]
+    # Quantiles 0, 0.5 and 1 of `QUANTILES`.
+    least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
     return [
         str(members[0].numel),
-        f"{density:.3%}",
-        f"{middle:.3f}",
-        f"{low:.2f}-{high:.2f}",
+        f"{fmean(p.density for p in profiles):.3%}",
+        f"{median:.3f}",
+        f"{least:.2f}-{most:.2f}",
         f"{fmean(p.sum_density(n) for p in profiles):.3%}",
-        f"{ratio:.2f}",
-        f"{skewness:.2f}",
-        *balance,
+        f"{fmean(p.densification[n] for p in profiles):.2f}",
+        f"{fmean(p.skewness.get(n, 1.0) for p in profiles):.2f}",
+        _push_pull([sample.contiguous for sample in members]),
+        _push_pull([sample.hashed for sample in members]),
     ]
+
+
+def _push_pull(loads: Sequence[Loads]) -> str:
+    return f"{fmean(load.push for load in loads):.2f}/{fmean(load.pull for load in loads):.2f}"

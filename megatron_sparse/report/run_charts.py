@@ -218,10 +218,10 @@ def _delays(runs: Sequence[RunData]) -> Chart:
         for run in runs:
             records = [record for of_bucket in run.readiness.values() for record in of_bucket]
             delays_s, fractions = delay_cdf([delay_s(record.ready_s) for record in records])
-            keep = np.unique(np.linspace(0, len(delays_s) - 1, 200).astype(int))
+            shown = np.unique(np.linspace(0, len(delays_s) - 1, 200).astype(int))  # at most 200
             (handle,) = axes.step(
-                np.array(delays_s)[keep] * 1e3,
-                np.array(fractions)[keep],
+                np.array(delays_s)[shown] * 1e3,
+                np.array(fractions)[shown],
                 where="post",
                 color=theme.of_run(run.index).light,
             )

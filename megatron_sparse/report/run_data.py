@@ -251,6 +251,7 @@ def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:
 def _load_plan(
     folder: Path, gaps: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, SparsityProfile]]:
+    """Each bucket's row of the plan and its profile; none if the file is missing or damaged."""
     if not (folder / PLAN_FILE).exists():
         gaps.append(f"{PLAN_FILE} is missing; a run writes it when it ends")
         return {}, {}

@@ -239,7 +239,7 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
         ],
         [_bucket_row(bucket, run) for bucket in shown],
         note,
-        frozenset({0, 2, 8}),
+        words=frozenset({0, 2, 8}),
     )
 
 

@@ -1,10 +1,10 @@
-"""Makes the model clusters in `configs/cluster_models`, most from the papers' machines: MODELS.
+"""Writes the cluster files in `configs/cluster_models`: models, nothing in them is measured.
 
-Links are those of `machines`. The backend's all-reduce is the virtual cluster's: a ring at the rate
-of the links between nodes. Codec rates were not measured on a GPU. Instead each call of the codec
-runs on the CPU, `TrafficCounter` counts the bytes that its tensor operations move, and the model
-assumes that a GPU moves them at half of its memory's peak rate (`Machine.codec_rate`). Launches and
-the host cost nothing: the virtual clock models neither.
+Most are of the papers' machines, with the links of `machines`. The backend's all-reduce is a ring
+at the rate of the links between nodes. For the codec's rates each call runs on the CPU,
+`TrafficCounter` counts the bytes that its tensor operations move, and the model assumes that a GPU
+moves them at half of its memory's peak rate (`Machine.codec_rate`). Launches and the host cost
+nothing.
 
 `python -m megatron_sparse.simulate.cluster_models` rewrites the files.
 """

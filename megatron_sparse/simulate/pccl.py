@@ -129,7 +129,7 @@ def library_s(system: System, library: str, kind: str, world_size: int, size_mb:
 
 
 def _rows(
-    system: System, kind: str, sizes: tuple[int, ...], ranks: tuple[int, ...], mpi: bool
+    system: System, kind: str, sizes: tuple[int, ...], ranks: tuple[int, ...], *, mpi: bool
 ) -> list[Row]:
     rows = []
     for size in sizes:
@@ -163,7 +163,9 @@ def _line_rows(
 
 def _heat_rows(system: System, fast: bool) -> list[Row]:
     ranks, sizes = (FAST_RANKS, SIZES_MB[::3]) if fast else (RANKS, SIZES_MB)
-    both = [_rows(system, kind, sizes, ranks, False) for kind in ("all_gather", "reduce_scatter")]
+    both = [
+        _rows(system, kind, sizes, ranks, mpi=False) for kind in ("all_gather", "reduce_scatter")
+    ]
     return [row for rows in both for row in rows if row["library"] == system.vendor]
 
 

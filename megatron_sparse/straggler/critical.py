@@ -99,14 +99,15 @@ def dense_split(
     if op is CollectiveOp.REDUCE_SCATTER:
         ring = Cost(n - 1, (n - 1) / n)
         sent = ring.time_s(buffer_bytes, link)
-        return SplitTimes(early, sent, min(sent, ring.time_s(buffer_bytes, dense or link)))
+        otherwise = min(sent, ring.time_s(buffer_bytes, dense or link))
+        return SplitTimes(early_s=early, after_s=sent, otherwise_s=otherwise)
     if dense is not None:
         otherwise = ring_cost(n).time_s(buffer_bytes, dense)
     else:
         others = (ring_cost(n), rhd_cost(n), allpairs_cost(n))
         otherwise = min(other.time_s(buffer_bytes, link) for other in others)
     after = straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link)
-    return SplitTimes(early, after, otherwise)
+    return SplitTimes(early_s=early, after_s=after, otherwise_s=otherwise)
 
 
 def sparse_split(
@@ -126,18 +127,19 @@ def sparse_split(
         link: between any two ranks.
         op: in a reduce-scatter the straggler sends n - 1 shards in both: nothing can be gained.
     """
-    both, share = message_bytes + sum_bytes, (n - 1) / n
+    all_but_one, early_but_one = (n - 1) / n, (n - 2) / (n - 1)
     if op is CollectiveOp.REDUCE_SCATTER:
-        sent = Cost(n, share).time_s(message_bytes, link)
-        early = Cost(n - 2, (n - 2) / (n - 1)).time_s(message_bytes, link)
-        return SplitTimes(early, sent, sent)
+        sent = Cost(n, all_but_one).time_s(message_bytes, link)
+        early = Cost(n - 2, early_but_one).time_s(message_bytes, link)
+        return SplitTimes(early_s=early, after_s=sent, otherwise_s=sent)
+    both = message_bytes + sum_bytes
     rounds = _rounds(n)
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
     after_bytes = max(message_bytes, sum_bytes) + spread_bytes
     return SplitTimes(
-        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both, link),
+        early_s=Cost(2 * (n - 2), early_but_one).time_s(both, link),
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),
-        otherwise_s=Cost(2 * n, share).time_s(both, link),
+        otherwise_s=Cost(2 * n, all_but_one).time_s(both, link),
     )
 
 
