@@ -182,7 +182,7 @@ def option(
     return field(default_factory=lambda: parse(flag, default), metadata=metadata)
 
 
-def names_option(usual: str, help: str = "", flag: str = "", **more: Any) -> Any:
+def names_option(usual: str | None, help: str = "", flag: str = "", **more: Any) -> Any:
     """An option of names with commas between."""
     return option(usual, help, parse_names, flag=flag, **more)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.netbed import Links
+from megatron_sparse.transport.netbed import BedLinks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NETBED = CHECKOUT / "scripts" / "netbed.sh"
@@ -58,7 +58,7 @@ def check_place(
 
 
 def run_netbed(
-    command: Sequence[str], ranks: int, links: Links, nodes: int, log: IO[str] | None = None
+    command: Sequence[str], ranks: int, links: BedLinks, nodes: int, log: IO[str] | None = None
 ) -> int:
     """Runs a command as every rank of a test bed; returns the exit code.
 

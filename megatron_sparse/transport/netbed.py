@@ -12,7 +12,7 @@ NETBED_LINKS = "NETBED_LINKS"
 """Another one: rate, delay and sites, in words."""
 
 
-class Links(NamedTuple):
+class BedLinks(NamedTuple):
     """The test bed's slow links.
 
     Attributes:
@@ -29,7 +29,7 @@ class Links(NamedTuple):
         """Words for headers and names.
 
         Example:
-            >>> str(Links(100)), str(Links(100, 30, 2))
+            >>> str(BedLinks(100)), str(BedLinks(100, 30, 2))
             ('100 Mbit/s', '100 Mbit/s, 30 ms, 2 sites')
         """
         delay = f", {self.delay_ms} ms" if self.delay_ms else ""

@@ -366,7 +366,7 @@ class TestScheduleOfTheRunsLength:
 
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
-    assert len(_keys(RunConfig)) <= 101
+    assert len(_keys(RunConfig)) <= 102
 
 
 class TestRemoved:

@@ -90,7 +90,9 @@ def test_pruned_fractions_are_what_the_names_say():
 
 
 PRESETS = {
+    "auto": (True, "auto", 4),
     "lossless": (False, 0.22, None),
+    "quantised": (True, 1, 4),
     "safe": (True, 0.22, 4),
     "balanced": (True, 0.07, 3),
     "extreme": (True, 0.015, 3),

@@ -20,7 +20,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.transport import Link, Topology
-from megatron_sparse.transport.netbed import Links, netbed_mbit
+from megatron_sparse.transport.netbed import BedLinks, netbed_mbit
 
 
 class Bench[Cases: Rounds](RankGroup):
@@ -120,7 +120,7 @@ def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | No
     """
     of_rank = local_ranks.command_line(command)
     if place.netbed:
-        return local_ranks.run_netbed(of_rank, ranks, Links(mbit or 0), place.nodes(ranks))
+        return local_ranks.run_netbed(of_rank, ranks, BedLinks(mbit or 0), place.nodes(ranks))
     return local_ranks.run_loopback(of_rank, ranks)
 
 

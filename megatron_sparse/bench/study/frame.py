@@ -28,7 +28,7 @@ from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.simulate import figures
-from megatron_sparse.transport.netbed import Links
+from megatron_sparse.transport.netbed import BedLinks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ class Run:
     arguments: list[str]
     out: Path
     place: Sequence[str] = ()
-    links: Links | None = None
+    links: BedLinks | None = None
     setting: str = ""
     model: str = ""
     seed: int = 1
@@ -81,7 +81,7 @@ class Run:
     @property
     def where(self) -> dict[str, int | None]:
         """The cells of a row that say on which links it ran."""
-        return dict(Links(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
+        return dict(BedLinks(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
 
     @property
     def words(self) -> list[str]:

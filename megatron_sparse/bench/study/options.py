@@ -32,7 +32,7 @@ from megatron_sparse.config.parameters import METHODS
 from megatron_sparse.config.presets import preset_names
 
 if TYPE_CHECKING:
-    from megatron_sparse.transport.netbed import Links
+    from megatron_sparse.transport.netbed import BedLinks
 
 RANKS, BATCH = 2, 16
 """Of `experiment=convergence`."""
@@ -154,11 +154,11 @@ class TrainingOptions(BedOptions):
         return self.ranks // self.ranks_per_node if self.netbed else 1
 
     @property
-    def links(self) -> Links | None:
+    def links(self) -> BedLinks | None:
         """Of the test bed; None over loopback."""
-        from megatron_sparse.transport.netbed import Links
+        from megatron_sparse.transport.netbed import BedLinks
 
-        return Links(self.mbit or 0, self.delay_ms, self.sites) if self.netbed else None
+        return BedLinks(self.mbit or 0, self.delay_ms, self.sites) if self.netbed else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from megatron_sparse.bench.study.settings import (
 )
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
-from megatron_sparse.transport.netbed import Links
+from megatron_sparse.transport.netbed import BedLinks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -102,13 +102,13 @@ def seconds_to(outcome: RunResult, loss: float) -> float | None:
 
 def runs_of(options: RaceOptions) -> list[Run]:
     """Rate after rate; plain Megatron first."""
-    rates = [Links(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
+    rates = [BedLinks(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
     places = rates if options.netbed else [None]
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
     return [_run_of(options, setting, links) for links in places for setting in chosen]
 
 
-def _run_of(options: RaceOptions, setting: Setting, links: Links | None) -> Run:
+def _run_of(options: RaceOptions, setting: Setting, links: BedLinks | None) -> Run:
     nodes = 1 if links is None else options.ranks
     iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
     arguments = [
