@@ -1,7 +1,7 @@
 """Measures the cluster that the ranks run on: a `ClusterModel`, the same on all of them.
 
-Links and the backend's all-reduce (`planner.link_timing`), the host (`calibration_host`) and the
-codec (`calibration_codec`), one after the other, by all ranks at once.
+Links and the backend's all-reduce (`planner.link_timing`), the host (`host`) and the codec
+(`codec`), one after the other, by all ranks at once.
 """
 
 from __future__ import annotations

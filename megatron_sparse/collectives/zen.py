@@ -95,8 +95,10 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     n = group.world_size
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
+    step, checksum = message.step, message.checksum
     places = [
-        PartitionRecord(h0, server, dtype, 0, message.step, message.checksum) for server in range(n)
+        PartitionRecord(h0, server, dtype, offset=0, step=step, checksum=checksum)
+        for server in range(n)
     ]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)

@@ -249,7 +249,7 @@ class SparseConfig:
         if self.compression.density == "auto":
             self._check_auto_density()
         if self.compression.lossless_patterns:
-            self._exchange_sizes()
+            self._turn_capacity_off()
         if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
             raise ConfigError(
                 f"straggler.mode={self.straggler.mode} decides from timing",
@@ -271,8 +271,8 @@ class SparseConfig:
                 remedy="name a density, as compression.density=0.22",
             )
 
-    def _exchange_sizes(self) -> None:
-        """Lossless parameters need messages as large as what is not zero: no capacity."""
+    def _turn_capacity_off(self) -> None:
+        """Lossless parameters need messages as large as what is not zero; refuses a capacity."""
         capacity = self.scheme.given_capacity
         if capacity is not None:
             raise ConfigError(

@@ -243,9 +243,9 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
             continue
         numel = values_N.numel() // n
         first, last = rank * numel, (rank + 1) * numel
-        own = sum(
+        without_padding = sum(
             max(0, min(piece.stop, last) - max(piece.start, first)) for piece in bucket.parameters
         )
-        if _elements_in(values_N[first:last], spans) != own:
+        if _elements_in(values_N[first:last], spans) != without_padding:
             return MASTERS_ELSEWHERE
     return None

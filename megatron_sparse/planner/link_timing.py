@@ -58,7 +58,7 @@ FULL = LinkSweep((8, 256, 1024, 2**16, 2**18, 2**20, 2**22, 2**23), repeats=11, 
 
 
 @dataclass(frozen=True)
-class Links:
+class MeasuredLinks:
     """The measured links; the fields are those of `ClusterModel`."""
 
     nodes: tuple[int, ...]
@@ -68,7 +68,7 @@ class Links:
     dense: Link
 
 
-def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Links]:
+def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[MeasuredLinks]:
     """Measures the links; the result is the same on all ranks.
 
     Args:
@@ -81,7 +81,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
     """
     found = yield from measure_topology(transport, sweep, clock)
     dense = yield from _measure_dense(transport, sweep, clock)
-    return Links(found.node_sizes, found.nic, found.intra, found.inter, dense)
+    return MeasuredLinks(found.node_sizes, found.nic, found.intra, found.inter, dense)
 
 
 def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Topology]:

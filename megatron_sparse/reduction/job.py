@@ -110,7 +110,8 @@ def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None
 def _until_queued(steps: Stage[int], next_gate: Gate | None) -> Stage[int | None]:
     """A stage until its end, or until `QUEUED` (None).
 
-    `POSTED` and `UNORDERED` are passed on, unless the job posts on behind `next_gate`.
+    If the job posts on behind `next_gate`, the stage's `POSTED` and `UNORDERED` are not the job's:
+    behind a later gate than `GATE` they become `PAST_ACROSS`, else nothing.
     """
     while True:
         try:

@@ -43,7 +43,7 @@ from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import (
     QUICK,
-    Links,
+    MeasuredLinks,
     complete,
     host_clock,
     measure_links,
@@ -126,7 +126,7 @@ class StragglerPolicy:
         config: SparseConfig,
         transport: Transport,
         sink: RecordSink,
-        links: Links | ClusterModel | None = None,
+        links: MeasuredLinks | ClusterModel | None = None,
     ) -> None:
         self._config = config.straggler
         self._scheme = config.scheme
@@ -174,13 +174,13 @@ class StragglerPolicy:
         self._check_rank(SLOW_RANK, rank)
         return float(found[2]) / 1e3 if rank == self._transport.rank else 0.0
 
-    def _find_links(self, cluster: str | None) -> Links | ClusterModel:
+    def _find_links(self, cluster: str | None) -> MeasuredLinks | ClusterModel:
         if cluster is not None:
             return find(cluster)
         clock = host_clock(self._transport.device)
         return complete(measure_links(self._transport, QUICK, clock))
 
-    def _take_links(self, links: Links | ClusterModel) -> None:
+    def _take_links(self, links: MeasuredLinks | ClusterModel) -> None:
         # Ranks on several nodes wait for the links between the nodes.
         self._link = links.inter if len(set(self._transport.nodes)) > 1 else links.intra
         self._dense = links.dense

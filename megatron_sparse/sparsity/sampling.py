@@ -269,17 +269,18 @@ class SamplePlan:
         keys_P = np.where(
             total_P > 0, 2 * exponent_P + (mantissa_P >= 0.75), np.iinfo(np.int32).min
         )
-        names, class_P = np.unique(keys_P, return_inverse=True)
+        classes, class_P = np.unique(keys_P, return_inverse=True)
         middle_W = self.window_W.numpy() * WINDOW_NUMEL + WINDOW_NUMEL // 2
-        owner_W = (
+        partition_W = (
             np.searchsorted(self._cuts, np.minimum(middle_W, self.numel - 1), side="right") - 1
         )
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
+            """A set's elements in the windows of each class, the mean over some sets."""
             bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             size_W = bits_W.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
-            return np.bincount(class_P[owner_W], size_W, names.size) / len(words_gW)
+            return np.bincount(class_P[partition_W], size_W, classes.size) / len(words_gW)
 
         single_C, found = by_class(words_nW), {}
         single = math.fsum(single_C.tolist())

@@ -21,7 +21,7 @@ from megatron_sparse.config.sparse import (
 )
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner import Plan
-from megatron_sparse.planner.link_timing import Links
+from megatron_sparse.planner.link_timing import MeasuredLinks
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
@@ -35,7 +35,7 @@ from tests.waiting import DEADLINE_S
 N = 4
 NUMEL = 3 * 4096
 LINK = Link(alpha_s=1e-5, beta_s=1e-8)
-LINKS = Links((N,), "rank", LINK, LINK, LINK)
+LINKS = MeasuredLinks((N,), "rank", LINK, LINK, LINK)
 SPLIT = dense_split(N, 4.0 * NUMEL, LINK, CollectiveOp.ALL_REDUCE, LINK)
 
 
