@@ -81,7 +81,9 @@ class Run:
     @property
     def where(self) -> dict[str, int | None]:
         """The cells of a row that say on which links it ran."""
-        return dict(BedLinks(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
+        return (
+            dict(BedLinks(0)._asdict(), mbit=None) if self.links is None else self.links._asdict()
+        )
 
     @property
     def words(self) -> list[str]:
