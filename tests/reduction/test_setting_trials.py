@@ -125,8 +125,8 @@ def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
     assert found == [
         (Phase.OFF, "dense", 1.0, None, 8),
         (Phase.TRIAL, "dense_q", 1.0, 4, 8),
-        (Phase.TRIAL, "direct", 0.22, 4, 8),
-        (Phase.TRIAL, "direct", 0.07, 3, 4),
+        (Phase.TRIAL, "agsparse", 0.22, 4, 8),
+        (Phase.TRIAL, "agsparse", 0.07, 3, 4),
     ]
     # balanced: a long ramp, 70 % of a run of which 5 % are 10 steps.
     assert (run.config.compression.warmup_iters, run.config.compression.ramp_iters) == (10, 140)
