@@ -151,15 +151,15 @@ slow() {
 
 # Makes the sites' bridges, the link between them, and the ends of all links with a delay.
 make_sites() {
-  local site node ready answer="" ends=(t0 t1) one_way_us=$((delay_ms * 500))
+  local site node ready answer="" devices=(t0 t1) one_way_us=$((delay_ms * 500))
   if [ "$sites" -eq 1 ]; then
-    ends=() one_way_us=$((delay_ms * 250)) # there and back, two hosts' links each time
+    devices=() one_way_us=$((delay_ms * 250)) # there and back, two hosts' links each time
     for ((node = 0; node < nodes; node++)); do
-      ends+=("p$node" "h$node")
+      devices+=("p$node" "h$node")
     done
   fi
   if [ "$delay_ms" -gt 0 ]; then
-    exec {ready}< <(exec python3 "${BASH_SOURCE[0]%.sh}_delay.py" "$one_way_us" "${ends[@]}" 2>&1)
+    exec {ready}< <(exec python3 "${BASH_SOURCE[0]%.sh}_delay.py" "$one_way_us" "${devices[@]}" 2>&1)
     read -r -t "$SETUP_S" -u "$ready" answer || true
     if [ "$answer" != ready ]; then
       fail "links with a delay cannot be made" "python3 and /dev/net/tun" \

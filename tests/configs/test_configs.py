@@ -148,7 +148,9 @@ def test_what_is_named_wins_over_a_preset():
 
 def test_an_unknown_preset_is_an_error_that_lists_them():
     for wrong in (lambda: compose(["preset=saef"]), lambda: SparseConfig.preset("saef")):
-        with pytest.raises(ConfigError, match=r"balanced \| extreme \| lossless \| quantised \| safe"):
+        with pytest.raises(
+            ConfigError, match=r"balanced \| extreme \| lossless \| quantised \| safe"
+        ):
             wrong()
 
 
