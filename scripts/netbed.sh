@@ -19,8 +19,8 @@
 # 96 % of the rate is payload. Ranks of one host use its loopback, which is not limited. Every rank
 # finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK, MASTER_ADDR, MASTER_PORT and
 # GLOO_SOCKET_IFNAME in its environment; NETBED_MBIT is the rate, NETBED_LINKS describes rate, delay
-# and sites; OMP_NUM_THREADS and PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do the work of all ranks and
-# links: keep N * R below about 12 Gbit/s, and run no other programs.
+# and sites; OMP_NUM_THREADS and PYTHONUNBUFFERED are 1 unless they are set. This machine's cores do
+# the work of all ranks and links: keep N * R below about 12 Gbit/s, and run no other programs.
 #
 # Exits with the code of the first rank that failed, 124 after the timeout, 128 + n after signal n,
 # 2 if the test bed cannot be set up. Needs root, and ip and tc of iproute2.

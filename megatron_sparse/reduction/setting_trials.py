@@ -147,8 +147,10 @@ class SettingTrials:
             self._laps_s.clear()  # Warm-up and ramp send more than the trial did.
         if len(self._laps_s) < self._look_after:
             return
-        ratio = 1e3 * median(self._laps_s) / self.times_ms[str(self.chosen)]
+        taken_ms = 1e3 * median(self._laps_s)
         self._laps_s.clear()
+        # A checkpoint of a run without trials has no time of its preset.
+        ratio = taken_ms / self.times_ms.setdefault(str(self.chosen), taken_ms)
         most, least = self._maxima([ratio, -ratio])
         if most > 1 + DRIFT or -least < 1 - DRIFT:
             # The next look comes later: a run whose times keep changing shall not spend it trying.

@@ -183,6 +183,8 @@ def test_a_resumed_run_goes_on_with_its_preset():
     again = Run(SLOW_LINK, state=run.trials.state_dict())
     assert (again.preset, again.trials.times_ms) == ("safe", run.trials.times_ms)
     assert set(again.train(20)) == {"safe"}
+    untried = Run(SLOW_LINK, state={"chosen": "safe", "times_ms": {}})
+    assert set(untried.train(2 * LOOK_EVERY)) == {"safe"}
     # A smaller budget tries again.
     assert Run(SLOW_LINK, state=run.trials.state_dict(), loss_budget=0).preset == "lossless"
 
