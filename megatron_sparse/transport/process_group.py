@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
-from megatron_sparse.transport.base import Work
+from megatron_sparse.transport.base import Transport, Work
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
@@ -40,7 +41,9 @@ from megatron_sparse.transport.operation import (
     Waiters,
     wait_all,
 )
-from megatron_sparse.transport.subset import all_gather_at_once
+
+if TYPE_CHECKING:
+    from megatron_sparse.transport.subset import SubsetTransport
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -331,6 +334,18 @@ class ProcessGroupTransport:
             self._liveness = None
         self._waiters.close()
         return_group(self.group, broken=broken)
+
+
+def all_gather_at_once(
+    transport: Transport | SubsetTransport, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
+) -> Work:
+    """`Transport.all_gather` of one round: every rank sends directly to every other."""
+    places = gathered.tensor_split(transport.world_size)
+    places[transport.rank].copy_(own_M)
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    return transport.exchange(
+        [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], tag
+    )
 
 
 def _placed(

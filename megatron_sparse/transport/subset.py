@@ -13,18 +13,7 @@ import torch
 
 from megatron_sparse.transport.base import Transport, Work
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
-
-
-def all_gather_at_once(
-    transport: Transport | SubsetTransport, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
-) -> Work:
-    """`Transport.all_gather` of one round: every rank sends directly to every other."""
-    places = gathered.tensor_split(transport.world_size)
-    places[transport.rank].copy_(own_M)
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    return transport.exchange(
-        [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], tag
-    )
+from megatron_sparse.transport.process_group import all_gather_at_once
 
 
 class SubsetTransport:
