@@ -101,7 +101,9 @@ def sanitizer(tool: str) -> list[str]:
     return [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
 
 
-CODEC_TESTS = (f"{TESTS}codec.py", f"{TESTS}codec_refusals.py", f"{TESTS}decode.py")
+CODEC_TESTS = tuple(
+    f"{TESTS}{name}.py" for name in ("codec", "codec_refusals", "decode", "checksum")
+)
 MOVES_TESTS = (f"{TESTS}moves_emulated.py",)
 STAGES = (
     # 170 processor seconds for one architecture.

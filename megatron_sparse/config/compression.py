@@ -172,8 +172,8 @@ class CompressionConfig:
             density: of the step, in (0, 1].
 
         Example:
-            >>> [CompressionConfig().samples_at(p) for p in (0.5, 0.22, 0.015, 0.01, 0.001)]
-            [1024, 1419, 26267, 39600, 40000]
+            >>> tuple(CompressionConfig().samples_at(p) for p in (0.5, 0.22, 0.015, 0.001))
+            (1024, 1419, 26267, 40000)
         """
         if not isinstance(self.samples, str):
             return self.samples
