@@ -19,7 +19,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
-from megatron_sparse.transport.base import Transport, Work
+from megatron_sparse.transport.base import Work
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
@@ -41,9 +41,6 @@ from megatron_sparse.transport.operation import (
     Waiters,
     wait_all,
 )
-
-if TYPE_CHECKING:
-    from megatron_sparse.transport.subset import SubsetTransport
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -337,9 +334,16 @@ class ProcessGroupTransport:
 
 
 def all_gather_at_once(
-    transport: Transport | SubsetTransport, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
+    transport: Any, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
 ) -> Work:
-    """`Transport.all_gather` of one round: every rank sends directly to every other."""
+    """`Transport.all_gather` of one round: every rank sends directly to every other.
+
+    Args:
+        transport: with `exchange`: all ranks, or a `SubsetTransport`.
+        gathered: see `Transport.all_gather`.
+        own_M: see there.
+        tag: of the messages.
+    """
     places = gathered.tensor_split(transport.world_size)
     places[transport.rank].copy_(own_M)
     peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
