@@ -22,12 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.compression.schedule import Phase, phase_and_density
-from megatron_sparse.config.compression import (
-    LONG_RAMP_BELOW,
-    LONG_RAMP_ITERS,
-    RAMP_ITERS,
-    CompressionConfig,
-)
+from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.presets import allowed, preset_values
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner import Planner
@@ -178,8 +173,9 @@ class SettingTrials:
         for key, value in values.get("scheme", {}).items():
             setattr(self._config.scheme, key, value)
         warmup, ramp = (0, 0) if is_trial else (self._given.warmup, self._given.ramp_iters)
-        compression.warmup_iters = warmup
-        compression.ramp_iters = _ramp(warmup, compression.given_density) if ramp is None else ramp
+        compression.warmup_iters, compression.ramp_iters = warmup, ramp
+        if ramp is None:  # Of the run's length, of which the warm-up is a twentieth.
+            compression.ramp_iters = compression.in_run_of(20 * warmup).ramp
         self._planner.is_trial = is_trial
         self._planner.replan()
 
@@ -198,13 +194,3 @@ class SettingTrials:
         if state.get("chosen") in self._names:
             self._trial, self.times_ms = None, dict(state["times_ms"])
             self._go_on(step, state["chosen"], "of the checkpoint")
-
-
-def _ramp(warmup: int, density: float) -> int:
-    """What null in `ramp_iters` takes, from the warm-up, which is 5 % of the run.
-
-    `CompressionConfig.in_run_of` takes 10 or 70 % of it; both have their most.
-    """
-    if density < LONG_RAMP_BELOW:
-        return min(LONG_RAMP_ITERS, 14 * warmup)
-    return min(RAMP_ITERS, 2 * warmup)

@@ -19,6 +19,7 @@ from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.run import composition, preparation
 from megatron_sparse.run.composition import GROUPS, compose, from_mapping, group_options, load, save
+from megatron_sparse.telemetry.advice import BITS
 
 CONFIGS = Path(composition.__file__).parents[2] / "configs"
 # Model clusters are not a group of Hydra: tests/pricing/test_cluster.py has them. The launcher is
@@ -126,6 +127,7 @@ def test_the_documented_bits_of_presets_are_those_of_the_cost_model():
         form = "dense" if density == 1 else "auto"
         expected = 8 * record_bytes(density, 4, form, bits) if enabled else 32
         assert float(stated[1]) == pytest.approx(expected, abs=0.005)
+        assert float(stated[1]) == BITS.get(name, 32)
 
 
 def test_what_is_named_wins_over_a_preset():
