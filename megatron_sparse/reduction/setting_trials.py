@@ -41,6 +41,13 @@ LOOK_EVERY, DRIFT = 50, 0.25
 change that leads to new trials."""
 
 
+def steps_of_trials(compression: CompressionConfig) -> int:
+    """How many steps a run has begun when its trials have ended; 0 without `density=auto`."""
+    if compression.density != AUTO:
+        return 0
+    return FIRST_STEP + (SETTLE + TIMED) * len(allowed(compression.loss_budget))
+
+
 def started(config: SparseConfig) -> SparseConfig:
     """A copy of a configuration with `density=auto`, with the density of its first steps.
 

@@ -108,7 +108,7 @@ class TrainingOptions(BedOptions):
     )
     densities: Sequence[float] = density_option("0.01", "Fractions sent.")
     presets: Sequence[str] | None = names_option(
-        None, "Rows of presets; auto tries some in --warmup.", "--preset", among=preset_names
+        None, "Rows of presets; the trials of auto come before --warmup.", "--preset", among=preset_names
     )
     methods: Sequence[str] = names_option(
         "auto",

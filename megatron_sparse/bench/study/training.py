@@ -22,7 +22,9 @@ from megatron_sparse.bench.table import print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.reduction.setting_trials import steps_of_trials
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
+from megatron_sparse.run.composition import compose
 
 PRESET = "preset="
 
@@ -119,10 +121,11 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
     runs = {variant: run_of(options, variant) for variant in variants(options)}
     where = f"test bed, {options.links}" if options.links else "loopback"
     slow = f", rank {options.slow_rank} sleeps {options.slow_ms:g} ms an iteration"
+    trials = " after the trials of auto" if "auto" in (options.presets or ()) else ""
     begin(
         list(runs.values()),
-        f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations, "
-        f"medians{'' if options.slow_rank is None else slow}",
+        f"{options.ranks} ranks, gloo, {where}, {options.warmup} + {options.iters} iterations"
+        f"{trials}, medians{'' if options.slow_rank is None else slow}",
     )
     return print_table(_rows(options, runs), json_path)
 
@@ -169,10 +172,11 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
         f"cluster.ranks_per_node={options.ranks // nodes}",
         "cluster.device=cpu",
         f"training.global_batch_size={options.ranks}",
-        f"training.iterations={options.warmup + options.iters}",
         *slow,
         *options.overrides,
     ]
+    iterations = options.warmup + options.iters + steps_of_trials(compose(arguments).compression)
+    arguments.append(f"training.iterations={iterations}")
     return Run("training", variant.run_name, arguments, options.out, links=options.links)
 
 
@@ -180,7 +184,8 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
     first_ms = None
     for variant, run in runs.items():
         outcome = run.train(validates=False)
-        times_ms = outcome.iteration_ms[options.warmup :]
+        # Megatron's first iterations, and the trials of `auto`, do not count.
+        times_ms = outcome.iteration_ms[-options.iters :]
         middle_ms = median(times_ms)
         first_ms = first_ms or middle_ms
         yield TrainingRow(
@@ -195,17 +200,17 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             loss_last=outcome.losses[-1],
             speedup=first_ms / middle_ms,
             **outcome.noise,
-            **_from_breakdown(run.folder, options.warmup, plain=variant.scheme == PLAIN),
+            **_from_breakdown(run.folder, options.iters, plain=variant.scheme == PLAIN),
         )
 
 
-def _from_breakdown(folder: Path, warmup: int, *, plain: bool) -> dict[str, Any]:
+def _from_breakdown(folder: Path, iters: int, *, plain: bool) -> dict[str, Any]:
     """The figures that only the plugin measures: medians over the iterations that count."""
     names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
     if plain:
         return dict.fromkeys((*names, *waits, "host_cpu_us"))
-    lines = (folder / "breakdown.jsonl").read_text().splitlines()[warmup:]
+    lines = (folder / "breakdown.jsonl").read_text().splitlines()[-iters:]
     iterations = [json.loads(line) for line in lines]
     found = {name: median(each[name] for each in iterations) for name in names}
     for name, stage in waits.items():
