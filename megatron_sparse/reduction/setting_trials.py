@@ -2,9 +2,10 @@
 
 A model of links, codecs and overlap errs by more than presets differ. So the run tries them:
 iterations are timed, whole, under each preset that `compression.loss_budget` allows, with nothing
-ramped. Ranks agree on the slowest rank's medians. The run goes on with the preset of the least
-loss whose iterations take at most 2 % longer than the fastest, and with that preset's warm-up and
-ramp: where communication hides behind the backward pass anyway, gradients travel whole.
+ramped. The one that sends least comes first, so that a trial whose first iterations take far
+longer ends with them. Ranks agree on the slowest rank's medians. The run goes on with the preset
+of the least loss whose iterations take at most 2 % longer than the fastest, and with that preset's
+warm-up and ramp: where communication hides behind the backward pass anyway, gradients travel whole.
 
 Nothing is lost when the preset changes: what one has left in the residual the next one sends.
 """
@@ -34,6 +35,8 @@ FIRST_STEP = 3
 """Steps before the first trial: they allocate, and build what is built at first use."""
 SETTLE, TIMED = 2, 6
 """Steps of a trial that are not timed, since buffers of new sizes are made, and that are."""
+HOPELESS = 1.5
+"""A trial ends after the former where each of them takes so many times the fastest's time."""
 NO_SLOWER = 1.02
 """A preset is as good as the fastest up to this ratio; the one of less loss is then taken."""
 LOOK_EVERY, DRIFT = 50, 0.25
@@ -90,7 +93,8 @@ class SettingTrials:
         self._group = group
         self._clock = clock
         self._names = allowed(given.loss_budget)
-        self._trial: int | None = None
+        """The least loss first."""
+        self._on_trial: str | None = None
         self._ended_s: float | None = None
         self._laps_s: list[float] = []
         self._look_after = LOOK_EVERY
@@ -114,31 +118,40 @@ class SettingTrials:
         before_s, self._ended_s = self._ended_s, self._clock()
         if before_s is not None:
             self._laps_s.append(self._ended_s - before_s)
-        if self._trial is not None:
-            self._go_on_trying(step)
+        if self._on_trial is not None:
+            self._go_on_trying(step, self._on_trial)
         elif self.chosen is not None:
             self._look_again(step)
         elif step >= FIRST_STEP:
-            self._try(0)
+            self._try_all()
 
-    def _try(self, trial: int) -> None:
-        self._trial = trial
+    def _try(self, name: str) -> None:
+        self._on_trial = name
         self._laps_s.clear()
-        self._apply(self._names[trial], is_trial=True)
+        self._apply(name, is_trial=True)
 
-    def _go_on_trying(self, step: int) -> None:
-        assert self._trial is not None
-        if len(self._laps_s) < SETTLE + TIMED:
+    def _try_all(self) -> None:
+        self.chosen, self.times_ms = None, {}
+        self._try(self._names[-1])
+
+    def _go_on_trying(self, step: int, name: str) -> None:
+        """Whether a trial ends follows from numbers that ranks agree on."""
+        laps_s = self._laps_s
+        if len(laps_s) == SETTLE and self.times_ms:
+            (first_ms,) = self._maxima([1e3 * min(laps_s)])
+            if first_ms > HOPELESS * min(self.times_ms.values()):
+                self._end_trial(step, name, first_ms)
+        elif len(laps_s) == SETTLE + TIMED:
+            self._end_trial(step, name, *self._maxima([1e3 * median(laps_s[SETTLE:])]))
+
+    def _end_trial(self, step: int, name: str, slowest_ms: float) -> None:
+        self.times_ms[name] = slowest_ms
+        if name != self._names[0]:
+            self._try(self._names[self._names.index(name) - 1])
             return
-        self.times_ms[self._names[self._trial]] = 1e3 * median(self._laps_s[SETTLE:])
-        if self._trial + 1 < len(self._names):
-            self._try(self._trial + 1)
-            return
-        self._trial = None
-        slowest_ms = self._maxima([self.times_ms[name] for name in self._names])
-        self.times_ms = dict(zip(self._names, slowest_ms, strict=True))
-        best_ms = min(slowest_ms)
-        name = next(each for each in self._names if self.times_ms[each] <= NO_SLOWER * best_ms)
+        self._on_trial = None
+        most_ms = NO_SLOWER * min(self.times_ms.values())
+        name = next(each for each in self._names if self.times_ms[each] <= most_ms)
         took = ", ".join(f"{each} {found:.0f}" for each, found in self.times_ms.items())
         self._go_on(step, name, f"milliseconds of an iteration: {took}")
 
@@ -157,8 +170,7 @@ class SettingTrials:
         if most > 1 + DRIFT or -least < 1 - DRIFT:
             # The next look comes later: a run whose times keep changing shall not spend it trying.
             self._look_after *= 2
-            self.chosen, self.times_ms = None, {}
-            self._try(0)
+            self._try_all()
 
     def _go_on(self, step: int, name: str, reason: str) -> None:
         self.chosen = name
@@ -199,5 +211,5 @@ class SettingTrials:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Goes on with the preset of the result of `state_dict`, if the budget still allows it."""
         if state.get("chosen") in self._names:
-            self._trial, self.times_ms = None, dict(state["times_ms"])
+            self._on_trial, self.times_ms = None, dict(state["times_ms"])
             self._go_on(step, state["chosen"], "of the checkpoint")

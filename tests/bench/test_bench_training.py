@@ -120,7 +120,7 @@ def test_bits_are_those_of_the_product_unless_an_argument_says_otherwise():
 def test_presets_have_rows_of_their_own_density_and_bits():
     given = options(schemes=["plain"], presets=["lossless", "balanced", "auto"])
     assert [row.run_name for row in training.variants(given)] == [
-        *("plain_1", "lossless_0.22", "balanced_0.07", "auto_0.22")
+        *("plain_1", "lossless_1", "balanced_0.07", "auto_0.22")
     ]
     _, lossless, balanced, auto = (config.compression for config in configs(given))
     assert (lossless.enabled, balanced.density, balanced.value_bits) == (False, 0.07, 3)

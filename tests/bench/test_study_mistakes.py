@@ -52,7 +52,7 @@ def test_mistakes_are_found_before_anything_runs(command, said, tmp_path, capsys
     [
         ("training", "exit code 3, 0 iterations"),
         ("convergence --iters=100", "the run gpt-dense-1 failed"),
-        ("time-to-loss", "the run plain-loopback failed"),
+        ("time-to-loss", "the run plain-loopback-1 failed"),
     ],
 )
 def test_a_run_that_fails_shows_the_end_of_its_log(command, said, tmp_path, capsys, monkeypatch):

@@ -28,6 +28,7 @@ from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.simulate import figures
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.transport.netbed import BedLinks
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Run:
         setting: name of the study's setting.
         model: of the study's models, if it has several.
         seed: of weights and samples.
+        validates: it ends with a validation.
     """
 
     bench: str
@@ -72,6 +74,7 @@ class Run:
     setting: str = ""
     model: str = ""
     seed: int = 1
+    validates: bool = True
 
     @property
     def folder(self) -> Path:
@@ -90,11 +93,8 @@ class Run:
         """All arguments of `train`."""
         return [f"name={self.name}", f"runs_dir={self.out}", *self.place, *self.arguments]
 
-    def train(self, *, validates: bool = True) -> RunResult:
+    def train(self) -> RunResult:
         """Trains; an earlier run of the same name moves aside.
-
-        Args:
-            validates: the run ends with a validation.
 
         Raises:
             ConfigError: there is no test bed.
@@ -108,9 +108,13 @@ class Run:
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = ITERATION.findall(printed), read_curve(printed)
         wanted = config.training.iterations
-        reached = [number for number, _ in curve[-1:]] if validates else [len(iterations)]
+        reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
-            ends = f"a validation after iteration {wanted}" if validates else f"{wanted} iterations"
+            ends = (
+                f"a validation after iteration {wanted}"
+                if self.validates
+                else f"{wanted} iterations"
+            )
             tail = "\n".join(printed.splitlines()[-TAIL_LINES:])
             raise MegatronSparseError(
                 f"bench {self.bench}: the run {self.name} failed",
@@ -186,6 +190,11 @@ class RunResult:
         """The plugin's own; plain Megatron writes none."""
         return json.loads((self.run.folder / "summary.json").read_text("utf-8"))
 
+    def breakdown(self, iterations: int) -> list[dict[str, Any]]:
+        """The plugin's lines of the last iterations."""
+        lines = (self.run.folder / BREAKDOWN_FILE).read_text("utf-8").splitlines()[-iterations:]
+        return [json.loads(line) for line in lines]
+
     def save(self) -> None:
         """For `Run.saved`."""
         values = {name: value for name, value in vars(self).items() if name != "run"}
@@ -242,8 +251,8 @@ def carry_out(runs: Sequence[Run]) -> list[RunResult]:
             share = f"{outcome.foreign_load:.0%} of the machine taken by others"
             how = f"{outcome.elapsed_s:.0f} s, {share}"
         outcomes.append(outcome)
-        final = f"final {outcome.final:.4f}"
-        print(f"{number:>3}/{len(runs)} {run.name:<28} {final} ({how})", flush=True)
+        ended = f"final {outcome.final:.4f}" if run.validates else "timed"
+        print(f"{number:>3}/{len(runs)} {run.name:<28} {ended} ({how})", flush=True)
     return outcomes
 
 

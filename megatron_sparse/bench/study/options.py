@@ -108,7 +108,10 @@ class TrainingOptions(BedOptions):
     )
     densities: Sequence[float] = density_option("0.01", "Fractions sent.")
     presets: Sequence[str] | None = names_option(
-        None, "Rows of presets; the trials of auto come before --warmup.", "--preset", among=preset_names
+        None,
+        "Rows of presets; the trials of auto come before --warmup.",
+        "--preset",
+        among=preset_names,
     )
     methods: Sequence[str] = names_option(
         "auto",
@@ -174,7 +177,7 @@ class RaceOptions(BedOptions):
     )
     iters: int = option(200, "Iterations of plain Megatron.", fits=_validated)
     batch: int = option(2, "Sequences of a rank in an iteration.", fits=at_least(1))
-    seed: int = option(1, "Of weights and samples.", fits=at_least(1))
+    seeds: Sequence[int] = option("1,2", "Each trains every setting.", parse_counts)
 
     def checks(self) -> list[Check]:
         """See `Options`."""

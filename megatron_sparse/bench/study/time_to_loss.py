@@ -1,18 +1,21 @@
-"""`bench time-to-loss`: seconds of training until a small GPT reaches plain Megatron's losses.
+"""`bench time-to-loss`: seconds of training until a small GPT reaches plain Megatron's final loss.
 
-Runs train on real text with Megatron's own distributed optimizer. Time is the sum of the
+Runs train in bf16 on real text with Megatron's own distributed optimizer. Time is the sum of the
 iterations' times as Megatron prints them: validations and the program's start do not count. A run
 reaches a loss between the two validations that it lies between, at the place of a straight line.
+
+Links change neither losses of plain Megatron nor, from one iteration to the next, its bytes. So it
+trains over loopback, once for all rates, and on the test bed a few of its iterations are timed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_sparse.bench.row import CellRow, cell, ratio
 from megatron_sparse.bench.study import frame
@@ -36,29 +39,29 @@ if TYPE_CHECKING:
 SETTINGS = by_name(TIME_TO_LOSS)
 CORPUS, VOCAB_SIZE = "prose", 8192
 """Text, with a vocabulary that makes the test bed's GPT one of 10 million parameters."""
-VALIDATION_ITERS = 100
-"""Each setting's k-th validation sees the same samples. With fewer iterations of each, samples
-matter more than half a percent of the loss."""
-LR_WARMUP_SHARE = 0.1
+VALIDATION_ITERS = 50
+"""Each setting's k-th validation sees the same samples."""
+LR_WARMUP_SHARE, MIN_LR = 0.1, 1e-4
+PLAIN_WARMUP, PLAIN_TIMED = 2, 8
+"""Iterations of plain Megatron on the test bed: those that are not timed, and those that are."""
 PICTURE, BYTES = "time-to-loss", "loss-over-bytes"
 """Names of the pictures and their CSV."""
 HEIGHT_IN = 4.2
-EARLY_SHARE = 0.8
-"""The first target: plain Megatron's loss after this share of its run."""
-FINAL_MARGIN = 1.005
-"""The second target: plain Megatron's final loss, and half a percent."""
+MARGIN = 1.005
+"""A run has to reach plain Megatron's final loss, and half a percent."""
 
 
 @dataclass
 class TimeToLossRow(CellRow):
     """One run; times are of training, without validations.
 
-    Plain Megatron's `to_plain` is null, and so are seconds to a loss that was never reached.
+    Plain Megatron's `to_plain` is null, and so is what belongs to a loss that was never reached.
     """
 
     op: str = cell("`time_to_loss`")
     setting: str = cell("its name")
-    label: str = cell("the setting in words", ">34 setting")
+    label: str = cell("the setting in words", ">27 setting")
+    seed: int = cell("of weights and samples", ">4")
     mbit: int | None = cell("rate of the test bed's slow links; null over loopback", ">6")
     delay_ms: int = cell("their round trip")
     sites: int = cell("1, or 2 that one slow link joins")
@@ -67,18 +70,22 @@ class TimeToLossRow(CellRow):
     wire_ratio: float = cell(
         "bytes of gradients and parameters of the whole run, over plain Megatron's", ">6.3f wire"
     )
+    bits: float = cell(
+        "that a step of the last tenth sends for an element, gradients and parameters, over those "
+        "of rings that send 1 bit",
+        ">5.2f bits",
+    )
     final: float = cell("validation loss", ">7.4f loss")
     to_plain: float | None = cell(
         "the final loss over plain Megatron's, in %", ">+11.2f to plain(%)"
     )
-    early_s: float | None = cell(
-        "seconds to plain Megatron's loss at 80 % of its run", ">11.1f 80 % loss(s)"
-    )
-    early_speedup: float | None = cell("plain Megatron's `early_s` over it", ">8.2f speedup")
     final_s: float | None = cell(
         "seconds to plain Megatron's final loss + 0.5 %", ">10.1f +0.5 %(s)"
     )
-    final_speedup: float | None = cell("plain Megatron's `final_s` over it", ">8.2f speedup")
+    speedup: float | None = cell("plain Megatron's `final_s` over it", ">8.2f speedup")
+    over_best: float | None = cell(
+        "the shortest `final_s` of Megatron without the plugin over it", ">10.2f over best"
+    )
     foreign_load: float = cell("the share of the machine that other programs took meanwhile")
     noisy: bool = cell("whether `foreign_load` was too high to trust the times")
 
@@ -101,16 +108,43 @@ def seconds_to(outcome: RunResult, loss: float) -> float | None:
 
 
 def runs_of(options: RaceOptions) -> list[Run]:
-    """Rate after rate; plain Megatron first."""
-    rates = [BedLinks(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
-    places = rates if options.netbed else [None]
+    """Rate after rate, seed after seed, Megatron first; on the test bed its whole runs are first.
+
+    A rate has one run for the times of each of Megatron's settings.
+    """
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
-    return [_run_of(options, setting, links) for links in places for setting in chosen]
+    plain = [setting for setting in chosen if setting.plain_bits]
+    sparse = [setting for setting in chosen if not setting.plain_bits]
+    runs = [_run_of(options, setting, seed, None) for setting in plain for seed in options.seeds]
+    rates = [BedLinks(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
+    for links in rates if options.netbed else [None]:
+        if links is not None:
+            runs += [_timed(options, setting, links) for setting in plain]
+        runs += [_run_of(options, each, seed, links) for seed in options.seeds for each in sparse]
+    return runs
 
 
-def _run_of(options: RaceOptions, setting: Setting, links: BedLinks | None) -> Run:
-    nodes = 1 if links is None else options.ranks
+def _run_of(options: RaceOptions, setting: Setting, seed: int, links: BedLinks | None) -> Run:
     iterations = round(options.iters * setting.stretch / VALIDATIONS) * VALIDATIONS
+    how = schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), seed)
+    return _named(options, setting, f"{seed}", links, how, seed=seed)
+
+
+def _timed(options: RaceOptions, setting: Setting, links: BedLinks) -> Run:
+    iterations = f"training.iterations={PLAIN_WARMUP + PLAIN_TIMED}"
+    how = [iterations, "training.lr_warmup_iters=0", *setting.overrides]
+    return _named(options, setting, "timed", links, how, validates=False)
+
+
+def _named(
+    options: RaceOptions,
+    setting: Setting,
+    which: str,
+    links: BedLinks | None,
+    how: Sequence[str],
+    **of: Any,
+) -> Run:
+    nodes = 1 if links is None else options.ranks
     arguments = [
         "experiment=testbed",
         f"cluster.nodes={nodes}",
@@ -118,16 +152,18 @@ def _run_of(options: RaceOptions, setting: Setting, links: BedLinks | None) -> R
         "cluster.device=cpu",
         f"training.micro_batch_size={options.batch}",
         f"training.global_batch_size={options.batch * options.ranks}",
+        "training.precision=bf16",
         "training.use_distributed_optimizer=true",
+        f"training.min_lr={MIN_LR}",
         f"training.eval_iters={VALIDATION_ITERS}",
-        *schedule(setting, iterations, round(iterations * LR_WARMUP_SHARE), options.seed),
+        *how,
         *options.overrides,
     ]
     # 100 or 100_30_2
     where = "loopback" if links is None else "_".join(map(str, links)).removesuffix("_0_1")
-    name = f"{setting.name}-{where}"
+    name = f"{setting.name}-{where}-{which}"
     place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
-    return Run("time-to-loss", name, arguments, options.out, place, links, setting.name)
+    return Run("time-to-loss", name, arguments, options.out, place, links, setting.name, **of)
 
 
 def run(
@@ -150,48 +186,97 @@ def run(
     frame.begin(runs, size)
     corpus.prepare(CORPUS, options.out / "corpus", VOCAB_SIZE)
     outcomes = frame.carry_out(runs)
-    rows = rows_of(outcomes, options.iters)
-    return frame.report(rows, json_path, lambda rows: pictures(outcomes, rows), folder)
+    complete = placed(outcomes)
+    rows = rows_of(complete)
+    return frame.report(rows, json_path, lambda rows: pictures(complete, rows), folder)
 
 
-def rows_of(outcomes: Sequence[RunResult], plain_iters: int) -> list[TimeToLossRow]:
-    """One row for each run, in their order; each rate's plain Megatron is among them."""
-    plains = {each.run.links: each for each in outcomes if each.run.setting == PLAIN}
-    return [_row(each, plains[each.run.links], plain_iters) for each in outcomes]
+def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
+    """A run of each setting, seed and rate, those of Megatron with the times at their rate."""
+    timed = [each for each in outcomes if not each.run.validates]
+    whole = [each for each in outcomes if each.run.validates]
+    if not timed:
+        return whole
+    found = [each for each in whole if each.run.links is not None]
+    for times in timed:
+        middle_ms = median(times.iteration_ms[PLAIN_WARMUP:])
+        for each in whole:
+            if each.run.links is None and each.run.setting == times.run.setting:
+                run = replace(each.run, links=times.run.links)
+                times_ms = [middle_ms] * len(each.iteration_ms)
+                of = {"run": run, "iteration_ms": times_ms, "foreign_load": times.foreign_load}
+                found.append(replace(each, **of))
+    order = list(SETTINGS)
+    return sorted(
+        found, key=lambda each: (each.run.links, order.index(each.run.setting), each.run.seed)
+    )
 
 
-def _row(each: RunResult, plain: RunResult, plain_iters: int) -> TimeToLossRow:
-    early_loss = plain.means[round(EARLY_SHARE * VALIDATIONS) - 1][1]
-    targets = early_loss, FINAL_MARGIN * plain.final
-    early_s, final_s = (seconds_to(each, loss) for loss in targets)
-    plain_early_s, plain_final_s = (seconds_to(plain, loss) for loss in targets)
-    iterations = len(each.iteration_ms)
-    is_plain = each.run.setting == PLAIN
-    sent = 1.0 if is_plain else each.summary()["total_wire_ratio"] * iterations / plain_iters
+def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
+    """One row for each run, in their order; each rate and seed has plain Megatron among them."""
+    plains = {_race(each): each for each in outcomes if each.run.setting == PLAIN}
+    targets = {race: MARGIN * each.final for race, each in plains.items()}
+    rows = []
+    for each in outcomes:
+        race = _race(each)
+        rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
+        reached = (seconds_to(rival, targets[race]) for rival in rivals)
+        best_s = min(seconds for seconds in reached if seconds is not None)
+        rows.append(_row(each, plains[race], seconds_to(each, targets[race]), best_s))
+    return rows
+
+
+def _race(each: RunResult) -> tuple[BedLinks | None, int]:
+    return each.run.links, each.run.seed
+
+
+def _bits_of_plain(each: RunResult) -> int | None:
+    return SETTINGS[each.run.setting].plain_bits
+
+
+def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float) -> TimeToLossRow:
+    iterations, is_plain = len(each.iteration_ms), each.run.setting == PLAIN
+    plain_bits, own_bits = _bits_of_plain(plain), _bits_of_plain(each)
+    assert plain_bits is not None
+    longer = iterations / len(plain.iteration_ms)
+    if own_bits is not None:
+        sent, bits = own_bits / plain_bits, float(own_bits)
+    else:
+        sent = each.summary()["total_wire_ratio"]
+        last = each.breakdown(iterations // VALIDATIONS)
+        bits = plain_bits * _both(last, "wire_bytes") / _both(last, "dense_bytes")
     return TimeToLossRow(
         op="time_to_loss",
         setting=each.run.setting,
         label=SETTINGS[each.run.setting].label,
+        seed=each.run.seed,
         **each.run.where,
         iterations=iterations,
         iteration_ms=median(each.iteration_ms),
-        wire_ratio=sent,
+        wire_ratio=sent * longer,
+        bits=bits,
         final=each.final,
         to_plain=None if is_plain else 100 * (each.final / plain.final - 1),
-        early_s=early_s,
-        early_speedup=ratio(plain_early_s, early_s),
         final_s=final_s,
-        final_speedup=ratio(plain_final_s, final_s),
+        speedup=ratio(seconds_to(plain, MARGIN * plain.final), final_s),
+        over_best=ratio(best_s, final_s),
         **each.noise,
     )
 
 
+def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
+    """Of gradients and parameters."""
+    return sum(each[name] + each[f"param_{name}"] for each in iterations)
+
+
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Loss over seconds, and loss over bytes."""
+    """Loss over seconds, of the first seed, and loss over bytes, of all."""
+    first_seed = min(each.run.seed for each in outcomes)
     curves = [
         {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
         | {"seconds": seconds, "loss": loss}
         for each in outcomes
+        if each.run.seed == first_seed
         for seconds, loss in points(each)
     ]
     bytes_sent = [

@@ -6,8 +6,7 @@ apart in time do not share the machine's other load.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -145,7 +144,8 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
                 if level == RANK or not dense:
                     yield Variant(scheme, density, parameters, level)
     for name, parameters, level in product(options.presets or (), options.methods, options.levels):
-        density = SparseConfig.preset(name).compression.given_density
+        compression = SparseConfig.preset(name).compression
+        density = compression.given_density if compression.enabled else 1.0
         yield Variant(f"{PRESET}{name}", density, parameters, level)
 
 
@@ -177,13 +177,14 @@ def run_of(options: TrainingOptions, variant: Variant) -> Run:
     ]
     iterations = options.warmup + options.iters + steps_of_trials(compose(arguments).compression)
     arguments.append(f"training.iterations={iterations}")
-    return Run("training", variant.run_name, arguments, options.out, links=options.links)
+    place = {"links": options.links, "validates": False}
+    return Run("training", variant.run_name, arguments, options.out, **place)
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
     first_ms = None
     for variant, run in runs.items():
-        outcome = run.train(validates=False)
+        outcome = run.train()
         # Megatron's first iterations, and the trials of `auto`, do not count.
         times_ms = outcome.iteration_ms[-options.iters :]
         middle_ms = median(times_ms)
@@ -200,18 +201,16 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             loss_last=outcome.losses[-1],
             speedup=first_ms / middle_ms,
             **outcome.noise,
-            **_from_breakdown(run.folder, options.iters, plain=variant.scheme == PLAIN),
+            **_measured([] if variant.scheme == PLAIN else outcome.breakdown(options.iters)),
         )
 
 
-def _from_breakdown(folder: Path, iters: int, *, plain: bool) -> dict[str, Any]:
+def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures that only the plugin measures: medians over the iterations that count."""
     names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
     waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
-    if plain:
+    if not iterations:
         return dict.fromkeys((*names, *waits, "host_cpu_us"))
-    lines = (folder / "breakdown.jsonl").read_text().splitlines()[-iters:]
-    iterations = [json.loads(line) for line in lines]
     found = {name: median(each[name] for each in iterations) for name in names}
     for name, stage in waits.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
