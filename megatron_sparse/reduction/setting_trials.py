@@ -2,10 +2,11 @@
 
 A model of links, codecs and overlap errs by more than presets differ. So the run tries them:
 iterations are timed, whole, under each preset that `compression.loss_budget` allows, with nothing
-ramped. The one that sends least comes first, so that a trial whose first iterations take far
-longer ends with them. Ranks agree on the slowest rank's medians. The run goes on with the preset
-of the least loss whose iterations take at most 2 % longer than the fastest, and with that preset's
-warm-up and ramp: where communication hides behind the backward pass anyway, gradients travel whole.
+ramped. The one that sends least comes first: the first one that takes far longer ends the trials,
+since all others send still more. Ranks agree on the slowest rank's medians. The run goes on with
+the preset of the least loss whose iterations take at most 2 % longer than the fastest, and with
+that preset's warm-up and ramp: where communication hides behind the backward pass anyway, gradients
+travel whole.
 
 Nothing is lost when the preset changes: what one has left in the residual the next one sends.
 """
@@ -13,6 +14,7 @@ Nothing is lost when the preset changes: what one has left in the residual the n
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,8 +37,8 @@ FIRST_STEP = 3
 """Steps before the first trial: they allocate, and build what is built at first use."""
 SETTLE, TIMED = 2, 6
 """Steps of a trial that are not timed, since buffers of new sizes are made, and that are."""
-HOPELESS = 1.5
-"""A trial ends after the former where each of them takes so many times the fastest's time."""
+TOO_SLOW = 1.25
+"""Trials end with a preset that takes so many times the fastest's time, after one timed step."""
 NO_SLOWER = 1.02
 """A preset is as good as the fastest up to this ratio; the one of less loss is then taken."""
 LOOK_EVERY, DRIFT = 50, 0.25
@@ -45,7 +47,7 @@ change that leads to new trials."""
 
 
 def steps_of_trials(compression: CompressionConfig) -> int:
-    """How many steps a run has begun when its trials have ended; 0 without `density=auto`."""
+    """How many steps have begun at most when the trials have ended; 0 without `density=auto`."""
     if compression.density != AUTO:
         return 0
     return FIRST_STEP + (SETTLE + TIMED) * len(allowed(compression.loss_budget))
@@ -74,7 +76,7 @@ class SettingTrials:
 
     Attributes:
         chosen: the preset that the run goes on with; None before the trials have ended.
-        times_ms: milliseconds of an iteration under each preset that was tried.
+        times_ms: milliseconds of an iteration under each preset that was tried, in that order.
     """
 
     def __init__(
@@ -137,21 +139,22 @@ class SettingTrials:
     def _go_on_trying(self, step: int, name: str) -> None:
         """Whether a trial ends follows from numbers that ranks agree on."""
         laps_s = self._laps_s
-        if len(laps_s) == SETTLE and self.times_ms:
-            (first_ms,) = self._maxima([1e3 * min(laps_s)])
-            if first_ms > HOPELESS * min(self.times_ms.values()):
-                self._end_trial(step, name, first_ms)
+        if len(laps_s) == SETTLE + 1 and self.times_ms:
+            (least_ms,) = self._maxima([1e3 * min(laps_s)])
+            if least_ms > TOO_SLOW * min(self.times_ms.values()):
+                self.times_ms[name] = least_ms
+                self._decide(step)
         elif len(laps_s) == SETTLE + TIMED:
-            self._end_trial(step, name, *self._maxima([1e3 * median(laps_s[SETTLE:])]))
+            (self.times_ms[name],) = self._maxima([1e3 * median(laps_s[SETTLE:])])
+            if name == self._names[0]:
+                self._decide(step)
+            else:
+                self._try(self._names[self._names.index(name) - 1])
 
-    def _end_trial(self, step: int, name: str, slowest_ms: float) -> None:
-        self.times_ms[name] = slowest_ms
-        if name != self._names[0]:
-            self._try(self._names[self._names.index(name) - 1])
-            return
+    def _decide(self, step: int) -> None:
         self._on_trial = None
         most_ms = NO_SLOWER * min(self.times_ms.values())
-        name = next(each for each in self._names if self.times_ms[each] <= most_ms)
+        name = next(each for each in self._names if self.times_ms.get(each, math.inf) <= most_ms)
         took = ", ".join(f"{each} {found:.0f}" for each, found in self.times_ms.items())
         self._go_on(step, name, f"milliseconds of an iteration: {took}")
 

@@ -84,11 +84,12 @@ ALLOWED = setting_trials.allowed(0.3)
 
 
 def trials_of(times_ms, names):
-    """The steps of the trials: what sends least comes first, and what is hopeless ends early."""
+    """The steps of the trials: what sends least comes first, and what is too slow ends them."""
     steps, best_ms = [], float("inf")
     for name in reversed(names):
-        hopeless = times_ms[name] > setting_trials.HOPELESS * best_ms
-        steps += [name] * (SETTLE if hopeless else TRIAL)
+        if times_ms[name] > setting_trials.TOO_SLOW * best_ms:
+            return steps + [name] * (SETTLE + 1)
+        steps += [name] * TRIAL
         best_ms = min(best_ms, times_ms[name])
     return steps
 
@@ -116,7 +117,7 @@ def test_the_fastest_that_the_budget_allows(times_ms, budget, chosen):
     seen = run.train(FIRST_STEP + len(trials) + 1)
     assert seen[FIRST_STEP:-1] == trials
     assert (run.trials.chosen, seen[-1], run.preset) == (chosen, chosen, chosen)
-    assert run.trials.times_ms == {name: pytest.approx(times_ms[name]) for name in names}
+    assert run.trials.times_ms == {name: pytest.approx(times_ms[name]) for name in trials}
 
 
 def test_the_slowest_rank_counts(ranks):
@@ -139,7 +140,8 @@ def test_one_slow_step_does_not_end_a_trial():
 
 
 def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
-    run = Run(SLOW_LINK, loss_budget=1)
+    times_ms = {"lossless": 180, "quantised": 170, "safe": 160, "balanced": 150}
+    run = Run(times_ms, loss_budget=1)
     run.train(FIRST_STEP)
     found = []
     for name in ("balanced", "safe", "quantised", "lossless"):
@@ -147,8 +149,7 @@ def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
         plan = run.plan()
         bits = run.config.scheme.sum_bits
         found.append((plan.phase, plan.scheme, plan.density, plan.value_bits, bits))
-        while run.preset == name and run.trials.chosen is None:
-            run.train(1)
+        run.train(TRIAL)
     assert found == [
         (Phase.TRIAL, "agsparse", 0.07, 3, 4),
         (Phase.TRIAL, "agsparse", 0.22, 4, 8),
@@ -157,8 +158,7 @@ def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
     ]
     # balanced: a long ramp, 70 % of a run of which 5 % are 10 steps.
     assert (run.config.compression.warmup_iters, run.config.compression.ramp_iters) == (10, 140)
-    # quantised and lossless take more than 1.5 times as long.
-    assert (run.step, run.plan().phase) == (FIRST_STEP + 2 * (TRIAL + SETTLE), Phase.RAMP)
+    assert (run.step, run.plan().phase) == (35, Phase.RAMP)
 
 
 def test_every_element_in_4_bits_has_no_target_below_1():
