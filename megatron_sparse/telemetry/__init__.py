@@ -6,7 +6,7 @@ The reducer never imports this package; it is handed a `RunTelemetry` as its `Re
 from megatron_sparse.telemetry.breakdown import IterationBreakdown, iteration_breakdown
 from megatron_sparse.telemetry.console import load_summary, print_summary
 from megatron_sparse.telemetry.run import RunTelemetry
-from megatron_sparse.telemetry.sinks import ScalarSink, TensorBoardSink, WandbSink, open_sinks
+from megatron_sparse.telemetry.sinks import ScalarSink, TensorBoardSink, WandbSink
 
 __all__ = [
     "IterationBreakdown",
@@ -16,6 +16,5 @@ __all__ = [
     "WandbSink",
     "iteration_breakdown",
     "load_summary",
-    "open_sinks",
     "print_summary",
 ]

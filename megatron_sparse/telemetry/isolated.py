@@ -19,8 +19,7 @@ class Closable(Protocol):
 class Isolated[Shown: Closable]:
     """A dashboard or a view whose first exception is logged and turns it off.
 
-    A full disk or a lost network must not end a run of days. Failures when a dashboard is *opened*
-    are errors, see `sinks.open_sinks`.
+    A full disk or a lost network must not end a run of days.
 
     Args:
         shown: the dashboard or view.
