@@ -110,12 +110,10 @@ class SparseSum:
         records: Sequence[torch.Tensor],
         cut: Cut,
         ranks: Sequence[int],
-        *,
-        fresh: bool = True,
     ) -> None:
-        """Adds records of these ranks' own messages to the sum of a cut, in this order.
+        """Replaces the values of a cut by the sum of these ranks' own messages, in this order.
 
-        One pass over the sum. `fresh` replaces the cut's old values; always on CUDA.
+        One pass over the sum.
 
         Raises:
             WireFormatError: they are not what a rank announced.
@@ -123,7 +121,7 @@ class SparseSum:
         sum_M, expected = self.sum_N[cut.elements], self._expected(cut, ranks[0])
         reports = self._message.reports
         with self._timer.stage("decode"):
-            decode_sum_(sum_M, records, expected, ranks, fresh=fresh, reports=reports)
+            decode_sum_(sum_M, records, expected, ranks, reports=reports)
 
     def _expected(self, cut: Cut, rank: int) -> Expected:
         message = self._message

@@ -43,7 +43,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
         >>> record = encode(torch.tensor([5]), torch.tensor([2.0]), place)
         >>> acc = torch.zeros(8)
         >>> accumulate_(acc, record, place, rank=0)
-        >>> float(acc[place.partition_hash.position_in_partition(torch.tensor([5]))])
+        >>> float(acc[place.partition_hash.locate(0, torch.tensor([5]))])
         2.0
     """
     nnz = indices_K.numel()

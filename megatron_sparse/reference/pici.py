@@ -13,7 +13,6 @@ import torch
 from megatron_sparse.wire import pad16
 
 TILE, SIDE = 4096, 64
-FLAG_LINEAR = 1
 
 
 def payload_bytes(numel: int, nnz: int, value_bytes: int) -> int:

@@ -39,7 +39,6 @@ def test_partition_hashes(place: Place, kind: type) -> None:
     on_gpu = place(element_K)
     partition_K = h.partition_of(element_K)
     assert_same(h.partition_of(on_gpu), partition_K)
-    assert_same(h.position_in_partition(on_gpu), h.position_in_partition(element_K))
     assert_same(h.locate(3, on_gpu), h.locate(3, element_K))
     position_K = torch.arange(h.partition_numel(3))
     assert_same(h.element_at(3, place(position_K)), h.element_at(3, position_K))

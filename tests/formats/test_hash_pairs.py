@@ -58,7 +58,7 @@ def test_pushed_values_are_added_by_position(numel, partitions, density, dtype, 
         acc = torch.ones(place.positions)
         hash_pairs.accumulate_(acc, record, place, rank=0)
         expected = torch.ones(place.positions)
-        expected[h.position_in_partition(indices)] += values.float()
+        expected[h.locate(p, indices)] += values.float()
         assert torch.equal(acc, expected)
 
 
