@@ -96,7 +96,7 @@ class ModelConfig:
                 remedy="for other layers call megatron_sparse.install in Megatron's own "
                 "pretrain_hybrid.py",
             )
-        layers = self.attention_layers + self.mlp_layers
+        layers = len(pattern.replace("|", ""))
         if layers != self.num_layers:
             raise ConfigError(
                 "model.num_layers is not the number of layers in model.hybrid_layer_pattern",
@@ -104,18 +104,6 @@ class ModelConfig:
                 got=self.num_layers,
                 remedy=f"set model.num_layers={layers}",
             )
-
-    @property
-    def attention_layers(self) -> int:
-        """Attention blocks of the model."""
-        pattern = self.hybrid_layer_pattern
-        return self.num_layers if pattern is None else pattern.count("*")
-
-    @property
-    def mlp_layers(self) -> int:
-        """MLP blocks of the model."""
-        pattern = self.hybrid_layer_pattern
-        return self.num_layers if pattern is None else pattern.count("-")
 
     @property
     def query_groups(self) -> int:

@@ -55,7 +55,6 @@ class GradientDumpWriter:
     Args:
         folder: of the dump; made when something is written.
         iterations: the iterations to dump; the training loop counts from 1.
-        kinds: the tensors that are dumped.
         rank: in the group.
         world_size: of the group.
         first_rank: the group's first global rank.
@@ -73,13 +72,11 @@ class GradientDumpWriter:
         folder: Path,
         iterations: Collection[int],
         *,
-        kinds: Collection[Kind] = tuple(Kind),
         rank: int = 0,
         world_size: int = 1,
         first_rank: int = 0,
     ) -> None:
-        self._iterations, self._kinds = frozenset(iterations), frozenset(kinds)
-        self._folder, self._is_broken = folder, False
+        self._iterations, self._folder, self._is_broken = frozenset(iterations), folder, False
         self._place = Path(f"group-{first_rank}-{world_size}") / f"rank-{rank:04d}"
 
     @classmethod
@@ -89,7 +86,7 @@ class GradientDumpWriter:
         """The writer that a run's configuration asks for.
 
         Args:
-            tracking: the iterations and the kinds of tensors to dump.
+            tracking: the iterations to dump.
             run_dir: the run's folder, if it has one.
             ranks: global ranks of the group.
             rank: this rank's number in the group.
@@ -122,13 +119,13 @@ class GradientDumpWriter:
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
         """Writes the selection from a bucket."""
-        if self.wants(step + 1, Kind.SELECTED):
+        if self.wants(step + 1):
             selected_N = selected_values(bucket, message, buffers)
             self.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
 
-    def wants(self, iteration: int, kind: Kind) -> bool:
+    def wants(self, iteration: int) -> bool:
         """Whether `write` would write anything."""
-        return iteration in self._iterations and kind in self._kinds and not self._is_broken
+        return iteration in self._iterations and not self._is_broken
 
     def write(self, bucket: str, iteration: int, kind: Kind, values: torch.Tensor) -> None:
         """Writes one tensor if it is wanted; overwrites one of the same iteration.
@@ -139,7 +136,7 @@ class GradientDumpWriter:
             kind: the kind of the values.
             values: dense of any shape, or torch's sparse COO; only read. On CUDA this waits.
         """
-        if not self.wants(iteration, kind):
+        if not self.wants(iteration):
             return
         folder = self._folder / f"iteration-{iteration:06d}" / self._place
         path = folder / f"{quote(bucket, safe='')}.{kind}.pt"

@@ -122,14 +122,11 @@ def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
 
 
 class History:
-    """Times of readiness of the last steps, by bucket. The same on every rank that adds the same.
+    """The last times of readiness, by bucket. The same on every rank that adds the same."""
 
-    Args:
-        length: number of steps to keep for each bucket.
-    """
-
-    def __init__(self, length: int = HISTORY) -> None:
-        self._steps: dict[str, deque[tuple[float, ...]]] = defaultdict(lambda: deque(maxlen=length))
+    def __init__(self) -> None:
+        self._steps: dict[str, deque[tuple[float, ...]]]
+        self._steps = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def add(self, bucket: str, ready_s: Readiness) -> None:
         """Appends one step of a bucket."""

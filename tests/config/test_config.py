@@ -27,7 +27,6 @@ from megatron_sparse.config.sparse import (
     TrackingConfig,
 )
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.run.composition import _keys, compose
 
 
@@ -202,30 +201,6 @@ class TestModel:
     )
     def test_refusals(self, values, word):
         assert word in refusal(ModelConfig, **values)
-
-    def test_a_hybrid_model_of_pairs_has_the_parameters_of_a_gpt(self):
-        gpt = ModelConfig(num_layers=2, vocab_size=100)
-        hybrid = ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-", vocab_size=100)
-        assert (hybrid.attention_layers, hybrid.mlp_layers) == (2, 2)
-        assert parameter_count(hybrid) == parameter_count(gpt)
-        more = ModelConfig(num_layers=5, hybrid_layer_pattern="*-*--", vocab_size=100)
-        assert parameter_count(more) > parameter_count(gpt)
-
-    def test_parameter_count_by_hand(self):
-        model = ModelConfig(num_layers=1, hidden_size=4, num_attention_heads=1, seq_length=8)
-        # embeddings 128 * 4 (100 padded) and 8 * 4; layer norms 2 * 8; qkv 4 * 12 + 12;
-        # projection 4 * 4 + 4; MLP 2 * 4 * 16 + 16 + 4; last norm 8.
-        assert parameter_count(model, 100) == 512 + 32 + 16 + 60 + 20 + 148 + 8
-        untied = dataclasses.replace(model, tied_embeddings=False)
-        assert parameter_count(untied, 100) == parameter_count(model, 100) + 512
-        rope = dataclasses.replace(model, position_embedding_type="rope")
-        assert parameter_count(rope, 100) == parameter_count(model, 100) - 32
-        # Two tensor-parallel ranks pad to 256.
-        assert parameter_count(model, 100, 2) == parameter_count(model, 100) + 512
-
-    def test_parameter_count_needs_a_vocabulary(self):
-        assert "vocab_size" in refusal(parameter_count, ModelConfig())
-        assert parameter_count(ModelConfig(vocab_size=8192)) == parameter_count(ModelConfig(), 8192)
 
 
 class TestData:

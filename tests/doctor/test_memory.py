@@ -6,15 +6,16 @@ import json
 
 import pytest
 
+from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.doctor import memory
 from megatron_sparse.doctor.memory import of_run
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.models import parameter_count
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets, predicted_parameters
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.memory import ITEMS
-from megatron_sparse.run.composition import compose, group_options
+from megatron_sparse.run.composition import compose
 from tests.commands import run
 from tests.doctor.memory_page import PAGE, parts, table
 
@@ -31,12 +32,19 @@ def test_the_page_describes_every_item() -> None:
     assert all(f"| `{item}` |" in text for item in ITEMS)
 
 
-@pytest.mark.parametrize("model", group_options("model"))
-def test_predicted_parameters_are_all_of_the_model(model: str) -> None:
-    config = compose([f"model={model}", "data=mock"])
-    vocabulary = config.model.vocab_size or 1000
-    found = predicted_parameters(config, vocabulary)
-    assert sum(each.numel for each in found) == parameter_count(config.model, vocabulary)
+def test_parameters_by_hand() -> None:
+    def count(num_layers: int = 1, **fields: object) -> int:
+        shape = {"hidden_size": 4, "num_attention_heads": 1, "seq_length": 8}
+        model = ModelConfig(num_layers=num_layers, **shape, **fields)
+        return sum(each.numel for each in predicted_parameters(RunConfig(model=model), 100))
+
+    # embeddings 128 * 4 (100 padded) and 8 * 4; layer norms 2 * 8; qkv 4 * 12 + 12;
+    # projection 4 * 4 + 4; MLP 2 * 4 * 16 + 16 + 4; last norm 8.
+    assert count() == 512 + 32 + 16 + 60 + 20 + 148 + 8
+    assert count(tied_embeddings=False) == count() + 512
+    assert count(position_embedding_type="rope") == count() - 32
+    assert count(4, hybrid_layer_pattern="*-*-") == count(2)
+    assert count(5, hybrid_layer_pattern="*-*--") == count(2) + 8 + 148
 
 
 def test_tensor_parallel_ranks_share_what_they_do_not_copy() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import binomtest
 
 from megatron_sparse.straggler.detector import (
+    HISTORY,
     DelayStatistics,
     History,
     delay_cdf,
@@ -103,12 +104,12 @@ def test_chance_rarely_looks_persistent():
 
 
 def test_history_forgets_what_is_older_than_its_length():
-    history = History(length=3)
-    for step in range(5):
+    history = History()
+    for step in range(HISTORY + 2):
         history.add("a", [float(step), 0.0])
     history.add("b", [0.0, 7.0])
-    assert history.steps("a") == [(2.0, 0.0), (3.0, 0.0), (4.0, 0.0)]
+    assert history.steps("a") == [(float(step), 0.0) for step in range(2, HISTORY + 2)]
     assert history.steps("unknown") == []
     statistics = history.statistics()
     assert statistics is not None
-    assert statistics.count == 4
+    assert statistics.count == HISTORY + 1
