@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
@@ -73,7 +72,7 @@ class LevelComparison:
 
 
 def shapes_of(buckets: Iterable[Bucket], config: SparseConfig) -> Counter[BucketShape]:
-    """How many buckets there are of each shape: what `best_level` compares."""
+    """How many buckets there are of each shape: what `LevelPricing.best` compares."""
     wire_dtype, bits = config.scheme.wire_dtype, config.compression.given_value_bits
     return Counter(BucketShape(**bucket_facts(each, wire_dtype, bits)) for each in buckets)
 
@@ -98,79 +97,6 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     return agreed_s + (scatter_s if scatters else 2 * scatter_s)
 
 
-def price_level(
-    level: str,
-    shape: BucketShape,
-    density: float,
-    cluster: ClusterModel,
-    options: SchemeConfig,
-    names: Collection[str],
-    inside: int,
-) -> LevelPrice:
-    """The cheapest scheme for a bucket at one level.
-
-    Args:
-        level: `rank`, `node` or `instance`.
-        shape: of the whole bucket, on all ranks. At level `instance` the sum across instances is an
-            all-reduce of the lane's part, whatever `shape.op` is.
-        density: that is selected, from a rank's or a node's gradient; positions are taken to be
-            uniform and independent.
-        cluster: links, codecs and host of all ranks.
-        options: of the schemes.
-        names: the candidates; `dense` should be one.
-        inside: ranks of a node or instance; divides the number of ranks. Not used at level `rank`.
-
-    Raises:
-        ConfigError: the cluster file lacks a rate, or instances lie across nodes.
-    """
-    lane, within_s = shape, 0.0
-    if level != RANK:
-        within_s = inside_s(shape, cluster, inside, grouped=level == NODE)
-        lane = shape.lane(inside)
-    if level == INSTANCE:
-        lane = replace(lane, op=CollectiveOp.ALL_REDUCE)
-    found = predict_all(lane, prior(lane, density), cluster, options, names)
-    scheme = min(found, key=lambda name: found[name])
-    return LevelPrice(scheme, within_s, found[scheme])
-
-
-def price_in_instances(
-    level: str,
-    shape: BucketShape,
-    density: float,
-    cluster: ClusterModel,
-    options: SchemeConfig,
-    names: Collection[str],
-    inside: int,
-    instances: int,
-) -> LevelPrice:
-    """The cheapest scheme for a bucket of one of several instances of the distributed optimizer.
-
-    At level `instance` nothing but the sum over the instances is compressed. At the others that sum
-    is the backend's, of each rank's shard, and counts to `across_s`.
-
-    Args:
-        level: see `price_level`, as the arguments that follow.
-        shape: of the bucket, on the ranks of an instance.
-        density: that is selected.
-        cluster: of the ranks of all instances.
-        options: of the schemes.
-        names: the candidates.
-        inside: ranks of a node.
-        instances: how many; 1 for none.
-    """
-    n = shape.world_size
-    whole = replace(shape, world_size=n * instances)
-    if level == INSTANCE:
-        return price_level(level, whole, density, cluster, options, names, n)
-    price = price_level(level, shape, density, cluster, options, names, inside)
-    if instances == 1:
-        return price
-    shard = replace(whole.lane(n), op=CollectiveOp.ALL_REDUCE)
-    sums_s = predict_all(shard, prior(shard, 1.0), cluster, options, (DENSE,))[DENSE]
-    return replace(price, across_s=price.across_s + sums_s)
-
-
 def has_lanes(node_sizes: Sequence[int]) -> bool:
     """Whether level `node` is another one than `rank`: several nodes of one size, above 1.
 
@@ -181,53 +107,89 @@ def has_lanes(node_sizes: Sequence[int]) -> bool:
     return len(node_sizes) > 1 < node_sizes[0] and len(set(node_sizes)) == 1
 
 
-def best_level(
-    shapes: Mapping[BucketShape, int],
-    density: float,
-    cluster: ClusterModel,
-    options: SchemeConfig,
-    names: Collection[str],
-    node_sizes: Sequence[int],
-    instances: int = 1,
-) -> LevelComparison:
-    """Compares the levels that are possible by the predicted time of all buckets together.
+@dataclass(frozen=True)
+class LevelPricing:
+    """The ranks whose levels are compared, and the schemes that they may take.
 
-    A pure function: ranks with the same arguments get the same answer, bit for bit.
-
-    Args:
-        shapes: of the whole buckets, on all ranks of an instance -> how many there are of each.
-        density: the target.
-        cluster: links, codecs and host.
+    Attributes:
+        cluster: links, codecs and host of the ranks of all instances.
         options: of the schemes.
         names: the candidates at every level; `dense` should be one.
-        node_sizes: ranks of an instance on each of its nodes, as they are, whatever the cluster
-            file was measured on.
+        node_sizes: ranks of an instance on each of its nodes.
         instances: of the distributed optimizer.
-
-    Returns:
-        `rank` where it is the only one: one instance, and one node, one rank a node, or nodes of
-        different sizes.
-
-    Raises:
-        ConfigError: the cluster file lacks a rate.
     """
-    possible = [RANK, *[NODE] * has_lanes(node_sizes), *[INSTANCE] * (instances > 1)]
-    if possible == [RANK]:
-        return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, node_sizes))} ranks")
-    here = replace(cluster, nodes=tuple(node_sizes) * instances)
-    price = partial(
-        price_in_instances,
-        density=density,
-        cluster=here,
-        options=options,
-        names=names,
-        inside=node_sizes[0],
-        instances=instances,
-    )
-    seconds = {
-        level: sum(count * price(level, shape).total_s for shape, count in shapes.items())
-        for level in possible
-    }
-    level = min(seconds, key=lambda name: seconds[name])
-    told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
-    return LevelComparison(level, seconds, f"predicted: {told} ({cluster.name})")
+
+    cluster: ClusterModel
+    options: SchemeConfig
+    names: Collection[str]
+    node_sizes: Sequence[int]
+    instances: int = 1
+
+    def price(self, level: str, shape: BucketShape, density: float) -> LevelPrice:
+        """The cheapest scheme for a bucket at one level.
+
+        At level `instance` the sum over the instances is compressed: an all-reduce of the lane's
+        part, whatever `shape.op` is. At the others that sum is the backend's, and counts to
+        `across_s`.
+
+        Args:
+            level: `rank`, `node` (of nodes of one size) or `instance` (of several).
+            shape: of the whole bucket, on the ranks of an instance.
+            density: that is selected, from a rank's or a node's gradient; positions are taken to be
+                uniform and independent.
+
+        Raises:
+            ConfigError: the cluster file lacks a rate, or instances lie across nodes.
+        """
+        n = shape.world_size
+        whole = replace(shape, world_size=n * self.instances)
+        shard = replace(whole.lane(n), op=CollectiveOp.ALL_REDUCE)
+        lane, within_s = shape, 0.0
+        if level == INSTANCE:
+            lane, within_s = shard, inside_s(whole, self.cluster, n, grouped=False)
+        elif level == NODE:
+            size = self.node_sizes[0]
+            lane, within_s = shape.lane(size), inside_s(shape, self.cluster, size, grouped=True)
+        found = self._predict(lane, density, self.names)
+        scheme = min(found, key=lambda name: found[name])
+        across_s = found[scheme]
+        if level != INSTANCE and self.instances > 1:
+            across_s += self._predict(shard, 1.0, (DENSE,))[DENSE]
+        return LevelPrice(scheme, within_s, across_s)
+
+    def _predict(
+        self, lane: BucketShape, density: float, names: Collection[str]
+    ) -> dict[str, float]:
+        return predict_all(lane, prior(lane, density), self.cluster, self.options, names)
+
+    def best(self, shapes: Mapping[BucketShape, int], density: float) -> LevelComparison:
+        """Compares the levels that are possible by the predicted time of all buckets together.
+
+        The nodes are those of `node_sizes`, whatever the cluster file was measured on. A pure
+        function: ranks with the same arguments get the same answer, bit for bit.
+
+        Args:
+            shapes: of the whole buckets, on all ranks of an instance -> how many of each.
+            density: the target.
+
+        Returns:
+            `rank` where it is the only one: one instance, and one node, one rank a node, or nodes
+            of different sizes.
+
+        Raises:
+            ConfigError: the cluster file lacks a rate.
+        """
+        sizes, instances = self.node_sizes, self.instances
+        possible = [RANK, *[NODE] * has_lanes(sizes), *[INSTANCE] * (instances > 1)]
+        if possible == [RANK]:
+            return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
+        here = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))
+        seconds = {
+            level: sum(
+                count * here.price(level, shape, density).total_s for shape, count in shapes.items()
+            )
+            for level in possible
+        }
+        level = min(seconds, key=lambda name: seconds[name])
+        told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
+        return LevelComparison(level, seconds, f"predicted: {told} ({self.cluster.name})")

@@ -18,7 +18,7 @@ from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import AUTO, INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.costs import fits
-from megatron_sparse.planner.levels import LevelComparison, best_level
+from megatron_sparse.planner.levels import LevelComparison, LevelPricing
 from megatron_sparse.planner.prices import DENSE
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.shape import BucketShape
@@ -152,6 +152,5 @@ def _prices(
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
-    return best_level(
-        shapes, config.compression.given_density, cluster, options, names, sizes, instances
-    )
+    pricing = LevelPricing(cluster, options, names, sizes, instances)
+    return pricing.best(shapes, config.compression.given_density)

@@ -45,8 +45,8 @@ from megatron_sparse.planner.levels import (
     NODE,
     RANK,
     LevelPrice,
+    LevelPricing,
     has_lanes,
-    price_in_instances,
 )
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
@@ -212,9 +212,8 @@ class Group:
         instances = self.training.instances
         if level == NODE and len(self.sizes) == 1:
             return LevelPrice(DENSE, self.dense_s(RANK, shape.element_bytes, instances), 0.0)
-        density, options = settings.compression.given_density, settings.scheme
-        where = self.cluster, options, names, self.sizes[0], instances
-        return price_in_instances(level, shape, density, *where)
+        pricing = LevelPricing(self.cluster, settings.scheme, names, self.sizes, instances)
+        return pricing.price(level, shape, settings.compression.given_density)
 
     def dense_s(
         self,
@@ -224,8 +223,8 @@ class Group:
         names: Sequence[str] = (DENSE,),
     ) -> float:
         """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
-        where = self.cluster, SchemeConfig(), names, self.sizes[0], instances
-        return price_in_instances(level, self.shape(element_bytes), 1.0, *where).total_s
+        pricing = LevelPricing(self.cluster, SchemeConfig(), names, self.sizes, instances)
+        return pricing.price(level, self.shape(element_bytes), 1.0).total_s
 
     def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
         """The cheapest way to send every element in full."""

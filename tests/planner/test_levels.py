@@ -16,10 +16,8 @@ from megatron_sparse.planner.levels import (
     INSTANCE,
     NODE,
     RANK,
-    best_level,
+    LevelPricing,
     inside_s,
-    price_in_instances,
-    price_level,
 )
 from megatron_sparse.planner.plan import bucket_facts
 from megatron_sparse.planner.plan_rows import Pricing, of_run
@@ -57,8 +55,8 @@ def test_instances_add_the_sum_of_shards_except_at_their_own_level():
     shape, islands = a_shape(ranks=8), replace(CLUSTER, nodes=(8, 8))
 
     def across_s(level, instances):
-        price = price_in_instances(level, shape, 0.02, islands, OPTIONS, NAMES, 8, instances)
-        return price.across_s
+        pricing = LevelPricing(islands, OPTIONS, NAMES, (8,), instances)
+        return pricing.price(level, shape, 0.02).across_s
 
     lane_s = 2**24 / 8 * 4 * 8 * CLUSTER.inter.beta_s  # eight lanes share a node's card
     assert across_s(RANK, 2) - across_s(RANK, 1) == pytest.approx(lane_s, rel=0.05)
@@ -68,7 +66,7 @@ def test_instances_add_the_sum_of_shards_except_at_their_own_level():
 @pytest.mark.parametrize(("instances", "expected"), [(1, {RANK}), (2, {RANK, INSTANCE})])
 def test_levels_of_instances_on_one_node_each(instances, expected):
     shapes = {a_shape(ranks=8): 1}
-    found = best_level(shapes, 0.02, CLUSTER, OPTIONS, NAMES, (8,), instances)
+    found = LevelPricing(CLUSTER, OPTIONS, NAMES, (8,), instances).best(shapes, 0.02)
     assert set(found.seconds or {RANK: 0.0}) == expected
     assert found.level == (INSTANCE if instances > 1 else RANK)
 
@@ -106,13 +104,14 @@ def test_what_crosses_does_not_grow_with_the_ranks_of_a_node():
     for inside in (2, 8):
         cluster = without_local_work(replace(CLUSTER, nodes=(inside,) * 8))
         shape = a_shape(ranks=8 * inside)
-        price = price_level(NODE, shape, 0.05, cluster, OPTIONS, ("direct",), inside)
-        times_s.append(price.across_s)
+        pricing = LevelPricing(cluster, OPTIONS, ("direct",), cluster.nodes)
+        times_s.append(pricing.price(NODE, shape, 0.05).across_s)
     assert times_s[0] == pytest.approx(times_s[1], rel=0.01)
 
 
 def test_level_instance_compresses_an_all_reduce_across():
-    price = price_level(INSTANCE, a_shape(ranks=32), 0.01, CLUSTER, OPTIONS, NAMES, 16)
+    pricing = LevelPricing(CLUSTER, OPTIONS, NAMES, (8, 8), instances=2)
+    price = pricing.price(INSTANCE, a_shape(ranks=16), 0.01)
     lane = replace(a_shape(ranks=32).lane(16), op=ALL_REDUCE)
     alone = predict(price.scheme, lane, prior(lane, 0.01), CLUSTER, OPTIONS)
     assert price.across_s == alone
@@ -124,7 +123,7 @@ class TestBestLevel:
 
     def choice(self, cluster=CLUSTER, node_sizes=(8, 8)):
         shapes = {a_shape(ranks=sum(node_sizes)): 3}
-        return best_level(shapes, 0.05, cluster, OPTIONS, NAMES, node_sizes)
+        return LevelPricing(cluster, OPTIONS, NAMES, node_sizes).best(shapes, 0.05)
 
     def test_slow_card_and_fast_links_inside(self):
         choice = self.choice()
