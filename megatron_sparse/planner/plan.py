@@ -17,6 +17,7 @@ from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, Sche
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.fingerprint import fingerprint
+from megatron_sparse.planner.prices import DENSE
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
@@ -192,29 +193,29 @@ class FixedPlanner:
         check_capacity(self._scheme)
         check_op(self._scheme, PlannerConfig(), bucket.op)
         phase, density = phase_and_density(self._compression, step)
-        if not self.enabled:
-            return self._dense(Phase.OFF, Choice("dense", "compression is switched off"))
+        value_bits = self._compression.given_value_bits
         if self.is_trial and phase is not Phase.OFF:
             phase = Phase.TRIAL
-        if phase is not Phase.OFF and density == 1 and self._rounds(bucket):
-            bits = dense_value_bits(self._compression.given_value_bits)
+        if not self.enabled:
+            phase, choice = Phase.OFF, Choice(DENSE, "compression is switched off")
+        elif phase is not Phase.OFF and density == 1 and self._rounds(bucket):
             what = "warm-up" if phase is Phase.WARMUP else "every element"
-            choice = Choice("dense_q", f"{what} in {bits} bits")
+            name = next(name for name, each in SCHEMES.items() if each.sends_whole)
+            choice = Choice(name, f"{what} in {dense_value_bits(value_bits)} bits")
         elif phase in (Phase.WARMUP, Phase.OFF):
-            choice = Choice("dense", self._dense_reason(phase))
+            choice = Choice(DENSE, self._dense_reason(phase))
         else:
             choice = self._choose(bucket, step, density)
-        if SCHEMES[choice.scheme].takes is Input.DENSE:
-            return self._dense(phase, choice)
+        scheme = SCHEMES[choice.scheme]
         return Plan(
             scheme=choice.scheme,
             phase=phase,
-            density=1.0 if SCHEMES[choice.scheme].takes_all else density,
-            wire_dtype=self._scheme.wire_dtype,
-            sharded=SCHEMES[choice.scheme].is_sharded(bucket.op),
+            density=1.0 if scheme.takes_all else density,
+            wire_dtype=None if phase is Phase.OFF else self._scheme.wire_dtype,
+            sharded=scheme.is_sharded(bucket.op),
             reason=choice.reason,
             predicted_us=choice.predicted_us,
-            value_bits=self._compression.given_value_bits,
+            value_bits=None if scheme.takes is Input.DENSE else value_bits,
         )
 
     def _rounds(self, bucket: Bucket) -> bool:
@@ -242,11 +243,11 @@ class FixedPlanner:
         wire_bytes = predicted_bytes(
             bucket, density, self._scheme, self._compression.given_value_bits
         )
-        dense_bytes = wire_bytes.pop("dense")
+        dense_bytes = wire_bytes.pop(DENSE)
         name = min(wire_bytes, key=lambda scheme: wire_bytes[scheme])
         reason = f"{name} {wire_bytes[name]:.0f} B against dense {dense_bytes:.0f} B"
         if bucket.world_size == 1 or wire_bytes[name] > WORTHWHILE * dense_bytes:
-            return Choice("dense", reason)
+            return Choice(DENSE, reason)
         return Choice(name, reason)
 
     def join(self, transport: Transport) -> None:
@@ -274,7 +275,7 @@ class FixedPlanner:
         shape = BucketShape(**bucket_facts(bucket, None))
         if shape not in self._dense_us:
             whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
-            time_s = predict("dense", shape, whole, self._cluster, self._scheme)
+            time_s = predict(DENSE, shape, whole, self._cluster, self._scheme)
             self._dense_us[shape] = time_s * 1e6
         return self._dense_us[shape]
 
@@ -313,17 +314,6 @@ class FixedPlanner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Planner`."""
-
-    def _dense(self, phase: Phase, choice: Choice) -> Plan:
-        return Plan(
-            scheme=choice.scheme,
-            phase=phase,
-            density=1.0,
-            wire_dtype=None if phase is Phase.OFF else self._scheme.wire_dtype,
-            sharded=False,
-            reason=choice.reason,
-            predicted_us=choice.predicted_us,
-        )
 
 
 def bucket_facts(
