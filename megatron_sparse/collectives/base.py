@@ -37,6 +37,24 @@ The count covers pairwise messages, sizes included, but not the all-gathers of t
 Phase = Generator[Yielded, None, None]
 """A part of a collective."""
 
+
+def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None, T]:
+    """A collective, or a stage of a job, without what it yields of a kind.
+
+    Args:
+        steps: the collective, or the stage.
+        kind: `Marker` (not `QUEUED`), where the job posts on after it; or `job.Gate`, where other
+            gates or none keep the order.
+    """
+    while True:
+        try:
+            outcome = next(steps)
+        except StopIteration as end:
+            return end.value
+        if not isinstance(outcome, kind):
+            yield outcome
+
+
 Piece = tuple[int, torch.Tensor]
 """A peer, and the tensor to send to it or to receive from it."""
 

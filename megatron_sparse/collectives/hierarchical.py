@@ -53,8 +53,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
-    POSTED,
-    UNORDERED,
     Exchange,
     Identity,
     Phase,
@@ -65,6 +63,7 @@ from megatron_sparse.collectives.base import (
     Yielded,
     even_cuts,
     exchange_sizes,
+    without,
 )
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.dense_hierarchical import Lanes
@@ -86,6 +85,7 @@ from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.transport import Transport
+from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport
 
 NAME = "hierarchical"
@@ -305,24 +305,19 @@ def _lane_records(
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
-    """Phase 2: drives the inner scheme; passes on that it posts no more only if `last`.
+    """Phase 2, the inner scheme; passes on that it posts no more only if `last`.
 
     The inner scheme numbers its ranks from 0; this renames them in its errors to the group's.
     """
-    while True:
-        try:
-            yielded = next(steps)
-        except StopIteration as end:
-            return end.value
-        except WireFormatError as error:
-            raise WireFormatError(
-                re.sub(r"\brank (\d+)", lambda match: f"rank {ranks[int(match[1])]}", error.what),
-                expected=error.expected,
-                got=error.got,
-                remedy=error.remedy,
-            ) from error
-        if last or yielded not in (POSTED, UNORDERED):
-            yield yielded
+    try:
+        return (yield from steps if last else without(steps, Marker))
+    except WireFormatError as error:
+        raise WireFormatError(
+            re.sub(r"\brank (\d+)", lambda match: f"rank {ranks[int(match[1])]}", error.what),
+            expected=error.expected,
+            got=error.got,
+            remedy=error.remedy,
+        ) from error
 
 
 def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:

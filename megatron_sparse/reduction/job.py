@@ -26,6 +26,7 @@ from typing import cast
 import torch
 
 from megatron_sparse.collectives import POSTED, QUEUED, UNORDERED
+from megatron_sparse.collectives.base import without
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, RecordSink, StageTimer
@@ -60,23 +61,6 @@ GATE = Gate.ACROSS
 
 type Stage[T] = Generator[object, None, T]
 """A job or a part of one: yields works and markers (see the module's docstring), returns T."""
-
-
-def without[T](steps: Stage[T], kind: type) -> Stage[T]:
-    """A stage without what it yields of a kind.
-
-    Args:
-        steps: the stage.
-        kind: `Gate`, where other gates or none keep the order; `Marker` (not `QUEUED`), where the
-            job posts on after this stage.
-    """
-    while True:
-        try:
-            outcome = next(steps)
-        except StopIteration as end:
-            return end.value
-        if not isinstance(outcome, kind):
-            yield outcome
 
 
 def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None) -> Stage[int]:

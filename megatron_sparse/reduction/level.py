@@ -52,25 +52,15 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import store
-from megatron_sparse.collectives.base import (
-    POSTED,
-    Exchange,
-    Identity,
-    exchange_sizes,
-)
+from megatron_sparse.collectives.base import POSTED, Exchange, Identity, exchange_sizes, without
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import INSIDE_TIER, BucketRecord
-from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another, without
-from megatron_sparse.reduction.level_parts import (
-    KeptParts,
-    instance_part,
-    node_cuts,
-    node_part,
-)
+from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another
+from megatron_sparse.reduction.level_parts import KeptParts, instance_part, node_cuts, node_part
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives.base import without
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
 from megatron_sparse.recording import BucketRecord, StageTimer
-from megatron_sparse.reduction.job import GATE, Gate, without
+from megatron_sparse.reduction.job import GATE, Gate
 from megatron_sparse.transport import VirtualCluster
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.nccl_library import NcclLibrary

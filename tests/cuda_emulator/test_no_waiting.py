@@ -10,10 +10,11 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import Gate, without
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.progress import InOrderProgress
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import VirtualCluster

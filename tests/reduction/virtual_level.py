@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
+from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import Gate, without
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.reducer import Groups

@@ -13,11 +13,12 @@ import torch
 from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
-from megatron_sparse.reduction.job import Gate, without
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.progress import Progress
