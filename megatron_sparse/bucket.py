@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from megatron_sparse.errors import ConfigError
@@ -221,11 +219,6 @@ class Layout:
             piece_offsets=torch.tensor(pieces, dtype=torch.int64),
             piece_parameter=tuple(owners),
         )
-
-    @cached_property
-    def pruned_S(self) -> np.ndarray:
-        """For each segment, whether it is neither kept nor lossless."""
-        return ((self.segment_keep | self.segment_lossless) == 0).numpy()
 
     def shard_offsets(self, shard: int) -> torch.Tensor:
         """Offsets of the segments that make up one shard."""

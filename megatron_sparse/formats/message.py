@@ -88,7 +88,6 @@ class Message:
         slots: where the records lie in capacity mode; None for back to back.
         reports: in capacity mode, those of all codec calls on the bucket; None where each call
             checks its own.
-        counted_pruned: `pruned_nnz`, None until the reports have been read.
         log2_span: of a message of kind Rice (`RecordSpec`); None for one of other formats.
         residual_N: the residual after the selection, which takes what sums in few bits lose; None
             for a message that no selection has made.
@@ -104,7 +103,6 @@ class Message:
     counted: int | None
     slots: Slots | None = None
     reports: Reports | None = None
-    counted_pruned: int | None = None
     log2_span: int | None = None
     unquantised: str | None = None
     residual_N: torch.Tensor | None = None
@@ -118,27 +116,15 @@ class Message:
     @property
     def nnz(self) -> int:
         """Non-zero elements, kept ones included. Reads the reports unless they have been read."""
-        self._read_counts()
-        assert self.counted is not None, "the encoder's count is one of the reports"
-        return self.counted
-
-    @property
-    def pruned_nnz(self) -> int:
-        """Non-zero elements in the segments that are pruned. Reads the reports as `nnz` does."""
-        self._read_counts()
-        assert self.counted_pruned is not None, "counted together with nnz"
-        return self.counted_pruned
-
-    def _read_counts(self) -> None:
         if self.counted is None:
             assert self.reports is not None, "what counts later reports"
             self.reports.read()
+        assert self.counted is not None, "the encoder's count is one of the reports"
+        return self.counted
 
     def take_counts(self, nnz_S: torch.Tensor) -> None:
-        """Stores the counts of non-zero elements of each segment, on the CPU."""
-        counts = nnz_S.numpy()
-        self.counted = int(counts.sum())
-        self.counted_pruned = int(counts[self.layout.pruned_S].sum())
+        """Adds up the counts of non-zero elements of each segment, on the CPU."""
+        self.counted = int(nnz_S.numpy().sum())
 
     def tensors(self) -> list[torch.Tensor]:
         """All device memory that the message holds: its buffer, and the words of its reports."""

@@ -29,7 +29,7 @@ def check(name, density, scope="parameter"):
             if rank is None or not feedback:
                 rank = Rank(config, [ParameterSlice("w", 0, NUMEL)])
             rank.send(DISTRIBUTIONS[name](NUMEL, draw), step)
-            sent = rank.message.pruned_nnz
+            sent = rank.message.nnz
             # Zeros are never sent.
             nonzero = sent + int(rank.residual.count_nonzero())
             found.append((sent / NUMEL, min(density, nonzero / NUMEL)))
