@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
@@ -17,13 +18,22 @@ def is_installed(module: str) -> bool:
         return False
 
 
+def installed_version(distribution: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _find(module: str) -> ModuleSpec | None:
     # `find_spec` alone would import the parents, and CPU mode comes before any import of megatron.
     parent = module.rpartition(".")[0]
     if not parent:
         return find_spec(module)
     package = _find(parent)
-    if package is None or package.submodule_search_locations is None:
+    is_blocked = sys.modules.get(module, package) is None  # as `import` sees it
+    if package is None or package.submodule_search_locations is None or is_blocked:
         return None
     folders = package.submodule_search_locations
     specs = (finder.find_spec(module, folders) for finder in sys.meta_path)

@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from importlib import metadata
 from statistics import median
 from typing import Any
 
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError
+from megatron_sparse.extras import installed_version
 from megatron_sparse.planner.fingerprint import processor
 from megatron_sparse.planner.link_timing import TAG, Clock, Measuring, complete, gather_rows
 from megatron_sparse.transport import ProcessGroupTransport, Transport
@@ -55,10 +55,7 @@ class RankFacts:
     @classmethod
     def here(cls, device: torch.device) -> RankFacts:
         """This rank's."""
-        try:
-            core = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            core = "not installed"
+        core = installed_version("megatron-core") or "not installed"
         return cls(socket.gethostname(), torch.__version__, core, __version__, processor(device))
 
 

@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from rich.markup import escape
 
 from megatron_sparse.doctor.printing import console, table
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import installed_version
 
 type Status = Literal["ok", "warn", "fail"]
 
@@ -142,7 +143,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _triton() -> Iterator[Check]:
-    version = _version("triton")
+    version = installed_version("triton")
     if version is not None:
         import_module("triton")
         yield Check("Triton", "ok", version)
@@ -156,7 +157,7 @@ def _triton() -> Iterator[Check]:
 
 
 def _megatron() -> Iterator[Check]:
-    version = _version("megatron-core")
+    version = installed_version("megatron-core")
     if version is None:
         yield Check("megatron-core", "fail", "not installed", TRAIN_EXTRA)
         return
@@ -201,7 +202,7 @@ def _optional_kernels() -> Iterator[Check]:
             yield Check(name, "ok", detail, f"optional, on GPUs: {remedy}")
         else:
             import_module(module)
-            yield Check(name, "ok", _version(module.replace("_", "-")) or "importable")
+            yield Check(name, "ok", installed_version(module.replace("_", "-")) or "importable")
 
 
 def _packages() -> Iterator[Check]:
@@ -209,13 +210,13 @@ def _packages() -> Iterator[Check]:
         ("Hydra", "hydra-core", "pip install hydra-core"),
         ("tokenizers", "tokenizers", TRAIN_EXTRA),
     ):
-        version = _version(distribution)
+        version = installed_version(distribution)
         status = "ok" if version else "fail"
         yield Check(name, status, version or "not installed", "" if version else remedy)
 
 
 def _wandb() -> Iterator[Check]:
-    version = _version("wandb")
+    version = installed_version("wandb")
     if version is None:
         yield Check("W&B", "warn", "not installed: runs are not tracked there", TRAIN_EXTRA)
         return
@@ -399,13 +400,6 @@ _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
     _machine,
     _network,
 )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import sys
 import tempfile
@@ -34,7 +33,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_sparse.errors import DatasetError, DependencyError, MegatronSparseError
+from megatron_sparse.errors import DatasetError, MegatronSparseError
+from megatron_sparse.extras import installed_version, require
 from megatron_sparse.megatron import corpus_text
 
 if TYPE_CHECKING:
@@ -98,6 +98,8 @@ def prepare(
         DependencyError: tokenizers or megatron-core is not installed.
     """
     _check_request(kind, vocab_size)
+    require("tokenizers", "turns text into ids", "train")
+    require("megatron.core", "writes the dataset", "train")
     out_dir = Path(out_dir)
     fingerprint = _fingerprint(kind, vocab_size)
     try:
@@ -225,10 +227,8 @@ def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path, bars: Pro
 
 def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Tokenizer:
     """Trains a byte-level BPE; the end of a document is its last id."""
-    try:
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    except ImportError as error:
-        raise _missing("tokenizers", error) from error
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -258,13 +258,10 @@ def _write_dataset(
     """Writes `prefix`.bin and .idx, one document for each text; returns the number of tokens."""
     import torch
 
-    try:
-        with warnings.catch_warnings():
-            # Megatron warns in each module that Transformer Engine is missing.
-            warnings.simplefilter("ignore")
-            from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    except ImportError as error:
-        raise _missing("megatron-core", error) from error
+    with warnings.catch_warnings():
+        # Megatron warns in each module that Transformer Engine is missing.
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocab_size))
     task = bars.add_task("encode", total=len(texts))
     n_tokens = 0
@@ -279,10 +276,7 @@ def _write_dataset(
 
 
 def _fingerprint(kind: Kind, vocab_size: int) -> str:
-    try:
-        tokenizers = importlib.metadata.version("tokenizers")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise _missing("tokenizers", error) from error
+    tokenizers = installed_version("tokenizers")
     facts = f"{corpus_text.fingerprint(kind)} {vocab_size} tokenizers {tokenizers}"
     return hashlib.sha256(facts.encode()).hexdigest()
 
@@ -290,15 +284,6 @@ def _fingerprint(kind: Kind, vocab_size: int) -> str:
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _missing(package: str, error: ImportError) -> DependencyError:
-    return DependencyError(
-        f"{package} is needed to prepare a corpus",
-        expected=f"{package}, importable",
-        got=str(error),
-        remedy="pip install 'megatron-sparse[train]'",
-    )
 
 
 def _bars(progress: bool) -> Progress:

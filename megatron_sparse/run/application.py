@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 
 import hydra
@@ -29,13 +28,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import (
-    ConfigError,
-    DependencyError,
-    MegatronSparseError,
-    SweepError,
-    raise_together,
-)
+from megatron_sparse.errors import ConfigError, MegatronSparseError, SweepError, raise_together
+from megatron_sparse.extras import require
 from megatron_sparse.run import composition, launch, preparation, sweep
 from megatron_sparse.run.interrupt import quick_end, reported_by_first_rank
 
@@ -87,7 +81,8 @@ def train(arguments: Sequence[str]) -> None:
                 raise refused[0] from None
             raise
         return
-    _check_launcher(arguments)
+    if any("hydra/launcher=submitit" in text for text in arguments):
+        require(SUBMITIT, "hands the runs to Slurm", "slurm")
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
     try:
         swept = sweep.swept_keys(with_values)
@@ -175,22 +170,6 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
     if has_reason or os.environ.get("RANK", "0") == "0":
         outcome = sweep.RunEnd(name, code, problem)
         outcome.write(Path(job.runtime.output_dir), replace=has_reason or code == 0)
-
-
-def _check_launcher(arguments: Sequence[str]) -> None:
-    if not any("hydra/launcher=submitit" in text for text in arguments):
-        return
-    try:
-        found = find_spec(SUBMITIT) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise DependencyError(
-            "the launcher for Slurm is not installed",
-            expected="Hydra's plugin hydra-submitit-launcher",
-            got="no such package",
-            remedy="pip install 'megatron-sparse[slurm]'",
-        )
 
 
 def _check_secrets(overrides: Sequence[str]) -> None:

@@ -14,11 +14,11 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.redaction import recorded_environment, redact_command
+from megatron_sparse.extras import installed_version
 from megatron_sparse.version import __version__
 
 STARTS_FILE = "starts.jsonl"
@@ -53,7 +53,7 @@ def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
         "megatron_sparse": __version__,
         **git_state(checkout),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in PACKAGES if (version := installed_version(name))},
         "host": socket.gethostname(),
         "slurm_job": environment.get("SLURM_JOB_ID"),
         "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
@@ -86,10 +86,3 @@ def _git(checkout: Path, *arguments: str) -> str:
         timeout=GIT_S,
         check=True,
     ).stdout
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None

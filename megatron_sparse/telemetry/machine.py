@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.extras import installed_version
 from megatron_sparse.version import __version__
 
 
@@ -25,14 +25,10 @@ def machine() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Of this package, and of what it runs on; None where there is none."""
-    try:
-        megatron = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError:
-        megatron = None
     return {
         "megatron_sparse": __version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_initialized() else None,
-        "megatron_core": megatron,
+        "megatron_core": installed_version("megatron-core"),
         "python": platform.python_version(),
     }

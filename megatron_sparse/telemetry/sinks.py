@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megatron_sparse.config.redaction import recorded_environment, redact
 from megatron_sparse.config.tracking import TrackingConfig
-from megatron_sparse.errors import DependencyError
+from megatron_sparse.extras import require
 from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
 
 
@@ -95,15 +95,9 @@ class WandbSink:
 
 
 def _import_wandb() -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        raise DependencyError(
-            "wandb is not installed",
-            expected="an importable `wandb`",
-            got=error,
-            remedy="pip install 'megatron-sparse[train]', or set tracking.wandb=disabled",
-        ) from None
+    require("wandb", "keeps the runs", "train", "set tracking.wandb=disabled")
+    import wandb
+
     return wandb
 
 

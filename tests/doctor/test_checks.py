@@ -127,7 +127,7 @@ def test_old_python_and_torch_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(doctor, "installed_version", lambda name: None)
     for look, name, status in (
         (doctor._megatron, "megatron-core", "fail"),
         (doctor._packages, "Hydra", "fail"),
