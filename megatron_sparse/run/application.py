@@ -244,12 +244,10 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
         config_name=composition.CONFIG_NAME,
         version_base=None,
     )(task)
-    argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     # Hydra reads its command line from sys.argv; without the variable it prints errors and exits.
-    sys.argv = ["megatron-sparse train", *overrides]
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    argv, sys.argv = sys.argv, ["megatron-sparse train", *overrides]
     try:
-        with warnings.catch_warnings():
+        with launch.environment({"HYDRA_FULL_ERROR": "1"}), warnings.catch_warnings():
             # Our launcher's file has the name of the plugin's schema, but does not use it.
             warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
             application()
@@ -267,7 +265,3 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
         ) from None
     finally:
         sys.argv = argv
-        if full_error is None:
-            os.environ.pop("HYDRA_FULL_ERROR", None)
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full_error

@@ -77,8 +77,8 @@ def raise_file_limit() -> None:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for the children; a Hydra multirun has several runs in one process."""
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for this process and its children; then the whole environment is as before."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -104,7 +104,7 @@ def _launch(config: RunConfig, command: str) -> int:
             return 0
         config, run_dir = begun
         of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
-        with _environment(of_ranks):
+        with environment(of_ranks):  # a multirun has several runs in one process
             code = _run_agent(config, run_dir)
     # After an error only where something is saved; the error itself is the last thing otherwise.
     if code > 128 or (code and resume.has_saved(run_dir)):
