@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives.base import whole_group
+from megatron_sparse.collectives.base import Round, whole_group
 from megatron_sparse.compression.residual import Outcome, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
@@ -27,8 +27,6 @@ from megatron_sparse.transport import Transport, Work
 
 FEW, MANY = 4, 36
 """Numbers of consecutive messages; the difference of the two cancels costs that occur once."""
-
-type Pieces = list[tuple[int, torch.Tensor]]
 
 
 def measure_host(
@@ -57,7 +55,7 @@ def measure_host(
     return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
 
 
-def _ring(transport: Transport) -> tuple[Pieces, Pieces]:
+def _ring(transport: Transport) -> Round:
     """A word for the next rank, and room for the previous one's."""
     n, words = transport.world_size, torch.zeros(2, 1, dtype=torch.int64, device=transport.device)
     after, before = (transport.rank + 1) % n, (transport.rank - 1) % n

@@ -15,7 +15,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
-from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.base import Marker, PeerTensors
 from megatron_sparse.transport.subset import SubsetTransport
 
 SMALL_BYTES = 2**19
@@ -55,10 +55,7 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
             yield outcome
 
 
-Piece = tuple[int, torch.Tensor]
-"""A peer, and the tensor to send to it or to receive from it."""
-
-Round = tuple[Sequence[Piece], Sequence[Piece]]
+Round = tuple[PeerTensors, PeerTensors]
 """The sends and the receives of one exchange."""
 
 
@@ -270,9 +267,7 @@ class Subgroup:
         self.ranks = ranks
         self.tag = tag
 
-    def exchange(
-        self, sends: Sequence[Piece], receives: Sequence[Piece], *, last: bool = False
-    ) -> Phase:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, *, last: bool = False) -> Phase:
         """`Transport.exchange` in the subgroup's numbers; waits for it.
 
         Args:
@@ -341,7 +336,7 @@ class Subgroup:
         for arrived in range(1, len(rounds) + 1):
             meanwhile(arrived)
 
-    def post(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> Work:
+    def post(self, sends: PeerTensors, receives: PeerTensors) -> Work:
         """`Transport.exchange` in the subgroup's numbers; does not wait for it."""
         self.sent_bytes += sum(values.nbytes for _, values in sends)
         return self._transport.exchange(

@@ -56,7 +56,6 @@ from megatron_sparse.collectives.base import (
     Exchange,
     Identity,
     Phase,
-    Piece,
     Round,
     Steps,
     Subgroup,
@@ -85,7 +84,7 @@ from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.base import Marker, PeerTensors
 from megatron_sparse.transport.subset import SubsetTransport
 
 NAME = "hierarchical"
@@ -246,7 +245,7 @@ class LaneSum:
             received = exchange.take("parts", numel * peers, torch.float32)
             self._room = [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
 
-    def piece(self, source: int, number: int) -> list[Piece]:
+    def piece(self, source: int, number: int) -> PeerTensors:
         """Where round `number`, counted from 1, receives from `source`; empty without a lane."""
         return [(source, self._room[number - 1])] if self._room else []
 

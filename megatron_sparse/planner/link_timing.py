@@ -23,7 +23,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from megatron_sparse.collectives.base import Yielded
+from megatron_sparse.collectives.base import Round, Yielded
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.transport import Link, Topology, Transport, Work
 from megatron_sparse.transport.base import Marker
@@ -187,7 +187,7 @@ def _ring_times(
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
         pieces = _neighbours(transport.rank, rings, sent)
 
-        def rounds(pieces: tuple[list, list] = pieces) -> Iterable[Work]:
+        def rounds(pieces: Round = pieces) -> Iterable[Work]:
             for _ in range(sweep.rounds):
                 yield transport.exchange(*pieces, TAG)
 
@@ -196,9 +196,7 @@ def _ring_times(
     return times_s
 
 
-def _neighbours(
-    rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor
-) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+def _neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -> Round:
     for ring in rings:
         if rank in ring and len(ring) > 1:
             place = ring.index(rank)

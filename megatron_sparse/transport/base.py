@@ -30,6 +30,10 @@ class Marker(Enum):
     and raises the errors in them; each further yield is a copy of reports."""
 
 
+type PeerTensors = Sequence[tuple[int, torch.Tensor]]
+"""A peer and a contiguous tensor for each message that is sent, or received."""
+
+
 class Work(Protocol):
     """A posted operation."""
 
@@ -96,12 +100,7 @@ class Transport(Protocol):
         """Gathers `own_M` (the same size on every rank) into `gathered` (world_size * M)."""
         ...
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> Work:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
         """Sends to and receives from single peers, all at once; other ranks need not take part.
 
         Messages between two ranks with the same tag match in the order in which they were posted.
@@ -109,8 +108,8 @@ class Transport(Protocol):
         tensors and do not read the received ones.
 
         Args:
-            sends: (peer, contiguous tensor) each; never to this rank itself.
-            receives: (peer, contiguous tensor) each, exactly as long as the tensor the peer sends.
+            sends: never to this rank itself.
+            receives: each tensor exactly as long as the one that the peer sends.
             tag: 0 to 2^31 - 1; keeps different collectives apart where the backend has tags.
         """
         ...

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
-from megatron_sparse.transport.base import Work
+from megatron_sparse.transport.base import PeerTensors, Work
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
@@ -223,12 +223,7 @@ class ProcessGroupTransport:
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
         )
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> Work:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
         """See `Transport`. NCCL has no tags; it matches messages by the order of the posts.
 
         With gloo a message that is longer than its receive buffer aborts the process: agree on
@@ -286,11 +281,7 @@ class ProcessGroupTransport:
             raise operation.error(error) from error
         return WaitedWork(operation, self._waiters.submit(lambda: wait_all(posted)), check)
 
-    def _post_all_to_all(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> list[dist.Work]:
+    def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work]:
         """`_post_batch` in one call of c10d instead of one for each message."""
         nothing = [(sends or receives)[0][1].new_empty(0, dtype=torch.uint8)] * self.world_size
         outputs, inputs = (_placed(nothing, pieces) for pieces in (receives, sends))
@@ -298,12 +289,7 @@ class ProcessGroupTransport:
         assert work is not None, "only members of the group take part"
         return [work]
 
-    def _post_batch(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> list[dist.Work]:
+    def _post_batch(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> list[dist.Work]:
         """One NCCL group call, so that sends and receives cannot block one another."""
         operations = [(dist.irecv, *item) for item in receives]
         operations += [(dist.isend, *item) for item in sends]
@@ -352,9 +338,7 @@ def all_gather_at_once(
     )
 
 
-def _placed(
-    nothing: list[torch.Tensor], pieces: Sequence[tuple[int, torch.Tensor]]
-) -> list[torch.Tensor]:
+def _placed(nothing: list[torch.Tensor], pieces: PeerTensors) -> list[torch.Tensor]:
     """The bytes for or from each rank; `nothing` where there is no piece."""
     placed = list(nothing)
     for peer, values in pieces:
@@ -362,11 +346,7 @@ def _placed(
     return placed
 
 
-def _with_everyone(
-    sends: Sequence[tuple[int, torch.Tensor]],
-    receives: Sequence[tuple[int, torch.Tensor]],
-    world_size: int,
-) -> bool:
+def _with_everyone(sends: PeerTensors, receives: PeerTensors, world_size: int) -> bool:
     """Whether this rank sends one tensor to, and receives one from, every other rank.
 
     Empty tensors count too.
@@ -377,7 +357,7 @@ def _with_everyone(
     )
 
 
-def _check_filled(operation: Operation, bytes_in: list[tuple[int, torch.Tensor]]) -> None:
+def _check_filled(operation: Operation, bytes_in: PeerTensors) -> None:
     for peer, received in bytes_in:
         if received.numel() >= CANARY.numel() and torch.equal(received[-CANARY.numel() :], CANARY):
             raise CommunicationError(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_sparse.transport.base import Transport, Work
+from megatron_sparse.transport.base import PeerTensors, Transport, Work
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.process_group import all_gather_at_once
 
@@ -47,12 +47,7 @@ class SubsetTransport:
         """See `Transport` and `all_gather_at_once`."""
         return all_gather_at_once(self, gathered, own_M, self._tag)
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> Work:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
         """See `Transport`; peers are places in the subset."""
         return self._transport.exchange(
             [(self.ranks[peer], values) for peer, values in sends],

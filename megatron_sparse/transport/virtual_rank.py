@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_sparse.transport.arrival_counter import ArrivalCounter
+from megatron_sparse.transport.base import PeerTensors
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import Topology
 
@@ -134,23 +135,12 @@ class VirtualTransport:
             self._tag,
         )
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> VirtualWork:
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
         """See `Transport`."""
         assert tag >= 0, "tags are 0 to 2^31 - 1"
         return self._post("exchange", sends, receives, tag)
 
-    def _post(
-        self,
-        what: str,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-        tag: int,
-    ) -> VirtualWork:
+    def _post(self, what: str, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
         work = VirtualWork(self._own, cluster.clock_s, what)
