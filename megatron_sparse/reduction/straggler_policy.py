@@ -61,7 +61,7 @@ from megatron_sparse.straggler.critical import (
 )
 from megatron_sparse.straggler.detector import History, persistent_straggler
 from megatron_sparse.transport import Link, Transport
-from megatron_sparse.transport.arrival_counter import Arrival, ArrivalCounter
+from megatron_sparse.transport.base import Arrival, ArrivalCounter
 
 logger = logging.getLogger("megatron_sparse")
 

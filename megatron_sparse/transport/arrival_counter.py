@@ -27,11 +27,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_sparse.transport.base import Grace
 from megatron_sparse.transport.operation import Operation
 
 ONE_ARRIVAL = 1 << 32
@@ -41,56 +41,6 @@ SHORTEST_POLL_S, LONGEST_POLL_S = 2e-4, 5e-3
 JOIN_S = 2.0
 NOBODY = -1
 """The decision that no rank is missing."""
-
-Grace = Callable[[int], float]
-"""Missing rank -> seconds to wait for it before it is named as the straggler; may be infinite."""
-
-
-class Arrival(Protocol):
-    """A rank's readiness for one bucket in one step; a `Work` that ends with the decision.
-
-    Attributes:
-        straggler: once finished, the rank to skip; None for no rank.
-    """
-
-    straggler: int | None
-
-    def ready(self) -> bool:
-        """See `Work`."""
-        ...
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        ...
-
-    def finish(self) -> None:
-        """See `Work`."""
-        ...
-
-    def waited(self) -> Future[float]:
-        """Seconds from this rank's arrival to the last one's; 0 for the last.
-
-        May be known long after the decision.
-        """
-        ...
-
-
-class ArrivalCounter(Protocol):
-    """Counts the arrivals of one group's ranks."""
-
-    def arrive(self, bucket: str, grace: Grace | None) -> Arrival:
-        """Reports that this rank is ready. Does not block.
-
-        Args:
-            bucket: its name; the n-th calls of all ranks for a bucket belong together.
-            grace: asks for a decision; pass it on every rank or on none. The second-to-last rank
-                to arrive calls it, perhaps on another thread.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stops counting; pending arrivals are never answered."""
-        ...
 
 
 class StoreArrival:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from megatron_sparse.transport.arrival_counter import Grace
+from megatron_sparse.transport.base import Grace
 from megatron_sparse.transport.virtual_rank import VirtualWork
 
 Visit = tuple[tuple[int, ...], str, int]

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_sparse.transport.arrival_counter import ArrivalCounter
-from megatron_sparse.transport.base import PeerTensors
+from megatron_sparse.transport.base import ArrivalCounter, PeerTensors
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import Topology
 
