@@ -15,15 +15,13 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.compression.residual import Outcome, SliceKey
+from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron import few_tokens
 from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
@@ -216,43 +214,6 @@ class Attachment(HostState):
                 self._between_steps()
             self._launched.add(id(group))
 
-    def restore(
-        self,
-        residuals: Mapping[SliceKey, torch.Tensor],
-        *,
-        step: int,
-        enabled: bool,
-        loss_scale: float | None,
-        gradient_factor: float | None,
-        norms: Sequence[float],
-        planner: dict[str, Any],
-        trials: dict[str, Any],
-    ) -> None:
-        """Restores a checkpoint's state.
-
-        Args:
-            residuals: slice -> 1-D tensor; slices are cut as those of the reducers' parts. Missing
-                ones start at zero.
-            step: steps taken so far.
-            enabled: see the attribute of this name.
-            loss_scale: part of the residuals' unit.
-            gradient_factor: part of the residuals' unit.
-            norms: see `UsualNorm`.
-            planner: the planner's state, empty for none.
-            trials: that of `SettingTrials`, empty for none.
-        """
-        for group in self.groups:
-            self.residuals.load(map(self.reducer(group).part, group.buckets), residuals)
-        self.step = step
-        self.usual_norm = UsualNorm(norms)
-        self.parameters.forget()
-        self.planner.enabled = enabled
-        if self.trials is not None:
-            self.trials.load_state_dict(trials, step)
-        self.planner.load_state_dict(planner)
-        self.unit.restore(loss_scale, gradient_factor)
-        self._follow_loss_scale()
-
     def reducer(self, group: GroupBuckets) -> GradientReducer:
         """The reducer of a bucket group."""
         return self._reducers[id(group.process_group)]
@@ -281,12 +242,12 @@ class Attachment(HostState):
             self.residuals.rollback()
         self.step += 1
         self._between_steps()
-        self._follow_loss_scale()
+        self.follow_loss_scale()
         limit = self.config.compression.residual_alarm
         if success and limit and self.grad_norm and self.step % ALARM_INTERVAL == 0:
             warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
 
-    def _follow_loss_scale(self) -> None:
+    def follow_loss_scale(self) -> None:
         """Rescales residuals if the optimizer has changed its loss scale."""
         factor = self.unit.follow_loss_scale()
         if factor is not None:

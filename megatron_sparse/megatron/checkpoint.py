@@ -25,11 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 
 from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.megatron.buckets import device_of
 from megatron_sparse.megatron.checkpoint_layout import (
     Coordinates,
     RowLayouts,
@@ -41,7 +41,9 @@ from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import read, sharded_state
 from megatron_sparse.megatron.parameter_masters import masters_from
 from megatron_sparse.megatron.residual_rows import row_layouts
+from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.parameters.agreement import LOSSY
+from megatron_sparse.reduction.host_state import on_every_rank
 
 __all__ = ["KEY", "load", "save_with", "sharded_state"]
 
@@ -91,17 +93,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
         saved = read(attachment, checkpoint, residuals=wanted)
     if saved is None and any(checkpoint.glob(OLD_FILES)):
         check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
-    state = saved or Saved(iteration, attachment.enabled)
-    attachment.restore(
-        state.residuals,
-        step=state.step,
-        enabled=state.enabled,
-        loss_scale=state.loss_scale,
-        gradient_factor=state.gradient_factor,
-        norms=state.norms,
-        planner=state.planner,
-        trials=state.trials,
-    )
+    _restore(attachment, saved or Saved(iteration, attachment.enabled))
     if saved is None:
         logger.warning(
             "%s holds no state of this version of the plugin: residuals start at zero, step %d",
@@ -118,6 +110,22 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
             logger.info(line)
 
 
+def _restore(attachment: Attachment, saved: Saved) -> None:
+    """Gives the attachment a checkpoint's state; residuals that it lacks start at zero."""
+    for group in attachment.groups:
+        parts = map(attachment.reducer(group).part, group.buckets)
+        attachment.residuals.load(parts, saved.residuals)
+    attachment.step = saved.step
+    attachment.usual_norm = UsualNorm(saved.norms)
+    attachment.parameters.forget()
+    attachment.planner.enabled = saved.enabled
+    if attachment.trials is not None:
+        attachment.trials.load_state_dict(saved.trials, saved.step)
+    attachment.planner.load_state_dict(saved.planner)
+    attachment.unit.restore(saved.loss_scale, saved.gradient_factor)
+    attachment.follow_loss_scale()
+
+
 def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
     """Gives each lossy gather its master, if every rank has found its own; lines for the log.
 
@@ -127,20 +135,12 @@ def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
         return []
     buckets = attachment.parameters.lossy
     masters = masters_from(buckets, saved.masters)
-    if not _on_every_rank(masters is not None):
+    if not on_every_rank(masters is not None, device_of(attachment.buckets)):
         return ["the checkpoint has no masters of the parameters: the next gather is raw"]
     assert masters is not None
     for each, master_M in zip(buckets, masters, strict=True):
         each.gather.restore(master_M)
     return ["masters of the parameters restored"]
-
-
-def _on_every_rank(here: bool) -> bool:
-    flag = torch.tensor([here], dtype=torch.int32)
-    if dist.get_backend() == "nccl":
-        flag = flag.cuda()
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) -> list[str]:

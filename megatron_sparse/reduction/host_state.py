@@ -126,7 +126,7 @@ def with_agreed_capacity(
         return config
     if config.scheme.capacity != "auto":
         return config
-    if _on_every_rank(is_compiled(device), device, group):
+    if on_every_rank(is_compiled(device), device, group):
         return config
     logger.warning(
         "scheme.capacity=auto: ranks exchange message sizes, and the host waits for them, because "
@@ -135,7 +135,8 @@ def with_agreed_capacity(
     return check(replace(config, scheme=replace(config.scheme, capacity=None)))
 
 
-def _on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether something holds on all ranks of a group; None takes all. Collective; waits."""
     able = torch.tensor([int(own)], device=device)
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
     return bool(able.item())

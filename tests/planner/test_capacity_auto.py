@@ -110,7 +110,7 @@ def test_a_rank_without_the_codec_makes_all_exchange_sizes(
     able: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host_state, "is_compiled", lambda device: True)
-    monkeypatch.setattr(host_state, "_on_every_rank", lambda own, device, group: own and able)
+    monkeypatch.setattr(host_state, "on_every_rank", lambda own, device, group: own and able)
     config = SparseConfig.from_overrides(scheme="direct")
     assert with_agreed_capacity(config, GPU).scheme.capacity == ("auto" if able else None)
     assert ("exchange message sizes" in caplog.text) != able
