@@ -131,10 +131,10 @@ class GatherChooser:
         fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if chosen.method == LOSSY and fp32:
             self._lossy += len(buckets)
-            return LossyWay(chosen.bits, every, self._per_node == (True,))
+            return LossyWay(chosen.bits, verify_every=every, per_node=self._per_node == (True,))
         if not self._has_choice:
             self._exact += len(buckets)
-            return ExactWay(chosen.coder, every, self._per_node[0])
+            return ExactWay(chosen.coder, verify_every=every, per_node=self._per_node[0])
         if self._links is None:
             self._find_links()
         assert self._links is not None, "they were found"
@@ -144,7 +144,7 @@ class GatherChooser:
         if chosen.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
-        return ExactWay(prices.best.coder, every, prices.best.per_node)
+        return ExactWay(prices.best.coder, verify_every=every, per_node=prices.best.per_node)
 
     def dense_us(self, values_N: torch.Tensor) -> float | None:
         """Predicted time of the backend's own gather; None without `planner.cluster`."""

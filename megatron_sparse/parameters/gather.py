@@ -31,7 +31,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -60,34 +60,24 @@ from megatron_sparse.transport import Transport
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Way(Protocol):
-    """What the ways of all gathers have.
-
-    Attributes:
-        verify_every: every so many gathers ranks compare hashes.
-        per_node: records cross to each other node once; see `parameters.per_node`.
-    """
-
-    @property
-    def verify_every(self) -> int: ...  # noqa: D102
-
-    @property
-    def per_node(self) -> bool: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
-class ExactWay:
+@dataclass(frozen=True, kw_only=True)
+class Way:
     """How a bucket is gathered; the same on every rank of the group.
 
     Attributes:
-        coder: `rans` or `packed`.
         verify_every: every so many gathers ranks compare hashes.
         per_node: records cross to each other node once; see `parameters.per_node`.
     """
 
-    coder: str
     verify_every: int
     per_node: bool = False
+
+
+@dataclass(frozen=True)
+class ExactWay(Way):
+    """By a coder: `rans` or `packed`."""
+
+    coder: str
 
 
 def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
@@ -95,7 +85,7 @@ def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
     return values_N.nbytes * (world_size - 1) // world_size
 
 
-class ShardGather(ABC):
+class ShardGather[W: Way](ABC):
     """Gathers one bucket; a subclass says how the own shard's change travels.
 
     Args:
@@ -118,7 +108,7 @@ class ShardGather(ABC):
         bucket: Bucket,
         values_N: torch.Tensor,
         transport: Transport,
-        way: Way,
+        way: W,
         progress: Progress,
         sink: RecordSink,
     ) -> None:
@@ -130,20 +120,23 @@ class ShardGather(ABC):
         self._sink = sink
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
+        self._kept_M: torch.Tensor | None = None
+        self._outcomes: list[Callable[[], None]] = []
         self._number = 0
         self.dense_us: float | None = None
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of what is kept between gathers."""
+        """Bytes of the shard that is kept between gathers."""
+        return 0 if self._kept_M is None else self._kept_M.nbytes
 
-    @abstractmethod
     def forget(self) -> None:
         """The next gather is raw: the ranks may hold other bits than those gathered last.
 
-        Call it on every rank, between two gathers.
+        Call it on every rank, between two gathers. What was withheld is dropped: the parameters
+        that are then in the buffer count.
         """
+        self._kept_M = None
 
     def release(self) -> None:
         """As `forget`, before a raw gather that this object does not see."""
@@ -167,8 +160,11 @@ class ShardGather(ABC):
     def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
         """Turns a rank's shard into what its record says; one that is refused changes nothing."""
 
-    def _check_decoded(self) -> None:  # noqa: B027
+    def _check_decoded(self) -> None:
         """Raises the error of a record that `_decode_` has not waited for."""
+        outcomes, self._outcomes = self._outcomes, []
+        for check in outcomes:
+            check()
 
     @abstractmethod
     def _most_bytes(self) -> int:
@@ -297,42 +293,13 @@ class ShardGather(ABC):
                 check_held(held_M, theirs.new_hash, sender, own, f"after gather number {number}")
 
 
-class ExactGather(ShardGather):
+class ExactGather(ShardGather[ExactWay]):
     """Sends moves; keeps a copy of this rank's shard as the other ranks hold it.
 
-    Args:
-        bucket: see `ShardGather`, as for all others.
-        values_N: bf16, fp16 or fp32.
-        transport: the group.
-        way: see `ExactWay`.
-        progress: drives the gathers.
-        sink: receives a record of each.
+    Parameters are bf16, fp16 or fp32.
     """
 
     method = EXACT
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        values_N: torch.Tensor,
-        transport: Transport,
-        way: ExactWay,
-        progress: Progress,
-        sink: RecordSink,
-    ) -> None:
-        super().__init__(bucket, values_N, transport, way, progress, sink)
-        self._coder = way.coder
-        self._kept_M: torch.Tensor | None = None
-        self._outcomes: list[Callable[[], None]] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the kept copy."""
-        return 0 if self._kept_M is None else self._kept_M.nbytes
-
-    def forget(self) -> None:
-        """See `ShardGather.forget`."""
-        self._kept_M = None
 
     @property
     def _replica_M(self) -> torch.Tensor | None:
@@ -340,19 +307,14 @@ class ExactGather(ShardGather):
 
     @property
     def _manner(self) -> str:
-        return self._coder
+        return self._way.coder
 
     def _encode_own(self, number: int) -> torch.Tensor:
         assert self._kept_M is not None, "else the gather is raw"
-        return encode_moves(self._kept_M, self._own_M, coder=self._coder, epoch=number)
+        return encode_moves(self._kept_M, self._own_M, coder=self._way.coder, epoch=number)
 
     def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
         decode_moves_(record, shard_M, epoch=number, rank=rank, outcomes=self._outcomes)
-
-    def _check_decoded(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        for check in outcomes:
-            check()
 
     def _most_bytes(self) -> int:
         return most_bytes(self._own_M.numel(), self._own_M.dtype)

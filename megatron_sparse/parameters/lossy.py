@@ -26,69 +26,31 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.bucket import Bucket
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
 from megatron_sparse.parameters.agreement import LOSSY
-from megatron_sparse.parameters.gather import NOTHING, ShardGather
-from megatron_sparse.recording import RecordSink
-from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.transport import Transport
+from megatron_sparse.parameters.gather import NOTHING, ShardGather, Way
 
 SWAPPED_NUMEL = 2**16
 """Numbers that change places at a time: all that the swap needs of memory."""
 
 
 @dataclass(frozen=True)
-class LossyWay:
-    """How a bucket is gathered; the same on every rank of the group.
-
-    Attributes:
-        bits: of a number, 4 or 8.
-        verify_every: every so many gathers ranks compare hashes.
-        per_node: records cross to each other node once; see `parameters.per_node`.
-    """
+class LossyWay(Way):
+    """In 4 or 8 bits a number."""
 
     bits: int
-    verify_every: int
-    per_node: bool = False
 
 
-class LossyGather(ShardGather):
+class LossyGather(ShardGather[LossyWay]):
     """Sends quantised differences; keeps the master or the replica of this rank's shard.
 
     Call `begin_step` before the optimizer changes the shard, and `end_step` afterwards; gathers in
     between must come after the change. Whatever else writes parameters must call `forget`.
-
-    Args:
-        bucket: see `ShardGather`, as for all others.
-        values_N: fp32; this rank's shard is the optimizer's master.
-        transport: the group.
-        way: see `LossyWay`.
-        progress: drives the gathers.
-        sink: receives a record of each.
+    Parameters are fp32; this rank's shard of them is the optimizer's master.
     """
 
     method = LOSSY
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        values_N: torch.Tensor,
-        transport: Transport,
-        way: LossyWay,
-        progress: Progress,
-        sink: RecordSink,
-    ) -> None:
-        super().__init__(bucket, values_N, transport, way, progress, sink)
-        self._bits = way.bits
-        self._kept_M: torch.Tensor | None = None
-        self._master_is_kept = False
-        self._changed = self._was_changed = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the kept shard."""
-        return 0 if self._kept_M is None else self._kept_M.nbytes
+    _master_is_kept = _changed = _was_changed = False
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -117,13 +79,6 @@ class LossyGather(ShardGather):
         self._changed = self._was_changed
         if not self._changed:
             self._install_replica()
-
-    def forget(self) -> None:
-        """The next gather is raw, and sends the own shard as it is then in the buffer.
-
-        What was withheld is dropped: the parameters that were written count.
-        """
-        self._kept_M = None
 
     def release(self) -> None:
         """Gives the buffer its master, for a raw gather that this object does not see.
@@ -157,14 +112,14 @@ class LossyGather(ShardGather):
 
     @property
     def _manner(self) -> str:
-        return f"{LOSSY} {self._bits}"
+        return f"{LOSSY} {self._way.bits}"
 
     def _encode_own(self, number: int) -> torch.Tensor:
         if not self._changed:
             return NOTHING
         assert self._kept_M is not None, "else the gather is raw"
         self._install_master()
-        sent = encode_difference(self._own_M, self._kept_M, bits=self._bits, epoch=number)
+        sent = encode_difference(self._own_M, self._kept_M, bits=self._way.bits, epoch=number)
         add_difference_(sent, self._kept_M, epoch=number)
         self._install_replica()
         self._changed = False
@@ -175,7 +130,7 @@ class LossyGather(ShardGather):
             add_difference_(record, shard_M, epoch=number, rank=rank)
 
     def _most_bytes(self) -> int:
-        return record_bytes(self._own_M.numel(), self._bits)
+        return record_bytes(self._own_M.numel(), self._way.bits)
 
     def _keep(self) -> None:
         if self._kept_M is None:  # after a raw gather

@@ -44,7 +44,7 @@ class Group:
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard, device=device)
             bucket = Bucket("group0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
-            way = self.way(coder, verify_every, nodes is not None)
+            way = self.way(coder, verify_every=verify_every, per_node=nodes is not None)
             self.gathers.append(
                 self.kind(
                     bucket, self.values[rank], transport, way, self.held[rank], self.sinks[rank]

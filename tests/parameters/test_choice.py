@@ -208,7 +208,7 @@ def test_ranks_with_other_settings_are_told(place, name):
 @pytest.mark.parametrize("coder", ["rans", "auto"])
 def test_lossy_is_for_fp32_and_others_are_exact(coder, monkeypatch):
     chosen = chooser("lossy", coder, FAST, monkeypatch)
-    assert chosen.choose([torch.zeros(512), torch.zeros(512)]) == LossyWay(4, 7)
+    assert chosen.choose([torch.zeros(512), torch.zeros(512)]) == LossyWay(4, verify_every=7)
     assert chosen.explain() == "2 buckets lossy, 4 bits"
     way = chosen.choose([BUCKET])
     assert isinstance(way, ExactWay)

@@ -285,7 +285,7 @@ def test_a_damaged_record_names_rank_and_field(monkeypatch):
 
 def test_ranks_with_other_bits_are_told():
     group = LossyGroup.started(4)
-    group.gathers[2]._bits = 8
+    group.gathers[2]._way = LossyWay(8, verify_every=1)
     group.step()
     with pytest.raises(CommunicationError):
         group.gather()
