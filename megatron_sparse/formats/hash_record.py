@@ -17,7 +17,7 @@ from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
-from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.formats.torch_codec import DTYPE_OF_CODE
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
 
@@ -160,16 +160,10 @@ class PartitionRecord:
 
         Raises:
             WireFormatError: names the rank and the field that is wrong.
-            ExtensionError: `record` is not a 1-D uint8 tensor.
+            ExtensionError: as of `head_of`.
         """
-        if record.dtype != torch.uint8 or record.dim() != 1:
-            raise ExtensionError(
-                "this is no record",
-                expected="a 1-D uint8 tensor",
-                got=f"{record.dtype} {tuple(record.shape)}",
-            )
         h0, positions = self.partition_hash, self.positions
-        head = record[:SECTIONS_AT].cpu().numpy().tobytes()
+        head = head_of(record, SECTIONS_AT)
         payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
         header = Header.unpack(head, rank, payload_sum)
         expect(rank, "format", FORMAT_HASH_BITMAP, header.format)

@@ -10,6 +10,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
@@ -27,6 +30,21 @@ from megatron_sparse.wire import (
 )
 
 _BEFORE_CHECKSUM = struct.Struct("<4sBBBBQQQQI")
+
+
+def head_of(record: torch.Tensor, nbytes: int = HEADER_BYTES) -> bytes:
+    """The first bytes of a record, on the host; on CUDA this waits.
+
+    Raises:
+        ExtensionError: `record` is not a contiguous 1-D uint8 tensor.
+    """
+    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+        raise ExtensionError(
+            "this is no record",
+            expected="a contiguous 1-D uint8 tensor",
+            got=f"{record.dtype} {tuple(record.shape)}",
+        )
+    return record[:nbytes].cpu().numpy().tobytes()
 
 
 @dataclass(frozen=True)

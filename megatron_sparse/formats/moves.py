@@ -21,7 +21,7 @@ import torch
 from megatron_sparse.cuda_ext import moves_ops
 from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
 SUB_HEADER_BYTES = 16
@@ -95,15 +95,9 @@ def decode_moves_(
             the field. `held` is then unchanged.
         ExtensionError: an argument is no such tensor.
     """
-    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
-        raise ExtensionError(
-            "this is no record",
-            expected="a contiguous 1-D uint8 tensor",
-            got=f"{record.dtype} {tuple(record.shape)}",
-        )
     _check_numbers("held", held, held.dtype, held.numel())
     _check_beside("record", record, held)
-    header = Header.unpack(record[:HEADER_BYTES].cpu().numpy().tobytes(), rank)
+    header = Header.unpack(head_of(record), rank)
     coder = header.flags
     if header.format != FORMAT_MOVES:
         raise wrong_field(rank, "format", FORMAT_MOVES, header.format)

@@ -15,9 +15,8 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.cuda_ext import quantised_ops
-from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import Header
-from megatron_sparse.wire import FORMAT_QUANTISED, HEADER_BYTES, QUANTISED_BITS, wrong_field
+from megatron_sparse.formats.header import Header, head_of
+from megatron_sparse.wire import FORMAT_QUANTISED, QUANTISED_BITS, wrong_field
 
 
 def encode_difference(
@@ -65,13 +64,7 @@ def add_difference_(
             field. `held` is then unchanged.
         ExtensionError: an argument is no such tensor.
     """
-    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
-        raise ExtensionError(
-            "this is no record",
-            expected="a contiguous 1-D uint8 tensor",
-            got=f"{record.dtype} {tuple(record.shape)}",
-        )
-    header = Header.unpack(record[:HEADER_BYTES].numpy().tobytes(), rank)
+    header = Header.unpack(head_of(record), rank)
     if header.format != FORMAT_QUANTISED:
         raise wrong_field(rank, "format", FORMAT_QUANTISED, header.format)
     bits = header.flags

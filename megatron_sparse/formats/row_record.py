@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
-from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.wire import FORMAT_ROW_SPARSE, HEADER_BYTES, pad16, wrong_field
@@ -121,15 +120,9 @@ class RowPart:
 
         Raises:
             WireFormatError: names the rank and the first field that is wrong.
-            ExtensionError: `record` is not a 1-D uint8 tensor.
+            ExtensionError: as of `head_of`.
         """
-        if record.dtype != torch.uint8 or record.dim() != 1:
-            raise ExtensionError(
-                "this is no record",
-                expected="a 1-D uint8 tensor",
-                got=f"{record.dtype} {tuple(record.shape)}",
-            )
-        head = record[:SECTIONS_AT].cpu().numpy().tobytes()
+        head = head_of(record, SECTIONS_AT)
         payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
         header = Header.unpack(head, rank, payload_sum)
         if len(head) < SECTIONS_AT:
