@@ -311,17 +311,5 @@ class RecordSink(Protocol):
         """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
 
 
-class NullSink:
-    """A sink that keeps nothing."""
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        """Does nothing."""
-
-    def record_gather(self, record: GatherRecord) -> None:
-        """Does nothing."""
-
-    def record_readiness(self, record: ReadinessRecord) -> None:
-        """Does nothing."""
-
-    def record_stage(self, stage: str, seconds: float) -> None:
-        """Does nothing."""
+class NullSink(RecordSink):
+    """A sink that keeps nothing: it does what the protocol's own methods do."""

@@ -47,48 +47,33 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
         style="bold",
         markup=False,
     )
-    prices, measured = row["predicted_us"], row.get("measured_us") or {}
-    if prices:
-        console.print(_table(row["chosen"], prices, measured))
+    if row["predicted_us"]:
+        measured = row.get("measured_us") or {}
+        console.print(_table(row["chosen"], row["predicted_us"], "predicted us", 1, measured))
     elif row.get("predicted_bytes"):
-        console.print(_bytes_table(row["chosen"], row["predicted_bytes"]))
+        column = "predicted wire(B) of a rank"
+        console.print(_table(row["chosen"], row["predicted_bytes"], column, 0, {}))
     console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
 
 
-def _table(chosen: str, prices: dict[str, float], measured: dict[str, float]) -> Table:
+def _table(
+    chosen: str, prices: dict[str, float], column: str, digits: int, measured: dict[str, float]
+) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column("scheme")
-    table.add_column("predicted us", justify="right")
+    table.add_column(column, justify="right")
     table.add_column("/ dense", justify="right")
     if measured:
         table.add_column("measured us", justify="right")
-    for name, time_us in sorted(prices.items(), key=lambda item: item[1]):
+    for name, price in sorted(prices.items(), key=lambda item: item[1]):
         cells = [f"{measured[name]:.0f}" if name in measured else "-"] if measured else []
         table.add_row(
             "*" if name == chosen else "",
             name,
-            f"{time_us:.1f}",
-            f"{time_us / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
+            f"{price:.{digits}f}",
+            f"{price / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
             *cells,
-            style="bold" if name == chosen else None,
-        )
-    return table
-
-
-def _bytes_table(chosen: str, wire_bytes: dict[str, float]) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    table.add_column("")
-    table.add_column("scheme")
-    table.add_column("predicted wire(B) of a rank", justify="right")
-    table.add_column("/ dense", justify="right")
-    for name, nbytes in sorted(wire_bytes.items(), key=lambda item: item[1]):
-        dense = wire_bytes.get(DENSE)
-        table.add_row(
-            "*" if name == chosen else "",
-            name,
-            f"{nbytes:.0f}",
-            f"{nbytes / dense:.2f}" if dense else "-",
             style="bold" if name == chosen else None,
         )
     return table
