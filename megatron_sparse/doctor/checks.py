@@ -117,14 +117,18 @@ def run(json: Path | None = None) -> int:
     return 1 if counts["fail"] else 0
 
 
+def _judged(name: str, fits: object, detail: str, remedy: str, otherwise: Status = "fail") -> Check:
+    """A check with its remedy if something does not fit, else `ok` and without."""
+    return Check(name, "ok", detail) if fits else Check(name, otherwise, detail, remedy)
+
+
 def _python() -> Iterator[Check]:
-    fits = sys.version_info >= MIN_PYTHON
     wanted = ".".join(map(str, MIN_PYTHON))
-    yield Check(
+    yield _judged(
         "Python",
-        "ok" if fits else "fail",
+        sys.version_info >= MIN_PYTHON,
         f"{platform.python_version()} ({sys.executable})",
-        "" if fits else f"make an environment with Python >= {wanted}: scripts/quickstart.sh does",
+        f"make an environment with Python >= {wanted}: scripts/quickstart.sh does",
     )
 
 
@@ -132,28 +136,18 @@ def _torch() -> Iterator[Check]:
     import torch
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    fits = version >= MIN_TORCH
     wanted = ".".join(map(str, MIN_TORCH))
-    yield Check(
-        "torch",
-        "ok" if fits else "fail",
-        f"{torch.__version__}, CUDA {torch.version.cuda}",
-        "" if fits else f"pip install 'torch>={wanted}'",
-    )
+    detail = f"{torch.__version__}, CUDA {torch.version.cuda}"
+    yield _judged("torch", version >= MIN_TORCH, detail, f"pip install 'torch>={wanted}'")
 
 
 def _triton() -> Iterator[Check]:
     version = installed_version("triton")
     if version is not None:
         import_module("triton")
-        yield Check("Triton", "ok", version)
-    else:
-        yield Check(
-            "Triton",
-            "warn",
-            "not installed: GPU selection falls to the slower path of torch",
-            "pip install triton (torch brings it on Linux)",
-        )
+    detail = version or "not installed: GPU selection falls to the slower path of torch"
+    remedy = "pip install triton (torch brings it on Linux)"
+    yield _judged("Triton", version, detail, remedy, "warn")
 
 
 def _megatron() -> Iterator[Check]:
@@ -211,8 +205,7 @@ def _packages() -> Iterator[Check]:
         ("tokenizers", "tokenizers", TRAIN_EXTRA),
     ):
         version = installed_version(distribution)
-        status = "ok" if version else "fail"
-        yield Check(name, status, version or "not installed", "" if version else remedy)
+        yield _judged(name, version, version or "not installed", remedy)
 
 
 def _wandb() -> Iterator[Check]:
@@ -280,12 +273,8 @@ def _nvcc() -> Iterator[Check]:
         yield Check("nvcc", "ok", f"{_first_output(path, '--version', last=True)} ({path})")
     else:
         wanted = torch.cuda.is_available()
-        yield Check(
-            "nvcc",
-            "warn" if wanted else "ok",
-            "not found" + ("" if wanted else "; not needed without a GPU"),
-            CUDA_EXTRA,
-        )
+        detail = "not found" + ("" if wanted else "; not needed without a GPU")
+        yield Check("nvcc", "warn" if wanted else "ok", detail, CUDA_EXTRA)
 
 
 def _gpus() -> Iterator[Check]:
@@ -318,38 +307,24 @@ def _collective_backends() -> Iterator[Check]:
         )
         return
     gloo = dist.is_gloo_available()
-    yield Check(
-        "gloo",
-        "ok" if gloo else "fail",
-        "available" if gloo else "not in this torch",
-        "" if gloo else "pip install torch: its own builds have gloo",
-    )
+    detail = "available" if gloo else "not in this torch"
+    yield _judged("gloo", gloo, detail, "pip install torch: its own builds have gloo")
     if dist.is_nccl_available():
         from torch.cuda import nccl
 
-        version = ".".join(map(str, nccl.version()))
-        yield Check("NCCL", "ok", version)
+        yield Check("NCCL", "ok", ".".join(map(str, nccl.version())))
     else:
         wanted = torch.cuda.is_available()
-        yield Check(
-            "NCCL",
-            "fail" if wanted else "ok",
-            "not in this torch" + ("" if wanted else "; not needed without a GPU"),
-            "install a CUDA build of torch" if wanted else "",
-        )
+        detail = "not in this torch" + ("" if wanted else "; not needed without a GPU")
+        yield _judged("NCCL", not wanted, detail, "install a CUDA build of torch")
 
 
 def _machine() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check("cores", "ok", f"{cores} usable")
     gib = _memory_gib()
-    enough = gib >= MIN_MEMORY_GIB
-    yield Check(
-        "memory",
-        "ok" if enough else "warn",
-        f"{gib:.1f} GiB",
-        "" if enough else f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model",
-    )
+    remedy = f"the quickstart wants {MIN_MEMORY_GIB} GiB: use a smaller model"
+    yield _judged("memory", gib >= MIN_MEMORY_GIB, f"{gib:.1f} GiB", remedy, "warn")
 
 
 def _network() -> Iterator[Check]:
