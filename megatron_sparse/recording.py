@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
@@ -29,17 +29,46 @@ WAITS = ("host_wait", "param_wait")
 STAGES = STEP_STAGES + BUCKET_STAGES
 
 
+@dataclass
 class Awaited:
-    """A record of what the training thread waits for.
+    """A record of what the training thread waits for: a bucket's gradients, or its parameters.
 
     Attributes:
         WAIT: the step stage that the wait counts to.
+        bucket: its name.
+        step: counted from 0.
+        numel: elements of the parameters; of the gradients those that this rank selects from: of
+            the bucket, or of its part of it at a level above `rank`.
+        dense_bytes: bytes that each rank of a ring would send for the whole bucket: of its
+            all-reduce or reduce-scatter, or of an all-gather of the raw parameters.
+        message_bytes: bytes of this rank's own message, however often it is sent; of a dense plan
+            the bytes of its values; 0 for raw parameters.
+        wire_bytes: bytes that this rank sent in pairwise messages; for `dense` and `raw`, whose
+            messages the backend chooses, those of a ring.
+        dense_us: predicted microseconds of the backend's own collective on the whole bucket; None
+            without a cluster to predict by.
+        launched_s: the host's `time.perf_counter` at the launch.
+        finished_s: the same at the end.
+        wait_began_s: the same when the training thread began to wait for the bucket.
+        exposed_s: seconds for which the training thread waited for it.
+        timer: measures the stages.
     """
 
     WAIT: ClassVar[str]
-    finished_s: float
-    wait_began_s: float
-    exposed_s: float
+
+    bucket: str
+    step: int
+    _: KW_ONLY
+    numel: int
+    dense_bytes: int = 0
+    message_bytes: int = 0
+    wire_bytes: int = 0
+    dense_us: float | None = None
+    launched_s: float = 0.0
+    finished_s: float = 0.0
+    wait_began_s: float = 0.0
+    exposed_s: float = 0.0
+    timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def waited(self, began_s: float) -> float:
         """Notes the training thread's wait, which began at `began_s`; returns its seconds."""
@@ -57,63 +86,34 @@ class BucketRecord(Awaited):
     """What happened to one bucket in one step.
 
     Attributes:
-        bucket: its name.
-        step: counted from 0.
         scheme: the collective that ran.
         phase: of the schedule.
         density: target density of the plan.
-        numel: elements that this rank selects from: of the bucket, or of its part of it at a level
-            above `rank`.
         nnz: elements that this rank sent.
-        dense_bytes: bytes that each rank of a ring all-reduce (or reduce-scatter) of the whole
-            bucket would send.
-        message_bytes: bytes of this rank's own message, before it is sent to anybody; of a dense
-            plan the bytes of its values.
-        wire_bytes: bytes that this rank sent in pairwise messages; for `dense`, whose messages the
-            backend chooses, those of a ring.
         inside_bytes: those of `wire_bytes` that added up gradients inside the node or instance,
             dense, and gathered sums there: 0 at level `rank`.
         predicted_us: microseconds of all stages together by the planner's cost model; None if no
             such model chose the scheme.
-        dense_us: predicted microseconds of the backend's own collective on the whole gradient;
-            None without a cluster to predict by.
-        launched_s: the host's `time.perf_counter` at the launch.
-        finished_s: the same at the end.
-        wait_began_s: the same when the training thread began to wait for the bucket.
-        exposed_s: seconds for which the training thread waited for it.
         host_cpu_us: processor microseconds that the progress thread spent in the bucket's steps,
             codecs on a CPU included; without waiting for works.
         host_wall_us: clock microseconds of the same steps.
         straggler: the rank of the group that was skipped, None if none was.
         thresholds_R: of the selected ranges, fp32 on the bucket's device (negative: the range is
             sent whole); None for a dense plan. To be read on the host after the iteration only.
-        timer: measures the stages.
     """
 
     WAIT: ClassVar = "host_wait"
 
-    bucket: str
-    step: int
     scheme: str
     phase: str
     density: float
-    numel: int
     nnz: int = 0
-    dense_bytes: int = 0
-    message_bytes: int = 0
-    wire_bytes: int = 0
     inside_bytes: int = 0
     predicted_us: float | None = None
-    dense_us: float | None = None
-    launched_s: float = 0.0
-    finished_s: float = 0.0
-    wait_began_s: float = 0.0
-    exposed_s: float = 0.0
     host_cpu_us: float = 0.0
     host_wall_us: float = 0.0
     straggler: int | None = None
     thresholds_R: torch.Tensor | None = None
-    timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def end(self, finished_s: float, host_cpu_s: float, host_wall_s: float) -> None:
         """See `Awaited`."""
@@ -138,38 +138,15 @@ class BucketRecord(Awaited):
 class GatherRecord(Awaited):
     """What happened to one bucket's parameters in one all-gather.
 
+    The stages of an exact or lossy gather are `encode`, `network` and `decode`.
+
     Attributes:
-        bucket: its name.
-        step: counted from 0.
         method: `raw`, `exact` or `lossy`.
-        numel: elements of the bucket.
-        dense_bytes: bytes that each rank of a ring all-gather of the raw parameters sends.
-        wire_bytes: bytes that this rank sent; for `raw`, whose messages the backend chooses, those
-            of a ring.
-        message_bytes: of this rank's record, however often it is sent; 0 for `raw`.
-        launched_s: the host's `time.perf_counter` at the launch.
-        finished_s: the same at the end.
-        wait_began_s: the same when the training thread began to wait for it.
-        exposed_s: seconds for which the training thread waited for it.
-        dense_us: predicted time of the backend's own all-gather; None without `planner.cluster`.
-        timer: measures the stages `encode`, `network` and `decode` of an exact or lossy gather.
     """
 
     WAIT: ClassVar = "param_wait"
 
-    bucket: str
-    step: int
     method: str
-    numel: int
-    dense_bytes: int
-    wire_bytes: int = 0
-    message_bytes: int = 0
-    launched_s: float = 0.0
-    finished_s: float = 0.0
-    wait_began_s: float = 0.0
-    exposed_s: float = 0.0
-    dense_us: float | None = None
-    timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def hand_to(self, sink: RecordSink) -> None:
         """Gives the record to its sink."""

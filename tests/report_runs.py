@@ -66,9 +66,9 @@ def make_run(
                 telemetry.record_readiness(ReadinessRecord(record.bucket, iteration - 3, waited_s))
         if gathers:
             method, sent = ("raw", 300) if dense else ("exact", 100)
-            telemetry.record_gather(
-                GatherRecord("group0.0", iteration - 1, method, 100_000, 300_000, sent * 1000)
-            )
+            gather = GatherRecord("group0.0", iteration - 1, method, numel=100_000)
+            gather.dense_bytes, gather.wire_bytes = 300_000, sent * 1000
+            telemetry.record_gather(gather)
             telemetry.record_stage("param_wait", 0.004)
         telemetry.record_stage("forward_backward", 0.06)
         telemetry.record_stage("host_wait", 0.01)

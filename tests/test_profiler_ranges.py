@@ -148,7 +148,7 @@ def test_a_second_profiler_is_reported_and_training_goes_on(tmp_path, caplog):
 
 
 def test_a_gather_has_a_row_with_its_stages():
-    gather = GatherRecord("group0.0", 3, "exact", 10, 40, wire_bytes=8, launched_s=1.0)
+    gather = GatherRecord("group0.0", 3, "exact", numel=10, wire_bytes=8, launched_s=1.0)
     gather.finished_s = 1.5
     gather.timer.spans.append(("decode", 1.25, 1.375))
     timeline = Timeline(0)

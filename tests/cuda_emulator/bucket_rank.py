@@ -53,7 +53,13 @@ class Rank:
         """What the progress thread drives."""
         plan = self.reducer.planner.plan_for(self.bucket, step)
         record = BucketRecord(
-            "b", step, plan.scheme, plan.phase, plan.density, self.bucket.numel, timer=self.timer
+            "b",
+            step,
+            plan.scheme,
+            plan.phase,
+            plan.density,
+            numel=self.bucket.numel,
+            timer=self.timer,
         )
         yield from self.reducer.synchronise(BucketJob(self.bucket, plan, step, record, self.bucket))
         return record

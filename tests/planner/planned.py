@@ -60,7 +60,7 @@ class Ranks:
             plans.append(plan)
             timer, buffers = StageTimer(), MessageBuffers()
             record = BucketRecord(
-                bucket.name, step, plan.scheme, plan.phase, plan.density, NUMEL, timer=timer
+                bucket.name, step, plan.scheme, plan.phase, plan.density, numel=NUMEL, timer=timer
             )
             planner.follow(record)
             message = None

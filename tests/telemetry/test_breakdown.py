@@ -106,9 +106,9 @@ def test_iteration_without_buckets():
 
 def test_gathers_of_parameters_are_counted_beside_gradients():
     gathers = [
-        GatherRecord("a", 1, "raw", 1000, dense_bytes=600, wire_bytes=600),
-        GatherRecord("b", 1, "exact", 1000, dense_bytes=600, wire_bytes=150),
-        GatherRecord("c", 1, "exact", 1000, dense_bytes=600, wire_bytes=150),
+        GatherRecord("a", 1, "raw", numel=1000, dense_bytes=600, wire_bytes=600),
+        GatherRecord("b", 1, "exact", numel=1000, dense_bytes=600, wire_bytes=150),
+        GatherRecord("c", 1, "exact", numel=1000, dense_bytes=600, wire_bytes=150),
     ]
     b = iteration_breakdown(
         1,
@@ -239,7 +239,7 @@ def test_predicted_times_stand_beside_measured_ones():
 def test_the_parts_of_an_iteration_add_up():
     """Stacked in a dashboard they are as high as the iteration."""
     steps = {"forward_backward": 0.04, "optimizer": 0.01, "host_wait": 0.02, "param_wait": 0.02}
-    gathers = [GatherRecord("b0", 3, "raw", 1000, dense_bytes=100, wire_bytes=100)]
+    gathers = [GatherRecord("b0", 3, "raw", numel=1000, dense_bytes=100, wire_bytes=100)]
     scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1, gathers=gathers).scalars()
     parts = [scalars[name] for name in ITERATION_PARTS]
     assert sum(parts) == pytest.approx(scalars["breakdown/iteration_ms"])

@@ -348,10 +348,10 @@ def test_stage_outside_the_vocabulary_is_our_own_bug():
 
 def test_gathers_count_to_the_iteration_and_earlier_waits_do_not(tmp_path):
     telemetry = open_run(tmp_path)
-    telemetry.record_gather(GatherRecord("a", 0, "raw", 10, dense_bytes=40, wire_bytes=40))
+    telemetry.record_gather(GatherRecord("a", 0, "raw", numel=10, dense_bytes=40, wire_bytes=40))
     telemetry.record_stage("param_wait", 5.0)  # as before an evaluation
     telemetry.begin_iteration(1)
-    telemetry.record_gather(GatherRecord("a", 0, "exact", 10, dense_bytes=40, wire_bytes=8))
+    telemetry.record_gather(GatherRecord("a", 0, "exact", numel=10, dense_bytes=40, wire_bytes=8))
     telemetry.record_stage("param_wait", 0.25)
     b = telemetry.end_iteration(1, iteration_s=1.0)
     assert b.param_exposed_ms == 250.0
