@@ -9,7 +9,7 @@ exchange it, in one of `lanes` lanes. Predicted times are those of a cost model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,8 @@ class Pricing:
         chosen = least(prices, prices)
         return {
             "bucket": name,
-            "numel": shape.numel,
-            "kept_numel": shape.kept_numel,
-            "element_bytes": shape.element_bytes,
-            "partial_bytes": shape.partial_bytes,
-            "value_bits": shape.value_bits,
+            **asdict(shape),
             "op": str(shape.op),
-            "world_size": shape.world_size,
-            "lanes": shape.lanes,
             "density": profile.density,
             "predicted_us": prices,
             "chosen": chosen,
