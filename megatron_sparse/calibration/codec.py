@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
@@ -272,7 +272,7 @@ def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
     """Selects from this gradient, with leak 0."""
     slices = [ParameterSlice("w", 0, grad_N.numel())]
     bucket = Bucket("codec", grad_N, slices, CollectiveOp.ALL_REDUCE, 1)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals = ResidualStore(torch.float32)
     selector = Selector(CompressionConfig(leak=0.0), residuals, 0, MessageBuffers())
     return lambda spec: selector.select(bucket, spec, step=STEP, timer=StageTimer(grad_N.device))
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.base import Round, whole_group
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
 from megatron_sparse.planner.plan import FixedPlanner
@@ -95,7 +95,7 @@ def _small_bucket(transport: Transport) -> Bucket:
 
 def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals = ResidualStore(torch.float32)
     planner = FixedPlanner(config.compression, config.scheme)
     groups = Groups(transport)
     reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)

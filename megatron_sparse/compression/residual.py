@@ -11,7 +11,6 @@ and of the factor that gradients are multiplied by after their sum (`commit` fol
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
 
 import torch
 
@@ -23,15 +22,6 @@ SliceKey = tuple[str, int]
 """A parameter's name, and the element of it at which a slice begins."""
 
 
-class Outcome(Enum):
-    """How the store learns that a selection is final."""
-
-    REPORTED = "reported"
-    """`commit` or `rollback` is called after each step."""
-    ASSUMED = "assumed"
-    """Neither is called: every selection is final at once."""
-
-
 class ResidualStore:
     """The residual of every bucket of one rank.
 
@@ -40,16 +30,18 @@ class ResidualStore:
 
     Args:
         dtype: `torch.float32` or `torch.bfloat16`.
+
+    Attributes:
         undo: keep an undo copy of each residual that a selection changes.
-        outcome: whether `commit` and `rollback` will be called.
+        is_reported: `commit` or `rollback` is called after each step; else every selection is
+            final at once.
     """
 
-    def __init__(self, dtype: torch.dtype, *, undo: bool, outcome: Outcome) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._goes_on = False
         self._is_apart = False
         self.dtype = dtype
-        self.undo = undo
-        self.outcome = outcome
+        self.undo = self.is_reported = False
         self._residuals: dict[str, torch.Tensor] = {}
         self._undo_copies: dict[str, torch.Tensor] = {}
         # Buckets selected in a step without an outcome yet; whether they had a residual before it.
@@ -102,7 +94,7 @@ class ResidualStore:
                 bucket.numel, dtype=self.dtype, device=bucket.grad_N.device
             )
         residual_N = self._residuals[name]
-        if self.outcome is Outcome.REPORTED:
+        if self.is_reported:
             self._pending[name] = existed
             if self.undo and existed:
                 copy_N = self._undo_copies.get(name)

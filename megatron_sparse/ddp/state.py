@@ -33,7 +33,6 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check
 from megatron_sparse.compression.parameters import ParameterFilter
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.ddp import refusals
 from megatron_sparse.errors import ConfigError, HostError
@@ -124,7 +123,7 @@ class DDPState(HostState):
         self._in_flight: list[Pending] = []
         self.residuals.undo = knows_steps or given.compression.undo == "always"
         if self.residuals.undo:
-            self.residuals.outcome = Outcome.REPORTED
+            self.residuals.is_reported = True
             self._watch(ddp, optimizers)
         sink = sink or NullSink()
         self._reducer = GradientReducer(

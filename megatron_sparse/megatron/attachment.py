@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron import few_tokens
 from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
@@ -169,7 +168,7 @@ class Attachment(HostState):
         undo = undo or self.unit.per_token
         check_undo(self.config.compression, undo=undo)
         self.residuals.undo = undo or self.config.compression.undo == "always"
-        self.residuals.outcome = Outcome.REPORTED
+        self.residuals.is_reported = True
         self.unit.bind(optimizer)
         self.parameters.plan(
             self.groups,
@@ -207,7 +206,7 @@ class Attachment(HostState):
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer, the second launch of a group begins a new step."""
-        if self.residuals.outcome is Outcome.ASSUMED:
+        if not self.residuals.is_reported:
             if id(group) in self._launched:
                 self._launched.clear()
                 self.step += 1

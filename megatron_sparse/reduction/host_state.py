@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.collectives import SCHEMES, check
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -55,9 +55,7 @@ class HostState:
         self.trials: SettingTrials | None = None
         if tries:
             self.trials = SettingTrials(given, self.config, self.planner, device, group)
-        self.residuals = ResidualStore(
-            RESIDUAL_DTYPES[config.compression.residual_dtype], undo=False, outcome=Outcome.ASSUMED
-        )
+        self.residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
         self.progress = progress_on(device, config.scheme.timeout_s)
         self._device = device
         self._ranks = group

@@ -9,7 +9,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, base, check, direct
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
@@ -36,9 +36,7 @@ class Run:
         self.options = scheme or SchemeConfig(name="direct")
         self.planner = FixedPlanner(self.config, self.options)
         self.cluster = VirtualCluster(n)
-        self.residuals = [
-            ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED) for _ in range(n)
-        ]
+        self.residuals = [ResidualStore(torch.float32) for _ in range(n)]
         self.buffers = [MessageBuffers() for _ in range(n)]
         self.sent_bytes, self.message_bytes = [0] * n, [0] * n
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.formats.message import Message, MessageBuffers
@@ -23,7 +23,7 @@ class Rank:
         config: as of `Selector`; its density is that of each selection, unless `send` gets another.
         pieces: the parameters of the bucket.
         rank: in its group.
-        outcome: `REPORTED` leaves selections pending.
+        is_reported: leave selections pending.
 
     Attributes:
         residuals: with undo copies.
@@ -37,11 +37,12 @@ class Rank:
         config: CompressionConfig,
         pieces: Sequence[ParameterSlice],
         rank: int = 0,
-        outcome: Outcome = Outcome.ASSUMED,
+        is_reported: bool = False,
     ) -> None:
         self.config = config
         self.pieces = pieces
-        self.residuals = ResidualStore(torch.float32, undo=True, outcome=outcome)
+        self.residuals = ResidualStore(torch.float32)
+        self.residuals.undo, self.residuals.is_reported = True, is_reported
         self.selector = Selector(config, self.residuals, rank, MessageBuffers())
 
     def bucket(self, gradient_N: torch.Tensor) -> Bucket:

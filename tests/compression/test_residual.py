@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.errors import CheckpointError, SelectionError
 
 
@@ -18,8 +18,10 @@ def _bucket(name="b", sizes=(4, 6), padding=2, prefix="w"):
     return Bucket(name, torch.zeros(start), pieces, CollectiveOp.ALL_REDUCE, 1)
 
 
-def _store(undo=True, outcome=Outcome.REPORTED, dtype=torch.float32):
-    return ResidualStore(dtype, undo=undo, outcome=outcome)
+def _store(undo=True, is_reported=True, dtype=torch.float32):
+    store = ResidualStore(dtype)
+    store.undo, store.is_reported = undo, is_reported
+    return store
 
 
 def _held(value, **sizes):
@@ -67,7 +69,7 @@ def test_without_undo_a_skipped_step_is_an_error():
 
 
 def test_assumed_outcome_accepts_every_selection():
-    store, bucket = _store(undo=False, outcome=Outcome.ASSUMED), _bucket()
+    store, bucket = _store(undo=False, is_reported=False), _bucket()
     store.begin(bucket).fill_(1.0)
     assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
 

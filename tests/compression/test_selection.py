@@ -9,7 +9,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import FixedPlanner
@@ -31,7 +31,7 @@ PIECES = (
 
 def _rank(**options):
     config = CompressionConfig(**{"density": 0.1, "samples": 600} | options)
-    return Rank(config, PIECES, outcome=Outcome.REPORTED)
+    return Rank(config, PIECES, is_reported=True)
 
 
 def _gradient(step, seed=0):
@@ -154,7 +154,8 @@ def test_the_sample_follows_the_density_of_the_step(scope, density, samples):
 @pytest.mark.parametrize("scope", ["parameter", "bucket"])
 def test_limits_do_not_wait_for_the_device(scope):
     config = CompressionConfig(density=0.1, samples=100, threshold_scope=scope)
-    residuals = ResidualStore(torch.float32, undo=True, outcome=Outcome.REPORTED)
+    residuals = ResidualStore(torch.float32)
+    residuals.undo = residuals.is_reported = True
     OnDevice.reads = 0
     for step in range(3):
         gradient_N = _gradient(step).as_subclass(OnDevice)

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.reduction.reducer import BucketJob, Groups
 from megatron_sparse.transport import Transport
@@ -38,7 +37,7 @@ class Rank:
     ) -> None:
         config = at_target(**{"samples": 200} | overrides)
         groups = Groups(cast("Transport", transport))
-        self.reducer = reducer_of(config, groups, outcome=Outcome.ASSUMED)
+        self.reducer = reducer_of(config, groups, is_reported=False)
         grad_N = torch.zeros(NUMEL, dtype=dtype, device=GPU)
         ranks = transport.world_size
         self.bucket = Bucket("b", grad_N, PIECES, op, ranks, reduction=Reduction.AVG)

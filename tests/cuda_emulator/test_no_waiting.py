@@ -11,7 +11,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import without
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
@@ -113,7 +112,7 @@ def test_between_launch_and_update_the_host_waits_for_nothing(
     config = at_target(value_bits="auto", samples=200, scheme="direct")
     sink, progress = Kept(), InOrderProgress(GPU, 30)
     groups = Groups(VirtualCluster(1, device=GPU).transports[0])
-    reducer = reducer_of(config, groups, sink, progress, outcome=Outcome.ASSUMED)
+    reducer = reducer_of(config, groups, sink, progress, is_reported=False)
     grad_N, pieces = torch.zeros(NUMEL, device=GPU), [ParameterSlice("w", 0, NUMEL)]
     bucket = Bucket("b", grad_N, pieces, CollectiveOp.ALL_REDUCE, 1)
     has_come = [True]

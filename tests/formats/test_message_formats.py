@@ -7,7 +7,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import (
     MESSAGE_FORMATS,
@@ -30,7 +30,7 @@ def select(form, density):
     parameters = [ParameterSlice("w", 0, 59_000), ParameterSlice("b", 59_000, NUMEL, keep=True)]
     bucket = Bucket("0", grad.clone(), parameters, CollectiveOp.ALL_REDUCE, 2)
     config = CompressionConfig(density=density)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals = ResidualStore(torch.float32)
     selector = Selector(config, residuals, 0, MessageBuffers())
     timer = StageTimer()
     message = selector.select(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.megatron.attachment import Attachment
@@ -33,7 +33,7 @@ def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
     found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
     found.groups, found.run_dir, found.progress = [], None, cast("Any", None)
     found._chunks, found._reducers = [], {}
-    found.residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    found.residuals = ResidualStore(torch.float32)
     found.parameters = ParameterGathers(found.sink)
     found.config.parameters.method = "raw"
     found.nccl_health = HealthCheck(

@@ -11,7 +11,6 @@ import torch
 
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
@@ -336,7 +335,7 @@ def _train(rank, world_size, steps):
         pace=Pace(replan_every=4, profile_iters=1),
     )
     sink, errors = Kept(), []
-    options = {"outcome": Outcome.ASSUMED, "planner": planner}
+    options = {"is_reported": False, "planner": planner}
     with reducer_over_gloo(config, sink, **options) as reducer:
         for step in range(steps):
             pending = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, ParameterSlice
-from megatron_sparse.compression.residual import RESIDUAL_DTYPES, Outcome, ResidualStore
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
@@ -33,7 +33,7 @@ def reducer_of(
     sink: RecordSink | None = None,
     progress: Progress | None = None,
     *,
-    outcome: Outcome = Outcome.REPORTED,
+    is_reported: bool = True,
     planner: Planner | None = None,
     listeners: Sequence[GradientListener] = (),
 ) -> GradientReducer:
@@ -44,15 +44,12 @@ def reducer_of(
         groups: the ranks.
         sink: receives the records.
         progress: None for virtual ranks, which run `synchronise` themselves.
-        outcome: `REPORTED` keeps undo copies, and leaves selections pending.
+        is_reported: keep undo copies, and leave selections pending.
         planner: None for that of the configuration.
         listeners: see `GradientReducer`.
     """
-    residuals = ResidualStore(
-        RESIDUAL_DTYPES[config.compression.residual_dtype],
-        undo=outcome is Outcome.REPORTED,
-        outcome=outcome,
-    )
+    residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
+    residuals.undo = residuals.is_reported = is_reported
     planner = planner or planner_of(config, logs=False)
     sink = sink or NullSink()
     driver: Any = progress

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink
@@ -49,7 +49,7 @@ def main() -> None:
     config = with_agreed_capacity(config, device)
     transport = ProcessGroupTransport(world, 60.0, device, nccl_engine=config.scheme.nccl_engine)
     progress = progress_on(device, 60.0)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals = ResidualStore(torch.float32)
     reducer = GradientReducer(
         config,
         Groups(transport),

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.reduction.level_parts import node_part
@@ -137,6 +137,6 @@ def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
     buffers.take("received:0", 50, torch.device("cpu"))
     given = SimpleNamespace(buffers=buffers)
     reducer = cast("GradientReducer", given)
-    residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    residuals = ResidualStore(torch.float32)
     expected = {"residual": 0, "undo": 0, "messages": 100, "received": 50}
     assert held(residuals, [reducer]) == expected

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -240,7 +239,7 @@ def _train(rank, world_size):
     ):
         sink, sums = Kept(), []
         config = _gloo_config(mode, scheme)
-        with reducer_over_gloo(config, sink, outcome=Outcome.ASSUMED) as reducer:
+        with reducer_over_gloo(config, sink, is_reported=False) as reducer:
             for step in range(9):
                 buckets = [_gloo_bucket(rank, world_size, number) for number in range(2)]
                 pending = [reducer.start(bucket, step) for bucket in buckets]
@@ -259,7 +258,7 @@ def _never_come(rank, world_size):
 
     store = dist.distributed_c10d._get_default_store()
     config = _gloo_config("dynamic", "straggler", timeout_s=2.0)
-    with reducer_over_gloo(config, outcome=Outcome.ASSUMED) as reducer:
+    with reducer_over_gloo(config, is_reported=False) as reducer:
         if rank == 1:
             store.wait(["gave up 0", "gave up 2"], timedelta(seconds=DEADLINE_S))
             return None

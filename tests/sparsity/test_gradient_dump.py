@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import Outcome
 from megatron_sparse.config.sparse import (
     TrackingConfig,
 )
@@ -192,9 +191,7 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     config = at_target(scheme="agsparse", warmup_iters=1)
     progress = ProgressThread(torch.device("cpu"), 30.0)
     writers, groups = [GradientDumpWriter(tmp_path, [1, 3])], Groups(transport)
-    reducer = reducer_of(
-        config, groups, progress=progress, outcome=Outcome.ASSUMED, listeners=writers
-    )
+    reducer = reducer_of(config, groups, progress=progress, is_reported=False, listeners=writers)
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []
     for step, gradient in enumerate(gradients):

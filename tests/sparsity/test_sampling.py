@@ -9,7 +9,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import CommunicationError, WireFormatError
@@ -34,7 +34,7 @@ LARGE = 2**21
 
 
 def residuals():
-    return ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+    return ResidualStore(torch.float32)
 
 
 def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):

@@ -14,7 +14,7 @@ from megatron_sparse.bench.exchange.case import BucketCase
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import without
-from megatron_sparse.compression.residual import Outcome, ResidualStore
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import NODE
 from megatron_sparse.planner import FixedPlanner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
@@ -60,7 +60,7 @@ class BucketPath:
     ) -> None:
         config = case.config(sweep, groups.data_parallel.world_size)
         self._sink = LastRecord()
-        self.residuals = ResidualStore(torch.float32, undo=False, outcome=Outcome.ASSUMED)
+        self.residuals = ResidualStore(torch.float32)
         self.reducer = GradientReducer(
             config,
             groups,
