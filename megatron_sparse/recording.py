@@ -131,7 +131,7 @@ class BucketRecord(Awaited):
     @property
     def inside_us(self) -> float:
         """Microseconds of `network` that `inside_bytes` took. On CUDA it waits like `stage_us`."""
-        return self.timer.tier_us(INSIDE_TIER)
+        return self.timer.inside_us()
 
 
 @dataclass
@@ -211,9 +211,9 @@ class StageTimer:
             if opened is not None:
                 opened.end()
 
-    def tier(self, name: str) -> AbstractContextManager[None]:
-        """Adds the time of the `with` body, a part of the stage `network`, to `tier_us(name)`."""
-        return self._timed(name, lambda _, begin_s, end_s: self.add(name, (end_s - begin_s) * 1e6))
+    def inside(self) -> AbstractContextManager[None]:
+        """Adds the time of the `with` body, a part of the stage `network`, to `inside_us`."""
+        return self._timed(INSIDE_TIER, lambda name, a_s, b_s: self.add(name, (b_s - a_s) * 1e6))
 
     @contextmanager
     def _timed(self, name: str, add: Callable[[str, float, float], None]) -> Iterator[None]:
@@ -230,10 +230,10 @@ class StageTimer:
             yield
             add(name, begin_s, time.perf_counter())
 
-    def tier_us(self, name: str) -> float:
-        """Microseconds of a part of `network`; waits for its CUDA events if there are any."""
+    def inside_us(self) -> float:
+        """Microseconds of `INSIDE_TIER`; waits for its CUDA events if there are any."""
         self._settle()
-        return self._host_us.get(name, 0.0)
+        return self._host_us.get(INSIDE_TIER, 0.0)
 
     def borders(self, stages: Sequence[str]) -> list[int]:
         """Events with which launchers in C++ time consecutive stages.

@@ -157,4 +157,4 @@ def convergence(
     runner.run(options.given(output, overrides), figures, json, trains=not report)
 
 
-answer_for_renamed(bench, "bench")
+answer_for_renamed(bench)

@@ -72,22 +72,15 @@ class Program(TyperGroup):
             ) from None
 
 
-def answer_for_renamed(app: typer.Typer, group: str = "") -> None:
-    """Lets the commands of `RENAMED` answer with their error.
-
-    Args:
-        app: the group of commands that had them.
-        group: its name, such as `bench`; empty for commands of the program itself.
-    """
+def answer_for_renamed(bench: typer.Typer) -> None:
+    """Lets the commands of `RENAMED`, all of which `bench` had, answer with their error."""
     for name in RENAMED:
-        its_group, _, own = name.rpartition(" ")
-        if its_group == group:
-            app.command(
-                own,
-                hidden=True,
-                add_help_option=False,
-                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-            )(_refusal(name))
+        bench.command(
+            name.removeprefix("bench "),
+            hidden=True,
+            add_help_option=False,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_refusal(name))
 
 
 def _refusal(name: str) -> Callable[[], None]:

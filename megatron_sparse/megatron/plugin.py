@@ -52,9 +52,6 @@ _HOOKED = (
 )
 
 WIRE_RATIO = "comm/wire_ratio"
-OF_MEGATRON = frozenset({"train/loss", "train/grad_norm", "train/learning_rate", WIRE_RATIO})
-"""Metrics that Megatron itself writes to its dashboards: `lm loss`, `grad-norm`, `learning-rate`,
-and all of a step's loss dictionary, to which the plugin adds the ratio."""
 
 _installed: Plugin | None = None
 
@@ -161,10 +158,10 @@ class Plugin:
     def _make_telemetry(self) -> RunTelemetry:
         sinks: list[ScalarSink] = []
         if writer := get_tensorboard_writer():
-            sinks.append(TensorBoardSink(writer, left_out=OF_MEGATRON))
+            sinks.append(TensorBoardSink(writer))
         if run := get_wandb_writer():
             config = self._resolved_config or dataclasses.asdict(self.config)
-            sinks.append(WandbSink(run, config, left_out=OF_MEGATRON))
+            sinks.append(WandbSink(run, config))
         mark_nvtx(self.config.tracking.nvtx)
         return RunTelemetry(
             self._run_dir,

@@ -58,7 +58,7 @@ from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
-from megatron_sparse.recording import INSIDE_TIER, BucketRecord
+from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another
 from megatron_sparse.reduction.level_parts import KeptParts, instance_part, node_cuts, node_part
 from megatron_sparse.transport import ProcessGroupTransport, Transport
@@ -231,12 +231,12 @@ class _DenseInside:
         values_N = region.grad_N
         narrow = region.fp32_sums and values_N.dtype != torch.float32
         if not (self._sends_pieces or narrow):
-            with record.timer.tier(INSIDE_TIER):
+            with record.timer.inside():
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
             return
         steps = dense_allpairs(self._exchange(region, record), values_N, record.step)
-        with record.timer.tier(INSIDE_TIER):
+        with record.timer.inside():
             sent_bytes = yield from without(steps, Marker)
         record.inside_bytes += sent_bytes
         store(shard_M, values_N[region.shard(self._group.rank)])
@@ -274,7 +274,7 @@ class NodeLevel(_DenseInside):
             yield from self._scatter(part.grad_N[:piece], region, record)
         rest = bucket.grad_N[m * piece :]
         if rest.numel():
-            with record.timer.tier(INSIDE_TIER):
+            with record.timer.inside():
                 yield self._group.all_reduce_(rest)
             record.inside_bytes += 2 * _ring_bytes(rest, m)
 
@@ -326,7 +326,7 @@ class NodeLevel(_DenseInside):
         pairs = (even_N, part.grad_N[:piece]), (rests, rest)
         works = [self._gathers.all_gather(*pair) for pair in pairs if pair[1].numel()]
         yield POSTED
-        with record.timer.tier(INSIDE_TIER):
+        with record.timer.inside():
             yield from works
         record.inside_bytes += _ring_bytes(even_N, m) + _ring_bytes(rests, m)
         rest.copy_(rests[len(rests) - rest.numel() :])

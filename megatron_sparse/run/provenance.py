@@ -27,25 +27,23 @@ GIT_S = 20
 """Seconds that git may take: a checkout on a network disk can be slow."""
 
 
-def record_start(run_dir: Path, command: str, environment: Mapping[str, str] | None = None) -> None:
+def record_start(run_dir: Path, command: str) -> None:
     """Appends a line to `starts.jsonl`.
 
     Args:
         run_dir: the run's folder, which exists.
         command: the command line.
-        environment: of which the variables of the allow-list are written; None takes this
-            process's, as the ranks inherit it.
 
     Raises:
         OSError: the file cannot be written.
     """
-    line = start(command, dict(os.environ) if environment is None else environment)
+    line = start(command, os.environ)  # as the ranks inherit it
     with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
 
 def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """One line of `starts.jsonl`; secrets are hidden."""
+    """One line of `starts.jsonl`; of the environment what is on the allow-list."""
     checkout = Path(__file__).resolve().parents[2]
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +16,10 @@ from megatron_sparse.config.redaction import recorded_environment, redact
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.extras import require
 from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
+
+OF_MEGATRON = frozenset({"train/loss", "train/grad_norm", "train/learning_rate", "comm/wire_ratio"})
+"""Metrics that Megatron itself writes to its dashboards: `lm loss`, `grad-norm`, `learning-rate`,
+and all of a step's loss dictionary, to which the plugin adds the ratio."""
 
 
 class ScalarSink(Protocol):
@@ -36,17 +40,15 @@ class TensorBoardSink:
 
     Args:
         writer: Megatron's `SummaryWriter`. Megatron keeps it: `close` only flushes it.
-        left_out: metrics that the caller writes itself, so that none has two names.
     """
 
-    def __init__(self, writer: Any, left_out: Collection[str] = ()) -> None:
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
-        self._left_out = frozenset(left_out)
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
         for name, value in scalars.items():
-            if name not in self._left_out:
+            if name not in OF_MEGATRON:
                 self._writer.add_scalar(name, value, step)
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
@@ -67,12 +69,10 @@ class WandbSink:
         run: Megatron's writer: the `wandb` module while it has a run. Megatron finishes the run.
         config: the resolved configuration, added to the run's own configuration under the key
             `megatron_sparse`.
-        left_out: metrics that the caller writes itself, so that none has two names.
     """
 
-    def __init__(self, run: Any, config: Mapping[str, Any], left_out: Collection[str] = ()) -> None:
+    def __init__(self, run: Any, config: Mapping[str, Any]) -> None:
         self._run = run
-        self._left_out = frozenset(left_out)
         # Draw curves over the iteration: wandb's own step counts rows, and restarts on resume.
         run.define_metric(STEP, hidden=True)
         for group in GROUPS:
@@ -82,7 +82,7 @@ class WandbSink:
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Logs one row of history at `step`."""
-        shown = {name: value for name, value in scalars.items() if name not in self._left_out}
+        shown = {name: value for name, value in scalars.items() if name not in OF_MEGATRON}
         self._run.log({**shown, STEP: step}, step=step)
 
     def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:

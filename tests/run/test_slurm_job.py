@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -200,8 +201,10 @@ class TestProvenance:
             "DB_PASSWORD": "hunter2",
             "PGPASS": "pgpass1",
         }
-        provenance.record_start(tmp_path, "train a=1 token=geheim", environment)
-        provenance.record_start(tmp_path, "train", environment | {"SLURM_RESTART_COUNT": "1"})
+        for count in range(2):
+            now = environment | {"SLURM_RESTART_COUNT": str(count)}
+            with patch.dict(os.environ, now, clear=True):
+                provenance.record_start(tmp_path, "train a=1 token=geheim")
         text = (tmp_path / provenance.STARTS_FILE).read_text()
         for secret in ("abc123", "hunter2", "geheim", "pgpass1"):
             assert secret not in text
