@@ -178,7 +178,7 @@ def _megatron() -> Iterator[Check]:
             yield Check(
                 f"Megatron functions for {who}",
                 "ok",
-                ", ".join(_tail(symbol.name) for symbol in asked),
+                ", ".join(symbol.name.rpartition(".")[2] for symbol in asked),
             )
 
 
@@ -379,11 +379,6 @@ _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else ""
-
-
-def _tail(name: str) -> str:
-    """The attribute at the end of a dotted name, which readers of the table recognise."""
-    return name.rsplit(".", 1)[-1]
 
 
 def _first_output(*command: str, last: bool = False) -> str:

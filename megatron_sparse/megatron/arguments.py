@@ -201,14 +201,12 @@ def refusal_of(error: Exception) -> ConfigError:
     return ConfigError(
         "Megatron refuses these settings",
         expected="settings that fit together",
-        got=str(error) or _assertion(error),
+        # An assertion without a message: its source line.
+        got=str(error)
+        or traceback.extract_tb(error.__traceback__)[-1].line
+        or type(error).__name__,
         remedy="change the setting that the message names, or its key in the megatron: section",
     )
-
-
-def _assertion(error: BaseException) -> str:
-    """The source line of Megatron's assertion, which has no message of its own."""
-    return traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
 
 
 def command_line(

@@ -155,7 +155,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         SweepError: an outcome is damaged.
     """
     ended = {outcome.name: outcome for outcome in outcomes(folder)}
-    configs = {path.parent.name: _config(path) for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))}
+    configs = {
+        path.parent.name: flat(asdict(composition.load(path)))
+        for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))
+    }
     if not configs and not ended:
         raise ConfigError(
             f"there are no runs in {folder}",
@@ -192,10 +195,6 @@ def _state(outcome: RunEnd | None, done: int | None, wanted: int | None) -> str:
     if outcome is not None and outcome.exit_code:
         return "failed"
     return "finished" if done is not None and done == wanted else "unfinished"
-
-
-def _config(path: Path) -> dict[str, Any]:
-    return flat(asdict(composition.load(path)))
 
 
 def _summary(run_dir: Path) -> Mapping[str, Any]:

@@ -201,7 +201,9 @@ class GradientDump:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.iterations = _numbers(folder, _ITERATION)
+        names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        found = filter(None, map(_ITERATION.fullmatch, names))
+        self.iterations = sorted(int(match[1]) for match in found)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -292,11 +294,6 @@ class GradientDump:
 
     def _of(self, iteration: int) -> Path:
         return self.folder / f"iteration-{iteration:06d}"
-
-
-def _numbers(folder: Path, pattern: re.Pattern[str]) -> list[int]:
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name)))
 
 
 def _load(path: Path) -> torch.Tensor:

@@ -58,10 +58,7 @@ ITERATION_PARTS = (
     "breakdown/other_ms",
 )
 """They add up to `breakdown/iteration_ms`; the parameters' part is there if any are gathered."""
-
-
-def _stages(stages: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"breakdown/{stage}_ms" for stage in stages)
+BUCKET_PARTS = tuple(f"breakdown/{stage}_ms" for stage in BUCKET_STAGES)
 
 
 SECTIONS: dict[str, tuple[Panel, ...]] = {
@@ -81,7 +78,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         Panel("Hidden behind compute (ms)", ("comm/overlapped_ms",)),
         Panel("Tokens per second (tokens/s)", ("train/tokens_per_s",)),
         Panel("Network time by bucket (ms)", ("bucket/<bucket>/network_ms",)),
-        Panel("The buckets' stages, summed (ms)", _stages(BUCKET_STAGES), "stacked-area"),
+        Panel("The buckets' stages, summed (ms)", BUCKET_PARTS, "stacked-area"),
     ),
     "Bytes on the wire": (
         Panel("Wire over dense", ("comm/wire_ratio",), log=True),

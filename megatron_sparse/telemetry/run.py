@@ -241,7 +241,9 @@ class RunTelemetry:
         )
         self._gathers_before = 0
         if self._last is None or iteration <= self._last.iteration:
-            self._begin_at(iteration)
+            # Drops the lines that the run writes again.
+            self._history.cut(iteration)
+            self._on_files(lambda file: file.cut(iteration))
         self._last = breakdown
         self._history.append(breakdown)
         if self._machine is None:
@@ -308,11 +310,6 @@ class RunTelemetry:
         if self._is_writer and self._tracking.console != "off":
             print_summary(summary)
         return summary
-
-    def _begin_at(self, iteration: int) -> None:
-        """Drops the lines from `iteration` on, which the run will write again."""
-        self._history.cut(iteration)
-        self._on_files(lambda file: file.cut(iteration))
 
     def _write(
         self,
