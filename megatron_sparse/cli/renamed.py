@@ -34,6 +34,8 @@ OPTIONS: dict[str, str] = {
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
+    "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
+    "ranks have met and agree, and names the slowest link",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

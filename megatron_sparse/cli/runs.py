@@ -27,18 +27,9 @@ def doctor(
         bool,
         typer.Option("--memory", help="Show what the plugin would hold in that run, item by item."),
     ] = False,
-    distributed: Annotated[bool, typer.Option("--distributed", hidden=True)] = False,
     json: JsonFile = None,
 ) -> None:
     """Exits with 1 if a part that training needs is missing. For a job's ranks: `calibrate`."""
-    if distributed:
-        raise ConfigError(
-            "doctor --distributed has left megatron_sparse",
-            expected="a command that there is",
-            got="doctor --distributed",
-            remedy="megatron-sparse calibrate --quick, under the same launcher: it says whether "
-            "all ranks have met and agree, and names the slowest link",
-        )
     if memory:
         from megatron_sparse.doctor import memory as plugin_memory
 

@@ -161,8 +161,3 @@ def test_contradictions_are_refused() -> None:
 def test_overrides_go_with_memory_only(capsys) -> None:
     assert run("doctor model=gpt2_xl") == 2
     assert "--memory" in capsys.readouterr().err
-
-
-def test_what_has_left_names_calibrate(capsys) -> None:
-    assert run("doctor --distributed") == 2
-    assert "megatron-sparse calibrate --quick" in capsys.readouterr().err
