@@ -162,7 +162,6 @@ class Layout:
         segment_lossless: uint8 [S], 1 for segments whose non-zero elements are all sent.
         shard_segments: n+1 segment numbers: shard i begins at [i] and ends before [i+1].
         range_offsets: R+1 offsets of the ranges: segments cut at pieces.
-        range_segment: int64 [R], the segment of each range.
         range_piece: int64 [R], the piece of each range.
         piece_offsets: P+1 offsets of the pieces: parameters and the padding between them.
         piece_parameter: for each piece the index into `Bucket.parameters`, -1 for padding.
@@ -173,7 +172,6 @@ class Layout:
     segment_lossless: torch.Tensor
     shard_segments: tuple[int, ...]
     range_offsets: torch.Tensor
-    range_segment: torch.Tensor
     range_piece: torch.Tensor
     piece_offsets: torch.Tensor
     piece_parameter: tuple[int, ...]
@@ -214,7 +212,6 @@ class Layout:
             ),
             shard_segments=(*firsts, len(segments) - 1),
             range_offsets=torch.tensor(cuts, dtype=torch.int64),
-            range_segment=torch.tensor(_owner(segments, cuts), dtype=torch.int64),
             range_piece=torch.tensor(_owner(pieces, cuts), dtype=torch.int64),
             piece_offsets=torch.tensor(pieces, dtype=torch.int64),
             piece_parameter=tuple(owners),

@@ -284,13 +284,10 @@ def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) 
     value_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
     layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
     with across.timer.stage("encode"):
-        ranges = lane_bucket.grad_N.split(layout.range_offsets.diff().tolist())
-        counts = [values.count_nonzero() for values in ranges]
-        nnz_R = torch.stack(counts) if counts else torch.zeros(0, dtype=torch.int64)
         # Of the message, because that of the node's sum is not known before it is encoded.
         density = min(1.0, message.nnz / max(bucket.numel, 1))
         records = _lane_records(value_dtype, message.step, inner, options, density)
-        return encode(lane_bucket, layout, nnz_R, records, across.buffers)
+        return encode(lane_bucket, layout, records, across.buffers)
 
 
 def _lane_records(

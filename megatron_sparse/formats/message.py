@@ -220,25 +220,20 @@ def record_spec(
     )
 
 
-def encode(
-    bucket: Bucket, layout: Layout, nnz_R: torch.Tensor, spec: RecordSpec, buffers: MessageBuffers
-) -> Message:
+def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuffers) -> Message:
     """Encodes the pruned bucket; a segment is dense where the requested format is not smaller.
 
     Args:
         bucket: its gradient is zero at all elements that are not sent; only read.
-        layout: the cut that `nnz_R` was counted for.
-        nnz_R: int64 non-zero counts of the layout's ranges.
+        layout: cuts it into segments.
         spec: the format of the records.
         buffers: where the message's memory comes from.
 
     Raises:
-        ExtensionError: the counts are not the gradient's, or Pici or blocks are requested where
-            `torch_codec` works.
+        ExtensionError: Pici or blocks are requested where `torch_codec` works.
     """
     segments = Segments(layout.segment_offsets, layout.segment_keep)
-    nnz_S = torch.zeros(layout.segment_keep.numel(), dtype=torch.int64)
-    nnz_S.index_add_(0, layout.range_segment, nnz_R.cpu())
+    nnz_S = _count(bucket.grad_N, layout.segment_offsets).cpu()
     out = _take_message(bucket, capacity(layout.segment_offsets, spec.value_dtype), buffers)
     sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
     return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
@@ -319,8 +314,8 @@ def prune_encode(
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _needs_kernels(slots_S, checksum=spec.checksum)
-        nnz_R = ops.prune_(grad_N, pruning, spec.value_dtype)
-        return encode(bucket, layout, nnz_R, spec, buffers)
+        ops.prune_(grad_N, pruning, spec.value_dtype)
+        return encode(bucket, layout, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
     room = capacity(layout.segment_offsets, spec.value_dtype)
     out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)

@@ -41,8 +41,7 @@ SECTOR_BYTES = 32
 """The least bytes that a GPU moves for one scattered element."""
 _WRITE_ONLY = ("copy_", "zero_", "fill_")
 _RESIDUAL = 11  # of the arguments of `prune_encode`
-_FREE = ("empty", "count_nonzero", "detach", "lift_fresh", "resize_")
-"""Allocation; and the count of non-zeros, which the CUDA encoder does in its one pass."""
+_FREE = ("empty", "detach", "lift_fresh", "resize_")
 
 
 Measure = Callable[[Any, tuple, dict, Any], float]
@@ -284,7 +283,5 @@ def make_message(
 ) -> Message:
     """Encodes the selection; here all non-zero elements are selected."""
     layout = bucket.layout(sharded)
-    pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
-    nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
     with timer.stage("encode"):
-        return encode(bucket, layout, nnz_R, record_spec("fp32", 0, form), buffers)
+        return encode(bucket, layout, record_spec("fp32", 0, form), buffers)

@@ -5,7 +5,6 @@ Legend: N elements of the bucket, n ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,15 +119,10 @@ def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message
     """The rank's encoded contribution, cut as the planner would have it cut."""
     scheme = SCHEMES[case.scheme]
     layout = bucket.layout(scheme.is_sharded(case.op), scheme.extra_cuts(bucket))
-    offsets = layout.range_offsets.tolist()
-    nnz_R = torch.tensor(
-        [int(bucket.grad_N[a:b].count_nonzero()) for a, b in itertools.pairwise(offsets)],
-        dtype=torch.int64,
-    )
     form = scheme.own_format or "coo"
     block_size, checksum = case.options.block_size, case.options.checksum
     spec = record_spec(case.wire, STEP, form, block_size, checksum=checksum)
-    return encode(bucket, layout, nnz_R, spec, buffers)
+    return encode(bucket, layout, spec, buffers)
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):

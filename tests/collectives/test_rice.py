@@ -49,7 +49,8 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, su
         bucket = Bucket("b", grad_N, parameters(numel), op, n)
         before_N = grad_N.float() + residual_N
         layout = bucket.layout(scheme.is_sharded(op), scheme.extra_cuts(bucket))
-        keep_R = layout.segment_keep[layout.range_segment] != 0
+        starts_R, ends_S = layout.range_offsets[:-1], layout.segment_offsets[1:]
+        keep_R = layout.segment_keep[torch.bucketize(starts_R, ends_S, right=True)] != 0
         limits_R = torch.where(keep_R, -1.0, 1.28)
         capacity_S = None if capacity is None else segment_capacity(layout, capacity * DENSITY)
         pruning = Pruning(residual_N, layout.range_offsets, limits_R, 1.0, 5, capacity_S)

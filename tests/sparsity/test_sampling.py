@@ -46,9 +46,7 @@ def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):
 
 def make_message(bucket, *, form="auto", wire="fp32", sharded=False, step=STEP, buffers=None):
     layout = bucket.layout(sharded)
-    pieces = bucket.grad_N.split(layout.range_offsets.diff().tolist())
-    nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
-    return encode(bucket, layout, nnz_R, record_spec(wire, step, form), buffers or MessageBuffers())
+    return encode(bucket, layout, record_spec(wire, step, form), buffers or MessageBuffers())
 
 
 def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, **message):

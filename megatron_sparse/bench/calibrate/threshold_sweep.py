@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
@@ -108,11 +106,9 @@ class RingRuns:
             grad_N = gradient.gradient(self._transport.rank).to(self._transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
-            pieces = grad_N.split(layout.range_offsets.diff().tolist())
-            nnz_R = torch.stack([piece.count_nonzero() for piece in pieces])
             spec, held = record_spec("fp32", 0, format), MessageBuffers()
             # Buffers of its own: messages of all densities are held at once.
-            self._messages[key] = bucket, encode(bucket, layout, nnz_R, spec, held)
+            self._messages[key] = bucket, encode(bucket, layout, spec, held)
         return self._messages[key]
 
 
