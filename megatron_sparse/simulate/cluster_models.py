@@ -2,7 +2,7 @@
 
 Most are of the papers' machines, with the links of `machines`. The backend's all-reduce is a ring
 at the rate of the links between nodes. For the codec's rates each call runs on the CPU,
-`TrafficCounter` counts the bytes that its tensor operations move, and the model assumes that a GPU
+`moved_bytes` counts the bytes that its tensor operations move, and the model assumes that a GPU
 moves them at half of its memory's peak rate (`Machine.codec_rate`). Launches and the host cost
 nothing.
 
@@ -26,7 +26,7 @@ from megatron_sparse.simulate.machines import (
     PERLMUTTER_RING,
     Machine,
 )
-from megatron_sparse.simulate.pricing import TrafficCounter
+from megatron_sparse.simulate.pricing import OperationMeter, moved_bytes
 
 MACHINES = {
     "ethernet_25gbit": (AWS_25, 16),
@@ -81,17 +81,17 @@ def _rates(machine: Machine) -> Iterator[CodecRate]:
     moved_s = []
     for numel in NUMELS:
         calls = list(codec_calls(numel, DENSITIES, torch.device("cpu")))
-        moved_s.append([moved_bytes(call) / machine.codec_rate for call in calls])
+        moved_s.append([_bytes_of(call) / machine.codec_rate for call in calls])
     for call, *times_s in zip(calls, *moved_s, strict=True):
         yield fit_rate(call, NUMELS, times_s)
 
 
-def moved_bytes(call: CodecCall) -> float:
+def _bytes_of(call: CodecCall) -> float:
     """Bytes that one call moves if its buffers exist already."""
     call.run()
-    with TrafficCounter() as counter:
+    with OperationMeter(moved_bytes) as meter:
         call.run()
-    return counter.moved_bytes
+    return meter.total
 
 
 if __name__ == "__main__":

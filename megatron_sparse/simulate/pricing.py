@@ -69,25 +69,6 @@ class OperationMeter(TorchDispatchMode):
         return result
 
 
-class TrafficCounter(OperationMeter):
-    """Counts the bytes that tensor operations move within its `with` block.
-
-    An operation reads its inputs once and writes its outputs once; what it updates in place counts
-    as both. Views and allocations are free. Encoding reads the elements and writes the records;
-    selection reads the gradient, too, updates the residual, and looks at a sector of both for each
-    sample. Adding records, bitmaps among them, reads them and touches a sector each way for every
-    element, or the whole sum if that is less.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(moved_bytes)
-
-    @property
-    def moved_bytes(self) -> float:
-        """The bytes moved so far."""
-        return self.total
-
-
 def memory_bound(seconds_a_byte: float) -> Measure | None:
     """Prices of operations by the bytes that they move; None where they are free."""
     if not seconds_a_byte:
@@ -96,7 +77,14 @@ def memory_bound(seconds_a_byte: float) -> Measure | None:
 
 
 def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Bytes that one operation moves; see `TrafficCounter`."""
+    """Bytes that one operation moves.
+
+    It reads its inputs once and writes its outputs once; what it updates in place counts as both.
+    Views and allocations are free. Encoding reads the elements and writes the records; selection
+    reads the gradient, too, updates the residual, and looks at a sector of both for each sample.
+    Adding records, bitmaps among them, reads them and touches a sector each way for every element,
+    or the whole sum if that is less.
+    """
     name = func._schema.name.split("::")[1]
     if func.is_view or name.startswith(_FREE):
         return 0.0

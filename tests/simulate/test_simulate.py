@@ -22,11 +22,12 @@ from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.simulate.pricing import (
     ChargingTimer,
     Job,
-    TrafficCounter,
+    OperationMeter,
     drive,
     make_bucket,
     make_message,
     memory_bound,
+    moved_bytes,
     price,
 )
 from megatron_sparse.transport import Link, VirtualCluster
@@ -98,9 +99,9 @@ def test_traffic_of_tensor_operations():
         (0, lambda: torch.empty(100)),
         (1600, lambda: torch.cat([a_N, b_N], out=torch.empty(200))),
     ):
-        with TrafficCounter() as counter:
+        with OperationMeter(moved_bytes) as counter:
             operation()
-        assert counter.moved_bytes == expected
+        assert counter.total == expected
 
 
 def test_traffic_of_the_codec():
@@ -109,15 +110,15 @@ def test_traffic_of_the_codec():
     grad_N = torch.zeros(numel)
     grad_N[:nnz] = 1.0
     bucket, buffers = make_bucket(job, grad_N), MessageBuffers()
-    with TrafficCounter() as counter:
+    with OperationMeter(moved_bytes) as counter:
         message = make_message(bucket, False, "coo", buffers, StageTimer())
     record = 48 + 2 * 4 * nnz  # header, indices, values
     assert message.nbytes == record
     encoded = 4 * numel + record
     # Added: a few words of offsets and counts, on the host.
-    assert encoded <= counter.moved_bytes <= encoded + 1000
+    assert encoded <= counter.total <= encoded + 1000
     for fresh, touched in ((False, nnz * 64), (True, 4 * numel)):
-        with TrafficCounter() as counter:
+        with OperationMeter(moved_bytes) as counter:
             decode_add_(
                 grad_N,
                 message.buffer[:record],
@@ -125,7 +126,7 @@ def test_traffic_of_the_codec():
                 fresh=fresh,
             )
         # Added: a word or two of offsets and status, on the host.
-        assert record + touched <= counter.moved_bytes <= record + touched + 64
+        assert record + touched <= counter.total <= record + touched + 64
 
 
 def test_local_work_is_charged_to_the_modelled_clock():
