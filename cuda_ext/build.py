@@ -32,6 +32,7 @@ from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError,
 type CudaChoice = Literal["auto", "on", "off"]
 
 STRICT = "MEGATRON_SPARSE_STRICT"
+INCLUDE = f"-I{sources.SOURCES}"
 LINK = ("-shared", "-Wl,--exclude-libs,ALL")
 """Of a library. If a compiler puts libstdc++ into it, this copy must not mix with torch's: numbers
 in error texts were lost, or crashed."""
@@ -113,43 +114,23 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     cxx = find_cxx()
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        host = [*sources.HOST, *extra, *(["-DMS_X86"] if sources.IS_X86 else [])]
-        include = ["-isystem", torch_root / "include"]
-        bindings = [cxx, *host, sources.TARGET, f"-I{sources.SOURCES}", *include]
+        host = [cxx, *sources.HOST, *extra, *(["-DMS_X86"] if sources.IS_X86 else [])]
+        bindings = [*host, sources.TARGET, INCLUDE, "-isystem", torch_root / "include"]
         jobs = [
             ([*bindings, "-c", sources.SOURCES / source], Path(folder) / f"{source}.o")
             for source in sources.CPU_BINDINGS
         ]
+        kernels = [INCLUDE, "-c", sources.SOURCES / "kernels_isa.cpp"]
         for isa, (width, flags) in sources.ISAS.items():
             if flags and not sources.IS_X86:
                 continue
-            command = [
-                cxx,
-                *host,
-                "-Wno-psabi",
-                *flags,
-                f"-DMS_ISA={isa}",
-                f"-DMS_WIDTH={width}",
-                f"-I{sources.SOURCES}",
-                "-c",
-                sources.SOURCES / "kernels_isa.cpp",
-            ]
-            jobs.append((command, Path(folder) / f"{isa}.o"))
+            command = [*host, "-Wno-psabi", *flags, f"-DMS_ISA={isa}", f"-DMS_WIDTH={width}"]
+            jobs.append(([*command, *kernels], Path(folder) / f"{isa}.o"))
         compile_all(jobs, verbose)
         linked = Path(folder) / target.name
-        run(
-            [
-                cxx,
-                *LINK,
-                *extra,
-                *(path for _, path in jobs),
-                f"-L{torch_root / 'lib'}",
-                "-ltorch_cpu",
-                "-o",
-                linked,
-            ],
-            verbose,
-        )
+        objects = [path for _, path in jobs]
+        libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
+        run([cxx, *LINK, *extra, *objects, *libraries, "-o", linked], verbose)
         install(linked, target, {"sources": sources.source_hash("cpu"), "torch": version})
     seconds = time.perf_counter() - start_s
     return Part("cpu", target, "built", f"{cxx}, torch {version}, {seconds:.0f} s")
@@ -179,47 +160,21 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
     start_s = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         kernels = _kernel_jobs(toolkit, cxx, Path(folder))
+        host: list[object] = [cxx, *sources.HOST, sources.TARGET, "-DUSE_CUDA", INCLUDE]
+        for home in (torch_root, toolkit.home):
+            host += ["-isystem", home / "include"]
         bindings = [
-            (
-                [
-                    cxx,
-                    *sources.HOST,
-                    sources.TARGET,
-                    "-DUSE_CUDA",
-                    f"-I{sources.SOURCES}",
-                    "-isystem",
-                    torch_root / "include",
-                    "-isystem",
-                    toolkit.home / "include",
-                    "-c",
-                    sources.SOURCES / f"{unit}_cuda.cpp",
-                ],
-                Path(folder) / f"{unit}_cuda.o",
-            )
+            ([*host, "-c", sources.SOURCES / f"{unit}_cuda.cpp"], Path(folder) / f"{unit}_cuda.o")
             for unit in sources.CUDA_BINDINGS
         ]
         reports = compile_all([*kernels, *bindings], verbose)
         for report in reports[: len(kernels)]:
             ptxas.refuse_spills(ptxas.read_report(report))
         linked = Path(folder) / target.name
-        run(
-            [
-                cxx,
-                *LINK,
-                *(path for _, path in kernels + bindings),
-                f"-L{torch_root / 'lib'}",
-                "-ltorch_cpu",
-                "-ltorch_cuda",
-                f"-L{toolkit.lib}",
-                "-lcudart_static",
-                "-ldl",
-                "-lrt",
-                "-lpthread",
-                "-o",
-                linked,
-            ],
-            verbose,
-        )
+        objects = [path for _, path in kernels + bindings]
+        libraries = [f"-L{torch_root / 'lib'}", "-ltorch_cpu", "-ltorch_cuda", f"-L{toolkit.lib}"]
+        libraries += ["-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+        run([cxx, *LINK, *objects, *libraries, "-o", linked], verbose)
         install(linked, target, {"sources": sources.source_hash("cuda"), "torch": version})
     archs = " ".join(f"sm_{arch}" for arch in sources.CUDA_ARCHS)
     seconds = time.perf_counter() - start_s
@@ -244,22 +199,10 @@ def compile_report(verbose: bool = False) -> dict[str, list[ptxas.Compiled]]:
 
 def _kernel_jobs(toolkit: CudaToolkit, cxx: str, folder: Path) -> list[tuple[list[object], Path]]:
     """The command and the object file of each .cu."""
-    host_flags = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
+    nvcc = [toolkit.nvcc, "-ccbin", cxx, *sources.NVCC]
+    nvcc += ["-Xcompiler", "-fPIC,-fvisibility=hidden,-ffp-contract=off", INCLUDE]
     return [
-        (
-            [
-                toolkit.nvcc,
-                "-ccbin",
-                cxx,
-                *sources.NVCC,
-                "-Xcompiler",
-                host_flags,
-                f"-I{sources.SOURCES}",
-                "-c",
-                sources.SOURCES / f"{unit}.cu",
-            ],
-            folder / f"{unit}.o",
-        )
+        ([*nvcc, "-c", sources.SOURCES / f"{unit}.cu"], folder / f"{unit}.o")
         for unit in sources.CUDA_UNITS
     ]
 
