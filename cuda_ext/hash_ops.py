@@ -11,6 +11,7 @@ except `bitmap_pack` waits once for the device, to read whether any value was ou
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,7 @@ class HashMemory:
     seed: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BitmapPlace:
+class BitmapPlace(NamedTuple):
     """Which elements the bits of a hash bitmap stand for.
 
     Attributes:
@@ -211,16 +211,7 @@ def bitmap_elements(
         int64 elements; "" or the name of the field that is wrong; and what it was instead: the
         number of set bits for `nnz`, the partition's size for a bit beyond it in `bitmap`.
     """
-    elements, status = call(
-        "hash_bitmap_elements",
-        words,
-        nnz,
-        numel,
-        place.partition,
-        place.partitions,
-        place.seed,
-        place.index_set_P,
-    )
+    elements, status = call("hash_bitmap_elements", words, nnz, numel, *place)
     return elements, *_read_status("hash_bitmap_elements", status, numel)
 
 
@@ -245,18 +236,7 @@ def bitmap_add_(
     Returns:
         "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
     """
-    status = call(
-        "hash_bitmap_add_",
-        acc_M,
-        words,
-        values,
-        value_dtype,
-        nnz,
-        place.partition,
-        place.partitions,
-        place.seed,
-        place.index_set_P,
-    )
+    status = call("hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, *place)
     return _read_status("hash_bitmap_add_", status, acc_M.numel())
 
 

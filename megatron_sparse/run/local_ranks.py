@@ -79,25 +79,11 @@ def run_netbed(
             got=f"megatron_sparse in {CHECKOUT}",
             remedy="run from a checkout, or leave out --netbed",
         )
+    given = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms, "sites": links.sites}
     # Its own timeout would cut a long sweep short; a rank that hangs is the sweep's --timeout.
-    bed = [
-        "bash",
-        str(NETBED),
-        "--ranks",
-        str(ranks),
-        "--mbit",
-        str(links.mbit),
-        "--delay-ms",
-        str(links.delay_ms),
-        "--sites",
-        str(links.sites),
-        "--nodes",
-        str(nodes),
-        "--timeout",
-        "31536000",
-        "--",
-    ]
-    return run([*bed, *command], log)
+    given |= {"nodes": nodes, "timeout": 31536000}
+    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return run(["bash", str(NETBED), *flags, "--", *command], log)
 
 
 def run(command: Sequence[str], log: IO[str] | None = None) -> int:
