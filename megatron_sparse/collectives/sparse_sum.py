@@ -105,12 +105,7 @@ class SparseSum:
         """
         self._decode(records, cut, self._expected(cut, rank), fresh=fresh)
 
-    def add_messages(
-        self,
-        records: Sequence[torch.Tensor],
-        cut: Cut,
-        ranks: Sequence[int],
-    ) -> None:
+    def add_messages(self, records: Sequence[torch.Tensor], cut: Cut, ranks: Sequence[int]) -> None:
         """Replaces the values of a cut by the sum of these ranks' own messages, in this order.
 
         One pass over the sum.

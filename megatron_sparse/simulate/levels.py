@@ -40,14 +40,7 @@ from megatron_sparse.parameters.price import (
     gather_prices,
     several_levels,
 )
-from megatron_sparse.planner.levels import (
-    INSTANCE,
-    NODE,
-    RANK,
-    LevelPrice,
-    LevelPricing,
-    has_lanes,
-)
+from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPrice, LevelPricing, has_lanes
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
