@@ -147,8 +147,8 @@ def _read(out_dir: Path) -> tuple[Corpus, str]:
     remedy = f"make it: {_COMMAND} --kind code|prose --output {out_dir}"
     try:
         manifest: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        fields = {name: manifest[name] for name in ("kind", "vocab_size", "eod")}
-        counts = {name: manifest[name] for name in ("n_documents", "n_tokens")}
+        names = ("kind", "vocab_size", "eod", "n_documents", "n_tokens")
+        fields = {name: manifest[name] for name in names}
         fingerprint = manifest["fingerprint"]
         digests = {name: manifest["files"][name] for name in _FILES}
     except FileNotFoundError:
@@ -168,10 +168,8 @@ def _read(out_dir: Path) -> tuple[Corpus, str]:
             raise DatasetError(
                 f"{out_dir / name} is damaged", expected=digest, got=found, remedy=remedy
             )
-    corpus = Corpus(
-        prefix=out_dir / "text", tokenizer=out_dir / "tokenizer.json", **fields, **counts
-    )
-    return corpus, fingerprint
+    tokenizer = out_dir / "tokenizer.json"
+    return Corpus(prefix=out_dir / "text", tokenizer=tokenizer, **fields), fingerprint
 
 
 def _check_request(kind: str, vocab_size: int) -> None:

@@ -10,7 +10,7 @@ from megatron_sparse.straggler.cost import (
     straggler_aware_cost,
 )
 from megatron_sparse.straggler.generate import make_schedule
-from megatron_sparse.straggler.schedule import Schedule, Transfer, round_bound
+from megatron_sparse.straggler.schedule import Schedule, Transfer
 from megatron_sparse.straggler.verify import verify
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "make_schedule",
     "rhd_cost",
     "ring_cost",
-    "round_bound",
     "straggler_aware_cost",
     "verify",
 ]

@@ -6,13 +6,7 @@ from functools import lru_cache
 
 from megatron_sparse.straggler.doubling import doubling_rounds
 from megatron_sparse.straggler.matching import matching_rounds
-from megatron_sparse.straggler.schedule import (
-    Round,
-    Schedule,
-    Transfer,
-    check_ranks,
-    is_power_of_two,
-)
+from megatron_sparse.straggler.schedule import Round, Schedule, Transfer, check_ranks
 
 
 def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
@@ -41,4 +35,5 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
 
 @lru_cache(maxsize=64)
 def _rounds(n: int) -> tuple[Round, ...]:
-    return tuple(doubling_rounds(n) if is_power_of_two(n) else matching_rounds(n))
+    is_power_of_two = n & (n - 1) == 0
+    return tuple(doubling_rounds(n) if is_power_of_two else matching_rounds(n))

@@ -27,7 +27,7 @@ TRIES = 8
 FIRST_SEED_OF_EVEN = 46
 """The first of the `TRIES` seeds for even n. Seven of the first 120 seeds make 27 rounds for 24
 ranks, the others 28 or more; these tries reach the fewest rounds found for 24 and every smaller
-even n. Odd n begin with seed 0, which keeps every odd n up to 64 within `round_bound`."""
+even n. Odd n begin with seed 0, which keeps every odd n up to 64 within the bound of its test."""
 MOST_RANKS_TRIED_AGAIN = 32
 URGENCY = 10.0
 WINDOW_PENALTY = 5.0

@@ -93,25 +93,6 @@ def scatter_meetings(world_size: int, straggler: int) -> Meetings:
     return tuple(met)
 
 
-def round_bound(world_size: int) -> int:
-    """The largest number of rounds of a schedule of `make_schedule`.
-
-    n + log2 n - 2 for powers of two (StragglAR, theorem 1); n + 2 ceil(log2 n) - 2 for other even
-    n, and ceil(n / 5) more for odd n, where one early rank is idle in each round. The last two are
-    what was found for every n to 64, not proved.
-    """
-    levels = (world_size - 1).bit_length()
-    if is_power_of_two(world_size):
-        return world_size + levels - 2
-    idle = -(-world_size // 5) if world_size % 2 else 0
-    return world_size + 2 * levels - 2 + idle
-
-
-def is_power_of_two(number: int) -> bool:
-    """Whether `number` is 1, 2, 4, ..."""
-    return number & (number - 1) == 0
-
-
 def check_ranks(world_size: int, straggler: int) -> None:
     """Refuses a straggler that is no rank of a group of at least two.
 
