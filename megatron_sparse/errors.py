@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 
 class MegatronSparseError(Exception):
@@ -128,3 +129,21 @@ def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
         raise type(errors[0])(
             f"{title}, for {len(errors)} reasons", got="\n    " + "\n    ".join(lines)
         )
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Raises a `ConfigError` where the block cannot write its file.
+
+    Args:
+        what: is written, as the error names it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{what} cannot be written",
+            expected="a file that can be written",
+            got=error,
+            remedy="give another path",
+        ) from error

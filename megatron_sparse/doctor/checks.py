@@ -10,7 +10,6 @@ This is one file because it is one flat list of small, independent checks.
 
 from __future__ import annotations
 
-import json as jsonlib
 import os
 import platform
 import re
@@ -29,8 +28,8 @@ from typing import Literal
 from rich.markup import escape
 
 from megatron_sparse.doctor.printing import console, table
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import installed_version
+from megatron_sparse.run.json_lines import write_rows
 
 type Status = Literal["ok", "warn", "fail"]
 
@@ -89,7 +88,10 @@ def run(json: Path | None = None) -> int:
         json: file for one JSON object a line, with the fields of `Check`; None writes none.
 
     Returns:
-        The exit code: 0 when nothing failed, 1 otherwise, 2 when `json` cannot be written.
+        The exit code: 0 when nothing failed, 1 otherwise.
+
+    Raises:
+        ConfigError: `json` cannot be written.
     """
     checks = collect()
     shown = table("megatron_sparse doctor", "part", "", "found", "what to do")
@@ -102,18 +104,7 @@ def run(json: Path | None = None) -> int:
     console().print(shown)
     counts = {status: sum(c.status == status for c in checks) for status in _STYLE}
     console().print(", ".join(f"{count} {status}" for status, count in counts.items()))
-    if json is not None:
-        try:
-            json.write_text("".join(jsonlib.dumps(asdict(c)) + "\n" for c in checks), "utf-8")
-        except OSError as error:
-            problem = ConfigError(
-                "the report cannot be written",
-                expected="a file that can be written",
-                got=error,
-                remedy="give --json another path",
-            )
-            print(f"error: {problem}", file=sys.stderr)
-            return problem.exit_code
+    write_rows(json, [asdict(check) for check in checks])
     return 1 if counts["fail"] else 0
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.checks import in_range, one_of
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.transport.topology import Link, Topology
 
 FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap", "rice", "rice_q4", "dense_q4")
@@ -298,16 +298,9 @@ class ClusterModel:
         Raises:
             ConfigError: it cannot be written.
         """
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.to_yaml(comment), "utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{path} cannot be written",
-                expected="a file that can be written",
-                got=error,
-                remedy="give another --output",
-            ) from error
 
     def to_yaml(self, comment: str) -> str:
         """The file's text. The long list is not the last key: a cut file lacks one."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
 from megatron_sparse.telemetry.live import RunProgress, render
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
@@ -115,15 +115,8 @@ def run(folder: Path, iteration: int | None, output: Path | None, columns: int |
         console = Console(width=columns, highlight=False)
         console.print(render(progress, console.width))
         return
-    try:
+    with writing(output):
         picture(progress, columns or PICTURE_COLUMNS, output)
-    except OSError as error:
-        raise ConfigError(
-            f"{output} cannot be written",
-            expected="a writable file",
-            got=error,
-            remedy="choose another file with --output",
-        ) from None
     print(output)
 
 

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megatron_sparse.config.dotted import canonical
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.report import bucket_charts, exposed, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
 from megatron_sparse.report.run_data import RunData, load_run
@@ -82,7 +82,7 @@ def run(
         )
     runs = [load_run(folder, index) for index, folder in enumerate(folders)]
     sections = sections_of(runs)
-    try:
+    with writing("the report"):
         # First, because drawing takes seconds.
         for folder in (output.parent, *([] if png is None else [png])):
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,13 +90,6 @@ def run(
         written = [output]
         if png is not None:
             written += [chart.write_png(png) for s in sections for chart in s.charts]
-    except OSError as error:
-        raise ConfigError(
-            "the report cannot be written",
-            expected="a writable file and folder",
-            got=error,
-            remedy="choose others with --output",
-        ) from None
     return written
 
 

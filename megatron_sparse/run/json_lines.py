@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import writing
 
 
 def write_text(path: Path, text: str, mode: str = "w") -> None:
@@ -16,16 +16,8 @@ def write_text(path: Path, text: str, mode: str = "w") -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(
-            "the measurements cannot be written",
-            expected="a file that can be written",
-            got=error,
-            remedy="give another path",
-        ) from error
+    with writing("the measurements"), path.open(mode, encoding="utf-8") as file:
+        file.write(text)
 
 
 def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:

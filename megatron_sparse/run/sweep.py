@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megatron_sparse.config.dotted import flat
-from megatron_sparse.errors import ConfigError, SweepError
+from megatron_sparse.errors import ConfigError, SweepError, writing
 from megatron_sparse.run import composition
 from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.run.preparation import CONFIG_FILE
@@ -217,18 +217,10 @@ def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
     found = rows(folder)
     write_rows(json_path, found)
     if csv_path is not None:
-        try:
-            with csv_path.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.DictWriter(file, list(found[0]))
-                writer.writeheader()
-                writer.writerows(found)
-        except OSError as error:
-            raise ConfigError(
-                "the table cannot be written",
-                expected="a file that can be written",
-                got=error,
-                remedy="give another --output",
-            ) from None
+        with writing("the table"), csv_path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(found[0]))
+            writer.writeheader()
+            writer.writerows(found)
     console = Console(highlight=False)
     console.print(f"{len(found)} runs in {folder}", markup=False)
     for table in _tables(found, console.width):

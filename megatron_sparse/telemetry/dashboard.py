@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.extras import require
 from megatron_sparse.recording import BUCKET_STAGES
 from megatron_sparse.telemetry.metrics import STEP
@@ -157,12 +157,8 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
         )
     workspace = make(entity, project, name)
     if json_path is not None:
-        try:
+        with writing(json_path):
             json_path.write_text(json.dumps(specification(workspace), indent=1) + "\n", "utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{json_path} cannot be written", expected="a writable file", got=error
-            ) from None
     if dry_run:
         count = sum(len(panels) for panels in SECTIONS.values())
         lines = [f"{count} panels in {len(SECTIONS)} sections; nothing was sent to W&B"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.straggler.detector import DelayStatistics, delay_cdf, delay_s, last_rank
 from megatron_sparse.telemetry.quantities import delay_cells
@@ -42,17 +42,11 @@ def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
             remedy="train longer",
         )
     Console(highlight=False).print(table_of(buckets))
-    try:
+    with writing("the delays"):
         if csv_path is not None:
             _write_csv(buckets, csv_path)
         if output is not None:
             _draw(buckets, run_dir.name, output)
-    except (OSError, ValueError) as error:  # matplotlib refuses a file type by a ValueError
-        raise ConfigError(
-            "the delays cannot be written",
-            expected="a writable file, .png or .csv",
-            got=error,
-        ) from None
 
 
 def table_of(buckets: dict[str, list[ReadinessRecord]]) -> Table:
