@@ -225,21 +225,14 @@ def command_line(
     """
     actions = _actions(parser)
     chosen: dict[str, list[str]] = {}
-    for key, value in derived.items():
-        flag, action = _look_up(key, value, actions)
-        chosen[action.dest] = [flag, *_texts(key, value, action)]
-    for key, value in passed.items():
+    for key, value in (*derived.items(), *passed.items()):
         if not _takes_back(key, value, actions, chosen):
             flag, action = _look_up(key, value, actions)
             chosen[action.dest] = [flag, *_texts(key, value, action)]
     arguments = [text for texts in chosen.values() for text in texts]
     try:
         parser.parse_args(arguments)
-    except (
-        AssertionError,
-        ValueError,
-        KeyError,
-    ) as error:  # raised by Megatron's own argument types
+    except (AssertionError, ValueError, KeyError) as error:  # of Megatron's own argument types
         parser.error(f"{type(error).__name__}: {error}")
     return arguments
 

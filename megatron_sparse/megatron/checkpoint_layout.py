@@ -154,14 +154,6 @@ def common_state(attachment: Attachment) -> dict[str, Any]:
     }
 
 
-def rank_state(attachment: Attachment) -> dict[str, Any]:
-    """This rank's own state without residuals: plain containers and small tensors."""
-    return {
-        "planner": attachment.planner.state_dict(),
-        "buckets": bucket_sizes(attachment),
-    }
-
-
 def bucket_sizes(attachment: Attachment) -> dict[str, int]:
     """Elements of every bucket, by name."""
     return {bucket.name: bucket.numel for bucket in attachment.buckets}

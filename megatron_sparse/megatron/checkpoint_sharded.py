@@ -15,7 +15,7 @@ each part of a parameter that a rank owns.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,11 @@ from megatron_sparse.megatron.checkpoint_layout import (
     VERSION,
     Coordinates,
     Saved,
+    bucket_sizes,
     check_sizes,
     check_version,
     common_state,
     model_parameters,
-    rank_state,
 )
 from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
 from megatron_sparse.megatron.residual_rows import (
@@ -66,14 +66,14 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         "model_sizes": here.model_sizes(),
         "data_size": here.data_size,
     }
+    own = {
+        "planner": attachment.planner.state_dict(),
+        "buckets": bucket_sizes(attachment),
+        "rows": row_layouts(attachment),
+    }
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
-        "rank": ShardedObject(
-            _state_key(here),
-            rank_state(attachment) | {"rows": row_layouts(attachment)},
-            (here.data_size,),
-            (here.data,),
-        ),
+        "rank": ShardedObject(_state_key(here), own, (here.data_size,), (here.data,)),
     }
     state |= dict(_sharded_residuals(attachment, here))
     for part in saved_parts(attachment.parameters.lossy):
@@ -140,16 +140,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         return None
     if residuals:
         check_sizes(tuple(header["model_sizes"]), here)
-    saved = Saved(
-        header["step"],
-        header["enabled"],
-        loss_scale=header["loss_scale"],
-        gradient_factor=header["gradient_factor"],
-        norms=header.get("norms", []),
-        data_size=header["data_size"],
-        mode=header["mode"],
-        trials=header.get("trials", {}),
-    )
+    saved = Saved(**{each.name: header[each.name] for each in fields(Saved) if each.name in header})
     same = saved.data_size == here.data_size
     rank_object = ShardedObject(
         _state_key(here), None, (saved.data_size,), (here.data if same else 0,)

@@ -55,27 +55,19 @@ def attach(
     require_host_symbols("attach")
     config = check(SparseConfig.given("attach", config, overrides))
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    if optimizer is None and any(is_fp16(chunk) for chunk in chunks):
-        raise ConfigError(
-            "fp16 training needs the optimizer",
-            expected="attach(model, optimizer, ...)",
-            got="no optimizer",
-            remedy="pass Megatron's optimizer, whose loss scaling skips steps",
-        )
-    if optimizer is None and any(map(divides_by_tokens, chunks)):
-        raise ConfigError(
-            "a loss per token needs the optimizer",
-            expected="attach(model, optimizer, ...)",
-            got="no optimizer, with calculate_per_token_loss",
-            remedy="pass Megatron's optimizer: the residual's unit changes from step to step",
-        )
-    if optimizer is None and config.parameters.method in COMPRESSED:
-        raise ConfigError(
-            f"parameters.method={config.parameters.method} needs the optimizer",
-            expected="attach(model, optimizer, ...)",
-            got="no optimizer",
-            remedy="pass Megatron's optimizer, or set parameters.method=raw",
-        )
+    method = config.parameters.method
+    for what, needs_it, more in (
+        ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
+        ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
+        (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
+    ):
+        if needs_it and optimizer is None:
+            raise ConfigError(
+                f"{what} needs the optimizer",
+                expected="attach(model, optimizer, ...)",
+                got="no optimizer",
+                remedy=f"pass Megatron's optimizer{more}",
+            )
     log_untested_megatron()
     checkpoint_process.end_with_rank()
     attachment = Attachment(chunks, config, sink or NullSink())

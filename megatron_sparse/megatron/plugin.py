@@ -377,9 +377,5 @@ def install(
     given = check(SparseConfig.given("install", config, overrides))
     with contextlib.suppress(AssertionError):  # raised by Megatron while it has no arguments
         refusals.check_arguments(_arguments(), given.compression.residual_checkpoint)
-    _installed = Plugin(
-        given,
-        Path(run_dir) if run_dir is not None else None,
-        resolved_config,
-    )
+    _installed = Plugin(given, None if run_dir is None else Path(run_dir), resolved_config)
     return _installed
