@@ -22,7 +22,6 @@ import torch
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import (
     BY_POSITION,
     FORM_BITMAP,
@@ -40,22 +39,6 @@ class _Sections(NamedTuple):
     words: torch.Tensor
     values: torch.Tensor
     nnz: int
-
-
-def record_bytes(positions: int, nnz: int, value_dtype: torch.dtype) -> int:
-    """Bytes of a record: the smaller of its two forms.
-
-    Args:
-        positions: elements of the partition.
-        nnz: how many of them are not zero.
-        value_dtype: fp32, bf16 or fp16.
-
-    Example:
-        >>> record_bytes(1000, 10, torch.float32)  # 48 + 32 + 128 (16 words) + 48 (40, padded)
-        256
-    """
-    whole = PartitionRecord(PermutationHash(positions, 1, 0), 0, value_dtype, offset=0, step=0)
-    return whole.nbytes(nnz, BY_POSITION)
 
 
 def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:

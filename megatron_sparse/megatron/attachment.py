@@ -14,7 +14,6 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,6 @@ from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.nccl_errors import HealthCheck
-
-logger = logging.getLogger("megatron_sparse")
 
 
 class Attachment(HostState):

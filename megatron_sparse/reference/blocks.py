@@ -16,16 +16,6 @@ from megatron_sparse.wire import pad16
 _SUBHEADER = struct.Struct("<IIQ")
 
 
-def payload_bytes(n_blocks: int, block_size: int, value_bytes: int) -> int:
-    """Bytes of the sections, padding included.
-
-    Example:
-        >>> payload_bytes(3, 64, 4)  # 16 of sub-header, 12 of indices, 768 of values
-        800
-    """
-    return _SUBHEADER.size + pad16(4 * n_blocks) + pad16(n_blocks * block_size * value_bytes)
-
-
 def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> bytes:
     """The sections of one segment.
 

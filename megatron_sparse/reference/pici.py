@@ -15,17 +15,6 @@ from megatron_sparse.wire import pad16
 TILE, SIDE = 4096, 64
 
 
-def payload_bytes(numel: int, nnz: int, value_bytes: int) -> int:
-    """Bytes of the sections, padding included.
-
-    Example:
-        >>> payload_bytes(5000, 3, 4)  # two tiles: 1024 of words, 12 of prefix, 12 of values
-        1056
-    """
-    tiles = -(-numel // TILE)
-    return 8 * SIDE * tiles + pad16(4 * (tiles + 1)) + pad16(nnz * value_bytes)
-
-
 def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> bytes:
     """The sections of one segment.
 

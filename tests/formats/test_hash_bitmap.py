@@ -14,6 +14,7 @@ from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
+from megatron_sparse.formats.hash_record import BY_POSITION
 from megatron_sparse.reference import hash_bitmap as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
@@ -69,7 +70,7 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         assert elements.tolist() == [element for element, _ in pairs]
         cases.assert_same_bits(values, gradient[elements], f"partition {p}")
         nnz = int((gradient[index_set] != 0).sum())
-        assert record.numel() == hash_bitmap.record_bytes(len(index_set), nnz, dtype)
+        assert record.numel() == place_of(h, p, dtype).nbytes(nnz, BY_POSITION)
         hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
     # Every element is in one partition, so the whole comes back; -0.0 is a zero that is not sent.
     whole = torch.where(gradient == 0, 0, gradient.float())
