@@ -8,7 +8,6 @@ iterations. `simulate.profiled` draws ZEN's figures from the same samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,52 +20,12 @@ from rich.table import Table
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.formats.hash_partition import HASH_SEED
-from megatron_sparse.pricing.profile import SparsityProfile
-from megatron_sparse.sparsity.balance import Loads
-from megatron_sparse.sparsity.characteristics import (
-    nonzero_elements,
-    profile_of_elements,
-)
+from megatron_sparse.sparsity.balance import Loads, Sample
+from megatron_sparse.sparsity.characteristics import nonzero_elements, profile_of_elements
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ALL = "all"
 """The row of all buckets of a group together."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One bucket in one iteration, on all ranks of its group.
-
-    Attributes:
-        iteration: number of the iteration, as the training loop counts.
-        bucket: name of the bucket; `ALL` for all buckets of the group.
-        numel: number of elements.
-        elements: indices of each rank's non-zero elements: int64, ascending.
-        profile: the exact profile.
-        contiguous: loads of the servers if each owns a contiguous range.
-        hashed: loads of the servers if a hash spreads the elements.
-    """
-
-    iteration: int
-    bucket: str
-    numel: int
-    elements: Sequence[np.ndarray]
-    profile: SparsityProfile
-    contiguous: Loads
-    hashed: Loads
-
-    def line(self, kind: Kind) -> dict[str, Any]:
-        """The JSON object."""
-        return {
-            "iteration": self.iteration,
-            "bucket": self.bucket,
-            "kind": str(kind),
-            "push": self.contiguous.push,
-            "pull": self.contiguous.pull,
-            "push_hashed": self.hashed.push,
-            "pull_hashed": self.hashed.pull,
-            "profile": self.profile.to_dict(),
-        }
 
 
 def run(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hierarchical_hash import hierarchical_hash
-from megatron_sparse.pricing.profile import SparsityProfile, union_counts
+from megatron_sparse.pricing.profile import union_counts
 from megatron_sparse.simulate.figures import (
     MODEL,
     Figure,
@@ -37,7 +37,7 @@ from megatron_sparse.simulate.figures import (
 from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
 from megatron_sparse.simulate.pricing import Job, JobCost
 from megatron_sparse.simulate.zen import available, draw_normalised, outcomes
-from megatron_sparse.sparsity.balance import Loads
+from megatron_sparse.sparsity.balance import Sample
 from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack
 from megatron_sparse.sparsity.characteristics import counts_between
 
@@ -54,47 +54,13 @@ BINS, PARTITIONS, OMNIREDUCE_BLOCK = 25, 8, 256
 RECORDED = "recorded gradients"
 
 
-class BucketSample(Protocol):
-    """One bucket in one iteration, as `report.profile.Sample` holds it."""
-
-    @property
-    def bucket(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def numel(self) -> int:
-        """The bucket's elements."""
-        ...
-
-    @property
-    def elements(self) -> Sequence[np.ndarray]:
-        """Each rank's non-zero elements: int64, ascending."""
-        ...
-
-    @property
-    def profile(self) -> SparsityProfile:
-        """The exact profile."""
-        ...
-
-    @property
-    def contiguous(self) -> Loads:
-        """Loads of the servers if each owns a contiguous range."""
-        ...
-
-    @property
-    def hashed(self) -> Loads:
-        """Loads of the servers if a hash spreads the elements."""
-        ...
-
-
-def figures(samples: Sequence[BucketSample]) -> list[Figure]:
+def figures(samples: Sequence[Sample]) -> list[Figure]:
     """The figures of a recording; `Figure.make` writes them.
 
     Args:
         samples: of at least one bucket. Those with the most non-zero elements are drawn.
     """
-    by_bucket: dict[str, list[BucketSample]] = {}
+    by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
     nnz = {
@@ -169,7 +135,7 @@ def _row(panel: str, series: str, x: float | str, y: float) -> Row:
     return {"panel": panel, "series": series, "x": x, "y": y}
 
 
-def rows_2(shown: dict[str, list[BucketSample]]) -> list[Row]:
+def rows_2(shown: dict[str, list[Sample]]) -> list[Row]:
     """a: probability density of the overlap ratios of all pairs; b: mean densification ratio."""
     rows = []
     for name, members in shown.items():
@@ -190,7 +156,7 @@ def rows_2(shown: dict[str, list[BucketSample]]) -> list[Row]:
     return rows
 
 
-def rows_3(shown: dict[str, list[BucketSample]]) -> list[Row]:
+def rows_3(shown: dict[str, list[Sample]]) -> list[Row]:
     """a: percent of the non-zero elements in each of eight partitions; b: skewness ratio."""
     rows = []
     for name, members in shown.items():
@@ -230,7 +196,7 @@ def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, 
     return (place_K * PIECE_NUMEL + elements_K % PIECE_NUMEL)[held_K], taken.size * PIECE_NUMEL
 
 
-def rows_8(sample: BucketSample) -> list[Row]:
+def rows_8(sample: Sample) -> list[Row]:
     """Time divided by the dense all-reduce's, for each number of ranks."""
     rows, names = [], available()
     names.pop("Sparse PS", None)  # Not in the paper's figure either.
@@ -264,7 +230,7 @@ def rows_8(sample: BucketSample) -> list[Row]:
     return rows
 
 
-def rows_16(sample: BucketSample) -> list[Row]:
+def rows_16(sample: Sample) -> list[Row]:
     """Milliseconds of Algorithm 1, a: by the parallel memory r1, b: by the rehashes k."""
     whole_K = max(sample.elements, key=lambda own_K: own_K.size)
     indices_K = torch.from_numpy(whole_K[:: -(-max(whole_K.size, 1) // MOST_HASHED)].copy())
@@ -285,7 +251,7 @@ def rows_16(sample: BucketSample) -> list[Row]:
     return rows + [_row("b", "r1 = 2", k, time_ms(2, k)) for k in (1, 2, 3, 4)]
 
 
-def rows_17(shown: dict[str, list[BucketSample]], largest: BucketSample) -> list[Row]:
+def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
     """a: fp32 sizes of one rank's part and of the sum, divided by the dense size; b: speedups."""
     rows = []
     for density, blocks, servers in sorted(set(_spread(shown))):
@@ -312,7 +278,7 @@ def rows_17(shown: dict[str, list[BucketSample]], largest: BucketSample) -> list
     return rows
 
 
-def _spread(shown: dict[str, list[BucketSample]]) -> Iterable[tuple[float, float, int]]:
+def _spread(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
     """For every bucket and its sum: density and fraction of blocks; and the bucket's servers."""
     for members in shown.values():
         for profile in (sample.profile for sample in members):

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.sparsity.characteristics import counts_between, union_of
 
 
@@ -86,3 +87,39 @@ class Loads:
 def _imbalance(counts_P: np.ndarray) -> float:
     total = int(counts_P.sum())
     return counts_P.size * int(counts_P.max()) / total if total else 1.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One bucket in one iteration, on all ranks of its group.
+
+    Attributes:
+        iteration: number of the iteration, as the training loop counts.
+        bucket: name of the bucket; ends in `all` for all buckets of the group.
+        numel: number of elements.
+        elements: indices of each rank's non-zero elements: int64, ascending.
+        profile: the exact profile.
+        contiguous: loads of the servers if each owns a contiguous range.
+        hashed: loads of the servers if a hash spreads the elements.
+    """
+
+    iteration: int
+    bucket: str
+    numel: int
+    elements: Sequence[np.ndarray]
+    profile: SparsityProfile
+    contiguous: Loads
+    hashed: Loads
+
+    def line(self, kind: str) -> dict[str, Any]:
+        """The JSON object."""
+        return {
+            "iteration": self.iteration,
+            "bucket": self.bucket,
+            "kind": str(kind),
+            "push": self.contiguous.push,
+            "pull": self.contiguous.pull,
+            "push_hashed": self.hashed.push,
+            "pull_hashed": self.hashed.pull,
+            "profile": self.profile.to_dict(),
+        }
