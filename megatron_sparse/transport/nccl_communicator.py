@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from megatron_sparse.cuda_ext.nccl_ops import SumCall, nccl_sparse_sum
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.nccl_library import SUCCESS, NcclLibrary
+from megatron_sparse.transport.operation import Operation
 
 POLL_S = 0.05
 """Time between two checks of pending calls."""
@@ -29,32 +29,12 @@ POSTING_S = 1.0
 """How long an abort waits for a thread that posts. Posting takes a fraction of a millisecond."""
 
 
-class Deadline(Protocol):
-    """The deadline of a call: `operation.Operation`."""
-
-    def is_hopeless(self) -> bool:
-        """Whether waiting is pointless: a rank is gone, or time is up."""
-        ...
-
-    def error(self, cause: Exception | None = None) -> CommunicationError:
-        """The error to raise when waiting is pointless."""
-        ...
-
-
-class Done(Protocol):
-    """A point in the stream's work: a CUDA event."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-        ...
-
-
 class _Call:
     """A posted call, for one bucket."""
 
-    def __init__(self, deadline: Deadline) -> None:
+    def __init__(self, deadline: Operation) -> None:
         self.deadline = deadline
-        self.queued: Done | None = None
+        self.queued: torch.cuda.Event | None = None
 
     def is_done(self) -> bool:
         """Whether the stream has passed it."""
@@ -91,7 +71,7 @@ class NcclCommunicator:
         device: torch.device,
         timeout_s: float,
         broadcast: Callable[[bytes], bytes],
-        deadline: Callable[[str], Deadline],
+        deadline: Callable[[str], Operation],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._library = library
@@ -138,7 +118,9 @@ class NcclCommunicator:
             with self._change:
                 self._pending.remove(started)
             raise
-        started.queued = self._record()
+        event = torch.cuda.Event()
+        event.record()
+        started.queued = event  # once it is recorded: one that is not counts as passed
 
     def sparse_sum(self, name: str, summed: SumCall) -> torch.Tensor:
         """Queues the sum of a bucket's messages; see `nccl_ops.nccl_sparse_sum`.
@@ -159,11 +141,6 @@ class NcclCommunicator:
         return report
 
     _post = staticmethod(nccl_sparse_sum)
-
-    def _record(self) -> Done:
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def check(self) -> None:
         """Raises if the communicator has failed: its results are then undefined. Does not wait.
