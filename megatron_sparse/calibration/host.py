@@ -18,7 +18,7 @@ from megatron_sparse.collectives.base import Round, whole_group
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.link_timing import TAG, Clock, complete, timed
-from megatron_sparse.planner.plan import FixedPlanner
+from megatron_sparse.planner.plan import Planner
 from megatron_sparse.recording import NullSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Pending
 from megatron_sparse.reduction.progress import Progress
@@ -96,7 +96,7 @@ def _small_bucket(transport: Transport) -> Bucket:
 def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32)
-    planner = FixedPlanner(config.compression, config.scheme)
+    planner = Planner(config.compression, config.scheme)
     groups = Groups(transport)
     reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
     return lambda: reducer.start(bucket, 0).wait()

@@ -48,7 +48,7 @@ from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message
-from megatron_sparse.planner.plan import Choice, FixedPlanner, Plan, bucket_facts
+from megatron_sparse.planner.plan import Choice, Plan, Planner, bucket_facts
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
     DENSE,
@@ -114,7 +114,7 @@ class Pace:
     retry_after: int = 1000
 
 
-class PricedPlanner(FixedPlanner):
+class PricedPlanner(Planner):
     """See the module's docstring.
 
     Args:

@@ -11,7 +11,7 @@ from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.pinned import PinnedPlanner
-from megatron_sparse.planner.plan import FixedPlanner, Planner
+from megatron_sparse.planner.plan import Planner
 from megatron_sparse.pricing.cluster import find
 
 logger = logging.getLogger("megatron_sparse")
@@ -91,4 +91,4 @@ def planner_of(config: SparseConfig, *, logs: bool) -> Planner:
         return PinnedPlanner(compression, scheme, Path(planner.pin), cluster)
     if scheme.name == AUTO and cluster is not None:
         return PricedPlanner(compression, scheme, planner, cluster, logs=logs)
-    return FixedPlanner(compression, scheme, cluster)
+    return Planner(compression, scheme, cluster)

@@ -9,19 +9,19 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.plan import Choice, FixedPlanner
+from megatron_sparse.planner.plan import Choice, Planner
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import ClusterModel
 
 
-class PinnedPlanner(FixedPlanner):
+class PinnedPlanner(Planner):
     """Takes each bucket's scheme from a `plan.json`, density and phases from the configuration.
 
     Args:
         compression: the schedule of densities.
         scheme: options of the schemes; `name` is `auto`.
         path: the file, or the folder of a run.
-        cluster: see `FixedPlanner`.
+        cluster: see `Planner`.
 
     Raises:
         ConfigError: the file is not a plan.

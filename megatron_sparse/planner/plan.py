@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import SCHEMES, Exchange, Input, check_capacity, check_op
@@ -101,63 +101,10 @@ class Choice:
     predicted_us: float | None = None
 
 
-class Planner(Protocol):
-    """Makes the same decision on every rank: it never uses data that only one rank has."""
+class Planner:
+    """Follows the configuration; `scheme=auto` compares bytes on the wire. The others extend it.
 
-    enabled: bool
-    is_trial: bool
-
-    def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in step `step`."""
-        ...
-
-    def join(self, transport: Transport) -> None:
-        """Called with each group of ranks, before its first bucket."""
-        ...
-
-    def follow(self, record: BucketRecord) -> None:
-        """Called at each launch of a bucket; the record is completed during the flight."""
-        ...
-
-    def share(
-        self, exchange: Exchange, plan: Plan, step: int, message: Message | None
-    ) -> Generator[Yielded, None, None]:
-        """Exchanges numbers with the other ranks before the bucket's collective; usually none.
-
-        The progress thread drives it, on every rank in the order of launches. Changes of the plan
-        take effect in the next step.
-
-        Args:
-            exchange: the bucket, about to be synchronised, and the means to do it.
-            plan: the bucket's.
-            step: the present step.
-            message: this rank's selection; None for a dense plan.
-        """
-        ...
-
-    def dense_us(self, bucket: Bucket) -> float | None:
-        """What the backend's own collective would take for the bucket; None without a cluster."""
-        ...
-
-    def replan(self) -> None:
-        """Drops every choice: the target density has changed. Called between two steps."""
-        ...
-
-    def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """The bucket's row of `plan.json`."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs to plan the same; plain values, for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
-        ...
-
-
-class FixedPlanner:
-    """Follows the configuration; `scheme=auto` compares bytes on the wire.
+    Makes the same decision on every rank: it never uses data that only one rank has.
 
     Args:
         compression: the schedule of densities.
@@ -185,7 +132,7 @@ class FixedPlanner:
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """See `Planner`.
+        """The plan of `bucket` in step `step`.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
@@ -251,7 +198,9 @@ class FixedPlanner:
         return Choice(name, reason)
 
     def join(self, transport: Transport) -> None:
-        """See `Planner`. Checks the first group only: others may lie within one host.
+        """Called with each group of ranks, before its first bucket.
+
+        Checks the first group only: others may lie within one host.
 
         Raises:
             ConfigError: the cluster file was measured on another cluster.
@@ -263,10 +212,10 @@ class FixedPlanner:
         self._joined = True
 
     def dense_us(self, bucket: Bucket) -> float | None:
-        """See `Planner`: a MODEL, from the cluster's measured or modelled dense link.
+        """What the backend's own collective would take for the bucket; None without a cluster.
 
-        The whole gradient in its own dtype, as Megatron alone would send it. Priced once for each
-        shape of bucket.
+        A MODEL, from the cluster's measured or modelled dense link, of the whole gradient in its
+        own dtype, as Megatron alone would send it. Priced once for each shape of bucket.
         """
         if self._cluster is None:
             return None
@@ -280,19 +229,29 @@ class FixedPlanner:
         return self._dense_us[shape]
 
     def follow(self, record: BucketRecord) -> None:
-        """See `Planner`. Does nothing."""
+        """Called at each launch of a bucket; the record is completed during the flight."""
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """See `Planner`. Exchanges nothing: the configuration is enough."""
+        """Exchanges numbers with the other ranks before the bucket's collective; usually none.
+
+        The progress thread drives it, on every rank in the order of launches. Changes of the plan
+        take effect in the next step.
+
+        Args:
+            exchange: the bucket, about to be synchronised, and the means to do it.
+            plan: the bucket's.
+            step: the present step.
+            message: this rank's selection; None for a dense plan.
+        """
         yield from ()
 
     def replan(self) -> None:
-        """See `Planner`: every step's choice is made from the configuration alone."""
+        """Drops every choice: the target density has changed. Called between two steps."""
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """See `Planner`."""
+        """The bucket's row of `plan.json`."""
         plan = self.plan_for(bucket, step)
         bits = self._compression.given_value_bits
         # The schedule's density, with which schemes are compared: that of a dense plan is 1.
@@ -309,11 +268,11 @@ class FixedPlanner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Planner`: there is no state besides the configuration."""
+        """The state that a resumed run needs to plan the same; plain values, for a checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Planner`."""
+        """Restores the result of `state_dict`."""
 
 
 def bucket_facts(

@@ -29,7 +29,7 @@ from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
 from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
-from megatron_sparse.planner import FixedPlanner, Plan
+from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
@@ -191,7 +191,7 @@ class _Group:
         self, config: SparseConfig, rank: int, nodes: tuple[int, ...] | None, *, undo: bool
     ) -> None:
         self._config, self._rank, self._nodes, self._undo = config, rank, nodes, undo
-        self._planner = FixedPlanner(config.compression, config.scheme)
+        self._planner = Planner(config.compression, config.scheme)
         if config.planner.pin:
             self._planner = planner_of(config, logs=False)
         self._buffers: dict[tuple[str, str], int] = {}

@@ -13,7 +13,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.reduction.reducer import Groups
 from tests.collectives.cases import NAMES
 from tests.collectives.faults import (
@@ -71,7 +71,7 @@ class Reducing(Side):
         }
         wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
         self.faulty = wrapped
-        planner = FixedPlanner(config.compression, config.scheme)
+        planner = Planner(config.compression, config.scheme)
         self.reducer = reducer_of(config, Groups(wrapped), progress=self.progress, planner=planner)
 
     def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.transport import Link, Topology, VirtualCluster
@@ -314,7 +314,7 @@ def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(SCHEMES) - {*CAPABLE, "dense_q"}))
 def test_other_schemes_are_refused_in_the_first_step(name):
     compression = CompressionConfig(warmup_iters=100)
-    planner = FixedPlanner(compression, SchemeConfig(name=name, capacity=1.25))
+    planner = Planner(compression, SchemeConfig(name=name, capacity=1.25))
     bucket = Bucket("b", torch.zeros(90), parameters(90), CollectiveOp.ALL_REDUCE, 2)
     with pytest.raises(ConfigError, match=f"scheme.name={name} has no messages of fixed size"):
         planner.plan_for(bucket, 0)
@@ -333,7 +333,7 @@ def test_the_torch_codec_refuses_it(monkeypatch):
 
 @pytest.mark.parametrize("name", [*CAPABLE, "auto"])
 def test_these_schemes_take_it(name):
-    planner = FixedPlanner(CompressionConfig(), SchemeConfig(name=name, capacity=1.25))
+    planner = Planner(CompressionConfig(), SchemeConfig(name=name, capacity=1.25))
     bucket = Bucket("b", torch.zeros(90), parameters(90), CollectiveOp.ALL_REDUCE, 2)
     assert planner.plan_for(bucket, 0).scheme == "dense"  # still warming up
 
@@ -344,7 +344,7 @@ def test_auto_compares_sent_bytes_not_selected_elements():
     chosen = {}
     for capacity in (None, 1.25, 60.0):
         compression = CompressionConfig(density=0.02, warmup_iters=0, ramp_iters=0)
-        planner = FixedPlanner(compression, SchemeConfig(capacity=capacity))
+        planner = Planner(compression, SchemeConfig(capacity=capacity))
         chosen[capacity] = planner.plan_for(bucket, 0).scheme
     assert chosen[None] != "dense"
     assert chosen[60.0] == "dense"

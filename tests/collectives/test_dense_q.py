@@ -15,7 +15,7 @@ from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import same_on_all_ranks
@@ -34,7 +34,7 @@ class Run:
             **{"warmup_iters": 2, "ramp_iters": 0, "density": 0.1, "value_bits": 4} | compression
         )
         self.options = scheme or SchemeConfig(name="direct")
-        self.planner = FixedPlanner(self.config, self.options)
+        self.planner = Planner(self.config, self.options)
         self.cluster = VirtualCluster(n)
         self.residuals = [ResidualStore(torch.float32) for _ in range(n)]
         self.buffers = [MessageBuffers() for _ in range(n)]
@@ -166,14 +166,14 @@ def test_what_is_not_asked_to_round_stays_dense():
         (few, "dense_ring", "dense"),
         (whole, "dense_q", "dense_q"),
     ):
-        planner = FixedPlanner(compression, SchemeConfig(name=scheme))
+        planner = Planner(compression, SchemeConfig(name=scheme))
         assert planner.plan_for(bucket, 0).scheme == expected, (scheme, compression.value_bits)
     alone = replace(bucket, world_size=1)
-    assert FixedPlanner(few, SchemeConfig()).plan_for(alone, 0).scheme == "dense"
-    off = FixedPlanner(replace(few, enabled=False), SchemeConfig(name="direct"))
+    assert Planner(few, SchemeConfig()).plan_for(alone, 0).scheme == "dense"
+    off = Planner(replace(few, enabled=False), SchemeConfig(name="direct"))
     assert off.plan_for(bucket, 0).scheme == "dense"
     # By name at the target too, whatever the density.
-    named = FixedPlanner(whole, SchemeConfig(name="dense_q")).plan_for(bucket, 10**6)
+    named = Planner(whole, SchemeConfig(name="dense_q")).plan_for(bucket, 10**6)
     assert (named.scheme, named.density) == ("dense_q", 1.0)
 
 
@@ -216,7 +216,7 @@ def test_nan_travels():
 
 def test_ranks_with_other_bits_do_not_meet():
     run = Run(2, CollectiveOp.ALL_REDUCE, 2000)
-    other = FixedPlanner(replace(run.config, value_bits=8), run.options)
+    other = Planner(replace(run.config, value_bits=8), run.options)
     plan_for, calls = run.planner.plan_for, []
 
     def of_each(bucket, step):

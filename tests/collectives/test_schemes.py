@@ -21,7 +21,7 @@ from megatron_sparse.collectives.registry import find_schemes
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import OPTIONS, SPARSE, Case, Forwarding, on_nodes, run_case, steps_of
 
@@ -32,7 +32,7 @@ def _bucket(op=CollectiveOp.ALL_REDUCE, name="b", numel=1000):
 
 def _plan(scheme, op, step=5, **values):
     compression = CompressionConfig(warmup_iters=2, ramp_iters=0, **values)
-    return FixedPlanner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(op), step)
+    return Planner(compression, SchemeConfig(name=scheme)).plan_for(_bucket(op), step)
 
 
 def test_two_schemes_of_one_name_are_refused(monkeypatch):

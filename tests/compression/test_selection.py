@@ -12,7 +12,7 @@ from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests import doc_tables
@@ -190,7 +190,7 @@ class GroupRank(Rank):
             values_N = self.selector.take_whole(bucket, None, step=step, timer=timer)
             yield from SCHEMES["dense_ring"].run(exchange, values_N, step)
         else:
-            plan = FixedPlanner(self.config, options).plan_for(bucket, step)
+            plan = Planner(self.config, options).plan_for(bucket, step)
             spec = plan.message_spec(bucket, options)
             message = self.selector.select(bucket, spec, step=step, timer=timer)
             yield from SCHEMES[self.scheme].run(exchange, message)

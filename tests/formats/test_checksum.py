@@ -21,7 +21,7 @@ from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import decode_add_, encode_segments
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.reference.checksum import mixed_sum, opened, sealed
 from tests.codec import CPU, FORMS, ORACLE, RICE, Case, check, rice_spec, segments_of, spec_of
 from tests.compression.rank import Rank
@@ -153,7 +153,7 @@ def test_the_key_reaches_selection_and_the_profile() -> None:
     config = CompressionConfig(density=0.05, warmup_iters=0, ramp_iters=0)
     rank = Rank(config, [ParameterSlice("w", 0, 4096)])
     bucket = rank.bucket(gradient_N)
-    spec = FixedPlanner(config, options).plan_for(bucket, 5).message_spec(bucket, options)
+    spec = Planner(config, options).plan_for(bucket, 5).message_spec(bucket, options)
     sent_N = rank.send(gradient_N, 5, **vars(spec))
     records = rank.message.buffer[: rank.message.nbytes].numpy().tobytes()
     assert Header.unpack(opened(records), rank=0).nnz == sent_N.count_nonzero() > 0

@@ -14,7 +14,7 @@ from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
-from megatron_sparse.planner import FixedPlanner, choice
+from megatron_sparse.planner import Planner, choice
 from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.pinned import PinnedPlanner
@@ -264,13 +264,13 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
 
 
 def test_the_configuration_says_which_planner():
-    assert type(planner_of(SparseConfig(), logs=False)) is FixedPlanner
+    assert type(planner_of(SparseConfig(), logs=False)) is Planner
     priced = SparseConfig.from_overrides(planner=PlannerConfig(cluster="perlmutter"))
     assert isinstance(planner_of(priced, logs=False), choice.PricedPlanner)
     fixed = SparseConfig.from_overrides(
         scheme="direct", planner=PlannerConfig(cluster="perlmutter")
     )
-    assert type(planner_of(fixed, logs=False)) is FixedPlanner
+    assert type(planner_of(fixed, logs=False)) is Planner
     both = SparseConfig.from_overrides(scheme="direct", planner=PlannerConfig(pin="p.json"))
     with pytest.raises(ConfigError, match=r"planner\.pin and scheme\.name"):
         planner_of(both, logs=False)

@@ -10,7 +10,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes
 from megatron_sparse.pricing.records import record_bytes
 
@@ -22,7 +22,7 @@ def _bucket(world_size=4, op=CollectiveOp.ALL_REDUCE, keep=False):
 
 def _planner(scheme="auto", **compression):
     values = {"warmup_iters": 2, "ramp_iters": 2, "density": 0.01} | compression
-    return FixedPlanner(CompressionConfig(**values), SchemeConfig(name=scheme))
+    return Planner(CompressionConfig(**values), SchemeConfig(name=scheme))
 
 
 def test_the_warmup_is_dense_and_the_target_sparse():

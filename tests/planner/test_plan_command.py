@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
-from megatron_sparse.planner.plan import FixedPlanner
+from megatron_sparse.planner.plan import Planner
 from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
@@ -83,7 +83,7 @@ def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
 
 def test_a_run_without_a_cluster_file_shows_bytes(tmp_path, capsys):
     compression = CompressionConfig(density=0.01, warmup_iters=0, ramp_iters=0)
-    planner = FixedPlanner(compression, SchemeConfig())
+    planner = Planner(compression, SchemeConfig())
     written = planner.report(a_bucket(name="a"), 0)
     (tmp_path / "plan.json").write_text(json.dumps({"step": 1, "buckets": [written]}))
     assert run(tmp_path) == 0
@@ -99,9 +99,7 @@ def test_a_run_without_a_cluster_file_shows_bytes(tmp_path, capsys):
 
 def test_what_dense_was_compared_with_is_shown(tmp_path, capsys):
     """Sparse schemes have the bytes of the density that was asked for, not of the dense plan's."""
-    planner = FixedPlanner(
-        CompressionConfig(density=0.9, warmup_iters=0, ramp_iters=0), SchemeConfig()
-    )
+    planner = Planner(CompressionConfig(density=0.9, warmup_iters=0, ramp_iters=0), SchemeConfig())
     row = planner.report(a_bucket(name="a"), 0)
     assert row["chosen"] == "dense"
     least = min(nbytes for name, nbytes in row["predicted_bytes"].items() if name != "dense")

@@ -16,7 +16,7 @@ from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import NODE
-from megatron_sparse.planner import FixedPlanner
+from megatron_sparse.planner import Planner
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
@@ -64,7 +64,7 @@ class BucketPath:
         self.reducer = GradientReducer(
             config,
             groups,
-            FixedPlanner(config.compression, config.scheme),
+            Planner(config.compression, config.scheme),
             self.residuals,
             self._sink,
             progress,  # type: ignore[arg-type] - virtual ranks launch nothing
