@@ -15,8 +15,9 @@ goes to server i. There are two such hashes:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 
@@ -31,68 +32,81 @@ HASH_PERMUTATION, HASH_INDEX_SETS = range(2)
 """The codes of the two hashes in a hash bitmap's sub-header."""
 
 
-class PartitionHash(Protocol):
-    """What a partition hash offers; tensors are int64, 1-D, on any device, shape suffix K."""
-
-    @property
-    def numel(self) -> int:
-        """Elements of the segment."""
-        ...
-
-    @property
-    def partitions(self) -> int:
-        """How many partitions there are."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """The key of the hash."""
-        ...
-
-    @property
-    def code(self) -> int:
-        """Which hash it is, on the wire."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it holds."""
-        ...
-
-    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
-        """The partition of each element."""
-        ...
-
-    def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """Where each element stands in one partition; -1 where it is of another."""
-        ...
-
-    def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """The elements at positions of one partition."""
-        ...
-
-    def partition_numel(self, partition: int) -> int:
-        """Elements of one partition."""
-        ...
-
-    def index_set(self, partition: int, device: torch.device) -> torch.Tensor | None:
-        """int32 elements of one partition by position, or None where nothing is stored."""
-        ...
-
-
 @dataclass(frozen=True)
-class PermutationHash:
-    """Equal blocks of a keyed permutation of the segment's elements.
-
-    Partition p holds the permuted positions ceil(p numel / n) up to ceil((p + 1) numel / n).
+class PartitionHash(ABC):
+    """A hash h0. Tensors are int64, 1-D, on any device; so are results but for `index_set`.
 
     Attributes:
         numel: elements of the segment, below 2^31.
         partitions: n, 1 to 2^16; may exceed numel, which leaves some empty.
         seed: the same on all ranks, 0 to 2^63 - 1.
+        code: which hash it is, on the wire.
 
     Raises:
         ConfigError: a value is out of range.
+    """
+
+    code: ClassVar[int]
+
+    numel: int
+    partitions: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        in_range("numel", self.numel, 0, 2**31 - 1, integer=True)
+        in_range("partitions", self.partitions, 1, MAX_PARTITIONS, integer=True)
+        in_range("seed", self.seed, 0, 2**63 - 1, integer=True)
+
+    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
+        """The partition of each element.
+
+        Raises:
+            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
+        """
+        general = self.code == HASH_INDEX_SETS
+        return hash_ops.partition_of(
+            elements_K, self.numel, self.partitions, self.seed, general=general
+        )
+
+    @abstractmethod
+    def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
+        """Where each element stands in one partition; -1 where it is of another.
+
+        Raises:
+            ExtensionError: there is no such partition, or an element is not in [0, numel).
+        """
+
+    @abstractmethod
+    def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
+        """The elements at positions of one partition.
+
+        Raises:
+            ExtensionError: there is no such partition or position.
+        """
+
+    def partition_numel(self, partition: int) -> int:
+        """Elements of one partition.
+
+        Raises:
+            ExtensionError: there is no such partition.
+        """
+        check_partition(partition, self.partitions)
+        return self._begin(partition + 1) - self._begin(partition)
+
+    @abstractmethod
+    def _begin(self, partition: int) -> int:
+        """How many elements are in the partitions before this one."""
+
+    @abstractmethod
+    def index_set(self, partition: int, device: torch.device) -> torch.Tensor | None:
+        """int32 elements of one partition by position, or None where nothing is stored."""
+
+
+@dataclass(frozen=True)
+class PermutationHash(PartitionHash):
+    """Equal blocks of a keyed permutation of the segment's elements.
+
+    Partition p holds the permuted positions ceil(p numel / n) up to ceil((p + 1) numel / n).
 
     Example:
         >>> h = PermutationHash(numel=10, partitions=3, seed=1)
@@ -104,90 +118,38 @@ class PermutationHash:
         True
     """
 
-    numel: int
-    partitions: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        _check_hash(self)
-
-    @property
-    def code(self) -> int:
-        """`HASH_PERMUTATION`."""
-        return HASH_PERMUTATION
-
-    @property
-    def nbytes(self) -> int:
-        """None: everything is computed."""
-        return 0
-
-    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
-        """The partition of each element; int64 in and out.
-
-        Raises:
-            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
-        """
-        return hash_ops.partition_of(
-            elements_K, self.numel, self.partitions, self.seed, general=False
-        )
+    code = HASH_PERMUTATION
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """Where each element stands in one partition; -1 where it is of another; int64.
-
-        Raises:
-            ExtensionError: there is no such partition, or an element is not in [0, numel).
-        """
+        """See `PartitionHash`."""
         size = self.partition_numel(partition)
         position_K = hash_ops.permute(elements_K, self.numel, self.seed)
         position_K.sub_(self._begin(partition))
         return position_K.masked_fill_((position_K < 0) | (position_K >= size), -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """The elements at positions of one partition; int64 in and out.
-
-        Raises:
-            ExtensionError: there is no such partition or position.
-        """
+        """See `PartitionHash`."""
         _check_positions(positions_K, self.partition_numel(partition))
         return hash_ops.unpermute(positions_K + self._begin(partition), self.numel, self.seed)
 
-    def partition_numel(self, partition: int) -> int:
-        """Elements of one partition.
-
-        Raises:
-            ExtensionError: there is no such partition.
-        """
-        check_partition(partition, self.partitions)
-        return self._begin(partition + 1) - self._begin(partition)
-
     def index_set(self, partition: int, device: torch.device) -> None:
-        """Nothing is stored."""
-        return None
+        """See `PartitionHash`: nothing is stored."""
 
     def _begin(self, partition: int) -> int:
         return -(-partition * self.numel // self.partitions)
 
 
 @dataclass(frozen=True)
-class IndexSetHash:
+class IndexSetHash(PartitionHash):
     """The paper's general hash (murmur3's finaliser, scaled), with its index sets.
 
     Made once for a segment on the CPU, in O(numel log numel) time. Holds 4 bytes an element on the
     CPU, and as many on every other device that uses them. Partition sizes follow the hash, so they
     differ by a few standard deviations, sqrt(numel / n).
-
-    Attributes:
-        numel: elements of the segment, below 2^31.
-        partitions: n, 1 to 2^16.
-        seed: the same on all ranks, 0 to 2^63 - 1.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
-    numel: int
-    partitions: int
-    seed: int
+    code = HASH_INDEX_SETS
+
     _elements: torch.Tensor = field(init=False, repr=False, compare=False)
     _offsets: list[int] = field(init=False, repr=False, compare=False)
     _copies: dict[torch.device, torch.Tensor] = field(
@@ -195,64 +157,30 @@ class IndexSetHash:
     )
 
     def __post_init__(self) -> None:
-        _check_hash(self)
+        super().__post_init__()
         partition_N = self.partition_of(torch.arange(self.numel))
         counts = partition_N.bincount(minlength=self.partitions)
         order = torch.sort(partition_N, stable=True).indices
         object.__setattr__(self, "_elements", order.to(torch.int32))
         object.__setattr__(self, "_offsets", [0, *counts.cumsum(0).tolist()])
 
-    @property
-    def code(self) -> int:
-        """`HASH_INDEX_SETS`."""
-        return HASH_INDEX_SETS
-
-    @property
-    def nbytes(self) -> int:
-        """4 bytes for each element of the segment, on the CPU."""
-        return self._elements.numel() * self._elements.element_size()
-
-    def partition_of(self, elements_K: torch.Tensor) -> torch.Tensor:
-        """The partition of each element; int64 in and out.
-
-        Raises:
-            ExtensionError: an element is not in [0, numel), or the tensor does not fit.
-        """
-        return hash_ops.partition_of(
-            elements_K, self.numel, self.partitions, self.seed, general=True
-        )
-
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """Where each element stands in one partition; -1 where it is of another; int64.
-
-        Raises:
-            ExtensionError: there is no such partition, or an element is not in [0, numel).
-        """
+        """See `PartitionHash`."""
         strangers = self.partition_of(elements_K) != partition
         index_set = self.index_set(partition, elements_K.device)
         position_K = torch.searchsorted(index_set, elements_K.to(torch.int32))
         return position_K.masked_fill_(strangers, -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """The elements at positions of one partition; int64 in and out.
-
-        Raises:
-            ExtensionError: there is no such partition or position.
-        """
+        """See `PartitionHash`."""
         _check_positions(positions_K, self.partition_numel(partition))
         return self.index_set(partition, positions_K.device)[positions_K].long()
 
-    def partition_numel(self, partition: int) -> int:
-        """Elements of one partition.
-
-        Raises:
-            ExtensionError: there is no such partition.
-        """
-        check_partition(partition, self.partitions)
-        return self._offsets[partition + 1] - self._offsets[partition]
+    def _begin(self, partition: int) -> int:
+        return self._offsets[partition]
 
     def index_set(self, partition: int, device: torch.device) -> torch.Tensor:
-        """The partition's elements, int32, ascending; a view of a cached copy.
+        """See `PartitionHash`: ascending; a view of a cached copy.
 
         Raises:
             ExtensionError: there is no such partition.
@@ -262,12 +190,6 @@ class IndexSetHash:
             self._copies[device] = self._elements.to(device)
         elements = self._copies[device]
         return elements[self._offsets[partition] : self._offsets[partition + 1]]
-
-
-def _check_hash(partition_hash: PermutationHash | IndexSetHash) -> None:
-    in_range("numel", partition_hash.numel, 0, 2**31 - 1, integer=True)
-    in_range("partitions", partition_hash.partitions, 1, MAX_PARTITIONS, integer=True)
-    in_range("seed", partition_hash.seed, 0, 2**63 - 1, integer=True)
 
 
 def check_partition(partition: int, partitions: int) -> None:

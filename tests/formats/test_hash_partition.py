@@ -80,11 +80,6 @@ def test_elements_and_positions_follow_from_one_another(numel, partitions, seed,
     assert partition.tolist() == expected
 
 
-def test_memory_of_the_two_hashes():
-    assert PermutationHash(10_000, 16, 0).nbytes == 0
-    assert IndexSetHash(10_000, 16, 0).nbytes == 4 * 10_000
-
-
 @pytest.mark.parametrize("kind", HASHES)
 def test_seeds_give_different_partitions(kind):
     elements = torch.arange(10_000)
