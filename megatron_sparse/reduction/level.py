@@ -46,7 +46,6 @@ Shape suffixes: N elements of the bucket, M of one shard or part.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -88,43 +87,6 @@ class LevelGroups:
     gather: Transport | None = None
 
 
-class Level(Protocol):
-    """The steps before and after the exchange of a bucket's part.
-
-    Attributes:
-        across: the group that exchanges selections.
-        is_alone: this rank's node is the only one: buckets are synchronised dense.
-    """
-
-    across: Transport
-    is_alone: bool
-
-    def part(self, bucket: Bucket) -> Bucket:
-        """What this rank selects from: the same object for the same bucket.
-
-        Its gradient has the right size, dtype and device; its content is that of the sum only
-        while the bucket is under way.
-        """
-        ...
-
-    def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Step 1: fills the part's gradient. Overwrites the bucket's; adds to the record."""
-        ...
-
-    def after(
-        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Stage[int]:
-        """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
-
-        Args:
-            steps: of the exchange.
-            exchange: with which it was started: its bucket is the part.
-            bucket: the whole bucket, which gets the result.
-            record: gets the bytes of step 3.
-        """
-        ...
-
-
 def level_of(
     data_parallel: Transport,
     groups: LevelGroups | None,
@@ -140,11 +102,11 @@ def level_of(
         buffers: where the parts of a reduce-scatter live.
     """
     if groups is None:
-        return RankLevel(data_parallel)
+        return Level(data_parallel)
     if groups.level == INSTANCE:
         return InstanceLevel(groups, options, buffers)
     if groups.across.world_size == 1:
-        return RankLevel(data_parallel, is_alone=True)
+        return Level(data_parallel, is_alone=True)
     return NodeLevel(groups, options, buffers)
 
 
@@ -162,39 +124,49 @@ def alone(plan: Plan) -> Plan:
     )
 
 
-class RankLevel:
-    """Each rank selects from its own gradient: there are no steps before and after.
+class Level:
+    """The steps before and after the exchange of a bucket's part; here of level `rank`: none.
 
     Args:
-        data_parallel: all ranks.
-        is_alone: see `Level`.
+        across: the group that exchanges selections: at level `rank` all ranks.
+        is_alone: this rank's node is the only one: buckets are synchronised dense.
     """
 
-    def __init__(self, data_parallel: Transport, *, is_alone: bool = False) -> None:
-        self.across = data_parallel
+    def __init__(self, across: Transport, *, is_alone: bool = False) -> None:
+        self.across = across
         self.is_alone = is_alone
 
     def part(self, bucket: Bucket) -> Bucket:
-        """See `Level`: the bucket itself."""
+        """What this rank selects from: the same object for the same bucket.
+
+        Its gradient has the right size, dtype and device; its content is that of the sum only
+        while the bucket is under way.
+        """
         return bucket
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """See `Level`: nothing."""
+        """Step 1: fills the part's gradient. Overwrites the bucket's; adds to the record."""
         yield from ()
 
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
     ) -> Stage[int]:
-        """See `Level`: nothing follows."""
+        """Runs the steps of the exchange of the part, then step 3; returns the exchange's bytes.
+
+        Args:
+            steps: of the exchange.
+            exchange: with which it was started: its bucket is the part.
+            bucket: the whole bucket, which gets the result.
+            record: gets the bytes of step 3.
+        """
         return steps
 
 
-class _DenseInside:
+class _DenseInside(Level):
     """What `node` and `instance` share: parts that are kept, and sums over the inner group."""
 
     def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
-        self.across = groups.across
-        self.is_alone = False
+        super().__init__(groups.across)
         self._group = groups.inside
         self._gathers: Transport | SubsetTransport = groups.gather or groups.inside
         # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
@@ -353,12 +325,6 @@ class InstanceLevel(_DenseInside):
         part = self.part(bucket)
         part.grad_N = bucket.grad_N[bucket.shard(self._group.rank)]
         yield from self._scatter(part.grad_N, bucket, record)
-
-    def after(
-        self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
-    ) -> Stage[int]:
-        """See `Level`: the sum is in its place."""
-        return steps
 
 
 def _ring_bytes(values: torch.Tensor, ranks: int) -> int:
