@@ -95,11 +95,4 @@ def cost(run: DryRun) -> None:
     run.clocks.work(rounds * (link.alpha_s + link.beta_s * nbytes))
 
 
-SCHEME = Scheme(
-    "dense",
-    Input.DENSE,
-    run=dense,
-    place=10,
-    cost=cost,
-    buffers=buffers,
-)
+SCHEME = Scheme("dense", Input.DENSE, run=dense, place=10, cost=cost, buffers=buffers)

@@ -108,10 +108,5 @@ def cost(run: DryRun) -> None:
 
 
 SCHEME = Scheme(
-    "dense_allpairs",
-    Input.DENSE,
-    run=dense_allpairs,
-    place=40,
-    cost=cost,
-    buffers=buffers,
+    "dense_allpairs", Input.DENSE, run=dense_allpairs, place=40, cost=cost, buffers=buffers
 )

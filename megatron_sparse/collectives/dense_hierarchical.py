@@ -240,10 +240,5 @@ def _lane_shape(run: DryRun, nodes: int, numel: float) -> BucketShape:
 
 
 SCHEME = Scheme(
-    "dense_hierarchical",
-    Input.DENSE,
-    run=dense_hierarchical,
-    place=60,
-    cost=cost,
-    buffers=buffers,
+    "dense_hierarchical", Input.DENSE, run=dense_hierarchical, place=60, cost=cost, buffers=buffers
 )

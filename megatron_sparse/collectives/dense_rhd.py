@@ -250,11 +250,4 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         run.exchange(from_leads(), numel * run.b)
 
 
-SCHEME = Scheme(
-    "dense_rhd",
-    Input.DENSE,
-    run=dense_rhd,
-    place=30,
-    cost=cost,
-    buffers=buffers,
-)
+SCHEME = Scheme("dense_rhd", Input.DENSE, run=dense_rhd, place=30, cost=cost, buffers=buffers)

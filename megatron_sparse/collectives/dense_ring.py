@@ -118,11 +118,4 @@ def ring_all_gather_cost(run: DryRun, numel: float) -> None:
         run.shift(-1, numel / run.n * run.b)
 
 
-SCHEME = Scheme(
-    "dense_ring",
-    Input.DENSE,
-    run=dense_ring,
-    place=20,
-    cost=cost,
-    buffers=buffers,
-)
+SCHEME = Scheme("dense_ring", Input.DENSE, run=dense_ring, place=20, cost=cost, buffers=buffers)

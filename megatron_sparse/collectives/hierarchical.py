@@ -441,11 +441,5 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
 
 
 SCHEME = Scheme(
-    NAME,
-    Input.SPARSE,
-    run=hierarchical,
-    place=170,
-    cost=cost,
-    buffers=buffers,
-    takes_inner=True,
+    NAME, Input.SPARSE, run=hierarchical, place=170, cost=cost, buffers=buffers, takes_inner=True
 )

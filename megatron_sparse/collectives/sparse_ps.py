@@ -139,11 +139,5 @@ def cost(run: DryRun) -> None:
 
 
 SCHEME = Scheme(
-    NAME,
-    Input.SPARSE,
-    run=sparse_ps,
-    place=130,
-    cost=cost,
-    buffers=buffers,
-    runs_across_nodes=True,
+    NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, buffers=buffers, runs_across_nodes=True
 )

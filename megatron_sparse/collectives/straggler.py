@@ -220,10 +220,5 @@ def buffers(sizes: BufferSizes) -> dict[str, int]:
 
 
 SCHEME = Scheme(
-    "straggler",
-    Input.DENSE,
-    run=straggler,
-    place=180,
-    buffers=buffers,
-    skips_straggler=True,
+    "straggler", Input.DENSE, run=straggler, place=180, buffers=buffers, skips_straggler=True
 )
