@@ -40,6 +40,7 @@ from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
 from megatron_sparse.recording import WAITS, BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
+from megatron_sparse.telemetry.lines import write_whole
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -311,10 +312,7 @@ class Plugin:
         plan = {"step": self.attachment.step, "buckets": self.attachment.plan_rows()}
         if self.attachment.trials is not None:
             plan["trials"] = self.attachment.trials.state_dict()
-        text = json.dumps(plan, indent=1)
-        part = run_dir / f"{PLAN_FILE}.part"
-        part.write_text(text + "\n")
-        os.replace(part, run_dir / PLAN_FILE)
+        write_whole(run_dir / PLAN_FILE, json.dumps(plan, indent=1) + "\n")
 
 
 def _arguments() -> Any:
