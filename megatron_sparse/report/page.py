@@ -97,8 +97,8 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
     for one in runs:
-        for section, more in bucket_charts.charts_of(one, runs).items():
-            charts.setdefault(section, []).extend(more)
+        for name, more in bucket_charts.charts_of(one, runs).items():
+            charts.setdefault(name, []).extend(more)
     charts["exposed"] += charts["iteration"]
     for found in charts.values():
         # Of several runs, the same chart of each side by side.
@@ -107,41 +107,36 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     with_buckets = [one for one in runs if one.buckets]
     profiled = [one for one in runs if one.profiles]
     delayed = [one for one in runs if one.readiness]
+    configured = [one for one in runs if one.config]
+
+    def section(name: str, title: str, **rest: Any) -> Section:
+        return Section(name, title, charts=charts.get(name, []), **rest)
+
     return [
-        Section(
-            "exposed",
-            "Exposed communication",
-            [_answer(one, runs) for one in runs],
-            charts["exposed"],
+        section("exposed", "Exposed communication", lead=[_answer(one, runs) for one in runs]),
+        section(
+            "summary",
+            "Summary",
+            lead=tables.comparability(runs),
+            tables=[tables.summary_table(runs)],
         ),
-        Section(
-            "summary", "Summary", tables.comparability(runs), tables=[tables.summary_table(runs)]
-        ),
-        Section(
-            "loss",
-            "Loss",
-            charts=charts["loss"],
-            absent=_unless(charts["loss"], "No finite loss."),
-        ),
-        Section("time", "Where the time went", charts=charts["time"]),
-        Section(
+        section("loss", "Loss", absent=_unless(charts["loss"], "No finite loss.")),
+        section("time", "Where the time went"),
+        section(
             "bytes",
             "Bytes on the wire",
-            charts=charts["bytes"],
             tables=[tables.phase_table(one, runs) for one in runs],
             absent=_unless(charts["bytes"], "One rank alone sends nothing."),
         ),
-        Section(
+        section(
             "buckets",
             "Buckets: plan and times",
-            charts=charts["buckets"],
             tables=[tables.bucket_table(one, runs) for one in with_buckets],
             absent=_unless(with_buckets, "No times for buckets."),
         ),
-        Section(
+        section(
             "sparsity",
             "Sparsity",
-            charts=charts["sparsity"],
             tables=[tables.sparsity_table(one, runs) for one in profiled],
             absent=_unless(
                 profiled,
@@ -149,19 +144,18 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
                 "tracking.record_gradients_iters=[...].",
             ),
         ),
-        Section(
+        section(
             "stragglers",
             "Stragglers",
-            charts=charts["stragglers"],
             tables=[tables.straggler_table(delayed)] if delayed else [],
             absent=_unless(delayed, "Not measured: train with straggler.mode=observe."),
         ),
-        Section(
+        section(
             "configuration",
             "Configuration",
             tables=[tables.difference_table(runs)] if len(runs) > 1 else [],
-            folds=[_configuration(one, runs) for one in runs if one.config],
-            absent=_unless([one for one in runs if one.config], "Unknown."),
+            folds=[_configuration(one, runs) for one in configured],
+            absent=_unless(configured, "Unknown."),
         ),
     ]
 
