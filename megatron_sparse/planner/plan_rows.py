@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
@@ -23,7 +21,7 @@ from megatron_sparse.planner.prices import candidates, explain, least, prices_us
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.sparsity.characteristics import profile_of
+from megatron_sparse.sparsity.characteristics import largest, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 Row = dict[str, Any]
@@ -163,22 +161,6 @@ def of_sizes(
         shape = BucketShape(nbytes // 4, 0, 4, op, ranks)
         rows.append(pricing.row(f"{nbytes} B", shape, prior(shape, density), "assumed uniform"))
     return rows
-
-
-def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
-    """A gradient reduced to its largest elements; dense, 1-D.
-
-    Args:
-        gradient: dense or torch's sparse COO; only read.
-        density: fraction of the elements to keep; at least one is kept.
-
-    Example:
-        >>> largest(torch.tensor([1.0, -3.0, 2.0, 0.5]), 0.5).tolist()
-        [0.0, -3.0, 2.0, 0.0]
-    """
-    grad_N = gradient.to_dense().flatten()
-    index_K = grad_N.abs().topk(max(round(density * grad_N.numel()), 1)).indices
-    return torch.zeros_like(grad_N).index_copy_(0, index_K, grad_N[index_K])
 
 
 def rows(

@@ -21,7 +21,7 @@ from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.formats.hash_partition import HASH_SEED
 from megatron_sparse.sparsity.balance import Loads, Sample
-from megatron_sparse.sparsity.characteristics import nonzero_elements, profile_of_elements
+from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of_elements
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 ALL = "all"
@@ -125,19 +125,6 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
             got=f"iterations {_listed(dump.iterations)} without",
             remedy="--kind takes the other; or record again",
         )
-
-
-def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
-    """A gradient's largest elements by magnitude: dense, zeros elsewhere, of the same shape.
-
-    Args:
-        gradient: dense or torch's sparse COO.
-        density: of those that stay; zeros never do.
-    """
-    dense = gradient.to_dense()
-    flat = dense.flatten()
-    kept_K = flat.abs().topk(max(round(density * flat.numel()), 1)).indices
-    return torch.zeros_like(flat).index_copy_(0, kept_K, flat[kept_K]).view_as(dense)
 
 
 def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner.plan import Planner
-from megatron_sparse.planner.plan_rows import largest
 from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 from tests import commands
@@ -120,10 +118,6 @@ def test_a_recording(tmp_path, capsys):
     assert run(*where, "--density", 0.01) == 0
     assert rows_of(out)[0]["density"] == pytest.approx(0.01, rel=0.01)
     assert "recorded in iteration 1" in capsys.readouterr().out
-
-
-def test_the_largest_elements():
-    assert largest(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.25).tolist() == [0, -3.0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.report import profile as profile_report
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate import profiled
-from megatron_sparse.sparsity.characteristics import profile_of
+from megatron_sparse.sparsity.characteristics import largest, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, GradientDumpWriter, Kind
 from tests.commands import refused, run
 
@@ -38,7 +38,7 @@ def recorded(tmp_path):
             for iteration in (1, 5):
                 gradient = model.gradient(10 * iteration + rank)
                 writer.write(name, iteration, Kind.GRADIENT, gradient)
-                writer.write(name, iteration, Kind.SELECTED, profile_report.largest(gradient, 0.01))
+                writer.write(name, iteration, Kind.SELECTED, largest(gradient, 0.01))
     return folder
 
 
@@ -81,9 +81,9 @@ def test_recorded_and_simulated_selections(recorded, tmp_path, arguments, densit
 def test_the_largest_elements_are_taken_and_zeros_never():
     gradient = torch.tensor([0.0, -3.0, 1.0, 2.0, 0.0, 0.0])
     expected = torch.tensor([0.0, -3.0, 0.0, 2.0, 0.0, 0.0])
-    assert torch.equal(profile_report.largest(gradient, 0.34), expected)
-    assert torch.equal(profile_report.largest(gradient, 1.0), gradient)
-    assert torch.equal(profile_report.largest(gradient.to_sparse(), 0.34), expected)
+    assert torch.equal(largest(gradient, 0.34), expected)
+    assert torch.equal(largest(gradient, 1.0), gradient)
+    assert torch.equal(largest(gradient.to_sparse(), 0.34), expected)
 
 
 def test_the_figures_show_the_numbers_of_the_samples(recorded, tmp_path, capsys):
