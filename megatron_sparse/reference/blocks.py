@@ -11,6 +11,7 @@ import struct
 
 import torch
 
+from megatron_sparse.reference import padded
 from megatron_sparse.wire import pad16
 
 _SUBHEADER = struct.Struct("<IIQ")
@@ -36,11 +37,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> byt
             blocks.append(block.view(torch.uint8).numpy().tobytes())
     index_bytes = struct.pack(f"<{len(indices)}I", *indices)
     values = b"".join(blocks)
-    return (
-        _SUBHEADER.pack(block_size, len(indices), 0)
-        + index_bytes.ljust(pad16(len(index_bytes)), b"\0")
-        + values.ljust(pad16(len(values)), b"\0")
-    )
+    return _SUBHEADER.pack(block_size, len(indices), 0) + padded(index_bytes) + padded(values)
 
 
 def decode(payload: bytes, numel: int, dtype: torch.dtype) -> tuple[list[int], torch.Tensor]:

@@ -7,6 +7,7 @@ import struct
 import torch
 
 from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import padded
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, pad16
 
 
@@ -31,8 +32,8 @@ def encode(
     bits = bytearray(8 * -(-len(index_set) // 64))
     for position in nonzero:
         bits[position // 8] |= 1 << position % 8
-    bitmap = _padded(bytes(bits)) + _padded(_bytes(local[nonzero]))
-    dense = _padded(_bytes(local))
+    bitmap = padded(bytes(bits)) + padded(_bytes(local[nonzero]))
+    dense = padded(_bytes(local))
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
     sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
@@ -68,7 +69,3 @@ def decode(record: bytes, index_set: list[int], dtype: torch.dtype) -> list[tupl
 
 def _bytes(values: torch.Tensor) -> bytes:
     return values.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _padded(section: bytes) -> bytes:
-    return section.ljust(pad16(len(section)), b"\0")

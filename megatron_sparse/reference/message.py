@@ -8,7 +8,7 @@ import torch
 
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
-from megatron_sparse.reference import blocks, pici, rice
+from megatron_sparse.reference import blocks, padded, pici, rice
 from megatron_sparse.reference.checksum import opened, sealed
 from megatron_sparse.reference.prune import BF16, with_one_nan
 from megatron_sparse.wire import (
@@ -150,8 +150,7 @@ def _blocks_entries(
 
 
 def _padded(section: torch.Tensor) -> bytes:
-    data = section.contiguous().view(torch.uint8).numpy().tobytes()
-    return data.ljust(pad16(len(data)), b"\0")
+    return padded(section.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _read(data: bytes, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

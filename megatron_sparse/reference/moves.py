@@ -14,6 +14,7 @@ import struct
 import numpy as np
 
 from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import padded
 from megatron_sparse.reference.checksum import mixed_sum
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
 
@@ -221,7 +222,7 @@ def pack(z: np.ndarray, dtype: int) -> bytes:
         values.append((tile[at] >> width).astype(f"<u{value_bytes}").tobytes())
         positions.append(at.astype(np.uint8).tobytes())
     heads = bytes(widths) + bytes(escapes)
-    return heads.ljust(pad16(len(heads)), b"\0") + b"".join(planes + values + positions)
+    return padded(heads) + b"".join(planes + values + positions)
 
 
 def unpack(chunk: bytes, numel: int, dtype: int) -> np.ndarray:
@@ -254,7 +255,7 @@ def checksum(body: bytes) -> int:
 def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int) -> bytes:
     """The record of numbers given as unsigned bit patterns."""
     old, new = old.astype(np.int64), new.astype(np.int64)
-    raw = _padded(_raw(new, dtype))
+    raw = padded(_raw(new, dtype))
     sections, base, chunks, table = raw, 0, 0, b""
     if coder != "raw" and old.size:
         z = zigzag(old, new, dtype)
@@ -269,12 +270,10 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int)
             coded = [rans_encode(z[p], context[p], frequencies, starts) for p in parts]
         else:
             coded = [pack(z[p], dtype) for p in parts]
-        whole = [_padded(_raw(new[p], dtype)) for p in parts]
-        best = [
-            c if len(c) < len(w) else w for c, w in zip(map(_padded, coded), whole, strict=True)
-        ]
+        whole = [padded(_raw(new[p], dtype)) for p in parts]
+        best = [c if len(c) < len(w) else w for c, w in zip(map(padded, coded), whole, strict=True)]
         offsets = np.cumsum([0, *(len(b) // 16 for b in best)]).astype("<u4").tobytes()
-        sections, chunks = _padded(offsets) + _padded(table) + b"".join(best), len(parts)
+        sections, chunks = padded(offsets) + padded(table) + b"".join(best), len(parts)
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
     body = SUB_HEADER.pack(0, chunks, len(table), base, 0, 0, 0) + sections
@@ -350,7 +349,3 @@ def _raw(bits: np.ndarray, dtype: int) -> bytes:
 
 def _from_raw(data: bytes, numel: int, dtype: int) -> np.ndarray:
     return np.frombuffer(data, f"<u{BITS[dtype] // 8}", numel).astype(np.int64)
-
-
-def _padded(section: bytes) -> bytes:
-    return section.ljust(pad16(len(section)), b"\0")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_sparse.reference import padded
 from megatron_sparse.wire import pad16
 
 TILE, SIDE = 4096, 64
@@ -37,8 +38,8 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
         prefix.append(len(order))
     return (
         b"".join(word.to_bytes(8, "little") for word in words)
-        + _padded(b"".join(count.to_bytes(4, "little") for count in prefix))
-        + _padded(values_N[order].view(torch.uint8).numpy().tobytes())
+        + padded(b"".join(count.to_bytes(4, "little") for count in prefix))
+        + padded(values_N[order].view(torch.uint8).numpy().tobytes())
     )
 
 
@@ -75,7 +76,3 @@ def decode(
 
 def _element(word: int, bit: int, linear: bool) -> int:
     return SIDE * word + bit if linear else SIDE * bit + word
-
-
-def _padded(section: bytes) -> bytes:
-    return section.ljust(pad16(len(section)), b"\0")

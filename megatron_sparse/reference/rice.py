@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import padded
 from megatron_sparse.reference.rice_chunk import (
     RiceForm,
     WrongWords,
@@ -91,7 +92,7 @@ def encode(
     words = np.concatenate(chunks)
     sub_header = SUB_HEADER.pack(form.indices, form.log2_span, 0, len(table) - 1, len(words))
     rows = b"".join(struct.pack("<II", *row) for row in table) if form.indices else b""
-    payload = sub_header + _padded(rows) + _padded(words.tobytes())
+    payload = sub_header + padded(rows) + padded(words.tobytes())
     if form.indices:
         nnz = len(index)
     elif nnz is None:
@@ -203,7 +204,3 @@ def _read_table(
         if not 0 <= entries <= numel or words < 0:
             raise wrong_field(rank, "table", f"rows that ascend to {numel}", (entries, words))
     return table, SUB_HEADER.size + pad16(8 * (chunks + 1))
-
-
-def _padded(section: bytes) -> bytes:
-    return section.ljust(pad16(len(section)), b"\0")
