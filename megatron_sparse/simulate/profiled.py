@@ -36,7 +36,7 @@ from megatron_sparse.simulate.figures import (
 )
 from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
 from megatron_sparse.simulate.pricing import Job, JobCost
-from megatron_sparse.simulate.zen import available, draw_normalised, outcomes
+from megatron_sparse.simulate.zen import ON_SCALE, draw_normalised, outcomes
 from megatron_sparse.sparsity.balance import Sample
 from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack
 from megatron_sparse.sparsity.characteristics import counts_between
@@ -198,8 +198,7 @@ def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, 
 
 def rows_8(sample: Sample) -> list[Row]:
     """Time divided by the dense all-reduce's, for each number of ranks."""
-    rows, names = [], available()
-    names.pop("Sparse PS", None)  # Not in the paper's figure either.
+    rows = []
     for n in union_counts(len(sample.elements))[1:]:
         parts = [thinned(own_K, sample.numel, MOST_SIMULATED) for own_K in sample.elements[:n]]
         # Shards have equal size: pad the end with zeros.
@@ -211,7 +210,7 @@ def rows_8(sample: Sample) -> list[Row]:
             return grad_N
 
         job = Job(BANDWIDTH_ONLY, n, 4 * sample.numel, numel, charged=False)
-        found = outcomes(job, gradient, names)
+        found = outcomes(job, gradient, ON_SCALE)
         dense = found["AllReduce"]
         pushed = sample.profile.density * (1 + sample.profile.densification[n]) / 2
         for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
