@@ -30,7 +30,7 @@ from megatron_sparse.telemetry.quantities import (
     thread_parts,
 )
 
-_SUMMARY_FILE = "summary.json"
+SUMMARY_FILE = "summary.json"
 
 
 def load_summary(run_dir: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing, or holds no JSON object.
     """
-    path = Path(run_dir) / _SUMMARY_FILE
+    path = Path(run_dir) / SUMMARY_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
@@ -48,7 +48,7 @@ def load_summary(run_dir: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(
             f"{run_dir} holds no summary of a run",
-            expected=f"a run's folder with {_SUMMARY_FILE}",
+            expected=f"a run's folder with {SUMMARY_FILE}",
             got=error.strerror,
             remedy="name the folder of a run that has ended; resume a run that was killed",
         ) from None

@@ -24,7 +24,7 @@ from megatron_sparse.telemetry.breakdown import (
     bucket_line,
     iteration_breakdown,
 )
-from megatron_sparse.telemetry.console import print_summary
+from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
@@ -50,7 +50,6 @@ FLUSH_EVERY = 10
 """Iterations between flushes of the JSON lines: to watch a run, at no cost."""
 BREAKDOWN_FILE = "breakdown.jsonl"
 BUCKETS_FILE = "buckets.jsonl"
-SUMMARY_FILE = "summary.json"
 
 PlanRows = Callable[[], Sequence[Mapping[str, Any]]]
 
