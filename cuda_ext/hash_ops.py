@@ -122,24 +122,11 @@ def hierarchical_hash(
     if indices_K.is_cuda:
         _check_values(indices_K, values_K)
         entry_K, offsets, counts = call(
-            "hash_memory",
-            indices_K,
-            partition_K,
-            numel,
-            partitions,
-            *slots,
+            "hash_memory", indices_K, partition_K, numel, partitions, *slots
         )
         entry_K = _by_index(entry_K, indices_K, offsets)
         return indices_K[entry_K], values_K[entry_K], offsets, counts
-    return call(
-        "hierarchical_hash",
-        indices_K,
-        values_K,
-        partition_K,
-        numel,
-        partitions,
-        *slots,
-    )
+    return call("hierarchical_hash", indices_K, values_K, partition_K, numel, partitions, *slots)
 
 
 def _check_values(indices_K: torch.Tensor, values_K: torch.Tensor) -> None:

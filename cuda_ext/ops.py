@@ -29,12 +29,7 @@ from megatron_sparse.cuda_ext.codec_checks import (
     scratch_capacity,
 )
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
-from megatron_sparse.cuda_ext.encode_ops import (
-    encode,
-    prune_encode,
-    rice_encode,
-    rice_prune_encode,
-)
+from megatron_sparse.cuda_ext.encode_ops import encode, prune_encode, rice_encode, rice_prune_encode
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
 
 __all__ = [

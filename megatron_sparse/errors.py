@@ -27,12 +27,7 @@ class MegatronSparseError(Exception):
     exit_code = 2
 
     def __init__(
-        self,
-        what: str,
-        *,
-        expected: object = None,
-        got: object = None,
-        remedy: str | None = None,
+        self, what: str, *, expected: object = None, got: object = None, remedy: str | None = None
     ) -> None:
         self.what = what
         self.expected = expected

@@ -31,11 +31,7 @@ _DIGITS = tl.constexpr(256)
 
 
 def sample_threshold(
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor | None,
-    plan: torch.Tensor,
-    total: int,
-    most: int,
+    grad_N: torch.Tensor, residual_N: torch.Tensor | None, plan: torch.Tensor, total: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `cuda_ext.threshold_triton`, which makes the plan.
 

@@ -11,13 +11,7 @@ more. All-reduce only.
 
 from __future__ import annotations
 
-from megatron_sparse.collectives.base import (
-    Exchange,
-    Identity,
-    Steps,
-    exchange_sizes,
-    whole_group,
-)
+from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group
 from megatron_sparse.collectives.records import check_announced, whole_cut
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum

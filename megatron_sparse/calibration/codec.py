@@ -145,11 +145,7 @@ def measure_codec(
 
 
 def _times_s(
-    transport: Transport,
-    sweep: CodecSizes,
-    clock: Clock,
-    numel: int,
-    densities: Sequence[float],
+    transport: Transport, sweep: CodecSizes, clock: Clock, numel: int, densities: Sequence[float]
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
     """All calls and, for each, the median over ranks of its seconds."""
     yield from gather_rows([0.0], transport)

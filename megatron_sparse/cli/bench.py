@@ -12,11 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_sparse.bench.codec.options import (
-    CodecSweep,
-    ParameterSweep,
-    PruneSweep,
-)
+from megatron_sparse.bench.codec.options import CodecSweep, ParameterSweep, PruneSweep
 from megatron_sparse.bench.exchange.options import (
     BucketSweep,
     CollectiveSweep,

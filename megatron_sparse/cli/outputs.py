@@ -158,10 +158,7 @@ def _problem_of_folder(folder: Path) -> str:
 JsonFile = Annotated[
     Path | None,
     typer.Option(
-        "--json",
-        metavar="FILE",
-        callback=writable_file(),
-        help="Write one JSON object a line.",
+        "--json", metavar="FILE", callback=writable_file(), help="Write one JSON object a line."
     ),
 ]
 """The option that most commands have."""

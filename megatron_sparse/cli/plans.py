@@ -244,8 +244,7 @@ def simulate(
     figure: Annotated[int | None, typer.Option(help="The figure's number in the paper.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Draw all figures of all papers.")] = False,
     output: Annotated[
-        Path,
-        typer.Option(metavar="DIR", callback=writable_folder, help="Folder for PNG and CSV."),
+        Path, typer.Option(metavar="DIR", callback=writable_folder, help="Folder for PNG and CSV.")
     ] = Path("figures"),
     fast: Annotated[bool, typer.Option("--fast", help="Use a much smaller sweep.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,

@@ -127,10 +127,7 @@ def pairwise_all_gather(
         ([((rank - step) % n, own)], [(senders[step], pieces[step])]) for step in range(1, n)
     ]
     yield from group.in_rounds(
-        rounds,
-        lambda number: arrived(senders[number], pieces[number]),
-        independent=True,
-        last=last,
+        rounds, lambda number: arrived(senders[number], pieces[number]), independent=True, last=last
     )
 
 
@@ -184,9 +181,7 @@ def doubling_all_gather(
         )
         held.append(have + more)
     yield from group.in_rounds(
-        rounds,
-        lambda number: pieces.hand_over(held[number], held[number + 1], arrived),
-        last=True,
+        rounds, lambda number: pieces.hand_over(held[number], held[number + 1], arrived), last=True
     )
 
 

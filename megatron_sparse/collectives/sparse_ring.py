@@ -141,11 +141,7 @@ def ring_reduce_scatter(
 
 
 def ring_gather_sums(
-    identity: Identity,
-    cuts: Sequence[Cut],
-    sums: SparseSum,
-    group: Subgroup,
-    transport: Transport,
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup, transport: Transport
 ) -> Phase:
     """Spreads the sum of each rank's shard to all: SpCCL's all-gather (section IV-B).
 

@@ -62,11 +62,7 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import buffers as direct_buffers
 from megatron_sparse.collectives.direct import direct
-from megatron_sparse.collectives.gather import (
-    in_rank_order,
-    pairwise_all_gather,
-    pairwise_rounds,
-)
+from megatron_sparse.collectives.gather import in_rank_order, pairwise_all_gather, pairwise_rounds
 from megatron_sparse.collectives.records import Cut, check_size, message_part
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -115,9 +111,7 @@ def straggler_direct(exchange: Exchange, message: Message) -> Steps:
 
 
 def parts_of(
-    message_sizes: Sequence[int],
-    early_sizes: Sequence[int],
-    copies: Sequence[Sequence[int]],
+    message_sizes: Sequence[int], early_sizes: Sequence[int], copies: Sequence[Sequence[int]]
 ) -> list[int]:
     """Where the straggler's message is divided into parts: the cheapest choice of the candidates.
 

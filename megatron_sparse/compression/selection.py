@@ -190,11 +190,7 @@ class Selector:
         self.thresholds_R = limits_R.thresholds
         with timer.stage("prune"):
             message = prune_encode(
-                bucket,
-                layout,
-                pruning,
-                spec.record_spec(bucket.grad_N.dtype, step),
-                self.buffers,
+                bucket, layout, pruning, spec.record_spec(bucket.grad_N.dtype, step), self.buffers
             )
         message.residual_N = residual_N
         return message

@@ -127,12 +127,7 @@ class DDPState(HostState):
             self._watch(ddp, optimizers)
         sink = sink or NullSink()
         self._reducer = GradientReducer(
-            self.config,
-            Groups(self._transport),
-            self.planner,
-            self.residuals,
-            sink,
-            self.progress,
+            self.config, Groups(self._transport), self.planner, self.residuals, sink, self.progress
         )
         self._row_reducer = RowSparseReducer(
             self._transport, sink, self.progress, checksum=scheme.checksum

@@ -251,10 +251,7 @@ def _flag(key: str, prefix: str = "--") -> str:
 
 
 def _takes_back(
-    key: str,
-    value: object,
-    actions: Mapping[str, argparse.Action],
-    chosen: dict[str, list[str]],
+    key: str, value: object, actions: Mapping[str, argparse.Action], chosen: dict[str, list[str]]
 ) -> bool:
     """Removes the flag that a null or an opposite cancels; returns whether the key is then done."""
     action = actions.get(_flag(key))

@@ -62,11 +62,7 @@ class Attachment(HostState):
     """
 
     def __init__(
-        self,
-        chunks: list[Any],
-        config: SparseConfig,
-        sink: RecordSink,
-        run_dir: Path | None = None,
+        self, chunks: list[Any], config: SparseConfig, sink: RecordSink, run_dir: Path | None = None
     ) -> None:
         # Collect: what Megatron has built. What cannot be attached to is refused here.
         config = with_swept_thresholds(config)
@@ -168,12 +164,7 @@ class Attachment(HostState):
         self.residuals.is_reported = True
         self.unit.bind(optimizer)
         self.parameters.plan(
-            self.groups,
-            self.config,
-            self.reducer,
-            self.progress,
-            self._chunks,
-            optimizer,
+            self.groups, self.config, self.reducer, self.progress, self._chunks, optimizer
         )
         self._optimizer = WatchedOptimizer(
             optimizer,

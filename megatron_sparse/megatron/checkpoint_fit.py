@@ -239,8 +239,5 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
             + remedy
         )
     raise _error(
-        "the checkpoint was trained with another learning-rate schedule",
-        found,
-        remedy,
-        checkpoint,
+        "the checkpoint was trained with another learning-rate schedule", found, remedy, checkpoint
     )

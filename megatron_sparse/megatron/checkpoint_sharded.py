@@ -103,10 +103,7 @@ def _sharded_residuals(
     elif mode == "sum":
         for each in summed_parameters(attachment):
             key = f"{_kind_key(RESIDUAL, here, each.expert)}{each.name}"
-            yield (
-                f"{RESIDUAL}.{each.name}",
-                ShardedTensor.from_rank_offsets(key, each.total_P),
-            )
+            yield (f"{RESIDUAL}.{each.name}", ShardedTensor.from_rank_offsets(key, each.total_P))
 
 
 def _part_of_table(

@@ -30,11 +30,7 @@ from megatron_sparse.megatron.parameter_masters import (
 )
 from megatron_sparse.parameters.agreement import LOSSY, RAW
 from megatron_sparse.parameters.choice import GatherChooser
-from megatron_sparse.parameters.gather import (
-    ExactGather,
-    ShardGather,
-    dense_gather_bytes,
-)
+from megatron_sparse.parameters.gather import ExactGather, ShardGather, dense_gather_bytes
 from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.parameters.price import MOVE_BITS
 from megatron_sparse.planner.link_timing import complete, gather_rows

@@ -69,10 +69,7 @@ def check_quickly(config: RunConfig) -> None:
 
 
 def check(
-    config: RunConfig,
-    vocab_size: int,
-    data_prefix: Path | None,
-    environment: Mapping[str, str],
+    config: RunConfig, vocab_size: int, data_prefix: Path | None, environment: Mapping[str, str]
 ) -> None:
     """Checks the section with Megatron's parser and validation, whose import takes 5 s.
 

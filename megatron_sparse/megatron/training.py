@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import (
-    CheckpointError,
-    ConfigError,
-    DatasetError,
-    DependencyError,
-)
+from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError, DependencyError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.telemetry.sinks import hidden_from_wandb
 

@@ -39,10 +39,7 @@ class Transports:
         self._made: list[ProcessGroupTransport] = []
 
     def make(
-        self,
-        group: dist.ProcessGroup | Sequence[int],
-        *,
-        nccl_engine: bool = False,
+        self, group: dist.ProcessGroup | Sequence[int], *, nccl_engine: bool = False
     ) -> ProcessGroupTransport:
         """A transport over the ranks of a group, or over global ranks. Collective over them.
 

@@ -161,9 +161,7 @@ def _shard_numel(bucket: Bucket) -> int:
 
 
 def held(
-    residuals: ResidualStore,
-    reducers: Iterable[GradientReducer],
-    parameters: int = 0,
+    residuals: ResidualStore, reducers: Iterable[GradientReducer], parameters: int = 0
 ) -> dict[str, int]:
     """Bytes that a process holds now, by item of `ITEMS`; `residual`, `undo`, `messages` always.
 

@@ -18,12 +18,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.reference.counter_hash import (
-    DRAW_RESIDUAL,
-    DRAW_TIE,
-    DRAW_VALUE,
-    counter_hash,
-)
+from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_TIE, DRAW_VALUE, counter_hash
 
 FP32, BF16, FP16 = range(3)
 CODE_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
@@ -117,8 +112,7 @@ def prune(
         rest = round_to(rest, grid_of(BF16), random)
 
     nnz_R = torch.tensor(
-        [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())],
-        dtype=torch.int64,
+        [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())], dtype=torch.int64
     )
     return with_one_nan(out, grad_N.dtype), rest.to(residual_N.dtype), nnz_R
 

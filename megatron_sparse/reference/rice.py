@@ -23,13 +23,7 @@ from megatron_sparse.reference.rice_chunk import (
     value_words,
     whole_words,
 )
-from megatron_sparse.wire import (
-    FORMAT_RICE,
-    HEADER_BYTES,
-    RICE_SPANS,
-    pad16,
-    wrong_field,
-)
+from megatron_sparse.wire import FORMAT_RICE, HEADER_BYTES, RICE_SPANS, pad16, wrong_field
 
 WITHOUT_INDICES = (3, 4)
 """Dtype codes that a record without indices may have: 8 and 4 bits."""

@@ -115,12 +115,6 @@ def _kept_record(
     data = sent_M.view(torch.int16).numpy().tobytes()
     payload = padded(data)
     header = Header(
-        FORMAT_DENSE,
-        BF16,
-        len(x_M),
-        int(piece_M.count_nonzero()),
-        len(payload),
-        begin,
-        spec.step,
+        FORMAT_DENSE, BF16, len(x_M), int(piece_M.count_nonzero()), len(payload), begin, spec.step
     )
     return header.pack() + payload, torch.where(finite_M, x_M - rounded_M, 0)

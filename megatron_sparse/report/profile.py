@@ -29,11 +29,7 @@ ALL = "all"
 
 
 def run(
-    path: Path,
-    *,
-    kind: str | None,
-    density: float | None,
-    out: Path | None,
+    path: Path, *, kind: str | None, density: float | None, out: Path | None
 ) -> list[dict[str, Any]]:
     """Prints the table; draws the figures if requested.
 

@@ -17,13 +17,7 @@ from megatron_sparse.config.presets import allowed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require
-from megatron_sparse.megatron import (
-    arguments,
-    checkpoint_fit,
-    checkpoint_folder,
-    refusals,
-    section,
-)
+from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder, refusals, section
 from megatron_sparse.planner.configured import basis, planner_of, with_swept_thresholds
 from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.resume import Start, find, run_folder

@@ -13,11 +13,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from megatron_sparse.run.interrupt import (
-    end_with_parent,
-    ending_where_stuck,
-    quick_end,
-)
+from megatron_sparse.run.interrupt import end_with_parent, ending_where_stuck, quick_end
 from megatron_sparse.run.rank_log import rank_log
 
 

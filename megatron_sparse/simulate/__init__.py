@@ -17,12 +17,7 @@ from megatron_sparse.simulate.figures import Figure
 
 __all__ = ["FIGURES", "Figure", "select"]
 
-FIGURES: Sequence[Figure] = (
-    *spccl.FIGURES,
-    *zen.FIGURES,
-    *pccl.FIGURES,
-    *stragglar.FIGURES,
-)
+FIGURES: Sequence[Figure] = (*spccl.FIGURES, *zen.FIGURES, *pccl.FIGURES, *stragglar.FIGURES)
 """All figures, paper by paper."""
 
 

@@ -151,12 +151,7 @@ def skewed(
 
 
 def embedding_like(
-    numel: int,
-    density: float,
-    sum_density: float,
-    ranks: int,
-    row_numel: int,
-    seed: int = 0,
+    numel: int, density: float, sum_density: float, ranks: int, row_numel: int, seed: int = 0
 ) -> GradientModel:
     """`skewed`, with the exponent for which the sum of `ranks` ranks has `sum_density`.
 

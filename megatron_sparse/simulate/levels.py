@@ -209,11 +209,7 @@ class Group:
         return pricing.price(level, shape, settings.compression.given_density)
 
     def dense_s(
-        self,
-        level: str,
-        element_bytes: int,
-        instances: int = 1,
-        names: Sequence[str] = (DENSE,),
+        self, level: str, element_bytes: int, instances: int = 1, names: Sequence[str] = (DENSE,)
     ) -> float:
         """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
         pricing = LevelPricing(self.cluster, SchemeConfig(), names, self.sizes, instances)
@@ -235,8 +231,7 @@ class Group:
         n = self.of_instance
         topology = self.cluster.topology(n)
         links = GatherLinks(
-            self.cluster.dense_link(n),
-            topology if several_levels(topology.nodes) else None,
+            self.cluster.dense_link(n), topology if several_levels(topology.nodes) else None
         )
         speeds = {CODER: self._coder(numel / n)}
         prices = gather_prices(numel, PARAMETER, n, links, speeds)

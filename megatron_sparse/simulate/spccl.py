@@ -225,13 +225,7 @@ def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
 def _heatmap(number: int, kind: str, what: str) -> Figure:
     title = f"SpCCL figure {number}: {what} (Pici), speedup over NCCL's dense ring"
     return Figure(
-        "spccl",
-        number,
-        title,
-        ASSUMPTIONS,
-        lambda fast: _heat_rows(kind, fast),
-        draw_speedups,
-        3.6,
+        "spccl", number, title, ASSUMPTIONS, lambda fast: _heat_rows(kind, fast), draw_speedups, 3.6
     )
 
 

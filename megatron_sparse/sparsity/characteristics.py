@@ -32,12 +32,7 @@ from megatron_sparse.pricing.profile import (
     partition_counts,
     quantiles,
 )
-from megatron_sparse.sparsity.bit_sets import (
-    overlap_ratios,
-    pack,
-    size_of,
-    unions,
-)
+from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack, size_of, unions
 
 MOST_PAIRS = 64 * 63 // 2
 """The most pairs of ranks whose overlap is measured: all pairs of 64 ranks."""

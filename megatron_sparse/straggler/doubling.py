@@ -25,10 +25,7 @@ def doubling_rounds(n: int) -> Iterator[Round]:
     for number in range(n + levels - 2):
         transfers: list[Transfer] = []
         if number < n - 1:
-            transfers += [
-                Transfer(number, straggler, number),
-                Transfer(straggler, number, number),
-            ]
+            transfers += [Transfer(number, straggler, number), Transfer(straggler, number, number)]
         if number < levels:
             spread = _first_copies(holders, number, levels, n)
         else:

@@ -234,9 +234,7 @@ class LiveView:
         self._live.update(self.render(), refresh=True)
 
 
-def _redirect_logs(
-    before: tuple[IO[str], IO[str]],
-) -> list[tuple[logging.StreamHandler, IO[str]]]:
+def _redirect_logs(before: tuple[IO[str], IO[str]]) -> list[tuple[logging.StreamHandler, IO[str]]]:
     """Points log handlers at today's standard output and error: they keep their first stream.
 
     Args:

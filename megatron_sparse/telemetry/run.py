@@ -19,11 +19,7 @@ from megatron_sparse.recording import (
     GatherRecord,
     ReadinessRecord,
 )
-from megatron_sparse.telemetry.breakdown import (
-    IterationBreakdown,
-    bucket_line,
-    iteration_breakdown,
-)
+from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown
 from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.isolated import Isolated
@@ -272,9 +268,7 @@ class RunTelemetry:
         self._on_files(JsonLines.flush)
 
     def close(
-        self,
-        memory: Mapping[str, int] | None = None,
-        trials: Mapping[str, Any] | None = None,
+        self, memory: Mapping[str, int] | None = None, trials: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """Writes `summary.json`, closes the sinks, prints the table; later calls do nothing.
 

@@ -122,10 +122,7 @@ class PeerLiveness:
 
 
 def open_liveness(
-    ranks: Sequence[int],
-    rank: int,
-    timeout_s: float,
-    broadcast: Callable[[bytes], bytes],
+    ranks: Sequence[int], rank: int, timeout_s: float, broadcast: Callable[[bytes], bytes]
 ) -> PeerLiveness:
     """Joins the side channel of a group. Collective over the group; blocks until connected.
 

@@ -81,10 +81,7 @@ class WaitedWork:
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        waiting: Future[None],
-        check: Callable[[], None] | None = None,
+        self, operation: Operation, waiting: Future[None], check: Callable[[], None] | None = None
     ) -> None:
         self._operation = operation
         self._waiting = waiting

@@ -34,13 +34,7 @@ from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
 from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
 from megatron_sparse.transport.nccl_library import loaded_nccl
-from megatron_sparse.transport.operation import (
-    Operation,
-    StreamWork,
-    WaitedWork,
-    Waiters,
-    wait_all,
-)
+from megatron_sparse.transport.operation import Operation, StreamWork, WaitedWork, Waiters, wait_all
 
 # torch 2.13 renamed these two; older ones only have the first name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

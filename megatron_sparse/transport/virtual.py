@@ -189,11 +189,7 @@ class VirtualCluster:
         return [results[rank] for rank in range(len(generators))]
 
     def _advance(
-        self,
-        rank: int,
-        generator: Steps,
-        waiting: dict[int, VirtualWork],
-        results: dict[int, Any],
+        self, rank: int, generator: Steps, waiting: dict[int, VirtualWork], results: dict[int, Any]
     ) -> None:
         """Runs one rank until it waits for something or ends."""
         while True:

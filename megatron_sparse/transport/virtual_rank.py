@@ -85,11 +85,7 @@ class VirtualTransport:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        rank: int,
-        ranks: tuple[int, ...],
-        tag: int = TAG_OF_COLLECTIVES,
+        self, cluster: Cluster, rank: int, ranks: tuple[int, ...], tag: int = TAG_OF_COLLECTIVES
     ) -> None:
         self.rank = rank
         self.ranks = ranks

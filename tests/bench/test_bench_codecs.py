@@ -16,12 +16,7 @@ import torch
 from megatron_sparse.bench.codec import baseline as codec_baseline
 from megatron_sparse.bench.codec import codecs, hashing, prune, records
 from megatron_sparse.bench.codec.frame import CodecRow
-from megatron_sparse.bench.codec.options import (
-    RICE_FORMS,
-    CodecSweep,
-    ParameterSweep,
-    PruneSweep,
-)
+from megatron_sparse.bench.codec.options import RICE_FORMS, CodecSweep, ParameterSweep, PruneSweep
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from tests.bench.running import read_rows, run_cli
 

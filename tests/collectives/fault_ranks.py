@@ -112,13 +112,7 @@ def bucket_of(rank: int, world_size: int, numel: int = NUMEL) -> Bucket:
 
 
 def terminal(
-    rank: int,
-    world_size: int,
-    scheme: str,
-    fault: Fault,
-    numel: int,
-    timeout_s: float,
-    folder: str,
+    rank: int, world_size: int, scheme: str, fault: Fault, numel: int, timeout_s: float, folder: str
 ) -> None:
     """One rank is killed or stopped; the others write down their outcomes.
 

@@ -49,14 +49,7 @@ def _case(
         OPTIONS, ring_intra_density=intra, ring_inter_density=inter, ring_gather_density=gather
     )
     return Case(
-        "adaptive_ring",
-        n,
-        op,
-        *kinds,
-        density,
-        numel_for(n, numel, op),
-        options=options,
-        **more,
+        "adaptive_ring", n, op, *kinds, density, numel_for(n, numel, op), options=options, **more
     )
 
 

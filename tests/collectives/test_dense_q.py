@@ -41,10 +41,7 @@ class Run:
         self.sent_bytes, self.message_bytes = [0] * n, [0] * n
 
     def bucket(self, grad_N):
-        pieces = [
-            ParameterSlice("kept", 0, KEPT, keep=True),
-            ParameterSlice("w", KEPT, self.numel),
-        ]
+        pieces = [ParameterSlice("kept", 0, KEPT, keep=True), ParameterSlice("w", KEPT, self.numel)]
         return Bucket("b", grad_N, pieces, self.op, self.n)
 
     def residual(self, rank):

@@ -171,13 +171,7 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
     kinds = ("size", "dtype", "step", "scheme")
     with ThreadPoolExecutor(len(kinds)) as pool:
         worlds = [
-            pool.submit(
-                run_ranks,
-                disagree_everywhere,
-                N,
-                [(name, what) for name in NAMES],
-                2.0,
-            )
+            pool.submit(run_ranks, disagree_everywhere, N, [(name, what) for name in NAMES], 2.0)
             for what in kinds
         ]
     for what, world in zip(kinds, worlds, strict=True):

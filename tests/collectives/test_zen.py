@@ -18,13 +18,7 @@ from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from tests.collectives.cases import (
-    OPTIONS,
-    Case,
-    make_bucket,
-    make_message,
-    run_gradients,
-)
+from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, run_gradients
 
 HASHES = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)

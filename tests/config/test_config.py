@@ -13,12 +13,7 @@ from megatron_sparse.config.compression import LONG_RAMP_ITERS, RAMP_ITERS, WARM
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.removed import REMOVED
-from megatron_sparse.config.run import (
-    ClusterConfig,
-    DataConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.config.sparse import (
     CompressionConfig,
     PlannerConfig,

@@ -65,12 +65,7 @@ class WorkRank(Rank):
 
     def __init__(self, transport: Any, way: Way) -> None:
         super().__init__(
-            transport,
-            way.op,
-            torch.float32,
-            scheme=way.scheme,
-            nccl_engine=way.engine,
-            **SETTINGS,
+            transport, way.op, torch.float32, scheme=way.scheme, nccl_engine=way.engine, **SETTINGS
         )
         self.bucket = Bucket(
             "b",
@@ -238,9 +233,7 @@ python -m tests.cuda_emulator.device_work
 
 
 def page(
-    counts: dict[Way, Ledger],
-    encodings: dict[str, Ledger],
-    moves: dict[tuple[str, str], Ledger],
+    counts: dict[Way, Ledger], encodings: dict[str, Ledger], moves: dict[tuple[str, str], Ledger]
 ) -> str:
     """The text of `docs/device-work.md`."""
     rows = [

@@ -56,9 +56,7 @@ def encodings(emulator: Emulator) -> dict[str, Ledger]:
 
 
 def test_the_page_says_what_the_emulator_counts(
-    counts: dict[Way, Ledger],
-    encodings: dict[str, Ledger],
-    moves: dict[tuple[str, str], Ledger],
+    counts: dict[Way, Ledger], encodings: dict[str, Ledger], moves: dict[tuple[str, str], Ledger]
 ) -> None:
     """`python -m tests.cuda_emulator.device_work` writes it anew."""
     assert PAGE.read_text("utf-8") == page(counts, encodings, moves)

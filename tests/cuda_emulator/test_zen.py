@@ -9,14 +9,7 @@ import torch
 
 from megatron_sparse.collectives import zen
 from megatron_sparse.errors import ConfigError
-from tests.collectives.cases import (
-    OPTIONS,
-    Case,
-    contribution,
-    exact_sum,
-    parameters,
-    run_tapped,
-)
+from tests.collectives.cases import OPTIONS, Case, contribution, exact_sum, parameters, run_tapped
 from tests.cuda_emulator.device import Place
 
 VARIANTS = [

@@ -22,8 +22,7 @@ def lines(tmp_path_factory):
     flags = ["-DMS_ISA=portable", "-DMS_WIDTH=4", "-Wno-psabi", "-fsanitize=undefined"]
     flags += ["-fno-sanitize-recover=all", "-O1", "-std=c++17", "-ffp-contract=off"]
     subprocess.run(
-        [find_cxx(), *flags, f"-I{SOURCES}", *map(str, sources), "-o", str(program)],
-        check=True,
+        [find_cxx(), *flags, f"-I{SOURCES}", *map(str, sources), "-o", str(program)], check=True
     )
     done = subprocess.run([str(program)], check=True, capture_output=True, text=True)
     return [line.split() for line in done.stdout.splitlines()]

@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hash_record import (
-    FORM_BITMAP,
-    FORM_DENSE,
-    FORM_PAIRS,
-)
+from megatron_sparse.formats.hash_record import FORM_BITMAP, FORM_DENSE, FORM_PAIRS
 from tests.cuda_ext import cases
 from tests.formats.hash_cases import H, forged, place_of
 

@@ -9,11 +9,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
-from megatron_sparse.config.sparse import (
-    MESSAGE_FORMATS,
-    CompressionConfig,
-    SchemeConfig,
-)
+from megatron_sparse.config.sparse import MESSAGE_FORMATS, CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats import torch_codec

@@ -30,9 +30,7 @@ from megatron_sparse.wire import (
     rice_span,
     rice_whole_payload_bytes,
 )
-from megatron_sparse.wire import (
-    rice_parameter as wire_rice_parameter,
-)
+from megatron_sparse.wire import rice_parameter as wire_rice_parameter
 from tests.codec import (
     CPU,
     ORACLE,

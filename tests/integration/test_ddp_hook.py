@@ -12,12 +12,7 @@ import torch
 
 import megatron_sparse
 from megatron_sparse.config.parameters import ParametersConfig
-from megatron_sparse.errors import (
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    HostError,
-)
+from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError, HostError
 from megatron_sparse.recording import NullSink
 from tests.programs import ROOT, output_of, with_variables
 from tests.ranks import error_text, run_ranks

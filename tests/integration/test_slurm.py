@@ -233,10 +233,7 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
 def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
     """The node without the batch script; Slurm itself detects the loss of the other one."""
     job = bed.submit(
-        "train_srun.sbatch",
-        "replaced",
-        "training.save_interval=4",
-        MEGATRON_SPARSE_PREFLIGHT="off",
+        "train_srun.sbatch", "replaced", "training.save_interval=4", MEGATRON_SPARSE_PREFLIGHT="off"
     )
     job.reaches(DISTURBED_AT)
     assert job.field("NodeList") == "n[0-1]"

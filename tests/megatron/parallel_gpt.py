@@ -232,10 +232,7 @@ class ParallelGPT:
 
     def _chunk(self, stage: int) -> Any:
         from megatron.core import parallel_state
-        from megatron.core.distributed import (
-            DistributedDataParallel,
-            DistributedDataParallelConfig,
-        )
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.transformer.module import Float16Module
 

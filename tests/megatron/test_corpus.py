@@ -147,10 +147,7 @@ def test_missing_corpus_says_how_to_make_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["_train_tokenizer", "_write_dataset"])
 def test_interrupted_run_leaves_nothing(
-    tmp_path: Path,
-    small: list[tuple[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    point: str,
+    tmp_path: Path, small: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     folder = tmp_path / "data" / "code"
 

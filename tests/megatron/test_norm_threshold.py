@@ -39,10 +39,7 @@ def _report(run: Run) -> dict[str, Any]:
     before, weights = run.residuals(), _weights(run)
     _skip_above(optimizer, ALWAYS)
     run.step()
-    kept = {
-        "residual": equal(before, run.residuals()),
-        "weights": equal(weights, _weights(run)),
-    }
+    kept = {"residual": equal(before, run.residuals()), "weights": equal(weights, _weights(run))}
     _skip_above(optimizer, NEVER)
     run.step()
     return kept | {

@@ -58,8 +58,7 @@ LAYOUTS = {
         ddp=OVERLAP | {"param_name_patterns_for_fp32_local_accumulation": ("*weight",)},
     ),
     "fp32_accumulation": Layout(
-        precision="bf16",
-        ddp=SHARDED | OVERLAP | {"reduce_scatter_with_fp32_accumulation": True},
+        precision="bf16", ddp=SHARDED | OVERLAP | {"reduce_scatter_with_fp32_accumulation": True}
     ),
     "instances": Layout(instances=2, ddp=SHARDED),
     "instances_overlapped": Layout(

@@ -296,12 +296,7 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"schemes": ["magic"]},
-        {"schemes": []},
-        {"schemes": ["straggler"]},
-    ],
+    "wrong", [{"schemes": ["magic"]}, {"schemes": []}, {"schemes": ["straggler"]}]
 )
 def test_wrong_settings_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"planner\."):

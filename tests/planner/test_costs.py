@@ -154,12 +154,7 @@ def ran(
 
 
 def both_s(
-    scheme: str,
-    n: int,
-    op: CollectiveOp,
-    where: ClusterModel,
-    numel: int,
-    kind: Kind = WHOLE,
+    scheme: str, n: int, op: CollectiveOp, where: ClusterModel, numel: int, kind: Kind = WHOLE
 ) -> list[float]:
     """Seconds that the network takes: predicted, and on a virtual cluster with the same data."""
     given = stratified(n, 0.05, numel)

@@ -12,13 +12,7 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.planner.costs import predict
-from megatron_sparse.planner.levels import (
-    INSTANCE,
-    NODE,
-    RANK,
-    LevelPricing,
-    inside_s,
-)
+from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPricing, inside_s
 from megatron_sparse.planner.plan import bucket_facts
 from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState

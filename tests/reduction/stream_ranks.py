@@ -51,12 +51,7 @@ def main() -> None:
     progress = progress_on(device, 60.0)
     residuals = ResidualStore(torch.float32)
     reducer = GradientReducer(
-        config,
-        Groups(transport),
-        planner_of(config, logs=False),
-        residuals,
-        NullSink(),
-        progress,
+        config, Groups(transport), planner_of(config, logs=False), residuals, NullSink(), progress
     )
     buckets = [
         Bucket(

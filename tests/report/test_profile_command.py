@@ -68,8 +68,7 @@ def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "density"),
-    [("", 0.01), ("--kind selected", 0.01), ("--density 0.005", 0.005)],
+    ("arguments", "density"), [("", 0.01), ("--kind selected", 0.01), ("--density 0.005", 0.005)]
 )
 def test_recorded_and_simulated_selections(recorded, tmp_path, arguments, density):
     assert run("profile", recorded, arguments, "--json", tmp_path / "p.jsonl") == 0

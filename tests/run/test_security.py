@@ -188,14 +188,8 @@ def test_redact_goes_through_everything_and_mutates_nothing():
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        (
-            "train cluster.env.HF_TOKEN=planted name=a",
-            "train 'cluster.env.HF_TOKEN=***' name=a",
-        ),
-        (
-            "train 'cluster.env={A_KEY:planted,B:c}'",
-            "train 'cluster.env={A_KEY:***,B:***}'",
-        ),
+        ("train cluster.env.HF_TOKEN=planted name=a", "train 'cluster.env.HF_TOKEN=***' name=a"),
+        ("train 'cluster.env={A_KEY:planted,B:c}'", "train 'cluster.env={A_KEY:***,B:***}'"),
         (
             "train 'cluster.env={NCCL_DEBUG:INFO,PGOPT:\"x y\"}'",
             "train 'cluster.env={NCCL_DEBUG:INFO,PGOPT:***}'",

@@ -8,18 +8,11 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.config.sparse import (
-    TrackingConfig,
-)
+from megatron_sparse.config.sparse import TrackingConfig
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.sparsity.gradient_dump import (
-    FOLDER,
-    GradientDump,
-    GradientDumpWriter,
-    Kind,
-)
+from megatron_sparse.sparsity.gradient_dump import FOLDER, GradientDump, GradientDumpWriter, Kind
 from megatron_sparse.transport import VirtualCluster
 from tests.reduction.reducers import at_target, reducer_of
 

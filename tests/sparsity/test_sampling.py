@@ -18,12 +18,7 @@ from megatron_sparse.planner.choice import Pace
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity.characteristics import profile_of
-from megatron_sparse.sparsity.sampling import (
-    WINDOW_NUMEL,
-    WINDOWS,
-    SamplePlan,
-    sample_profile,
-)
+from megatron_sparse.sparsity.sampling import WINDOW_NUMEL, WINDOWS, SamplePlan, sample_profile
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import OPTIONS, Forwarding
 from tests.sparsity.test_characteristics import random_gradients

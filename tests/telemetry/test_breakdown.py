@@ -8,13 +8,7 @@ import math
 import pytest
 
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.recording import (
-    BUCKET_STAGES,
-    INSIDE_TIER,
-    STAGES,
-    WAITS,
-    GatherRecord,
-)
+from megatron_sparse.recording import BUCKET_STAGES, INSIDE_TIER, STAGES, WAITS, GatherRecord
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
     bucket_line,

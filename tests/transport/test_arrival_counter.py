@@ -134,9 +134,7 @@ def test_visits_do_not_mix_and_old_keys_are_deleted(counters):
 
 @settings(max_examples=20)
 @given(
-    st.integers(2, 5),
-    st.lists(st.floats(0, 0.004), min_size=5, max_size=5),
-    st.floats(0, 0.004),
+    st.integers(2, 5), st.lists(st.floats(0, 0.004), min_size=5, max_size=5), st.floats(0, 0.004)
 )
 def test_all_ranks_hold_the_same_decision_when_arrivals_are_close(n, delays, grace_s):
     store = _store()

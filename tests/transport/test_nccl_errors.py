@@ -157,9 +157,7 @@ def test_no_rank_saves_if_one_does_not_come() -> None:
         assert error.got == "2 ranks"
 
 
-def test_groups_are_checked_after_the_device_is_idle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_groups_are_checked_after_the_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that arises while the device is busy must be found."""
     backend = Backend()
     device = torch.device("cuda", 0)

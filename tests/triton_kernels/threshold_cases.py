@@ -36,11 +36,7 @@ def main() -> None:
 
 
 def check_oracle(
-    kind: str,
-    numel: int,
-    samples: int,
-    dtype: torch.dtype,
-    residual_dtype: torch.dtype | None,
+    kind: str, numel: int, samples: int, dtype: torch.dtype, residual_dtype: torch.dtype | None
 ) -> None:
     """One call on unaligned views, with ranges that are empty, short, kept whole and tied."""
     arguments = (*seven_ranges(kind, numel, dtype, residual_dtype), DENSITIES, samples, KEYS)

@@ -65,8 +65,7 @@ class ParameterRow(CellRow, gap="  "):
     numel: int = cell("parameters", ">10")
     bits: float = cell("on the wire, of each parameter; headers included", ">6.2f")
     entropy: float | None = cell(
-        "least bits of a coder that knows the old exponent",
-        ">7.2f | bits/entropy >9.2f ratio",
+        "least bits of a coder that knows the old exponent", ">7.2f | bits/entropy >9.2f ratio"
     )
     encode_gbps: float = cell("median", ">12.2f encode(GB/s)")
     decode_gbps: float = cell("median", ">12.2f decode(GB/s)")

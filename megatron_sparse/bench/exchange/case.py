@@ -21,10 +21,7 @@ from megatron_sparse.collectives import SCHEMES, Input, Scheme, check
 from megatron_sparse.config.bits import AUTO_SUM_BITS
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
 from megatron_sparse.config.level import RANK
-from megatron_sparse.config.sparse import (
-    SparseConfig,
-    StragglerConfig,
-)
+from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 

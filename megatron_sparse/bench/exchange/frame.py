@@ -68,10 +68,7 @@ class Bench[Cases: Rounds](RankGroup):
 
 
 def run[Cases: Rounds](
-    bench: type[Bench[Cases]],
-    sweep: Cases,
-    place: Place,
-    json_path: Path | None = None,
+    bench: type[Bench[Cases]], sweep: Cases, place: Place, json_path: Path | None = None
 ) -> int:
     """Starts the ranks that are missing, or does one rank's part; returns the exit code.
 

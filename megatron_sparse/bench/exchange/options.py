@@ -151,16 +151,10 @@ class CollectiveSweep(Rounds, Sizes):
         among=(WHOLE_BITS, *VALUE_BITS),
     )
     sum_bits: int | None = option(
-        None,
-        "scheme.sum_bits, or 32: whole; auto by default.",
-        among=(WHOLE_BITS, *VALUE_BITS),
+        None, "scheme.sum_bits, or 32: whole; auto by default.", among=(WHOLE_BITS, *VALUE_BITS)
     )
     levels: Sequence[str] = names_option(
-        "rank",
-        "compression.level: rank | node",
-        "--level",
-        metavar="LEVEL,...",
-        among=(RANK, NODE),
+        "rank", "compression.level: rank | node", "--level", metavar="LEVEL,...", among=(RANK, NODE)
     )
     capacity: float | None = option(
         None, "scheme.capacity of the schemes that take it.", fits=above_zero
