@@ -22,7 +22,7 @@ from megatron_sparse.planner.configured import basis, planner_of, with_swept_thr
 from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
-from megatron_sparse.run.run_lock import locked
+from megatron_sparse.run.run_lock import LOCK_FILE, locked
 
 CONFIG_FILE = "config.yaml"
 
@@ -237,12 +237,14 @@ def make_run_dir(
     run_dir = run_folder(config)
     try:
         with ExitStack() as own:
-            if start.own or (run_dir / CONFIG_FILE).is_file():
-                own.enter_context(locked(run_dir))
-            start.repair()
             if not start.own:
-                _move_aside(run_dir)
+                _check_is_run(run_dir)
                 run_dir.mkdir(parents=True, exist_ok=True)
+            # Before anything is moved: the folder may be that of a run which starts just now.
+            own.enter_context(locked(run_dir))
+            start.repair()
+            if not start.own and _move_aside(run_dir):
+                run_dir.mkdir(exist_ok=True)
                 own.enter_context(locked(run_dir))
             composition.save(config, run_dir / CONFIG_FILE, command)
             provenance.record_start(run_dir, command)
@@ -258,21 +260,29 @@ def make_run_dir(
     return run_dir
 
 
-def _move_aside(run_dir: Path) -> None:
-    if not run_dir.exists() or (run_dir.is_dir() and not any(run_dir.iterdir())):
+def _check_is_run(run_dir: Path) -> None:
+    """Refuses a path with something else than a run, or than one whose folder is being made."""
+    if not run_dir.exists() or (run_dir / CONFIG_FILE).is_file():
         return
-    if not (run_dir / CONFIG_FILE).is_file():
+    if not run_dir.is_dir() or any(path.name != LOCK_FILE for path in run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir} is not the folder of a run",
             expected=f"no such folder, an empty one, or one with {CONFIG_FILE}",
             got="something else",
             remedy="choose another name, or remove it",
         )
+
+
+def _move_aside(run_dir: Path) -> bool:
+    """Renames the folder of an earlier run; returns whether there was one."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        return False
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():
         number += 1
     run_dir.rename(aside)
     print(f"the earlier run of this name is now {aside.name}")
+    return True
 
 
 def rank_environment(config: RunConfig) -> dict[str, str]:

@@ -43,6 +43,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _taken(run_dir, _read(file)) from None
+        if not _is_there(file, path):
+            raise _taken(run_dir, {})
         if _holds_elsewhere(holder, time.time() - os.fstat(file).st_mtime):
             raise _taken(run_dir, holder)
         _write(file, _own())
@@ -58,6 +60,14 @@ def locked(run_dir: Path) -> Iterator[None]:
                 _write(file, {})
     finally:
         os.close(file)
+
+
+def _is_there(file: int, path: Path) -> bool:
+    """Whether an open file still has this name, and was not moved with its folder meanwhile."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _own() -> dict[str, Any]:

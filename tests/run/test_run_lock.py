@@ -78,6 +78,38 @@ def test_a_run_that_goes_on_keeps_its_folder(tmp_path, resume):
     assert (tmp_path / "mine.1").is_dir()
 
 
+def test_of_two_runs_that_start_at_once_one_gets_the_folder(tmp_path, monkeypatch):
+    """The other one makes its folder between this one's look at the path and its lock."""
+    config = compose(["data=mock", "name=mine", f"runs_dir={tmp_path}"])
+    look = preparation._check_is_run
+    with ExitStack() as held:
+
+        def slow_look(run_dir):
+            look(run_dir)
+            monkeypatch.setattr(preparation, "_check_is_run", look)
+            preparation.make_run_dir(config, "first", held=held)
+
+        monkeypatch.setattr(preparation, "_check_is_run", slow_look)
+        with pytest.raises(ConfigError, match="still going on"):
+            preparation.make_run_dir(config, "second")
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+        said = (tmp_path / "mine" / preparation.CONFIG_FILE).read_text()
+        assert said.startswith("# first\n")
+
+
+def test_a_lock_that_has_moved_with_its_folder_counts_no_more(tmp_path, monkeypatch):
+    run_dir, flock = tmp_path / "mine", run_lock.fcntl.flock
+    run_dir.mkdir()
+
+    def late_flock(file, how):
+        run_dir.rename(tmp_path / "mine.1")
+        flock(file, how)
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", late_flock)
+    with pytest.raises(ConfigError, match="still going on"), locked(run_dir):
+        pass
+
+
 def test_the_lock_ends_with_its_process(tmp_path):
     holder, said = started(HOLD, str(tmp_path))
     assert said == "held"
