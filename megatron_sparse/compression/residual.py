@@ -171,7 +171,7 @@ class ResidualStore:
                     f"bucket {name}: the residual's unit changes and its old value is not kept",
                     expected="an undo copy of the residual",
                     got="none",
-                    remedy="set compression.undo=auto or always",
+                    remedy="set compression.undo=always",
                 )
             # The copy is not needed any more: the next selection overwrites it.
             residual_N.add_(self._undo_copies[name].mul_(change - 1))
@@ -186,8 +186,8 @@ class ResidualStore:
             raise SelectionError(
                 "the optimizer skipped a step and the residual cannot be restored",
                 expected="an undo copy of the residual",
-                got="compression.undo=never",
-                remedy="set compression.undo=auto or always",
+                got="none",
+                remedy="set compression.undo=always (one more buffer of the residual's size)",
             )
         for name in list(self._pending):
             self._restore(name)

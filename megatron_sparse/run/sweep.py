@@ -37,7 +37,7 @@ _SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
 _RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_share")
 """Of a run's `summary.json`, as its final table and `report` show them."""
 _RUN_COLUMNS = 24
-"""Characters of a run in the table."""
+"""Characters of a run in the table, unless a name is longer."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ def check(folder: Path) -> None:
             f"{len(failed)} of {len(outcomes(folder))} runs of the sweep failed",
             expected="exit code 0 of every run",
             got=names,
-            remedy="repeat the command with resume=auto; megatron-sparse sweep shows all runs",
+            remedy="correct what they name, then repeat the command with resume=auto; "
+            "megatron-sparse sweep shows all runs",
         )
 
 
@@ -233,13 +234,14 @@ def _tables(found: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
     Rows that are empty in every run are left out.
     """
     shown = [key for key in found[0] if any(row[key] not in (None, "") for row in found)]
-    each = max(1, (width - max(map(len, shown))) // (_RUN_COLUMNS + 2))
+    columns = max(_RUN_COLUMNS, *(len(row["name"]) for row in found))
+    each = max(1, (width - max(map(len, shown))) // (columns + 2))
     for first in range(0, len(found), each):
         some = found[first : first + each]
         table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(no_wrap=True)
         for _ in some:
-            table.add_column(overflow="fold", max_width=_RUN_COLUMNS)
+            table.add_column(overflow="fold", max_width=columns)
         for key in shown:
             style = "bold" if key == "name" else None
             table.add_row(key, *(escape(_cell(key, row[key])) for row in some), style=style)

@@ -64,8 +64,11 @@ def test_without_undo_a_second_begin_is_an_error_and_changes_nothing():
 def test_without_undo_a_skipped_step_is_an_error():
     store = _store(undo=False)
     store.begin(_bucket())
-    with pytest.raises(SelectionError, match="skipped"):
+    with pytest.raises(SelectionError, match="skipped") as caught:
         store.rollback()
+    # Not what a user has set: `undo=auto` keeps no copy where no step is expected to be skipped.
+    assert caught.value.got == "none"
+    assert "undo=always" in str(caught.value.remedy)
 
 
 def test_assumed_outcome_accepts_every_selection():

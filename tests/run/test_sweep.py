@@ -185,15 +185,17 @@ class TestTable:
     @pytest.mark.parametrize("columns", [80, 100])
     def test_settings_are_rows_and_words_are_whole(self, tmp_path, capsys, monkeypatch, columns):
         monkeypatch.setenv("COLUMNS", str(columns))
-        for name, scheme in (("a", "direct"), ("b", "zen"), ("c", "agsparse"), ("d", "dense")):
-            made_run(tmp_path, f"run_{name}", f"scheme={scheme}", loss=2.0)
+        schemes = ["agsparse", "dense", "direct", "zen"]
+        names = [f"run_scheme-{scheme}_leak-0.9" for scheme in schemes]
+        for name, scheme in zip(names, schemes, strict=True):
+            made_run(tmp_path, name, f"scheme={scheme}", loss=2.0)
         assert run("sweep", tmp_path) == 0
         lines = capsys.readouterr().out.splitlines()
         assert max(map(len, lines[1:])) <= columns
         found = [word for line in lines if line.startswith("name ") for word in line.split()[1:]]
-        assert found == ["run_a", "run_b", "run_c", "run_d"]
-        schemes = [line.split()[1:] for line in lines if line.startswith("scheme.name")]
-        assert [s for row in schemes for s in row] == ["direct", "zen", "agsparse", "dense"]
+        assert found == names
+        rows = [line.split()[1:] for line in lines if line.startswith("scheme.name")]
+        assert [scheme for row in rows for scheme in row] == schemes
 
     def test_mistakes_are_typed(self, tmp_path):
         with pytest.raises(ConfigError, match="there are no runs"):
