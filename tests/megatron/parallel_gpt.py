@@ -36,6 +36,7 @@ class Layout:
         expert_tensor: tensor parallelism inside the experts; null takes `tensor`.
         virtual: model chunks of each pipeline stage.
         experts: of each layer; 0 builds dense layers.
+        dispatcher: how tokens reach the experts of other ranks: `allgather` or `alltoall`.
         sequence_parallel: with torch's norm wrapped, because Megatron's refuses it.
         tied: one matrix for the embedding and the output.
         attention: without it a layer is its MLP; Megatron's own attention refuses context
@@ -63,6 +64,7 @@ class Layout:
     expert_tensor: int | None = None
     virtual: int = 1
     experts: int = 0
+    dispatcher: str = "allgather"
     sequence_parallel: bool = False
     tied: bool = False
     attention: bool = True
@@ -206,7 +208,7 @@ class ParallelGPT:
                 "num_moe_experts": layout.experts,
                 "moe_router_topk": 2,
                 "add_bias_linear": False,
-                "moe_token_dispatcher_type": "allgather",
+                "moe_token_dispatcher_type": layout.dispatcher,
                 "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
             }
         return TransformerConfig(

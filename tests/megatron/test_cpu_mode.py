@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -102,6 +104,25 @@ def test_every_patched_symbol_exists_and_names_its_user():
         assert resolve_name(patch.symbol) is not None
         assert len(patch.needed_by) > 10
     assert len({patch.symbol for patch in cpu_mode.CORE_PATCHES}) == len(cpu_mode.CORE_PATCHES)
+
+
+@pytest.mark.parametrize("kind", ["Stream", "Event"])
+def test_the_stand_ins_have_what_megatron_calls(kind):
+    """By names in its sources: what stands behind `..._stream.` or `..._event.`."""
+    specification = find_spec("megatron.core")
+    assert specification is not None
+    assert specification.origin is not None
+    core = Path(specification.origin).parent
+    called = {
+        name
+        for folder in (core, core.parent / "training")
+        for path in folder.rglob("*.py")
+        for name in re.findall(rf"{kind.lower()}(?:\(\))?\.([a-z]\w+)\(", path.read_text("utf-8"))
+    }
+    called &= set(dir(getattr(torch.cuda, kind)))
+    # Without this one, experts with an all-to-all have ended in an AttributeError.
+    assert {"Stream": "record_event", "Event": "record"}[kind] in called
+    assert called <= set(dir(getattr(cpu_mode, f"_{kind}")))
 
 
 def test_training_patches_are_applied_once():

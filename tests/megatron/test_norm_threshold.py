@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 from tests.megatron.parallel_gpt import Layout, parallel_state_of
 from tests.megatron.train_ranks import SPARSE, Run, equal, installed_plugin, running, train_ranks
@@ -75,7 +76,8 @@ def _installed() -> dict[str, Any]:
 
 
 def _all(rank: int) -> dict[str, Any]:
-    experts = Layout(expert=2, experts=4)
+    cpu_mode.enable_training()  # an all-to-all needs its stand-ins
+    experts = Layout(expert=2, experts=4, dispatcher="alltoall")
     with parallel_state_of(experts):
         found = {"experts": _attached(experts)}
     found |= {name: _attached(setting) for name, setting in SETTINGS.items()}

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from megatron_sparse import DDPState, SparseConfig
 from megatron_sparse.errors import ConfigError, HostError, StorageError
@@ -98,14 +99,22 @@ def test_a_run_on_one_node_does_not_claim_what_its_level_leaves_out(tmp_path):
     assert "bits" not in said
 
 
-def test_attach_names_what_serves_another_wrapper():
+class Sharded(FSDPModule, torch.nn.Linear):
+    """As FSDP2 makes them of a Linear."""
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "said"),
+    [
+        (torch.nn.parallel.DistributedDataParallel, r"megatron_sparse\.ddp_hook"),
+        (Sharded, "FSDP2 .* use DDP, Megatron's or PyTorch's own"),
+    ],
+)
+def test_attach_names_what_serves_another_wrapper(wrapper, said):
     from megatron_sparse.megatron.buckets import check_supported
 
-    wrapped = torch.nn.parallel.DistributedDataParallel.__new__(
-        torch.nn.parallel.DistributedDataParallel
-    )
-    with pytest.raises(HostError, match=r"megatron_sparse\.ddp_hook"):
-        check_supported(wrapped)
+    with pytest.raises(HostError, match=said):
+        check_supported(object.__new__(wrapper))
 
 
 def test_the_limit_of_open_files_is_raised_and_a_low_one_refused(monkeypatch):
