@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.integration.doc_commands import commands_of
 from tests.programs import ROOT, output_of, with_variables
 
 MODEL = (
@@ -101,12 +103,16 @@ def test_the_two_lines_with_a_hybrid_model():
 
 @pytest.mark.timeout(900)
 def test_a_loop_with_attach_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
-    script = ROOT / "examples" / "attach_core.py"
+    """With the two commands of the page."""
+    commands = commands_of(ROOT / "docs" / "checkpoints.md")
+    first, again = (command.words for command in commands if command.words[0] == "torchrun")
+    assert first[-1] == again[-1], "the same folder"
 
-    def steps(folder: str, until: int) -> list[str]:
-        output = start(script, "--steps", str(until), "--folder", str(tmp_path / folder))
+    def steps(command: Sequence[str], folder: str) -> list[str]:
+        script, *options = command[command.index("2") + 1 : -1]
+        output = start(ROOT / script, *options, str(tmp_path / folder))
         return [line for line in output.splitlines() if line.startswith("step ")]
 
-    stopped = steps("resumed", 3)
-    assert len(stopped) == 3
-    assert stopped + steps("resumed", 5) == steps("whole", 5)
+    stopped = steps(first, "resumed")
+    assert len(stopped) == 10
+    assert stopped + steps(again, "resumed") == steps(again, "whole")
