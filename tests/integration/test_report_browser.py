@@ -80,6 +80,18 @@ def test_every_chart_shows_data_and_text_large_enough(tab, report, tmp_path, scr
     assert min(heights) >= 9
 
 
+def test_charts_of_two_runs_share_a_row(tab, report):
+    tab.open(report, *DESK)
+    tops = tab.value(
+        "Object.fromEntries([...document.querySelectorAll('figure')]"
+        ".map(e => [e.id, e.getBoundingClientRect().top]))"
+    )
+    pairs = [(name, f"{name[:-1]}b") for name in tops if name.endswith("-a")]
+    pairs = [(first, second) for first, second in pairs if second in tops]
+    assert len(pairs) >= 3
+    assert all(tops[first] == tops[second] for first, second in pairs), tops
+
+
 def test_only_the_page_itself_is_requested(tab, report):
     tab.requests.clear()
     tab.open(report, *DESK)

@@ -217,6 +217,16 @@ def test_charts_of_several_runs_share_their_scales(run, tmp_path):
         assert found[f"{kind}-a"].height_in == found[f"{kind}-b"].height_in
 
 
+def test_a_line_marks_where_the_target_density_begins(run, tmp_path):
+    """In iteration 3; a run that leaves nothing out has no target."""
+    dense = make_run(tmp_path / "dense", "dense", density=1.0)
+    runs = [load_run(run, 0), load_run(dense, 1)]
+    found = {chart.name: chart for section in page.sections_of(runs) for chart in section.charts}
+    for name, marks in {"loss": 1, "breakdown-a": 1, "breakdown-b": 0}.items():
+        lines = [list(line.get_xdata()) for line in drawn_axes(found[name]).lines]
+        assert lines.count([2.5, 2.5]) == marks, name
+
+
 def drawn_axes(chart):
     axes = Figure().subplots()
     chart.draw(axes)
