@@ -1,8 +1,9 @@
-"""The process that Megatron's checkpoints start ends with its rank, also where that is killed.
+"""The processes that Megatron's checkpoints start end with their rank, also where that is killed.
 
 Writers of a checkpoint hand their results on through a queue that a manager of `multiprocessing`
-keeps. The manager's process would wait for a killed rank for ever. This module imports nothing
-heavy, because that process imports it.
+keeps. The manager's process would wait for a killed rank for ever, and one that writes an
+asynchronous checkpoint would go on writing into the folder of the next run. This module imports
+nothing heavy, because these processes import it.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.managers import SyncManager
 from typing import Any
 
 _MARK = "_megatron_sparse_watches"
+_is_watching = False
 
 
 def end_with_rank() -> None:
-    """Lets the manager of Megatron's next checkpoint end with this process. Idempotent.
+    """Lets the processes of Megatron's next checkpoints end with this process. Idempotent.
 
-    Imports megatron. Does nothing where Megatron makes its queue in another way, as before
-    megatron-core 0.19.
+    Imports megatron. Leaves the manager out where Megatron makes its queue in another way, as
+    before megatron-core 0.19, and writers of nvidia-resiliency-ext.
     """
     host: Any = None
     with suppress(ImportError):
+        from megatron.core.dist_checkpointing.strategies import async_utils
         from megatron.core.dist_checkpointing.strategies import filesystem_async as host
+
+        for name in ("TemporalAsyncCaller", "PersistentAsyncCaller"):
+            if hasattr(async_utils, name):
+                _let_writers_end(getattr(async_utils, name))
     original = getattr(host, "get_write_results_queue", None)
     if original is None or not hasattr(host, "_results_queue") or hasattr(original, _MARK):
         return
@@ -42,6 +50,33 @@ def end_with_rank() -> None:
 
     setattr(watched, _MARK, True)
     host.get_write_results_queue = watched
+
+
+def _let_writers_end(caller: Any) -> None:
+    original = caller.schedule_async_call
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def schedule_async_call(self: Any, async_req: Any) -> None:
+        if async_req.async_fn is not None:
+            ending = functools.partial(_run_in_writer, async_req.async_fn)
+            async_req = async_req._replace(async_fn=ending)
+        original(self, async_req)
+
+    setattr(schedule_async_call, _MARK, True)
+    caller.schedule_async_call = schedule_async_call
+
+
+def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs in the process that writes."""
+    global _is_watching
+    if not _is_watching:  # one process may write several checkpoints
+        _is_watching = True
+        # A writer starts a process of its own for each file.
+        os.register_at_fork(after_in_child=end_soon_after_parent)
+        end_soon_after_parent()
+    return write(*args, **kwargs)
 
 
 def end_soon_after_parent() -> None:

@@ -1,4 +1,4 @@
-"""The process that Megatron's checkpoints start, after the end of its rank."""
+"""The processes that Megatron's checkpoints start, after the end of their rank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from tests.waiting import is_gone, until
 
-RANK = """
+MANAGER = """
 import multiprocessing, signal
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_sparse.megatron import checkpoint_process
@@ -26,20 +27,48 @@ assert queue.get() == "result"
 print(manager.pid, flush=True)
 signal.pause()
 """
+WRITER = """
+import os, signal, torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+from megatron_sparse.megatron import checkpoint_process
+
+for _ in range(2):
+    checkpoint_process.end_with_rank()
+torch.cuda.synchronize, torch.distributed.get_rank = lambda: None, lambda: 0
 
 
-@pytest.mark.parametrize("received", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_a_rank_that_is_killed(received):
+def write(word):
+    child = os.fork()
+    if child:
+        print(os.getpid(), child, flush=True)
+    signal.pause()
+
+
+caller = TemporalAsyncCaller()
+caller.schedule_async_call(AsyncRequest(write, ("word",), []))
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "received"),
+    [(MANAGER, signal.SIGKILL), (MANAGER, signal.SIGTERM), (WRITER, signal.SIGKILL)],
+    ids=["manager, killed", "manager", "asynchronous writer and its own process, killed"],
+)
+def test_they_end_with_a_rank_that_is_killed(script, received):
     rank = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", RANK], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", script], stdout=subprocess.PIPE, text=True
     )
     assert rank.stdout is not None
-    manager = int(rank.stdout.readline())
+    started = [int(word) for word in rank.stdout.readline().split()]
+    assert started
     try:
         os.kill(rank.pid, received)
-        until(lambda: is_gone(manager))
+        until(lambda: all(map(is_gone, started)))
     finally:
         rank.kill()
+        for process in started:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         rank.communicate()
-        if not is_gone(manager):
-            os.kill(manager, signal.SIGKILL)
