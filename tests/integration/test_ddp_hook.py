@@ -138,7 +138,7 @@ def _auto(rank, world_size):
 def test_presets_are_tried_and_every_rank_takes_the_same():
     one, other = run_ranks(_auto, 2)
     assert one == other
-    assert set(one["times_ms"]) == {"lossless", "quantised", "safe"}
+    assert list(one["times_ms"])[:2] == ["safe", "quantised"]
 
 
 # -- conservation, new buckets, the switch

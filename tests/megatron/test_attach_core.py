@@ -244,9 +244,11 @@ def test_ranks_that_disagree_about_the_density_change_nothing(events):
 def test_presets_are_tried_and_every_rank_takes_the_same(events):
     (phases, state, refused, sent, goes_on), other = (report["trials"] for report in events)
     assert (phases, state) == other[:2]
-    tried = [phases[step] for step in (10, 18, 26)]
-    assert tried == [("off", 1.0), ("trial", 1.0), ("trial", 0.22)]
-    assert set(state["times_ms"]) == {"lossless", "quantised", "safe"}
+    assert phases[10] == ("trial", 0.22)
+    # The others were tried unless the one before took too long.
+    tried = list(state["times_ms"])
+    assert tried == ["safe", "quantised", "lossless"][: len(tried)]
+    assert len(tried) > 1
     best_ms = min(state["times_ms"].values())
     assert state["times_ms"][state["chosen"]] <= 1.02 * best_ms
     ended = {"lossless": ("off", 1.0), "quantised": ("target", 1.0), "safe": ("target", 0.22)}
