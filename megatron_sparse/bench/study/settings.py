@@ -88,9 +88,11 @@ def _preset(name: str, ramp: float) -> Setting:
     return Setting(name, f"preset {name}", (f"preset={name}",), ramp=ramp, curve=_PRESETS)
 
 
-def _with_exact_parameters(name: str, ramp: float = RAMP_SHARE, **lengths: float) -> Setting:
+def _with_exact_parameters(
+    name: str, ramp: float = RAMP_SHARE, warmup: float = WARMUP_SHARE
+) -> Setting:
     overrides = (f"preset={name}", "parameters.method=exact")
-    return Setting(name, f"preset {name}", overrides, ramp=ramp, **lengths)
+    return Setting(name, f"preset {name}", overrides, warmup, ramp)
 
 
 CONVERGENCE = (
