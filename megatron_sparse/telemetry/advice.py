@@ -56,8 +56,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
             return f"{seen}: by a model, preset={name} would do"
     for name, ratio in ratios.items():
         if ratio < 0.7 and (gain_ms := saved_ms(ratio)) >= WORTH * whole_ms:
-            points = LOSS_POINTS.get(name)
-            cost = "" if points is None else f"; it costs {points:g} % of the loss"
             gain = f"would save {gain_ms / 1e3:.2g} s an iteration"
-            return f"{seen}: by a model, preset={name} {gain}{cost}"
+            cost = f"it costs {LOSS_POINTS[name]:g} % of the loss"
+            return f"{seen}: by a model, preset={name} {gain}; {cost}"
     return f"{seen}: by a model, no other preset would be faster"

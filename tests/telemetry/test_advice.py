@@ -48,7 +48,9 @@ def test_a_slow_link_names_the_gain_and_its_price():
 
 def test_a_dense_run_on_a_slow_link_is_told_the_least_lossy_gain():
     said = of_run(bits=32.0, share=1.0, exposed_ms=4000.0, hidden_ms=130.0, network_ms=4100.0)
-    assert said.endswith("preset=quantised would save 3.6 s an iteration"), "its loss is unmeasured"
+    assert said.endswith(
+        "preset=quantised would save 3.6 s an iteration; it costs 0.05 % of the loss"
+    )
 
 
 def test_nothing_to_gain():
