@@ -73,7 +73,7 @@ def main() -> None:
     if not args.dense:
         steps = args.steps // 10
         state = megatron_sparse.DDPState(  # line 1
-            ddp, optimizer=optimizer, density=args.density, warmup_iters=steps, ramp_iters=steps
+            ddp, density=args.density, warmup_iters=steps, ramp_iters=steps
         )
         ddp.register_comm_hook(state, megatron_sparse.ddp_hook)  # line 2
 

@@ -81,36 +81,24 @@ def check_config(config: SparseConfig) -> None:
 
 
 def check_steps(
-    config: SparseConfig,
-    ddp: DistributedDataParallel,
-    *,
-    knows_steps: bool,
-    scaler: torch.amp.GradScaler | None,
+    config: SparseConfig, ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None
 ) -> None:
     """Refuses settings with which a skipped step would corrupt residuals.
 
     Args:
         config: of the plugin.
         ddp: the model.
-        knows_steps: whether the state got the optimizer.
         scaler: that the state got.
 
     Raises:
         ConfigError: names the setting.
     """
-    if knows_steps and config.compression.undo == "never":
+    if scaler is not None and config.compression.undo == "never":
         raise ConfigError(
-            "compression.undo=never does not go with DDPState(..., optimizer=...)",
-            expected="compression.undo=auto or always: an unused pass is undone by a copy",
+            "compression.undo=never does not go with DDPState(..., scaler=...)",
+            expected="compression.undo=auto or always: a step that overflows is undone by a copy",
             got="never",
             remedy="leave it out",
-        )
-    if scaler is not None and not knows_steps:
-        raise ConfigError(
-            "DDPState got a scaler and no optimizer",
-            expected="both: a step that overflows is skipped, and the optimizer says so",
-            got="scaler=...",
-            remedy="give optimizer=... too",
         )
     for name, parameter in ddp.module.named_parameters():
         if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.bfloat16):
@@ -123,21 +111,27 @@ def check_steps(
             )
 
 
-def check_scalers(known: torch.amp.GradScaler | None) -> None:
-    """Refuses loss scaling that the state does not follow; looks at all objects once.
+def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.Optimizer]:
+    """The optimizers of this process; looks at all objects once.
 
     Raises:
         ConfigError: a GradScaler other than the known one is in use.
     """
+    found: list[torch.optim.Optimizer] = []
     for each in gc.get_objects():
-        is_scaler = issubclass(type(each), torch.amp.GradScaler)
-        if is_scaler and each is not known and each._scale is not None:
+        kind = type(each)
+        if issubclass(kind, torch.optim.Optimizer):
+            found.append(each)
+        elif (
+            issubclass(kind, torch.amp.GradScaler) and each is not known and each._scale is not None
+        ):
             raise ConfigError(
                 "a GradScaler scales the loss, and DDPState does not know it",
-                expected="DDPState(ddp, optimizer=..., scaler=...)",
+                expected="DDPState(ddp, scaler=...)",
                 got="a scaler in use",
-                remedy="give both to DDPState, or train in bf16 without a scaler",
+                remedy="give it to DDPState, or train in bf16 without a scaler",
             )
+    return found
 
 
 def check_saved(

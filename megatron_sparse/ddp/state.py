@@ -5,9 +5,9 @@ Two lines, as the hooks of `torch.distributed.algorithms.ddp_comm_hooks` are use
     state = megatron_sparse.DDPState(ddp_model, density=0.01)
     ddp_model.register_comm_hook(state, megatron_sparse.ddp_hook)
 
-With `optimizer=` the state also learns which passes were used. Where a loop skips a step (NaN, a
-norm that is too large, an overflow under GradScaler) or throws gradients away, the residual is put
-back as it was before that pass; else its selections are lost, and what it left is sent later.
+The state sees which passes are used, by the steps of torch's optimizers. Where a loop skips a step
+(NaN, a norm that is too large, an overflow under GradScaler) or throws gradients away, the residual
+is put back as it was before that pass; else its selections were lost, and what it left sent later.
 
 DDP hands over each bucket when its gradients are final; the reducer averages it over the ranks on
 its progress thread, which completes the bucket's future. The gradient of an
@@ -21,7 +21,7 @@ State and hook share one lifecycle: DDP's order of calls in a backward pass.
 
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
 from megatron_sparse.collectives import check
@@ -48,6 +49,8 @@ logger = logging.getLogger("megatron_sparse")
 
 VERSION = 1
 """Of the state dictionary."""
+WARN_AFTER = 8
+"""Passes in a row that no step used, after which a warning says so."""
 
 
 class DDPState(HostState):
@@ -60,9 +63,7 @@ class DDPState(HostState):
         ddp: the model, before its first backward pass.
         config: a `SparseConfig`, whose `tracking` is ignored, or the name of a preset, e.g.
             `"safe"`.
-        optimizer: whose steps say which passes were used, or several. Costs an undo copy: a buffer
-            of the residual's size.
-        scaler: the GradScaler of the loop, with `optimizer`: residuals follow its scale.
+        scaler: the GradScaler of the loop: residuals follow its scale.
         sink: receives the time and bytes of each bucket.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
@@ -75,7 +76,7 @@ class DDPState(HostState):
             GradScaler is in use that the state does not know.
 
     Example:
-        >>> state = DDPState(ddp_model, optimizer=adam, density=0.01)  # doctest: +SKIP
+        >>> state = DDPState(ddp_model, density=0.01)  # doctest: +SKIP
         >>> ddp_model.register_comm_hook(state, ddp_hook)  # doctest: +SKIP
     """
 
@@ -86,17 +87,15 @@ class DDPState(HostState):
         ddp: DistributedDataParallel,
         config: SparseConfig | str | None = None,
         *,
-        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
         scaler: torch.amp.GradScaler | None = None,
         sink: RecordSink | None = None,
         **overrides: Any,
     ) -> None:
         device = refusals.device_of(ddp)
         given = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
-        optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-        knows_steps, scheme, group = bool(optimizers), given.scheme, ddp.process_group
+        scheme, group = given.scheme, ddp.process_group
         refusals.check_config(given)
-        refusals.check_steps(given, ddp, knows_steps=knows_steps, scaler=scaler)
+        refusals.check_steps(given, ddp, scaler)
         self._filter = ParameterFilter(given.compression)
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
@@ -108,23 +107,23 @@ class DDPState(HostState):
         )
         super().__init__(given, device, self._transport.group)
         self._group = group
-        self._knows_steps = knows_steps
         self._scaler = scaler
         self._scale: float | None = None
-        self._has_looked_for_scalers = False
-        self._is_unused = False
+        self._has_looked_at_loop = False
+        self._knows_steps = self._is_unused = False
+        self._unused_in_a_row = 0
         self._is_plain = False
         self._all_at_end = ddp.static_graph
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+        self._trained = [parameter for parameter in self._names if parameter.requires_grad]
         self._buckets: dict[int, Bucket] = {}
         self._launched = 0
         self._placed: set[int] = set()
         self._unplaced: dict[str, torch.Tensor] = {}
         self._in_flight: list[Pending] = []
-        self.residuals.undo = knows_steps or given.compression.undo == "always"
+        self.residuals.undo = self.residuals.is_reported = given.compression.undo != "never"
         if self.residuals.undo:
-            self.residuals.is_reported = True
-            self._watch(ddp, optimizers)
+            self._watch()
         sink = sink or NullSink()
         self._reducer = GradientReducer(
             self.config, Groups(self._transport), self.planner, self.residuals, sink, self.progress
@@ -142,8 +141,8 @@ class DDPState(HostState):
     def discard_step(self) -> None:
         """The last synchronised pass was not used: puts the residual back as it was before it.
 
-        For loops whose optimizer the state does not know; call it before the next pass, on every
-        rank. Needs `undo="always"` there. Does nothing where the last pass was used.
+        For loops without an optimizer of torch's; call it before the next pass, on every rank.
+        Does nothing where the last pass was used.
 
         Raises:
             ConfigError: there is no undo copy.
@@ -151,9 +150,9 @@ class DDPState(HostState):
         if not self.residuals.undo:
             raise ConfigError(
                 "the residual of a discarded step is not kept",
-                expected="DDPState(..., optimizer=...), or undo='always'",
-                got="neither",
-                remedy="give the state the optimizer: it then sees by itself which passes are used",
+                expected="compression.undo=auto or always",
+                got="never",
+                remedy="leave it out",
             )
         if self._is_unused:
             self.residuals.rollback()
@@ -172,46 +171,55 @@ class DDPState(HostState):
         finally:
             self._is_plain = before
 
-    def _watch(
-        self, ddp: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def _watch(self) -> None:
         """Learns when a backward pass begins and when its gradients are used."""
-        wanted = [each for each in ddp.module.parameters() if each.requires_grad]
-        # Model and optimizer do not keep the state alive: its groups must not outlive torch's.
+        # torch's hooks do not keep the state alive: its groups must not outlive torch's.
         own = weakref.ref(self)
 
         def begins(_: torch.Tensor) -> None:
             # No gradient of this pass has been added yet.
             if (state := own()) is not None:
-                state._pass_begins(wanted)
+                state._pass_begins()
 
         def taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (state := own()) is not None:
+            if (state := own()) is not None and state._is_updated_by(optimizer):
                 state._step_taken(optimizer)
 
-        torch.autograd.graph.register_multi_grad_hook(wanted, begins, mode="any")
-        for optimizer in optimizers:
-            optimizer.register_step_post_hook(taken)
+        torch.autograd.graph.register_multi_grad_hook(self._trained, begins, mode="any")
+        weakref.finalize(self, register_optimizer_step_post_hook(taken).remove)
 
-    def _pass_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(parameter in self._names for group in groups for parameter in group["params"])
+
+    def _pass_begins(self) -> None:
         if self._is_unused and not self._knows_steps:
             self.residuals.commit()
             self._is_unused = False
-        elif self._is_unused and any(map(_holds_values, parameters)):
+        elif self._is_unused and any(map(_holds_values, self._trained)):
             self.residuals.go_on()
-        else:
+        elif self._is_unused:
             self.discard_step()
+            self._unused_in_a_row += 1
+            if self._unused_in_a_row == WARN_AFTER:
+                logger.warning(
+                    "%d backward passes in a row were followed by no step of an optimizer of this "
+                    "model's parameters; what each left in the residual is taken back",
+                    WARN_AFTER,
+                )
         if self._scaler is not None:
             before, self._scale = self._scale, self._scaler.get_scale()
             if before not in (None, self._scale):
                 self.residuals.rescale(self._scale / before)
 
     def _step_taken(self, optimizer: torch.optim.Optimizer) -> None:
+        self._knows_steps = True
         # GradScaler lets optimizers that understand it look for an overflow themselves.
         found_inf = getattr(optimizer, "found_inf", None)
         if self._is_unused and not (found_inf is not None and float(found_inf)):
             self.residuals.commit()
             self._is_unused = False
+            self._unused_in_a_row = 0
 
     def launch(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the synchronisation of one of DDP's buckets. Called by `ddp_hook`.
@@ -289,9 +297,10 @@ class DDPState(HostState):
         for pending in in_flight:
             pending.wait()
         self._is_unused = self.residuals.undo
-        if not self._has_looked_for_scalers:
-            self._has_looked_for_scalers = True
-            refusals.check_scalers(self._scaler)
+        if not self._has_looked_at_loop:
+            self._has_looked_at_loop = True
+            for each in refusals.optimizers_of_loop(self._scaler):
+                self._knows_steps |= self._is_updated_by(each)
 
     def _end_step(self) -> None:
         self._launched = 0

@@ -274,7 +274,7 @@ def _faults(rank, world_size):
 
     refused = (
         {"densty": 1},
-        {"scaler": torch.amp.GradScaler("cpu")},
+        {"scaler": torch.amp.GradScaler("cpu"), "undo": "never"},
         {"residual_checkpoint": "sum"},
         {"parameters": ParametersConfig("exact")},
         {"level": "node"},
@@ -304,7 +304,7 @@ def test_errors_are_typed_those_of_a_backward_pass_too():
     for rank, errors in enumerate(run_ranks(_faults, 2)):
         assert errors[:11] == [
             "unknown option 'densty'",
-            "DDPState got a scaler and no optimizer",
+            "compression.undo=never does not go with DDPState(..., scaler=...)",
             "compression.residual_checkpoint=sum does not go with plain DDP",
             "parameters.method=exact does not go with plain DDP",
             "compression.level=node does not go with plain DDP",

@@ -1,9 +1,10 @@
-"""`DDPState(optimizer=...)`: passes that were not used leave no trace, on two gloo ranks."""
+"""Plain DDP: passes that were not used leave no trace, on two gloo ranks."""
 
 from __future__ import annotations
 
 import copy
 import io
+import logging
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 0, "scheme": 
 FIVE_PERCENT = AT_ONCE | {"density": 0.05, "value_bits": None, "timeout_s": 30.0}
 
 
-def _loop(rank, passes, *, undo="auto", knows=True, scale=None):
+def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
     """Trains on passes: each a factor of the gradient, and what the loop does with it.
 
     `use`: a step; `skip`: none, the gradient is cleared; `clear`: the same, zeros in place; `add`:
     none, the next pass adds to the gradient; `discard`: as `skip`, and the state is told; `plain`:
-    as `skip`, past the residual.
+    as `skip`, past the residual. `by_hand` updates without an optimizer of torch's.
 
     Returns:
         The weights, and this rank's residual.
@@ -32,10 +33,9 @@ def _loop(rank, passes, *, undo="auto", knows=True, scale=None):
     model = torch.nn.Linear(SIDE, SIDE, bias=False)
     torch.nn.init.zeros_(model.weight)
     ddp = DistributedDataParallel(model)
-    stepper = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    stepper = None if by_hand else torch.optim.SGD(ddp.parameters(), lr=1.0)
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
-    given = {"optimizer": stepper} if knows else {}
-    state = megatron_sparse.DDPState(ddp, undo=undo, **given, **FIVE_PERCENT)
+    state = megatron_sparse.DDPState(ddp, undo=undo, **FIVE_PERCENT)
     ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
     draw = torch.Generator().manual_seed(rank)
     for factor, use in passes:
@@ -48,11 +48,13 @@ def _loop(rank, passes, *, undo="auto", knows=True, scale=None):
             (loss if scaler is None else scaler.scale(loss)).backward()
         if use == "add":
             continue
-        if use == "use":
+        if use == "use" and stepper is None:
+            model.weight.data -= model.weight.grad
+        elif use == "use":
             stepper.step()
         if use == "discard":
             state.discard_step()
-        stepper.zero_grad(set_to_none=use != "clear")
+        ddp.zero_grad(set_to_none=use != "clear")
     return model.weight.detach().clone(), state.residuals["bucket0"].view(SIDE, SIDE).clone()
 
 
@@ -70,11 +72,11 @@ def _with(use, factor=1000.0):
         (_with("skip", float("nan")), {}),
         (_with("clear"), {}),
         (_with("plain"), {}),
-        (_with("plain"), {"knows": False}),
-        (_with("discard"), {"knows": False, "undo": "always"}),
+        (_with("plain"), {"by_hand": True}),
+        (_with("discard"), {"by_hand": True}),
         ([(1000.0, "skip"), *USED], {}),
     ],
-    ids=["overflow", "nan", "zeros in place", "plain", "plain, unknown", "told", "first"],
+    ids=["overflow", "nan", "zeros in place", "plain", "plain, by hand", "told", "first"],
 )
 def test_a_pass_that_was_not_used_leaves_no_trace(passes, options):
     """Weights and residuals balance as if it had not been: each is a sum of small integers."""
@@ -131,7 +133,7 @@ def _scaled(rank, world_size, finds_inf):
     else:
         stepper = torch.optim.SGD(ddp.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    state = megatron_sparse.DDPState(ddp, optimizer=stepper, scaler=scaler, **FIVE_PERCENT)
+    state = megatron_sparse.DDPState(ddp, scaler=scaler, **FIVE_PERCENT)
     ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
     gradient = torch.arange(SIDE * SIDE).view(SIDE, SIDE).float().T
     for factor, _ in OVERFLOWS:
@@ -147,19 +149,31 @@ def _scaled(rank, world_size, finds_inf):
 
 def _refused(rank, world_size):
     found = []
-    for options in ({"knows": False, "scale": 2.0}, {"undo": "never"}):
+    for passes, options in ((USED, {"scale": 2.0}), (_with("discard"), {"undo": "never"})):
         with pytest.raises(ConfigError) as caught:
-            _loop(rank, USED, **options)
+            _loop(rank, passes, **options)
         found.append(str(caught.value))
-    with pytest.raises(ConfigError, match="discarded step is not kept"):
-        _loop(rank, _with("discard"), knows=False)
     return found
 
 
 def test_what_would_corrupt_residuals_is_refused():
     unknown_scaler, never = run_ranks(_refused, 1)[0]
     assert "a GradScaler scales the loss" in unknown_scaler
-    assert "compression.undo=never" in never
+    assert "discarded step is not kept" in never
+
+
+def _unused_for_long(rank, world_size):
+    logged = []
+    logger = logging.getLogger("megatron_sparse")
+    logger.addFilter(lambda record: logged.append(record.getMessage()))
+    _loop(rank, [USED[0], *[(1.0, "skip")] * 20, USED[1]])
+    return logged
+
+
+def test_a_loop_whose_passes_nobody_uses_is_told_once():
+    (logged,) = run_ranks(_unused_for_long, 1)
+    assert len(logged) == 1
+    assert "8 backward passes in a row" in logged[0]
 
 
 def _copied(rank, world_size):
@@ -168,8 +182,7 @@ def _copied(rank, world_size):
 
     def hooked(**state):
         ddp = DistributedDataParallel(torch.nn.Linear(SIDE, SIDE, bias=False))
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
-        made = megatron_sparse.DDPState(ddp, optimizer=optimizer, **state)
+        made = megatron_sparse.DDPState(ddp, **state)
         ddp.register_comm_hook(made, megatron_sparse.ddp_hook)
         return ddp, made
 
