@@ -1,7 +1,8 @@
 """What a run would have gained with another preset: one line at its end.
 
 A MODEL, from the run's own figures. Buckets are in flight for F = hidden + exposed milliseconds of
-an iteration, of which N are the network's. A preset that sends k times the bytes has them in flight
+an iteration, of which N are the network's: the least that an iteration's buckets took, since in
+others ranks wait for each other as well. A preset that sends k times the bytes has them in flight
 for F + (k - 1) N, of which the backward pass hides as much as it hid; where it hid all, two thirds
 of the passes. Codecs count as those of the run.
 """
@@ -35,7 +36,7 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     if summary["world_size"] == 1 or not whole_ms or not figures["wire_bytes"] or not bits:
         return None
     exposed_ms, hidden_ms = stage_ms["host_wait"], figures["overlapped_ms"]
-    network_ms = min(stage_ms["network"], hidden_ms + exposed_ms)
+    network_ms = min(figures["network_ms_least"], hidden_ms + exposed_ms)
     window_ms = hidden_ms
     if exposed_ms <= HIDDEN_ALL * whole_ms and hidden_ms:
         window_ms = max(hidden_ms, BACKWARD * stage_ms["forward_backward"])

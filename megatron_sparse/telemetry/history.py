@@ -50,6 +50,10 @@ def _high(values: np.ndarray) -> float | None:
     return float(np.percentile(values, 95)) if values.size else None
 
 
+def _least(values: np.ndarray) -> float | None:
+    return float(values.min()) if values.size else None
+
+
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
@@ -219,4 +223,5 @@ def _figures(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
         "stage_ms": {stage: _median(times) for stage, times in stage_ms.items()},
         "stage_ms_mean": means,
         "stage_ms_p95": {stage: _high(times) for stage, times in stage_ms.items()},
+        "network_ms_least": _least(stage_ms["network"]),
     }
