@@ -37,8 +37,9 @@ FIRST_STEP = 3
 """Steps before the first trial: they allocate, and build what is built at first use."""
 SETTLE, TIMED = 2, 6
 """Steps of a trial that are not timed, since buffers of new sizes are made, and that are."""
-TOO_SLOW = 1.25
-"""Trials end with a preset that takes so many times the fastest's time, after one timed step."""
+TOO_SLOW = {SETTLE: 1.5, SETTLE + 1: 1.25}
+"""After so many steps of a trial: it ends if their best takes so many times the fastest preset's
+time."""
 NO_SLOWER = 1.02
 """A preset is as good as the fastest up to this ratio; the one of less loss is then taken."""
 LOOK_EVERY, DRIFT = 50, 0.25
@@ -102,7 +103,8 @@ class SettingTrials:
         self._look_after = LOOK_EVERY
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
-        planner.is_trial = True  # Steps before the first trial are none of the run's phases.
+        # Steps before the first trial warm up: every element travels, in few bits if it may.
+        self._apply(self._names[min(1, len(self._names) - 1)], is_trial=True)
         if config.scheme.deterministic or len(self._names) == 1:
             # The one that sends least: nothing may depend on timing.
             self._go_on(0, self._names[-1], "no trials: " + self._reason())
@@ -139,9 +141,9 @@ class SettingTrials:
     def _go_on_trying(self, step: int, name: str) -> None:
         """Whether a trial ends follows from numbers that ranks agree on."""
         laps_s = self._laps_s
-        if len(laps_s) == SETTLE + 1 and self.times_ms:
+        if len(laps_s) in TOO_SLOW and self.times_ms:
             (least_ms,) = self._maxima([1e3 * min(laps_s)])
-            if least_ms > TOO_SLOW * min(self.times_ms.values()):
+            if least_ms > TOO_SLOW[len(laps_s)] * min(self.times_ms.values()):
                 self.times_ms[name] = least_ms
                 self._decide(step)
         elif len(laps_s) == SETTLE + TIMED:
