@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 ITERATION = re.compile(
-    r"iteration +\d+/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
+    r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
 )
 VALIDATION = re.compile(
     r"validation loss at iteration (\d+)(?: on validation set)? \| lm loss value: (\S+)"
@@ -106,7 +106,7 @@ class Run:
             code = self._start([*command, *self.words], config.cluster, log)
         elapsed_s, share = time.monotonic() - start_s, foreign_share(*load.spent())
         printed = log_path.read_text("utf-8", errors="replace")
-        iterations, curve = ITERATION.findall(printed), read_curve(printed)
+        iterations, curve = read_iterations(printed), read_curve(printed)
         wanted = config.training.iterations
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
@@ -123,7 +123,7 @@ class Run:
                 f"it ends with\n{tail}",
                 remedy=f"see {log_path}",
             )
-        times_ms, losses = ([float(each[i]) for each in iterations] for i in (0, 1))
+        times_ms, losses = ([each[i] for each in iterations] for i in (0, 1))
         return RunResult(self, times_ms, losses, curve, elapsed_s, share)
 
     def _start(self, command: list[str], cluster: ClusterConfig, log: IO[str]) -> int:
@@ -151,7 +151,7 @@ class RunResult:
 
     Attributes:
         run: that has ended.
-        iteration_ms: of each iteration that was printed.
+        iteration_ms: of each iteration; means where `megatron.log_interval` prints some together.
         losses: likewise.
         curve: (iteration, validation loss), the last iteration twice.
         elapsed_s: of the whole process.
@@ -201,6 +201,25 @@ class RunResult:
         self.run.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"arguments": self.run.arguments, **values}) + "\n"
         (self.run.folder / OUTCOME_FILE).write_text(text, "utf-8")
+
+
+def read_iterations(printed: str) -> list[tuple[float, float]]:
+    """(milliseconds, loss) of each iteration: the means of the line that counts it.
+
+    Example:
+        >>> line = "iteration 2/4 | elapsed time per iteration (ms): 7.5 | lm loss: 9.0E+00 |"
+        >>> read_iterations(line)
+        [(7.5, 9.0), (7.5, 9.0)]
+    """
+    lines = [
+        (int(number), float(ms), float(loss)) for number, ms, loss in ITERATION.findall(printed)
+    ]
+    before = [0, *(number for number, *_ in lines)]
+    return [
+        (ms, loss)
+        for first, (last, ms, loss) in zip(before, lines, strict=False)
+        for _ in range(last - first)
+    ]
 
 
 def read_curve(printed: str) -> list[tuple[int, float]]:
