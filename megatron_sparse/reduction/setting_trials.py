@@ -2,11 +2,11 @@
 
 A model of links, codecs and overlap errs by more than presets differ. So the run tries them:
 iterations are timed, whole, under each preset that `compression.loss_budget` allows, with nothing
-ramped. The one that sends least comes first: the first one that takes far longer ends the trials,
-since all others send still more. Ranks agree on the slowest rank's medians. The run goes on with
-the preset of the least loss whose iterations take at most 2 % longer than the fastest, and with
-that preset's warm-up and ramp: where communication hides behind the backward pass anyway, gradients
-travel whole.
+ramped. Before, in the warm-up, every element travels in 4 bits. The one that sends least comes
+first: the first one that takes far longer ends the trials, since all others send still more. Ranks
+agree on the slowest rank's medians. The run goes on with the preset of the least loss whose
+iterations take at most 2 % longer than the fastest, and with that preset's ramp: where
+communication hides behind the backward pass anyway, gradients travel whole.
 
 Nothing is lost when the preset changes: what one has left in the residual the next one sends.
 """
@@ -33,8 +33,10 @@ from megatron_sparse.planner import Planner
 logger = logging.getLogger("megatron_sparse")
 
 AUTO = "auto"
-FIRST_STEP = 3
-"""Steps before the first trial: they allocate, and build what is built at first use."""
+FEWEST_STEPS, MOST_STEPS = 3, 50
+"""Before the first trial, at the warm-up's end where that lies between: steps that allocate, and
+build what is built at first use; and steps after which a user wants to see the choice. Earlier, a
+preset's few elements would shape Adam's first moments."""
 SETTLE, TIMED = 2, 6
 """Steps of a trial that are not timed, since buffers of new sizes are made, and that are."""
 TOO_SLOW = {SETTLE: 1.5, SETTLE + 1: 1.25}
@@ -47,11 +49,16 @@ LOOK_EVERY, DRIFT = 50, 0.25
 change that leads to new trials."""
 
 
+def first_trial(compression: CompressionConfig) -> int:
+    """The step, counted from 0, that the trials begin with."""
+    return max(FEWEST_STEPS, min(MOST_STEPS, compression.warmup))
+
+
 def steps_of_trials(compression: CompressionConfig) -> int:
     """How many steps have begun at most when the trials have ended; 0 without `density=auto`."""
     if compression.density != AUTO:
         return 0
-    return FIRST_STEP + (SETTLE + TIMED) * len(allowed(compression.loss_budget))
+    return first_trial(compression) + (SETTLE + TIMED) * len(allowed(compression.loss_budget))
 
 
 def started(config: SparseConfig) -> SparseConfig:
@@ -103,8 +110,10 @@ class SettingTrials:
         self._look_after = LOOK_EVERY
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
-        # Steps before the first trial warm up: every element travels, in few bits if it may.
-        self._apply(self._names[min(1, len(self._names) - 1)], is_trial=True)
+        # Until then every element travels, in few bits if it may; where no warm-up was asked for,
+        # these steps are none of the run's phases.
+        first = self._names[min(1, len(self._names) - 1)]
+        self._apply(first, is_trial=given.warmup < FEWEST_STEPS)
         if config.scheme.deterministic or len(self._names) == 1:
             # The one that sends least: nothing may depend on timing.
             self._go_on(0, self._names[-1], "no trials: " + self._reason())
@@ -126,7 +135,7 @@ class SettingTrials:
             self._go_on_trying(step, self._on_trial)
         elif self.chosen is not None:
             self._look_again(step)
-        elif step >= FIRST_STEP:
+        elif step >= first_trial(self._given):
             self._try_all()
 
     def _try(self, name: str) -> None:

@@ -11,8 +11,9 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction import setting_trials
 from megatron_sparse.reduction.setting_trials import (
-    FIRST_STEP,
+    FEWEST_STEPS,
     LOOK_EVERY,
+    MOST_STEPS,
     SETTLE,
     TIMED,
     SettingTrials,
@@ -21,7 +22,8 @@ from megatron_sparse.reduction.setting_trials import (
 from tests.planner.planned import a_bucket
 
 TRIAL = SETTLE + TIMED
-LENGTHS = {"warmup_iters": 10, "ramp_iters": None}
+FIRST_STEP = 10
+LENGTHS = {"warmup_iters": FIRST_STEP, "ramp_iters": None}
 
 
 class Run:
@@ -160,7 +162,7 @@ def test_values_and_sums_are_those_of_the_preset_and_trials_have_no_ramp():
     ]
     # balanced: a long ramp, 70 % of a run of which 5 % are 10 steps.
     assert (run.config.compression.warmup_iters, run.config.compression.ramp_iters) == (10, 140)
-    assert (run.step, run.plan().phase) == (35, Phase.RAMP)
+    assert (run.step, run.plan().phase) == (42, Phase.RAMP)
 
 
 def test_every_element_in_4_bits_has_no_target_below_1():
@@ -173,7 +175,7 @@ def test_every_element_in_4_bits_has_no_target_below_1():
 
 def test_new_trials_when_an_iteration_takes_a_quarter_longer_or_less():
     run = Run(dict(SLOW_LINK), warmup_iters=0)
-    run.train(FIRST_STEP + len(trials_of(SLOW_LINK, ALLOWED)) + LOOK_EVERY - 1)
+    run.train(FEWEST_STEPS + len(trials_of(SLOW_LINK, ALLOWED)) + LOOK_EVERY - 1)
     run.times_ms.update(FAST_LINK)
     assert set(run.train(1)) == {"safe"}  # Most of the window took what the trial took.
     run.train(LOOK_EVERY)
@@ -188,7 +190,8 @@ def test_new_trials_when_an_iteration_takes_a_quarter_longer_or_less():
 
 def test_warm_up_and_ramp_are_no_reason_for_new_trials():
     run = Run(dict(SLOW_LINK), warmup_iters=300)
-    run.train(FIRST_STEP + 3 * TRIAL)
+    seen = run.train(MOST_STEPS + 3 * TRIAL)
+    assert seen[: MOST_STEPS + 1] == ["quantised"] * MOST_STEPS + ["safe"]
     run.times_ms["safe"] = 260  # as long as every element takes
     assert set(run.train(300 + 600 - run.step)) == {"safe"}
     run.times_ms["safe"] = 210
