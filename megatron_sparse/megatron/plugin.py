@@ -172,6 +172,7 @@ class Plugin:
             resolved_config=self._resolved_config,
             iterations=_arguments().train_iters,
             plan_rows=lambda: self.attachment.plan_rows() if self.attachment else [],
+            locks=self._resolved_config is None,
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,8 +347,9 @@ def install(
 
     Args:
         config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
-        run_dir: folder for summary, breakdown and plan; None writes no files.
-        resolved_config: written into the summary.
+        run_dir: folder for summary, breakdown and plan; None writes no files. When Megatron has
+            built the model, the last rank locks it, or raises a ConfigError if another run has it.
+        resolved_config: of `megatron-sparse train`, which holds that lock; goes into the summary.
         **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
 
     Returns:

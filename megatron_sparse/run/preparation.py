@@ -22,7 +22,7 @@ from megatron_sparse.planner.configured import basis, planner_of, with_swept_thr
 from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
-from megatron_sparse.run.run_lock import LOCK_FILE, locked
+from megatron_sparse.telemetry.run_lock import LOCK_FILE, locked
 
 CONFIG_FILE = "config.yaml"
 

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from megatron_sparse.telemetry.readiness import (
     step_scalars,
     summary_of,
 )
+from megatron_sparse.telemetry.run_lock import locked
 from megatron_sparse.telemetry.sinks import ScalarSink
 from megatron_sparse.telemetry.trace import Span
 
@@ -68,9 +70,10 @@ class RunTelemetry:
         iterations: iterations of the whole run, for the time left; None if unknown.
         plan_rows: returns the rows of `plan.json`; called in sampled iterations in which a
             bucket's scheme has changed. None shows no plan.
+        locks: whether the writer locks `run_dir` until `close`; False where the run's launcher has.
 
     Raises:
-        ConfigError: the writer cannot write to `run_dir`.
+        ConfigError: the writer cannot write to `run_dir`, or another process trains there.
 
     Example:
         >>> telemetry = RunTelemetry(None, TrackingConfig(console="off"), is_writer=False)
@@ -89,6 +92,7 @@ class RunTelemetry:
         resolved_config: Mapping[str, Any] | None = None,
         iterations: int | None = None,
         plan_rows: PlanRows | None = None,
+        locks: bool = False,
     ) -> None:
         self._run_dir = Path(run_dir) if run_dir is not None and is_writer else None
         self._tracking = tracking
@@ -112,14 +116,15 @@ class RunTelemetry:
         self._files: tuple[JsonLines, ...] = ()
         self._plan_rows = plan_rows
         self._schemes_shown: list[tuple[str, str]] = []
+        self._lock = ExitStack()
         self._view = None
         if is_writer:
             every = tracking.sample_every
             self._view = open_view(tracking.console, self._name, iterations, every)
         if self._run_dir is not None:
-            self._open_files(self._run_dir)
+            self._open_files(self._run_dir, locks)
 
-    def _open_files(self, run_dir: Path) -> None:
+    def _open_files(self, run_dir: Path, locks: bool) -> None:
         files = (
             JsonLines(run_dir / BREAKDOWN_FILE),
             JsonLines(run_dir / BUCKETS_FILE),
@@ -128,6 +133,8 @@ class RunTelemetry:
         )
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            if locks:
+                self._lock.enter_context(locked(run_dir))
             for file in files:
                 file.repair()
             for line in read_lines(run_dir / BREAKDOWN_FILE):
@@ -300,6 +307,7 @@ class RunTelemetry:
                 write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
+        self._lock.close()
         if self._is_writer and self._tracking.console != "off":
             print_summary(summary)
         return summary

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
+from megatron_sparse.errors import ConfigError
 from tests.megatron.train_ranks import installed_plugin, logged, train_ranks
+from tests.ranks import error_text
 
 
 def _build_twice(rank, run_dir):
@@ -14,6 +18,9 @@ def _build_twice(rank, run_dir):
 
     from megatron_sparse.megatron.bucket_group import CompressedBucketGroup
     from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+    from megatron_sparse.run import preparation
+    from megatron_sparse.run.composition import compose
+    from megatron_sparse.telemetry.run_lock import locked
 
     found: dict[str, Any] = {}
 
@@ -33,9 +40,17 @@ def _build_twice(rank, run_dir):
         model.optimizer = host.get_megatron_optimizer(settings, chunks)
         return model
 
+    def start_beside_it() -> None:
+        preparation.make_run_dir(compose(own), "train")
+
+    own = ["data=mock", f"name={run_dir.name}", f"runs_dir={run_dir.parent}"]
+    (run_dir / preparation.CONFIG_FILE).touch()
     options = {"scheme": "direct", "density": 0.1, "warmup_iters": 0, "run_dir": run_dir}
     with logged() as lines, installed_plugin(2, **options) as installed:
+        with locked(run_dir):
+            found["beside another"] = error_text(build, ConfigError)
         first = build()
+        found["train beside it"] = error_text(start_beside_it, ConfigError)
         first.step()
         found["first"] = is_attached(first), list(lines)
 
@@ -53,11 +68,17 @@ def _build_twice(rank, run_dir):
         third.step()
         found["third"] = is_attached(second), is_attached(third)
     found["closed"] = is_attached(third)
-    return found | {"lines": lines}
+    found["train after it"] = error_text(start_beside_it, ConfigError)
+    return found | {"lines": lines, "process": os.getpid()}
 
 
 def test_the_plugin_follows_to_the_next_model(tmp_path):
-    (found,) = train_ranks(_build_twice, 1, tmp_path)
+    run_dir = tmp_path / "mine"
+    run_dir.mkdir()
+    (found,) = train_ranks(_build_twice, 1, run_dir)
+    holder = f"process {found['process']} on {socket.gethostname()}"
+    assert all(holder in found[name] for name in ("beside another", "train beside it"))
+    assert found["train after it"] == "no error"
     attached, lines = found["first"]
     assert attached
     assert not any("another model" in line for line in lines), "the hook runs twice for one model"
@@ -66,4 +87,4 @@ def test_the_plugin_follows_to_the_next_model(tmp_path):
     assert found["third"] == (False, True)
     assert not found["closed"]
     assert sum("another model was built" in line for line in found["lines"]) == 2
-    assert (tmp_path / "plan.json").exists()
+    assert (tmp_path / "mine.1" / "plan.json").exists()

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_sparse.megatron.arguments import CHECKPOINTS
 from megatron_sparse.megatron.checkpoint_folder import TRACKER
-from megatron_sparse.run.run_lock import LOCK_FILE
+from megatron_sparse.telemetry.run_lock import LOCK_FILE
 from tests.megatron.test_pretrain import SMALL
 from tests.run import fault_job
 from tests.run.fault_job import FIRST, LAST, LAUNCHERS, MARKS, RANKS

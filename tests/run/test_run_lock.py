@@ -16,15 +16,16 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import interrupt, preparation, run_lock
+from megatron_sparse.run import interrupt, preparation
 from megatron_sparse.run.composition import compose
-from megatron_sparse.run.run_lock import LOCK_FILE, STALE_S, locked
+from megatron_sparse.telemetry import run_lock
+from megatron_sparse.telemetry.run_lock import LOCK_FILE, STALE_S, locked
 from tests.waiting import DEADLINE_S, is_gone, until
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron_sparse.run.run_lock import locked
+from megatron_sparse.telemetry.run_lock import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
@@ -120,6 +121,18 @@ def test_the_lock_ends_with_its_process(tmp_path):
     with locked(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert json.loads((tmp_path / LOCK_FILE).read_text()) == {}
+
+
+def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
+    with locked(tmp_path):
+        files = [int(name) for name in os.listdir("/proc/self/fd")]
+        path = str(tmp_path / LOCK_FILE)
+        (held,) = [file for file in files if os.path.realpath(f"/proc/self/fd/{file}") == path]
+        child = subprocess.Popen(["sleep", "600"], pass_fds=[held])
+    with locked(tmp_path):
+        assert child.poll() is None
+    child.kill()
+    child.wait()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """One run at a time in a folder: the lock that the process which writes a run's folder holds.
 
-The launcher holds it, or rank 0 of ranks that torchrun, srun or mpirun started. It is the kernel's
+The launcher of `megatron-sparse train` holds it, or rank 0 of ranks that torchrun, srun or mpirun
+started; with `install`, the rank that writes the folder (`RunTelemetry`). It is the kernel's
 lock of the file `lock` (flock), which ends with its process, however that ends. Some network file
 systems keep such locks on one host only. So the file also names its holder, who touches it every
 `BEAT_S`: where another host's holder touched it less than `STALE_S` ago, the folder is taken. After
@@ -58,6 +59,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             beat.join()
             with suppress(OSError):  # a full disk
                 _write(file, {})
+            # Closing alone would leave it to forked children, such as a loader's workers.
+            fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
 
