@@ -18,7 +18,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_sparse.cuda_ext import build, compilers, sources  # noqa: E402
+from megatron_sparse.cuda_ext import build, sources  # noqa: E402
 from megatron_sparse.errors import MegatronSparseError  # noqa: E402
 
 PACKAGE_LIBRARIES = Path("megatron_sparse") / "cuda_ext" / "_lib"
@@ -37,7 +37,7 @@ class BuildLibraries(build_ext):
         for part in parts:
             print(part, flush=True)
         if not self._in_place():
-            (out / compilers.LOCK).unlink()  # nobody else builds here, and a wheel needs none
+            (out / build.LOCK).unlink()  # nobody else builds here, and a wheel needs none
 
     def copy_extensions_to_source(self) -> None:
         """Nothing is left to copy: an editable install builds in its place."""

@@ -14,7 +14,6 @@ from functools import lru_cache
 import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
-from megatron_sparse.cuda_ext.record_spec import Segments
 from megatron_sparse.cuda_ext.reports import Reports
 
 STATUS_WORDS = 4
@@ -114,13 +113,6 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     if values.device.type == device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def segment_tables(
-    device: torch.device, segments: Segments, kind: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets of the segments and the requested kind of each, on the device. Only to read."""
-    return on_device(segments.offsets, device), record_kinds(segments.dense, kind, device)
 
 
 def record_kinds(segment_dense: torch.Tensor, kind: int, device: torch.device) -> torch.Tensor:

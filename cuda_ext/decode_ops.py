@@ -22,31 +22,6 @@ from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.wire import VERSION, wrong_field
 
-MESSAGE_FIELDS = (
-    "size",
-    "magic",
-    "version",
-    "checksum",
-    "format",
-    "dtype",
-    "flags",
-    "step",
-    "offset",
-    "numel",
-    "nnz",
-    "payload_bytes",
-    "indices",
-    "prefix",
-    "words",
-    "block_size",
-    "n_blocks",
-    "block padding",
-    "chunk",
-    "table",
-    "rice",
-)
-"""The field codes of `decode_add_`'s status (`csrc/decode_records.h`)."""
-
 
 def decode_add_(
     acc_M: torch.Tensor,
@@ -172,10 +147,10 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
     code, segment, field, value = status.tolist()
     if code == 0:
         return
-    name = MESSAGE_FIELDS[field]
     first, last = (*wanted.segment_offsets.tolist(), 0)[segment : segment + 2]
     numel = last - first
-    expected: dict[str, object] = {
+    # In the order of the codes of fields: `csrc/decode_records.h`.
+    fields: dict[str, object] = {
         "size": "as many bytes as its records announce"
         if not has_slots
         else "records that fit their slots",
@@ -200,4 +175,5 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         "table": "rows that lead from nothing to all entries and words",
         "rice": "the words that a chunk's entries demand, each entry inside the chunk",
     }
-    raise wrong_field(wanted.rank, name, expected[name], f"{value} in segment {segment}")
+    name, expected = list(fields.items())[field]
+    raise wrong_field(wanted.rank, name, expected, f"{value} in segment {segment}")

@@ -120,20 +120,15 @@ def hierarchical_hash(
     """
     slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
     if indices_K.is_cuda:
-        _check_values(indices_K, values_K)
+        # The native memory cannot check values: only the entries' numbers go through it.
+        entries, device = indices_K.numel(), indices_K.device
+        check_flat("hierarchical_hash", "values", values_K, GRAD_DTYPES, entries, device)
         entry_K, offsets, counts = call(
             "hash_memory", indices_K, partition_K, numel, partitions, *slots
         )
         entry_K = _by_index(entry_K, indices_K, offsets)
         return indices_K[entry_K], values_K[entry_K], offsets, counts
     return call("hierarchical_hash", indices_K, values_K, partition_K, numel, partitions, *slots)
-
-
-def _check_values(indices_K: torch.Tensor, values_K: torch.Tensor) -> None:
-    """Refuses wrong values. The native memory cannot: only the entries' numbers go through it."""
-    check_flat(
-        "hierarchical_hash", "values", values_K, GRAD_DTYPES, indices_K.numel(), indices_K.device
-    )
 
 
 def _by_index(

@@ -48,33 +48,18 @@ SANITIZE = (
     "-g",
     "-O1",
 )
-CPU_BINDINGS = (
-    "library.cpp",
-    "isa.cpp",
-    "prune.cpp",
-    "threshold.cpp",
-    "encode.cpp",
-    "place.cpp",
-    "decode.cpp",
-    "decode_records.cpp",
-    "decode_sum.cpp",
-    "payload_sums.cpp",
-    "rice_encode.cpp",
-    "rice_records.cpp",
-    "hash_partition.cpp",
-    "hash_partition_hierarchical.cpp",
-    "hash_bitmap.cpp",
-    "row_sparse.cpp",
-    "moves_record.cpp",
-    "moves.cpp",
-    "quantised.cpp",
+CPU_KERNELS = SOURCES / "kernels_isa.cpp"
+CPU_BINDINGS = sorted(
+    path
+    for path in SOURCES.glob("*.cpp")
+    if path != CPU_KERNELS and not path.stem.endswith("_cuda")
 )
 ISAS: dict[str, tuple[int, tuple[str, ...]]] = {
     "portable": (4, ()),
     "avx2": (8, ("-mavx2",)),
     "avx512": (16, ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")),
 }
-"""Instruction sets that kernels_isa.cpp is compiled for: fp32 lanes and flags."""
+"""Instruction sets that `CPU_KERNELS` are compiled for: fp32 lanes and flags."""
 CUDA_UNITS = (
     "prune_encode",
     "encode",

@@ -6,6 +6,7 @@ segment), P sampled parameters.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -77,7 +78,7 @@ class Bucket:
         world_size: ranks in the group.
         reduction: sum or average; the reducer does the division.
         instances: groups of `world_size` ranks whose shards are added up afterwards; see
-            `megatron_sparse.reduction.instances`.
+            `megatron_sparse.reduction.level`.
         fp32_sums: a dense reduce-scatter adds in fp32 and rounds once, whatever the dtype of the
             gradients; sparse ones always do.
         lanes: for a part of a bucket, exchanged at `compression.level` node or instance: how many
@@ -261,9 +262,4 @@ def _split_long(borders: list[int]) -> list[int]:
 
 def _owner(starts: Sequence[int], cuts: Sequence[int]) -> list[int]:
     """For each piece between two cuts, the index of the interval of `starts` that holds it."""
-    owners, index = [], 0
-    for start, _ in pairwise(cuts):
-        while index + 2 < len(starts) and starts[index + 1] <= start:
-            index += 1
-        owners.append(index)
-    return owners
+    return [min(bisect(starts, cut), len(starts) - 1) - 1 for cut in cuts[:-1]]

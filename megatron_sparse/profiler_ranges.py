@@ -11,8 +11,7 @@ Ranges are named `megatron_sparse/<stage>`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.autograd.profiler as torch_profiler
@@ -22,6 +21,7 @@ from megatron_sparse.errors import ConfigError
 PREFIX = "megatron_sparse/"
 
 _nvtx = False
+_NOTHING = nullcontext()
 
 
 def mark_nvtx(wanted: bool) -> None:
@@ -41,27 +41,6 @@ def mark_nvtx(wanted: bool) -> None:
     _nvtx = wanted
 
 
-class Range:
-    """An open range of the current thread; `end` closes it, on the same thread."""
-
-    __slots__ = ("_nvtx", "_recorded")
-
-    def __init__(self, name: str, recorded: bool, nvtx: bool) -> None:
-        self._recorded: Any = torch_profiler.record_function(PREFIX + name) if recorded else None
-        self._nvtx = nvtx
-        if nvtx:
-            torch.cuda.nvtx.range_push(PREFIX + name)
-        if self._recorded is not None:
-            self._recorded.__enter__()
-
-    def end(self) -> None:
-        """Closes the range."""
-        if self._recorded is not None:
-            self._recorded.__exit__(None, None, None)
-        if self._nvtx:
-            torch.cuda.nvtx.range_pop()
-
-
 def profiler_is_on() -> bool:
     """Whether any profiler of torch runs in this process."""
     # Every profiler of torch sets this flag when it starts and stops, for all threads. The public
@@ -69,18 +48,16 @@ def profiler_is_on() -> bool:
     return torch_profiler._is_profiler_enabled
 
 
-def open_range(name: str) -> Range | None:
-    """Opens a range if a profiler is on, else returns None. The caller ends it."""
+def marked(name: str) -> AbstractContextManager[object]:
+    """A range around the `with` body, on one thread, if a profiler is on; else it does nothing."""
     recorded = profiler_is_on()
-    return Range(name, recorded, _nvtx) if recorded or _nvtx else None
+    return _range(PREFIX + name, recorded) if recorded or _nvtx else _NOTHING
 
 
 @contextmanager
-def marked(name: str) -> Iterator[None]:
-    """`open_range` around the `with` body."""
-    opened = open_range(name)
-    try:
+def _range(name: str, recorded: bool) -> Iterator[None]:
+    with (
+        torch.cuda.nvtx.range(name) if _nvtx else _NOTHING,
+        torch_profiler.record_function(name) if recorded else _NOTHING,
+    ):
         yield
-    finally:
-        if opened is not None:
-            opened.end()

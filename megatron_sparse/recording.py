@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from megatron_sparse.profiler_ranges import open_range
+from megatron_sparse.profiler_ranges import marked
 
 BUCKET_STAGES = ("threshold", "prune", "encode", "network", "decode", "profile")
 """Stages that each bucket goes through, possibly while the backward pass goes on."""
@@ -124,15 +124,6 @@ class BucketRecord(Awaited):
         """Gives the record to its sink."""
         sink.record_bucket(self)
 
-    def stage_us(self) -> dict[str, float]:
-        """Microseconds of every stage in `BUCKET_STAGES`. On CUDA this waits for the events."""
-        return self.timer.times_us()
-
-    @property
-    def inside_us(self) -> float:
-        """Microseconds of `network` that `inside_bytes` took. On CUDA it waits like `stage_us`."""
-        return self.timer.inside_us()
-
 
 @dataclass
 class GatherRecord(Awaited):
@@ -151,11 +142,6 @@ class GatherRecord(Awaited):
     def hand_to(self, sink: RecordSink) -> None:
         """Gives the record to its sink."""
         sink.record_gather(self)
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether the backend gathered the parameters themselves."""
-        return self.method == "raw"
 
 
 @dataclass(frozen=True)
@@ -203,13 +189,8 @@ class StageTimer:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the time of the `with` body to stage `name`."""
-        opened = open_range(name)
-        try:
-            with self._timed(name, self.add_span):
-                yield
-        finally:
-            if opened is not None:
-                opened.end()
+        with marked(name), self._timed(name, self.add_span):
+            yield
 
     def inside(self) -> AbstractContextManager[None]:
         """Adds the time of the `with` body, a part of the stage `network`, to `inside_us`."""

@@ -68,7 +68,7 @@ pruned_already = pytest.mark.parametrize(
     ("value_dtype", "with_residual"),
     [*((code, False) for code in RICE_NAMES), *((code, True) for code in QUANTISED)],
 )
-"""For `rice_encode`; a residual takes what quantised values lose."""
+"""For `encode`; a residual takes what quantised values lose."""
 POISON = 0xEE
 MARGIN = 64
 """Bytes behind every buffer that nothing may touch."""
@@ -141,8 +141,7 @@ class Case:
         """The most bytes of its message."""
         if self.segments.slots is not None:
             return int(self.segments.slots[-1])
-        sizes = ops.rice_capacity if self.is_rice else ops.message_capacity
-        return sizes(self.segments.offsets, self.spec.value_dtype)
+        return ops.message_capacity(self.segments.offsets, self.spec.value_dtype)
 
     @property
     def scratch_room(self) -> int:
@@ -337,12 +336,10 @@ class Ops:
         options: dict[str, torch.Tensor | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if pruning is not None:
-            op = ops.rice_prune_encode if case.is_rice else ops.prune_encode
-            return op(grad, pruning, case.segments, case.spec, out, **options)
-        if case.is_rice:
-            return ops.rice_encode(grad, case.segments, case.spec, out, residual_N=rest, **options)
+            return ops.prune_encode(grad, pruning, case.segments, case.spec, out, **options)
         nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
-        return ops.encode(grad, case.segments, nnz_S, case.spec, out, **options), nnz_S
+        given = case.segments, None if case.is_rice else nnz_S, case.spec, out
+        return ops.encode(grad, *given, residual_N=rest, **options), nnz_S
 
     def _records(
         self, where: str, out: torch.Tensor, sizes: list[int], slots: torch.Tensor | None

@@ -23,6 +23,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -38,7 +39,6 @@ from megatron_sparse.formats.message import (
     encode_segments,
     record_spec,
 )
-from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
@@ -229,7 +229,7 @@ def _segment_calls(
     yield from _select_calls(numel, density, device, kinds)
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    room = max(capacity(offsets, WIRE_CODES[kind.value_dtype]) for kind in kinds.values())
+    room = max(message_capacity(offsets, WIRE_CODES[kind.value_dtype]) for kind in kinds.values())
     out, buffers = torch.zeros(room, dtype=torch.uint8, device=device), MessageBuffers()
     for form, kind in kinds.items():
         described = kind.value_dtype, STEP, kind.format, SchemeConfig.block_size, density

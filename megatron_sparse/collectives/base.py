@@ -95,7 +95,7 @@ class Exchange:
         """A buffer for work behind the gate, valid until the bucket's job ends.
 
         On CUDA all buckets share it: that work follows on one stream, in the order of the launches
-        (`reduction.streams`). On a CPU, and where a straggler is left behind, each bucket has its
+        (`reduction.job`). On a CPU, and where a straggler is left behind, each bucket has its
         own, because several are on their way.
         """
         device = self.bucket.grad_N.device

@@ -68,6 +68,7 @@ from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.capacity import segment_capacity
@@ -79,7 +80,6 @@ from megatron_sparse.formats.message import (
     name_of,
     record_spec,
 )
-from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
@@ -370,7 +370,7 @@ def buffers(sizes: BufferSizes, inners: Mapping[str, Scheme]) -> dict[str, int]:
         value_dtype=sizes.partial_dtype,
         message=MessagePlaces.of(layout, segment_capacity(layout, density), records, fixed=False),
     )
-    found["message"] = capacity(layout.segment_offsets, records.value_dtype)
+    found["message"] = message_capacity(layout.segment_offsets, records.value_dtype)
     return found | inner.buffers(across)
 
 

@@ -26,9 +26,9 @@ from megatron_sparse.collectives.base import (
     whole_group,
 )
 from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
+from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import WIRE_CODES, Message
-from megatron_sparse.formats.message_sizes import capacity
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import RECORD_ALIGNMENT
 
@@ -71,7 +71,7 @@ class Cut:
 
     def capacity(self, value_dtype: str) -> int:
         """The most bytes that records of these segments take."""
-        return capacity(self.own_offsets, WIRE_CODES[value_dtype])
+        return message_capacity(self.own_offsets, WIRE_CODES[value_dtype])
 
 
 @lru_cache(CUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -44,20 +45,9 @@ class ParameterFilter:
                 got=f"{', '.join(kept)} and {', '.join(lossless)}",
                 remedy="make one of the two patterns narrower",
             )
-        keep = not lossless and self.keeps(name, shape, replicated)
+        is_small = len(shape) < 2 or math.prod(shape) < self._min_numel
+        keep = not lossless and (replicated or is_small or bool(kept))
         return ParameterSlice(name, start, stop, keep, bool(lossless))
-
-    def keeps(self, name: str, shape: Sequence[int] | torch.Size, replicated: bool) -> bool:
-        """Whether the parameter is always sent whole, unless it is sent without loss."""
-        numel = 1
-        for extent in shape:
-            numel *= extent
-        return (
-            replicated
-            or len(shape) < 2
-            or numel < self._min_numel
-            or bool(_found(self._kept, name))
-        )
 
 
 def _found(patterns: Sequence[re.Pattern[str]], name: str) -> list[str]:

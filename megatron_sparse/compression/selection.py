@@ -266,54 +266,40 @@ def range_limits(
         density: target density of the pruned parameters.
         step: keys the samples.
         config: scope, number of samples, seed.
-        agreed: the limits, 0-D, that ranks have agreed on (`group_limits`); None samples.
+        agreed: the limits, 0-D, that ranks have agreed on (`GroupThreshold`); None samples.
 
     Returns:
         Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
         at density 1, are `KEEP_ALL`. No host synchronisation.
     """
-    piece_R = codec_cuda.on_device(layout.range_piece, bucket.grad_N.device)
-    limits_P = _piece_limits(bucket, layout, residual_N, density, step, config, agreed)
-    return Limits(*(each_P[piece_R] for each_P in limits_P))
-
-
-def _piece_limits(
-    bucket: Bucket,
-    layout: Layout,
-    residual_N: torch.Tensor,
-    density: float,
-    step: int,
-    config: CompressionConfig,
-    agreed: Limits | None,
-) -> Limits:
-    """The limits of every piece of the layout, each of which has one range or more."""
     device = bucket.grad_N.device
     # Kept and lossless parameters and padding have no threshold.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
+    everything = Limits.keep_all((len(pruned_P),), device)
     if density >= 1:
-        return Limits.keep_all((len(pruned_P),), device)
-    limits = agreed
-    if limits is None and config.threshold_scope == "bucket":
-        magnitudes_S = sampled_magnitudes(bucket, residual_N, density, step, config)
-        if not magnitudes_S.numel():
-            return Limits.keep_all((len(pruned_P),), device)
-        limits = ops.threshold_of_samples(magnitudes_S, density)
-    if limits is not None:
-        everything = Limits.keep_all((len(pruned_P),), device)
-        is_pruned = codec_cuda.on_device(torch.tensor(pruned_P), device)
+        limits_P = everything
+    elif agreed is None and config.threshold_scope != "bucket":
+        names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
+        keys = [draw_key(config.seed, step, "sample", name) for name in names]
+        sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
+        limits_P = sample(
+            bucket.grad_N,
+            residual_N,
+            layout.piece_offsets,
+            torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
+            config.samples_at(density),
+            torch.tensor(keys, dtype=torch.int64),
+        )
+    else:
+        limits = agreed
+        if limits is None:
+            magnitudes_S = sampled_magnitudes(bucket, residual_N, density, step, config)
+            limits = ops.threshold_of_samples(magnitudes_S, density)
+        is_pruned = codec_cuda.on_device(torch.tensor(pruned_P, dtype=torch.bool), device)
         pairs = zip(limits, everything, strict=True)
-        return Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
-    names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
-    keys = [draw_key(config.seed, step, "sample", name) for name in names]
-    sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
-    return sample(
-        bucket.grad_N,
-        residual_N,
-        layout.piece_offsets,
-        torch.tensor([density if pruned else 1.0 for pruned in pruned_P]),
-        config.samples_at(density),
-        torch.tensor(keys, dtype=torch.int64),
-    )
+        limits_P = Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
+    piece_R = codec_cuda.on_device(layout.range_piece, device)
+    return Limits(*(each_P[piece_R] for each_P in limits_P))
 
 
 def sampled_magnitudes(

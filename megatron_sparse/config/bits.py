@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection
 
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.errors import ConfigError
@@ -45,40 +44,13 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
     return has_full or (len(named) > 0 and named.issubset(DENSE_SCHEMES))
 
 
-def auto_value_bits(
-    compression: CompressionConfig, form: str, wire_dtype: str | None
-) -> int | None:
-    """`compression.value_bits=auto` as far as the scheme allows it: 4, or None where 4 is refused.
-
-    Args:
-        compression: whose `value_bits` do not count.
-        form: `scheme.format`.
-        wire_dtype: `scheme.wire_dtype`.
-    """
-    if not compression.enabled or compression.given_density == 1:
-        return None  # Every element travels as it is, unless the user asks for few bits.
+def is_allowed(checked: Callable[[], object]) -> bool:
+    """Whether a check, or the making of a section, raises no `ConfigError`."""
     try:
-        check_value_bits(replace(compression, value_bits=AUTO_VALUE_BITS), form, wire_dtype)
+        checked()
     except ConfigError:
-        return None
-    return AUTO_VALUE_BITS
-
-
-def auto_sum_bits(compression: CompressionConfig, scheme: str, form: str) -> int | None:
-    """`scheme.sum_bits=auto`: 8 beside values in few bits; None where it is refused.
-
-    Args:
-        compression: whose `value_bits` are resolved.
-        scheme: `scheme.name`.
-        form: `scheme.format`.
-    """
-    if compression.given_value_bits is None:
-        return None
-    try:
-        check_sum_bits(compression, scheme, form, AUTO_SUM_BITS)
-    except ConfigError:
-        return None
-    return AUTO_SUM_BITS
+        return False
+    return True
 
 
 def check_value_bits(compression: CompressionConfig, form: str, wire_dtype: str | None) -> None:

@@ -31,10 +31,11 @@ def in_range(
     key: str,
     value: object,
     low: float,
-    high: float,
+    high: float = math.inf,
     *,
     low_open: bool = False,
     integer: bool = False,
+    or_null: bool = False,
 ) -> None:
     """Refuses a value that is not a finite number in [low, high], or (low, high] with `low_open`.
 
@@ -45,10 +46,13 @@ def in_range(
         high: the largest allowed value; infinity for none.
         low_open: exclude `low` itself.
         integer: allow whole numbers only.
+        or_null: allow None.
 
     Raises:
         ConfigError: names the range.
     """
+    if value is None and or_null:
+        return
     bracket = "<" if low_open else "<="
     upper = "" if math.isinf(high) else f" <= {high:g}"
     expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
@@ -77,34 +81,25 @@ def is_flag(key: str, value: object) -> None:
         raise ConfigError(f"{key} is not a flag", expected="true | false", got=repr(value))
 
 
-def is_pattern(key: str, value: str) -> None:
-    """Refuses a text that is not a regular expression.
-
-    Raises:
-        ConfigError: names the place of the mistake.
-    """
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise ConfigError(
-            f"{key} is not a regular expression",
-            expected="a pattern of Python's re module",
-            got=f"{value!r}: {error}",
-        ) from None
-
-
 def are_patterns(key: str, values: Sequence[str]) -> None:
     """Refuses a value that is not a list of regular expressions.
 
     A bare string would be read as a list of its characters.
 
     Raises:
-        ConfigError: names the value that is wrong.
+        ConfigError: names the value that is wrong, and the place of the mistake.
     """
     if isinstance(values, str):
         raise ConfigError(f"{key} is not a list", expected=f"[{values}]", got=values)
     for value in values:
-        is_pattern(key, value)
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ConfigError(
+                f"{key} is not a regular expression",
+                expected="a pattern of Python's re module",
+                got=f"{value!r}: {error}",
+            ) from None
 
 
 def divides(part_key: str, part: int, whole_key: str, whole: int) -> None:

@@ -1,6 +1,7 @@
 """Every key of a run with its default and its meaning, from the docstrings of the dataclasses.
 
-`train --help` shows a line of each; docs/reference/configuration.md the whole.
+`train --help` shows a line of each, from `groups_help` and `keys_help`, which Hydra's template
+calls; docs/reference/configuration.md the whole.
 """
 
 from __future__ import annotations
@@ -8,12 +9,25 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
+import yaml
+
+from megatron_sparse.config.run import RunConfig
+
 _ENTRY = re.compile(r"^    (\w+): (.*)")
 _SENTENCE = re.compile(r"(.+?)(?:(?<!e\.g)(?<!i\.e)\.|;)(?= |$)")
+
+WIDTH = 100
+_KEY_COLUMNS = 36
+_FREE_GROUPS = {
+    "preset": "Settings by a name that says what a user wants: see docs/choosing-density.md.",
+    "experiment": "A whole run: keys of several sections.",
+}
+"""Groups that set keys of several sections."""
 
 
 @dataclass(frozen=True)
@@ -96,3 +110,50 @@ def sections(section: type) -> dict[str, type]:
         for field in dataclasses.fields(section)
         if dataclasses.is_dataclass(hints[field.name])
     }
+
+
+def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -> str:
+    """Each group with its options, and a line about it.
+
+    Args:
+        names: of the groups.
+        options: of a group.
+    """
+    summaries = _summaries() | _FREE_GROUPS
+    found = [f"{name}: {', '.join(options(name))}\n    {summaries[name]}" for name in sorted(names)]
+    return _for_template("\n".join(found))
+
+
+def keys_help(values: Mapping[str, Any]) -> str:
+    """Each key with its value in this configuration, and the first sentence about it.
+
+    Args:
+        values: of the composed configuration.
+    """
+    lines = [line for key in keys(RunConfig) for line in _of(key, values, "")]
+    summaries = _summaries()
+    for name, section in sections(RunConfig).items():
+        lines += ["", f"{name}:", f"  # {summaries[name]}"]
+        lines += [line for key in keys(section) for line in _of(key, values[name], "  ")]
+    return _for_template("\n".join(lines))
+
+
+def _summaries() -> dict[str, str]:
+    return {name: first_sentence(summary(section)) for name, section in sections(RunConfig).items()}
+
+
+def _of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
+    flow = yaml.safe_dump(values[key.name], default_flow_style=True, width=10**6)
+    head = f"{indent}{key.name}: {flow.removesuffix('...\n').strip()}"
+    if len(head) >= _KEY_COLUMNS:
+        yield head
+        head = ""
+    margin = " " * _KEY_COLUMNS
+    wrapped = textwrap.wrap(key.line, WIDTH - _KEY_COLUMNS - 2)
+    for number, line in enumerate(wrapped):
+        yield f"{head if number == 0 else '':{len(margin)}}# {line}"
+
+
+def _for_template(text: str) -> str:
+    """Hydra substitutes names behind a dollar sign."""
+    return text.replace("$", "$$")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -52,38 +51,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            in_range(f"model.{name}", getattr(self, name), 1, math.inf, integer=True)
+            in_range(f"model.{name}", getattr(self, name), 1, integer=True)
         for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
-            if getattr(self, name) is not None:
-                in_range(f"model.{name}", getattr(self, name), 1, math.inf, integer=True)
-        if self.max_position_embeddings is not None:
-            in_range(
-                "model.max_position_embeddings",
-                self.max_position_embeddings,
-                self.seq_length,
-                math.inf,
-                integer=True,
-            )
-        one_of(
-            "model.position_embedding_type",
-            self.position_embedding_type,
-            ("learned_absolute", "rope"),
-        )
+            in_range(f"model.{name}", getattr(self, name), 1, integer=True, or_null=True)
+        positions, least = self.max_position_embeddings, self.seq_length
+        in_range("model.max_position_embeddings", positions, least, integer=True, or_null=True)
+        kinds = ("learned_absolute", "rope")
+        one_of("model.position_embedding_type", self.position_embedding_type, kinds)
         is_flag("model.tied_embeddings", self.tied_embeddings)
         in_range("model.dropout", self.dropout, 0, 1)
-        divides(
-            "model.num_attention_heads",
-            self.num_attention_heads,
-            "model.hidden_size",
-            self.hidden_size,
-        )
-        divides(
-            "model.num_query_groups",
-            self.query_groups,
-            "model.num_attention_heads",
-            self.num_attention_heads,
-        )
-
+        heads = "model.num_attention_heads"
+        divides(heads, self.num_attention_heads, "model.hidden_size", self.hidden_size)
+        divides("model.num_query_groups", self.query_groups, heads, self.num_attention_heads)
         if self.hybrid_layer_pattern is not None:
             self._check_pattern(self.hybrid_layer_pattern)
 

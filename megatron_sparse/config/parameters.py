@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_sparse.config.checks import in_range, one_of
@@ -54,4 +53,4 @@ class ParametersConfig:
         one_of("parameters.per_node", self.per_node, PER_NODE)
         in_range("parameters.bits", self.bits, 4, 8, integer=True)
         one_of("parameters.bits", self.bits, LOSSY_BITS)
-        in_range("parameters.verify_every", self.verify_every, 1, math.inf, integer=True)
+        in_range("parameters.verify_every", self.verify_every, 1, integer=True)

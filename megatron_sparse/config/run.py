@@ -6,7 +6,6 @@ folder keeps it.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,8 +55,8 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         is_flag("cluster.requeue", self.requeue)
-        in_range("cluster.nodes", self.nodes, 1, math.inf, integer=True)
-        in_range("cluster.ranks_per_node", self.ranks_per_node, 1, math.inf, integer=True)
+        in_range("cluster.nodes", self.nodes, 1, integer=True)
+        in_range("cluster.ranks_per_node", self.ranks_per_node, 1, integer=True)
         one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
 
     @property
@@ -103,8 +102,7 @@ class DataConfig:
                 got="null" if self.vocab_size is None else self.vocab_size,
                 remedy="give the number of token ids, including the end-of-document token",
             )
-        if self.vocab_size is not None:
-            in_range("data.vocab_size", self.vocab_size, 2, math.inf, integer=True)
+        in_range("data.vocab_size", self.vocab_size, 2, integer=True, or_null=True)
         parts = re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split)
         if parts is None or not sum(map(float, self.split.split(","))):
             raise ConfigError(
@@ -165,37 +163,23 @@ class TrainingConfig:
     load: str | None = None
 
     def __post_init__(self) -> None:
-        in_range("training.lr", self.lr, 0, math.inf, low_open=True)
+        in_range("training.lr", self.lr, 0, low_open=True)
         in_range("training.min_lr", self.min_lr, 0, self.lr)
-        for name in (
-            "iterations",
-            "micro_batch_size",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "eval_iters",
-        ):
-            in_range(f"training.{name}", getattr(self, name), 1, math.inf, integer=True)
+        parallel = ("tensor_parallel", "pipeline_parallel")
+        for name in ("iterations", "micro_batch_size", "eval_iters", *parallel):
+            in_range(f"training.{name}", getattr(self, name), 1, integer=True)
         for name in ("eval_interval", "save_interval"):
-            in_range(f"training.{name}", getattr(self, name), 0, math.inf, integer=True)
-        if self.lr_warmup_iters is not None:
-            # Megatron asserts that the schedule has steps left after the warm-up.
-            in_range(
-                "training.lr_warmup_iters",
-                self.lr_warmup_iters,
-                0,
-                self.iterations - 1,
-                integer=True,
-            )
+            in_range(f"training.{name}", getattr(self, name), 0, integer=True)
+        # Megatron asserts that the schedule has steps left after the warm-up.
+        warmup, most = self.lr_warmup_iters, self.iterations - 1
+        in_range("training.lr_warmup_iters", warmup, 0, most, integer=True, or_null=True)
         in_range("training.seed", self.seed, 1, 2**31 - 1, integer=True)
-        if self.global_batch_size is not None:
-            in_range(
-                "training.global_batch_size", self.global_batch_size, 1, math.inf, integer=True
-            )
+        batch = self.global_batch_size
+        in_range("training.global_batch_size", batch, 1, integer=True, or_null=True)
         is_flag("training.overlap_grad_reduce", self.overlap_grad_reduce)
         is_flag("training.use_distributed_optimizer", self.use_distributed_optimizer)
         one_of("training.precision", self.precision, ("auto", *DTYPES))
-        if self.save_signal is not None:
-            one_of("training.save_signal", self.save_signal, SAVE_SIGNALS)
+        one_of("training.save_signal", self.save_signal, (*SAVE_SIGNALS, None))
 
     @property
     def lr_warmup(self) -> int:
@@ -265,20 +249,14 @@ class RunConfig:
             self._check_gather()
         one_of("resume", self.resume, ("never", "auto", "must"))
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
-        divides(
-            "training.tensor_parallel * training.pipeline_parallel",
-            tensor * pipeline,
-            "the number of ranks",
-            self.cluster.world_size,
-        )
-        divides(
-            "training.tensor_parallel", tensor, "model.num_query_groups", self.model.query_groups
-        )
-        divides("training.tensor_parallel", tensor, "the width of the MLP", self.model.ffn_width)
-        if self.straggler.rank is not None:
-            last = self.data_parallel - 1
-            in_range("straggler.rank", self.straggler.rank, 0, last, integer=True)
-        divides("training.pipeline_parallel", pipeline, "model.num_layers", self.model.num_layers)
+        by_tensor, by_stages = "training.tensor_parallel", "training.pipeline_parallel"
+        both, ranks = f"{by_tensor} * {by_stages}", self.cluster.world_size
+        divides(both, tensor * pipeline, "the number of ranks", ranks)
+        divides(by_tensor, tensor, "model.num_query_groups", self.model.query_groups)
+        divides(by_tensor, tensor, "the width of the MLP", self.model.ffn_width)
+        last = self.data_parallel - 1
+        in_range("straggler.rank", self.straggler.rank, 0, last, integer=True, or_null=True)
+        divides(by_stages, pipeline, "model.num_layers", self.model.num_layers)
         stages = (self.model.hybrid_layer_pattern or "").count("|") + 1
         if stages > 1 and stages != pipeline:
             raise ConfigError(

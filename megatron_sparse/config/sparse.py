@@ -1,6 +1,6 @@
 """The typed configuration of the plugin: with `config.compression`, `config.parameters`,
-`config.planner`, `config.straggler` and `config.tracking` the only place where its defaults are.
-They are those of the preset `safe`.
+`config.straggler` and `config.tracking` the only place where its defaults are. They are those of
+the preset `safe`.
 
 Every section is a dataclass that checks itself when it is made, so a wrong value is one
 `ConfigError` that names the key, wherever it came from (Hydra, a YAML file, Python).
@@ -12,22 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_sparse.config.bits import (
-    auto_sum_bits,
-    auto_value_bits,
-    check_sum_bits,
-    check_value_bits,
-    sends_full_values,
-)
+from megatron_sparse.config import bits
 from megatron_sparse.config.checks import in_range, is_flag, one_of
 from megatron_sparse.config.compression import VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
-from megatron_sparse.config.planner import PlannerConfig
 from megatron_sparse.config.presets import preset_values
 from megatron_sparse.config.removed import removed
 from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
@@ -132,8 +124,7 @@ class SchemeConfig:
                 expected="auto | null | a factor such as 1.25",
                 got=repr(self.capacity),
             )
-        if self.given_capacity is not None:
-            in_range("scheme.capacity", self.capacity, 0, math.inf, low_open=True)
+        in_range("scheme.capacity", self.given_capacity, 0, low_open=True, or_null=True)
         in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
         if int(self.block_size).bit_count() != 1:
             raise ConfigError(
@@ -144,7 +135,7 @@ class SchemeConfig:
         one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
         in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
         for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
-            in_range(f"scheme.ring_{link}_density", density, 0, math.inf)
+            in_range(f"scheme.ring_{link}_density", density, 0)
         is_flag("scheme.watch_peers", self.watch_peers)
         one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS, None))
         one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
@@ -158,7 +149,7 @@ class SchemeConfig:
                 remedy="set scheme.nccl_engine=false, or scheme.checksum=false",
             )
         is_flag("scheme.deterministic", self.deterministic)
-        in_range("scheme.timeout_s", self.timeout_s, 0, math.inf, low_open=True)
+        in_range("scheme.timeout_s", self.timeout_s, 0, low_open=True)
 
     @property
     def given_capacity(self) -> float | None:
@@ -197,6 +188,33 @@ class SchemeConfig:
             for density, default in zip(given, found, strict=True)
         )
         return intra, inter, gather
+
+
+@dataclass
+class PlannerConfig:
+    """How `scheme.name=auto` chooses for each bucket. See docs/planner.md.
+
+    Attributes:
+        cluster: the costs of links and codecs: a file that `megatron-sparse calibrate` wrote, or
+            the name of a shipped cluster model. `train cluster=NAME` sets it to the costs of that
+            cluster where they are known. null compares bytes instead of times; `schemes` then has
+            no effect.
+        schemes: names of candidate schemes; `dense` is always a candidate. null takes all, but
+            `dense_q`, which rounds, only with `compression.value_bits`.
+        pin: a `plan.json` whose schemes are used, whatever they cost.
+    """
+
+    cluster: str | None = None
+    schemes: list[str] | None = None
+    pin: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schemes is not None and not self.schemes:
+            raise ConfigError(
+                "planner.schemes is empty",
+                expected="names of schemes, or null for all of them",
+                got="[]",
+            )
 
 
 @dataclass
@@ -244,8 +262,8 @@ class SparseConfig:
             )
         self._resolve_bits()
         scheme = self.scheme
-        check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
-        check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
+        bits.check_value_bits(self.compression, scheme.format, scheme.wire_dtype)
+        bits.check_sum_bits(self.compression, scheme.name, scheme.format, scheme.given_sum_bits)
         if self.compression.density == "auto":
             self._check_auto_density()
         if self.compression.lossless_patterns:
@@ -284,15 +302,26 @@ class SparseConfig:
         self.scheme = replace(self.scheme, capacity=None)
 
     def _resolve_bits(self) -> None:
-        """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`."""
-        scheme = self.scheme
-        if self.compression.value_bits == "auto":
-            full = sends_full_values(scheme.name, self.planner.schemes) or scheme.nccl_engine
-            bits = auto_value_bits(self.compression, scheme.format, scheme.wire_dtype)
-            self.compression = replace(self.compression, value_bits=None if full else bits)
+        """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`: few, if allowed."""
+        scheme, given = self.scheme, self.compression
+        if given.value_bits == "auto":
+            full = bits.sends_full_values(scheme.name, self.planner.schemes) or scheme.nccl_engine
+            # Every element travels as it is, unless the user asks for few bits.
+            full = full or not given.enabled or given.given_density == 1
+            few = not full and bits.is_allowed(
+                lambda: bits.check_value_bits(
+                    replace(given, value_bits=bits.AUTO_VALUE_BITS),
+                    scheme.format,
+                    scheme.wire_dtype,
+                )
+            )
+            self.compression = replace(given, value_bits=bits.AUTO_VALUE_BITS if few else None)
         if scheme.sum_bits == "auto":
-            bits = auto_sum_bits(self.compression, scheme.name, scheme.format)
-            self.scheme = replace(scheme, sum_bits=bits)
+            settings = self.compression, scheme.name, scheme.format
+            few = self.compression.given_value_bits is not None and bits.is_allowed(
+                lambda: bits.check_sum_bits(*settings, bits.AUTO_SUM_BITS)
+            )
+            self.scheme = replace(scheme, sum_bits=bits.AUTO_SUM_BITS if few else None)
 
     @classmethod
     def given(

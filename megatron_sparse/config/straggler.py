@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_sparse.config.checks import in_range, one_of
@@ -43,10 +42,8 @@ class StragglerConfig:
                 got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
                 remedy="set both, or neither",
             )
-        if self.rank is not None:
-            in_range("straggler.rank", self.rank, 0, math.inf, integer=True)
-        if self.min_delay_ms is not None:
-            in_range("straggler.min_delay_ms", self.min_delay_ms, 0, math.inf)
+        in_range("straggler.rank", self.rank, 0, integer=True, or_null=True)
+        in_range("straggler.min_delay_ms", self.min_delay_ms, 0, or_null=True)
 
     @property
     def leaves_behind(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 from megatron_sparse.config.checks import in_range, is_flag, one_of
@@ -52,10 +51,10 @@ class TrackingConfig:
         one_of("tracking.console", self.console, CONSOLES)
         is_flag("tracking.tensorboard", self.tensorboard)
         one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
-        in_range("tracking.sample_every", self.sample_every, 0, math.inf, integer=True)
-        in_range("tracking.trace_iters", self.trace_iters, 0, math.inf, integer=True)
-        in_range("tracking.profile_iters", self.profile_iters, 0, math.inf, integer=True)
-        in_range("tracking.trace_start", self.trace_start, 1, math.inf, integer=True)
+        in_range("tracking.sample_every", self.sample_every, 0, integer=True)
+        in_range("tracking.trace_iters", self.trace_iters, 0, integer=True)
+        in_range("tracking.profile_iters", self.profile_iters, 0, integer=True)
+        in_range("tracking.trace_start", self.trace_start, 1, integer=True)
         is_flag("tracking.nvtx", self.nvtx)
         for iteration in self.record_gradients_iters:
-            in_range("tracking.record_gradients_iters", iteration, 1, math.inf, integer=True)
+            in_range("tracking.record_gradients_iters", iteration, 1, integer=True)

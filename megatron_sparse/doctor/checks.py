@@ -161,10 +161,10 @@ def _megatron() -> Iterator[Check]:
     symbols = host_symbols.find_host_symbols()
     for who in dict.fromkeys(symbol.needed_by for symbol in symbols):
         asked = [symbol for symbol in symbols if symbol.needed_by == who]
-        missing = [symbol for symbol in asked if not symbol.found]
+        missing = [f"{symbol.name}: {symbol.problem}" for symbol in asked if symbol.problem]
         if missing:
-            names = "; ".join(f"{symbol.name}: {symbol.detail}" for symbol in missing)
-            yield Check(f"Megatron functions for {who}", "fail", names, missing[0].remedy)
+            remedy = host_symbols.UPGRADE
+            yield Check(f"Megatron functions for {who}", "fail", "; ".join(missing), remedy)
         else:
             yield Check(
                 f"Megatron functions for {who}",

@@ -34,7 +34,7 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.message_sizes import capacity, scratch_capacity, slots_of
+from megatron_sparse.formats.message_sizes import scratch_capacity, slots_of
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
@@ -234,7 +234,8 @@ def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuf
     """
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = _count(bucket.grad_N, layout.segment_offsets).cpu()
-    out = _take_message(bucket, capacity(layout.segment_offsets, spec.value_dtype), buffers)
+    room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
+    out = _take_message(bucket, room, buffers)
     sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
     return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
 
@@ -260,7 +261,7 @@ def encode_segments(
         out: uint8 of `ops.message_capacity` bytes. Mutated.
         buffers: where scratch memory comes from.
         reports: receives the report of the call, which then does not wait.
-        residual_N: of quantised values, see `ops.rice_encode`. Mutated.
+        residual_N: of quantised values, see `ops.encode`. Mutated.
 
     Returns:
         int64 bytes of each record or, with slots, of each slot; on the CPU, except for records on
@@ -271,21 +272,16 @@ def encode_segments(
         ConfigError: slots or a checksum where `torch_codec` works.
     """
     device = values_N.device
-    if spec.record_format == FORMAT_RICE:
-        scratch = _take_scratch(segments, spec, buffers, device)
-        sizes, _ = ops.rice_encode(
-            values_N, segments, spec, out, scratch, residual_N, reports=reports
-        )
-        return sizes if segments.slots is None else segments.slots.diff()
-    compiled = is_compiled(device)
-    if nnz_S is None and not (compiled and device.type == "cuda"):
-        nnz_S = _count(values_N, segments.offsets)
-    if not compiled:
-        assert nnz_S is not None, "counted above"
-        _needs_kernels(segments.slots, checksum=spec.checksum)
-        return torch_codec.encode(values_N, segments, nnz_S, spec, out)
+    if spec.record_format != FORMAT_RICE:
+        compiled = is_compiled(device)
+        if nnz_S is None and not (compiled and device.type == "cuda"):
+            nnz_S = _count(values_N, segments.offsets)
+        if not compiled:
+            assert nnz_S is not None, "counted above"
+            _needs_kernels(segments.slots, checksum=spec.checksum)
+            return torch_codec.encode(values_N, segments, nnz_S, spec, out)
     scratch = _take_scratch(segments, spec, buffers, device)
-    sizes = ops.encode(values_N, segments, nnz_S, spec, out, scratch, reports=reports)
+    sizes = ops.encode(values_N, segments, nnz_S, spec, out, scratch, residual_N, reports=reports)
     return sizes if segments.slots is None else segments.slots.diff()
 
 
@@ -317,11 +313,10 @@ def prune_encode(
         ops.prune_(grad_N, pruning, spec.value_dtype)
         return encode(bucket, layout, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
-    room = capacity(layout.segment_offsets, spec.value_dtype)
+    room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)
     scratch = _take_scratch(segments, spec, buffers, grad_N.device)
-    encoder = ops.rice_prune_encode if spec.record_format == FORMAT_RICE else ops.prune_encode
-    sizes, nnz_S = encoder(grad_N, pruning, segments, spec, out, scratch, reports=reports)
+    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
     if slots is None or reports is None:
         return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
     message = _message(out, bucket, layout, list(slots.sizes), spec)

@@ -8,14 +8,7 @@ from megatron_sparse.bucket import Layout
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.wire import FORMAT_RICE, RICE_BITS
-
-
-def capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
-    """The most bytes that a message of these segments takes, in any format for this dtype code."""
-    if value_dtype in RICE_BITS:
-        return ops.rice_capacity(segment_offsets, value_dtype)
-    return ops.message_capacity(segment_offsets, value_dtype)
+from megatron_sparse.wire import FORMAT_RICE
 
 
 def slots_of(layout: Layout, capacity_S: torch.Tensor, spec: RecordSpec) -> Slots:

@@ -10,6 +10,9 @@ bits by learning rate.
 | rans | near the entropy of the moves given the old exponent | the slowest |
 | packed | bit planes of tiles of 256 moves; larger moves are listed | some times that of rans |
 | raw | the new numbers; the receiver needs no old ones | that of a copy |
+
+On a CPU the native part runs in torch's thread pool, on CUDA on the current stream. The bytes are
+the same on every device and instruction set and for every number of threads.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sparse.cuda_ext import moves_ops
-from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, overload
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
@@ -27,12 +29,18 @@ from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
 SUB_HEADER_BYTES = 16
 MAX_NUMEL = 2**34
 _VALUE_DTYPES = GRAD_DTYPES  # in the order of the wire's codes
+_FIELDS = (
+    *("", "payload checksum", "size", "chunks", "frequency table", "chunk offsets", "chunk"),
+    "zeros of the sub-header",
+)
+"""What the decoder's status may blame; `MovesField` of `cuda_ext/csrc/moves_record.h`."""
 
 
 def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int) -> torch.Tensor:
     """The record that says how far each number of `old` moved to become `new`.
 
-    A record that would not be smaller than the raw numbers is raw; so is each of its chunks.
+    A record that would not be smaller than the raw numbers is raw; so is each of its chunks. Takes
+    memory for the call: as much as the numbers, on CUDA with "rans" twice as much.
 
     Args:
         old: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU; only read. Any number of
@@ -64,7 +72,12 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
     _check_numbers("old", old, new.dtype, new.numel())
     _check_numbers("new", new, old.dtype, old.numel())
     _check_beside("old", old, new)
-    return moves_ops.encode(old, new, MOVES_CODERS.index(coder), epoch)
+    code = MOVES_CODERS.index(coder)
+    room = overload("moves_room")(new.numel(), _VALUE_DTYPES.index(new.dtype), code)
+    out = torch.empty(room, dtype=torch.uint8, device=new.device)
+    size = call("moves_encode", old, new, code, epoch % 2**32, out)
+    # A copy: a view would keep the room alive, which is as large as the numbers.
+    return out[: int(size)].clone()
 
 
 def decode_moves_(
@@ -105,13 +118,15 @@ def decode_moves_(
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
     dtype = _VALUE_DTYPES.index(held.dtype)
     header.check_whole(held.numel(), dtype, epoch, record.numel(), rank)
-    status = moves_ops.decode_(held, record, coder)
+    if record.is_cuda and record.data_ptr() % 16:
+        record = record.clone()  # to an address that the kernels take
+    status = call("moves_decode_", held, record, coder)
 
     def check() -> None:
-        wrong = moves_ops.fault(status)
-        if wrong is not None:
-            field, where = wrong
-            raise wrong_field(rank, field, "as docs/parameters.md specifies", f"damage at {where}")
+        field, where = status.tolist()
+        if field:
+            expected, got = "as docs/parameters.md specifies", f"damage at {where}"
+            raise wrong_field(rank, _FIELDS[field], expected, got)
 
     if outcomes is None:
         check()

@@ -8,15 +8,20 @@ The difference of two fp32 vectors, in groups of 128 numbers with a common bf16 
     added = code * scale
 
 A group with NaN, infinity or a magnitude of 2^127 has the scale NaN, so all its numbers become NaN.
+The native part runs in torch's thread pool; the result does not depend on the number of threads or
+on the instruction set.
 """
 
 from __future__ import annotations
 
 import torch
 
-from megatron_sparse.cuda_ext import quantised_ops
+from megatron_sparse.cuda_ext.arguments import call, overload, refusing
 from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.wire import FORMAT_QUANTISED, QUANTISED_BITS, wrong_field
+
+_FIELDS = ("", "payload checksum", "group size", "zeros of the sub-header", "scale")
+"""What the decoder's status may blame; `QuantisedField` of `cuda_ext/csrc/quantised.cpp`."""
 
 
 def encode_difference(
@@ -45,7 +50,9 @@ def encode_difference(
         >>> float(old[255]), float(old[254])  # the scale of the second group is 1
         (7.0, 7.0)
     """
-    return quantised_ops.encode(new, old, bits, epoch)
+    out = torch.empty(record_bytes(new.numel(), bits), dtype=torch.uint8)
+    call("quantise", new, old, bits, epoch % 2**32, out)
+    return out
 
 
 def add_difference_(
@@ -74,10 +81,10 @@ def add_difference_(
     whole = record_bytes(held.numel(), bits)
     if record.numel() != whole:
         raise wrong_field(rank, "size", whole, record.numel())
-    wrong = quantised_ops.add_(held, record, bits)
-    if wrong is not None:
-        field, where = wrong
-        raise wrong_field(rank, field, "as docs/quantised.md specifies", f"damage at {where}")
+    field, where = call("add_quantised_", held, record, bits).tolist()
+    if field:
+        expected, got = "as docs/quantised.md specifies", f"damage at {where}"
+        raise wrong_field(rank, _FIELDS[field], expected, got)
 
 
 def record_bytes(numel: int, bits: int) -> int:
@@ -87,4 +94,4 @@ def record_bytes(numel: int, bits: int) -> int:
         >>> record_bytes(1_000_000, 4) * 8 / 1_000_000
         4.125824
     """
-    return quantised_ops.record_bytes(numel, bits)
+    return refusing(overload("quantised_bytes"), numel, bits)

@@ -10,14 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_sparse.megatron.attachment import Attachment
-    from megatron_sparse.megatron.core_entry import attach, detach
+    from megatron_sparse.megatron.attachment import Attachment, attach, detach
     from megatron_sparse.megatron.plugin import Plugin, install
 
 _EXPORTS = {
     "Attachment": "megatron_sparse.megatron.attachment",
-    "attach": "megatron_sparse.megatron.core_entry",
-    "detach": "megatron_sparse.megatron.core_entry",
+    "attach": "megatron_sparse.megatron.attachment",
+    "detach": "megatron_sparse.megatron.attachment",
     "Plugin": "megatron_sparse.megatron.plugin",
     "install": "megatron_sparse.megatron.plugin",
 }

@@ -2,13 +2,14 @@
 
 Flags are a dict in the spelling of the `megatron:` section (`num_layers: 4`), where true is a bare
 flag. Keys of the `megatron:` section may change flags that this module derives from no key of ours,
-such as those for missing kernels; `owned_flags` refuses the others. Megatron's own parser defines
+such as those for missing kernels; `owned_errors` refuses the others. Megatron's own parser defines
 the flags' names and values.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import traceback
 from collections.abc import Mapping
@@ -16,19 +17,91 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.run import RunConfig, TrainingConfig
 from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.megatron.checkpoint_folder import TRACKER
-from megatron_sparse.megatron.models import model_flags
-from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
 
+_OF_OTHER_NAMES = (
+    *("tied_embeddings", "dropout", "iterations", "precision", "tensor_parallel"),
+    *("pipeline_parallel", "save_signal"),
+)
+"""Keys of the two sections that Megatron's flags call otherwise."""
+OWNED_FLAGS = {
+    **{
+        field.name: f"{section}.{field.name}"
+        for section, kind in (("model", ModelConfig), ("training", TrainingConfig))
+        for field in dataclasses.fields(kind)
+        if field.name not in _OF_OTHER_NAMES
+    },
+    "encoder_num_layers": "model.num_layers",
+    "encoder_seq_length": "model.seq_length",
+    "group_query_attention": "model.num_query_groups",
+    "untie_embeddings_and_output_weights": "model.tied_embeddings",
+    "hidden_dropout": "model.dropout",
+    "batch_size": "training.micro_batch_size",
+    "train_iters": "training.iterations",
+    "train_samples": "training.iterations",
+    "warmup": "training.lr_warmup_iters",
+    "lr_warmup_fraction": "training.lr_warmup_iters",
+    "lr_warmup_samples": "training.lr_warmup_iters",
+    "bf16": "training.precision",
+    "fp16": "training.precision",
+    "tensor_model_parallel_size": "training.tensor_parallel",
+    "model_parallel_size": "training.tensor_parallel",
+    "pipeline_model_parallel_size": "training.pipeline_parallel",
+    "persistent_save_interval": "training.save_interval",
+    "exit_signal": "training.save_signal",
+    "exit_signal_handler": "training.save_signal",
+    "save": "training.save_interval",
+    "data_path": "data.prefix",
+    "mock_data": "data.mock",
+    "split": "data.split",
+    "distributed_backend": "cluster.device",
+    "tensorboard_dir": "tracking.tensorboard",
+    "wandb_project": "tracking.wandb_project",
+    "wandb_exp_name": "name",
+    "wandb_save_dir": "runs_dir",
+}
+"""Megatron's flags that keys of our own sections set, with these keys; with `_`, without dashes.
+
+Such a flag in the `megatron:` section would train another model, or train it otherwise, than the
+run's own keys say. Deprecated spellings and flags that ask for the same in another way are here
+too.
+"""
 WEIGHT_DECAY = 0.1
 """Of the GPT and StarCoder papers; Megatron's default is 0.01. `megatron.weight_decay` wins."""
 LOG_INTERVAL = 10
 """Iterations between Megatron's lines, whose own default of 100 is too long for a first look."""
+VOCABULARY_MULTIPLE = 128
+"""Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""
 PRECISION_FLAGS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
 CHECKPOINTS = "checkpoints"
 """Where a run keeps its checkpoints, in its folder."""
+
+
+def model_flags(model: ModelConfig) -> dict[str, object]:
+    """The model as Megatron's flags, keyed as in the `megatron:` section; without vocabulary."""
+    flags: dict[str, object] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_width,
+        "num_attention_heads": model.num_attention_heads,
+        "seq_length": model.seq_length,
+        "max_position_embeddings": model.positions,
+        "position_embedding_type": model.position_embedding_type,
+        "make_vocab_size_divisible_by": VOCABULARY_MULTIPLE,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+    }
+    if model.query_groups != model.num_attention_heads:
+        flags["group_query_attention"] = True
+        flags["num_query_groups"] = model.query_groups
+    if model.hybrid_layer_pattern is not None:
+        flags["hybrid_layer_pattern"] = model.hybrid_layer_pattern
+    if not model.tied_embeddings:
+        flags["untie_embeddings_and_output_weights"] = True
+    return flags
 
 
 def derived_flags(
@@ -192,6 +265,30 @@ def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
         for name, key in OWNED_FLAGS.items()
         if _flag(name) in actions
     }
+
+
+def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
+    """One for each flag in the `megatron:` section that a key of ours owns; it names the key.
+
+    Args:
+        megatron: the section.
+    """
+    found = []
+    for flag, value in megatron.items():
+        name = flag.replace("-", "_")
+        key = OWNED_FLAGS.get(name)
+        if name == "data_path" and isinstance(value, list) and len(value) > 1:
+            continue  # a blend, which no key of ours can say
+        if key is not None:
+            found.append(
+                ConfigError(
+                    f"megatron.{flag} is set by {key}",
+                    expected=f"the value in {key}",
+                    got=f"megatron.{flag}={value}",
+                    remedy=f"leave megatron.{flag} out and set {key}",
+                )
+            )
+    return found
 
 
 def refusal_of(error: Exception) -> ConfigError:

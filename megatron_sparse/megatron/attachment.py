@@ -1,8 +1,8 @@
 """Compressed gradient synchronisation for a model that Megatron wrapped in DDP.
 
 Megatron cuts its gradients into buckets, several of which form a bucket group, and calls a group's
-`start_grad_sync` when its gradients are ready. Each process has one `Attachment`, made by
-`core_entry.attach` or by the hook of `plugin`. It
+`start_grad_sync` when its gradients are ready. Each process has one `Attachment`, made by `attach`
+in a loop of your own, or by the hook of `plugin` in scripts that run Megatron's `pretrain`. It
 
 - changes the class of each bucket group to a subclass (`bucket_group`), whose `start_grad_sync`
   calls `Attachment.launch` in place of Megatron's collective;
@@ -14,26 +14,40 @@ Megatron cuts its gradients into buckets, several of which form a bucket group, 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_sparse.bucket import Bucket
+from megatron_sparse.collectives import check
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.megatron import few_tokens
+from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron import checkpoint_process
 from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
+from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
 from megatron_sparse.megatron.parameter_gathers import ParameterGathers
-from megatron_sparse.megatron.residual_alarm import ALARM_INTERVAL, warn_if_large
-from megatron_sparse.megatron.spikes import UsualNorm
+from megatron_sparse.megatron.spikes import ALARM_INTERVAL, UsualNorm, warn_if_large
 from megatron_sparse.megatron.transports import Transports
-from megatron_sparse.megatron.units import ResidualUnit, check_undo
+from megatron_sparse.megatron.units import (
+    ResidualUnit,
+    check_undo,
+    divides_by_tokens,
+    is_fp16,
+    may_repeat_or_skip,
+)
 from megatron_sparse.planner.configured import with_swept_thresholds
-from megatron_sparse.recording import RecordSink
+from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
+from megatron_sparse.reduction.level_parts import in_place
 from megatron_sparse.reduction.memory import MemoryAccount, account, held, share_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -131,7 +145,7 @@ class Attachment(HostState):
                 self.residuals,
                 self.sink,
                 self.progress,
-                [] if writer is None else [writer],
+                writer,
             )
         return made
 
@@ -210,11 +224,34 @@ class Attachment(HostState):
             self.nccl_health.check("the optimizer's step")
 
     def _take_residuals_out(self) -> None:
-        """Makes the step's sums those of its gradients alone. Collective."""
-        if self._optimizer is not None:
-            few_tokens.take_residuals_out(
-                self.groups, self.reducer, self.residuals, self.config.compression.leak
-            )
+        """Turns the step's sums into those of its gradients alone: it has far fewer tokens than the
+        one before.
+
+        With a loss per token the sums are multiplied by one over the step's tokens, and a residual
+        is in the unit of the step that left it. Added to the gradients of a step with a hundredth
+        of the tokens, it would count a hundred times. The number of tokens is known only after the
+        sums, and before they are multiplied. So a second, dense sum over the ranks, of what each
+        one's selection lacks, leaves the gradients alone in the result, and residuals stay as they
+        were (`ResidualStore.take_apart`). Collective over the ranks of each group.
+
+        Cost: one all-reduce of every bucket in fp32, and a buffer of a bucket's size.
+        """
+        if self._optimizer is None:
+            return
+        lacking = self.residuals.take_apart(self.config.compression.leak)
+        with _shared_embedding_added_up(self.groups):
+            for group in self.groups:
+                for bucket in group.buckets:
+                    part = self.reducer(group).part(bucket)
+                    lacking_M = lacking.pop(part.name, None)
+                    if lacking_M is None:
+                        lacking_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
+                    else:
+                        lacking_N = in_place(lacking_M, part, bucket)
+                    dist.all_reduce(lacking_N, group=group.process_group)
+                    if group.instances_group is not None:
+                        dist.all_reduce(lacking_N, group=group.instances_group)
+                    bucket.grad_N.add_(lacking_N)
 
     def _step_ended(self, success: bool, grad_norm: float | None) -> None:
         """Makes the step's selections final, or undoes them if the optimizer skipped the step."""
@@ -273,3 +310,94 @@ class Attachment(HostState):
         self.progress.close()
         self._transports.close(broken=self.progress.broken)
         return_group(self.alone)
+
+
+@contextlib.contextmanager
+def _shared_embedding_added_up(groups: Sequence[GroupBuckets]) -> Iterator[None]:
+    """Adds up what is added to a weight that the first and the last pipeline stage share.
+
+    Megatron has added up their gradients already.
+    """
+    # Torch has a number in place of a group for ranks that are not in it.
+    embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
+    gradients = [
+        parameter.main_grad
+        for group in groups
+        for bucket in group.host.buckets
+        for parameter in bucket.params_list
+        if getattr(parameter, "shared_embedding", False)
+    ]
+    if not gradients or embedding is None or dist.get_world_size(embedding) == 1:
+        yield
+        return
+    before = [gradient.clone() for gradient in gradients]
+    for gradient in gradients:
+        gradient.zero_()
+    yield
+    for gradient, summed in zip(gradients, before, strict=True):
+        dist.all_reduce(gradient, group=embedding)
+        gradient.add_(summed)
+
+
+def attach(
+    model: Any,
+    optimizer: Any = None,
+    config: SparseConfig | str | None = None,
+    *,
+    sink: RecordSink | None = None,
+    **overrides: Any,
+) -> Attachment:
+    """Compresses the gradient synchronisation of a model that Megatron's DDP wraps.
+
+    Collective: every rank must call it, with the same configuration. Buffers are allocated when
+    they are first needed.
+
+    Args:
+        model: a `megatron.core.distributed.DistributedDataParallel` or a list of them.
+        optimizer: Megatron's optimizer, whose steps may be skipped; a skipped step's selections
+            are undone. Without it every selection is final, so fp16 with loss scaling is refused,
+            and parameters are gathered raw.
+        config: a `SparseConfig`, or the name of a preset, e.g. `"safe"`.
+        sink: receives the time and bytes of each bucket.
+        **overrides: see `SparseConfig.from_overrides`; they win over those of a preset.
+
+    Returns:
+        The attachment; `detach` it, or switch it with `attachment.enabled`.
+
+    Raises:
+        HostError: Megatron lacks a function that the plugin hooks, or the model is of a kind that
+            the plugin refuses.
+        ConfigError: a value is refused, or fp16 without the optimizer.
+
+    Example:
+        >>> attachment = attach(ddp_model, optimizer, density=0.01)  # doctest: +SKIP
+    """
+    require_host_symbols("attach")
+    config = check(SparseConfig.given("attach", config, overrides))
+    chunks = list(model) if isinstance(model, Sequence) else [model]
+    method = config.parameters.method
+    for what, needs_it, more in (
+        ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
+        ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
+        (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
+    ):
+        if needs_it and optimizer is None:
+            raise ConfigError(
+                f"{what} needs the optimizer",
+                expected="attach(model, optimizer, ...)",
+                got="no optimizer",
+                remedy=f"pass Megatron's optimizer{more}",
+            )
+    log_untested_megatron()
+    checkpoint_process.end_with_rank()
+    attachment = Attachment(chunks, config, sink or NullSink())
+    if optimizer is not None:
+        attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
+    return attachment
+
+
+def detach(attachment: Attachment) -> None:
+    """Undoes `attach` and drops the residual. To send the residual first, set `attachment.enabled =
+    False` and train one more step.
+    """
+    attachment.close()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.megatron.buckets import GroupBuckets
-from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.reduction.job import Pending
 
 
@@ -48,32 +47,14 @@ class Handle:
             self._then(each)
 
 
-class Launcher(Protocol):
-    """Starts reductions and gathers in place of Megatron's collectives: `attachment.Attachment`.
+class CompressedBucketGroup(_ParamAndGradBucketGroup):
+    """Megatron's bucket group with three methods replaced; never constructed, only swapped in.
 
-    Attributes:
-        alone: a process group of this rank only.
-        step: the training step.
-        parameters: the gathers.
+    `sparse_attachment`, an `attachment.Attachment`, starts reductions and gathers in place of
+    Megatron's collectives.
     """
 
-    alone: torch.distributed.ProcessGroup
-    step: int
-    parameters: ParameterGathers
-
-    def launch(self, group: GroupBuckets) -> Handle:
-        """Starts the synchronisation of one bucket group."""
-        ...
-
-    def start_gather(self, group: GroupBuckets) -> Handle | None:
-        """Starts the compressed gather of one bucket group's parameters; None: Megatron gathers."""
-        ...
-
-
-class CompressedBucketGroup(_ParamAndGradBucketGroup):
-    """Megatron's bucket group with three methods replaced; never constructed, only swapped in."""
-
-    sparse_attachment: Launcher
+    sparse_attachment: Any
     sparse_group: GroupBuckets
 
     @property
@@ -93,7 +74,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
         self._prepare_alone()
-        handle = self.sparse_attachment.launch(self.sparse_group)
+        handle: Handle = self.sparse_attachment.launch(self.sparse_group)
         overlap = self.ddp_config.overlap_grad_reduce
         if overlap:
             self.grad_reduce_handle = handle
@@ -124,7 +105,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
         began_s = time.perf_counter()
         attachment, group = self.sparse_attachment, self.sparse_group
-        handle: Any = attachment.start_gather(group)
+        handle = attachment.start_gather(group)
         if handle is not None:
             waits_later = self.ddp_config.overlap_param_gather and not force_sync
         else:
@@ -161,11 +142,11 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             torch.cuda.current_stream().wait_stream(made_by_megatron)
 
 
-def swap_in(group: GroupBuckets, launcher: Launcher) -> None:
+def swap_in(group: GroupBuckets, attachment: Any) -> None:
     """Gives a bucket group of Megatron's the plugin's methods, until `swap_out`."""
     host: Any = group.host
     host.__class__ = CompressedBucketGroup
-    host.sparse_attachment, host.sparse_group = launcher, group
+    host.sparse_attachment, host.sparse_group = attachment, group
 
 
 def swap_out(group: GroupBuckets) -> None:

@@ -60,6 +60,7 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
         )
         for kind, groups in kinds:
             for group_index, group in enumerate(groups):
+                _check_own(group)
                 attributes = _group_attributes(group.ddp_config)
                 process_group, *others = (getattr(group, name) for name in attributes)
                 instances = others[0] if others else None
@@ -81,20 +82,18 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
                 result.append(
                     GroupBuckets(group, process_group, buckets, is_expert, instances, attributes)
                 )
-    _check_attachable(result)
     return result
 
 
-def _check_attachable(groups: Sequence[GroupBuckets]) -> None:
-    """Refuses bucket groups whose class is not Megatron's own."""
-    for group in groups:
-        if type(group.host) is not _ParamAndGradBucketGroup:
-            raise HostError(
-                "a bucket group is not Megatron's own",
-                expected="_ParamAndGradBucketGroup",
-                got=type(group.host).__qualname__,
-                remedy="detach first; another plugin may have replaced it too",
-            )
+def _check_own(group: Any) -> None:
+    """Refuses a bucket group whose class is not Megatron's own."""
+    if type(group) is not _ParamAndGradBucketGroup:
+        raise HostError(
+            "a bucket group is not Megatron's own",
+            expected="_ParamAndGradBucketGroup",
+            got=type(group).__qualname__,
+            remedy="detach first; another plugin may have replaced it too",
+        )
 
 
 def _instances(ddp_config: Any) -> int:

@@ -10,7 +10,7 @@ Policies, each with a line in the log:
   version wrote is an error, unless the run takes over no residuals.
 - With another number of rows, new row r takes the sum of the old rows j with j mod count = r. So
   the total over rows, which error feedback still has to send, is preserved. A row is a rank's, or
-  with `compression.level` a node's or an instance's; see `residual_rows`.
+  with `compression.level` a node's or an instance's; see `checkpoint_layout`.
 - Residuals move between buckets by parameter name.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size is an error.
@@ -31,16 +31,16 @@ from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoin
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import device_of
 from megatron_sparse.megatron.checkpoint_layout import (
-    Coordinates,
     RowLayouts,
     Saved,
     bucket_sizes,
     check_version,
+    data_place,
+    row_layouts,
 )
 from megatron_sparse.megatron.checkpoint_sharded import PREFIX as KEY
 from megatron_sparse.megatron.checkpoint_sharded import read, sharded_state
 from megatron_sparse.megatron.parameter_masters import masters_from
-from megatron_sparse.megatron.residual_rows import row_layouts
 from megatron_sparse.megatron.spikes import UsualNorm
 from megatron_sparse.parameters.agreement import LOSSY
 from megatron_sparse.reduction.host_state import on_every_rank
@@ -155,7 +155,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    size = Coordinates.here().data_size
+    _, size = data_place(expert=False)
     if saved.data_size != size:
         lines.append(
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "

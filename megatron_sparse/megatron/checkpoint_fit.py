@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +19,25 @@ from megatron_sparse.megatron import arguments
 
 logger = logging.getLogger("megatron_sparse")
 
-SHAPE = {
-    "num_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "num_query_groups": "model.num_query_groups",
-    "ffn_hidden_size": "model.ffn_hidden_size",
-    "position_embedding_type": "model.position_embedding_type",
-    "max_position_embeddings": "model.max_position_embeddings",
-    "untie_embeddings_and_output_weights": "model.tied_embeddings",
-    "vocab_size": "model.vocab_size",
-    "kv_channels": "megatron.kv_channels",
-    "add_bias_linear": "megatron.disable_bias_linear",
-    "normalization": "megatron.normalization",
-    "swiglu": "megatron.swiglu",
-    "num_experts": "megatron.num_experts",
-}
-"""Megatron's arguments that decide the shapes of parameters, and the keys that set them."""
-SCHEDULE = {
-    "lr": "training.lr",
-    "min_lr": "training.min_lr",
-    "lr_decay_style": "megatron.lr_decay_style",
-    "lr_decay_iters": "training.iterations",
-    "lr_warmup_iters": "training.lr_warmup_iters",
-    "global_batch_size": "training.global_batch_size",
-    "weight_decay": "megatron.weight_decay",
-}
+SHAPE = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"),
+    *("position_embedding_type", "max_position_embeddings"),
+    *("untie_embeddings_and_output_weights", "vocab_size", "kv_channels", "add_bias_linear"),
+    *("normalization", "swiglu", "num_experts"),
+)
+"""Megatron's arguments that decide the shapes of parameters."""
+SCHEDULE = (
+    *("lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_warmup_iters"),
+    *("global_batch_size", "weight_decay"),
+)
 """The same for the learning rate's schedule, which Megatron counts in samples."""
-PARALLEL = {
-    "tensor_model_parallel_size": "training.tensor_parallel",
-    "pipeline_model_parallel_size": "training.pipeline_parallel",
+PARALLEL = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+OPTIMIZER = ("optimizer", "use_distributed_optimizer")
+_KEYS = arguments.OWNED_FLAGS | {
+    "add_bias_linear": "megatron.disable_bias_linear",
+    "lr_decay_iters": "training.iterations",
 }
-OPTIMIZER = {
-    "optimizer": "megatron.optimizer",
-    "use_distributed_optimizer": "training.use_distributed_optimizer",
-}
+"""The keys that set them; of all others `megatron.NAME`."""
 _RESIDUAL = "megatron_sparse.residual."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 
@@ -118,17 +102,17 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
 
 
 def _differences(
-    keys: Mapping[str, str], saved: argparse.Namespace, wanted: argparse.Namespace
+    names: Sequence[str], saved: argparse.Namespace, wanted: argparse.Namespace
 ) -> dict[str, tuple[object, object]]:
     """Key to (value of the checkpoint, value of the run), where both are known and differ."""
     found = {}
-    for name, key in keys.items():
+    for name in names:
         before, now = getattr(saved, name, None), getattr(wanted, name, None)
         if before is None or now is None or before == now:
             continue
         if name == "untie_embeddings_and_output_weights" or name == "add_bias_linear":
             before, now = not before, not now
-        found[key] = (before, now)
+        found[_KEYS.get(name, f"megatron.{name}")] = (before, now)
     return found
 
 
@@ -225,7 +209,7 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return
-    batch = SCHEDULE["global_batch_size"]
+    batch = _KEYS["global_batch_size"]
     remedy = (
         "set the keys as the checkpoint has them; or go on with the new schedule: "
         "megatron.override_opt_param_scheduler=true; or with the checkpoint's: "

@@ -8,11 +8,12 @@ on a full disk, leaves a partial folder, or a tracker that is cut off. Imports n
 from __future__ import annotations
 
 import json
-import os
 import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_sparse.telemetry.lines import write_whole
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -93,9 +94,7 @@ def track(folder: Path, iteration: int) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    part = folder / f"{TRACKER}.part"
-    part.write_text(str(iteration), "utf-8")
-    os.replace(part, folder / TRACKER)
+    write_whole(folder / TRACKER, str(iteration))
 
 
 def damage(saved: Path) -> str | None:

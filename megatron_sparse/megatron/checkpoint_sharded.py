@@ -6,8 +6,8 @@ raises no error for a missing key or another data-parallel size.
 
 Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one object for each
 data-parallel rank) and `residual.<part of the model>.<parameter>`: a table of rows x elements
-(`residual_rows`), of which a rank writes its slices; or with `residual_checkpoint=sum` the sum of
-all rows, once.
+(`checkpoint_layout`), of which a rank writes its slices; or with `residual_checkpoint=sum` the sum
+of all rows, once.
 With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>.<start>`, for
 each part of a parameter that a rank owns.
 """
@@ -31,24 +31,24 @@ from megatron_sparse.compression.residual import check_size
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
     VERSION,
-    Coordinates,
+    HeldSlice,
     Saved,
+    add_rows,
     bucket_sizes,
     check_sizes,
     check_version,
     common_state,
-    model_parameters,
-)
-from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
-from megatron_sparse.megatron.residual_rows import (
-    HeldSlice,
-    add_rows,
+    data_place,
     held_slices,
+    model_parameters,
+    model_shard,
+    model_sizes,
     part_of_sum,
     row_layouts,
     saved_slices,
     summed_parameters,
 )
+from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
 
 PREFIX = "megatron_sparse"
 RESIDUAL, MASTER = "residual", "master"
@@ -61,11 +61,8 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     `residual_checkpoint=full` tensors are the residuals themselves on a GPU, which must not change
     before the save has copied them, and copies on a CPU; with `sum` building it is collective.
     """
-    here = Coordinates.here()
-    header = common_state(attachment) | {
-        "model_sizes": here.model_sizes(),
-        "data_size": here.data_size,
-    }
+    rank, size = data_place(expert=False)
+    header = common_state(attachment) | {"model_sizes": model_sizes(), "data_size": size}
     own = {
         "planner": attachment.planner.state_dict(),
         "buckets": bucket_sizes(attachment),
@@ -73,44 +70,39 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     }
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
-        "rank": ShardedObject(_state_key(here), own, (here.data_size,), (here.data,)),
+        "rank": ShardedObject(_state_key(), own, (size,), (rank,)),
     }
-    state |= dict(_sharded_residuals(attachment, here))
-    for part in saved_parts(attachment.parameters.lossy):
-        key = f"{_kind_key(MASTER, here, part.expert)}{part.name}.{part.start}"
-        values_M = part.values_M.clone()
-        state[f"{MASTER}.{part.name}.{part.start}"] = ShardedTensor.from_rank_offsets(
-            key, values_M, replica_id=part.instance
+    state |= dict(_sharded_residuals(attachment))
+    for bucket, piece, values_M in saved_parts(attachment.parameters.lossy):
+        part = f"{piece.name}.{piece.offset}"
+        key = f"{_kind_key(MASTER, bucket.group.expert)}{part}"
+        state[f"{MASTER}.{part}"] = ShardedTensor.from_rank_offsets(
+            key, values_M.clone(), replica_id=bucket.instance
         )
     return state
 
 
-def _sharded_residuals(
-    attachment: Attachment, here: Coordinates
-) -> Iterator[tuple[str, ShardedTensor]]:
+def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTensor]]:
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
         for held, view_M in saved_slices(attachment):
             # Asynchronous writers copy GPU memory at once, but may read host memory later.
             values_M = view_M.clone() if view_M.device.type == "cpu" else view_M
             name, start = held.key
-            key = f"{_kind_key(RESIDUAL, here, held.expert)}{name}"
-            table = (held.row.count, held.whole_numel)
-            yield (
-                f"{RESIDUAL}.{name}.{start}",
-                _part_of_table(key, values_M, table, (held.row.index, start)),
-            )
+            key = f"{_kind_key(RESIDUAL, held.expert)}{name}"
+            table, at = (held.row.count, held.whole_numel), (held.row.index, start)
+            yield f"{RESIDUAL}.{name}.{start}", _part(key, values_M[None], table, at)
     elif mode == "sum":
-        for each in summed_parameters(attachment):
-            key = f"{_kind_key(RESIDUAL, here, each.expert)}{each.name}"
-            yield (f"{RESIDUAL}.{each.name}", ShardedTensor.from_rank_offsets(key, each.total_P))
+        for name, expert, total_P in summed_parameters(attachment):
+            key = f"{_kind_key(RESIDUAL, expert)}{name}"
+            yield f"{RESIDUAL}.{name}", ShardedTensor.from_rank_offsets(key, total_P)
 
 
-def _part_of_table(
-    key: str, values_M: torch.Tensor, table: tuple[int, int], at: tuple[int, int]
+def _part(
+    key: str, values: torch.Tensor, whole: tuple[int, ...], at: tuple[int, ...]
 ) -> ShardedTensor:
-    """Values in one row of a table, from the element `at` on. Parts may be of different sizes."""
-    return ShardedTensor(key, values_M[None], values_M.dtype, (1, len(values_M)), table, at, None)
+    """Values in a table, or in a sum, from the element `at` on. Parts may be of different sizes."""
+    return ShardedTensor(key, values, values.dtype, tuple(values.shape), whole, at, None)
 
 
 def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved | None:
@@ -126,7 +118,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     Raises:
         CheckpointError: residuals are of another version or another model-parallel layout.
     """
-    here = Coordinates.here()
+    rank, size = data_place(expert=False)
     found = _entries(checkpoint)
     header_object = ShardedObject(f"{PREFIX}.header", None, (1,), (0,))
     if header_object.unique_key not in found:
@@ -136,15 +128,13 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if header["version"] != VERSION:
         return None
     if residuals:
-        check_sizes(tuple(header["model_sizes"]), here)
+        check_sizes(tuple(header["model_sizes"]))
     saved = Saved(**{each.name: header[each.name] for each in fields(Saved) if each.name in header})
-    same = saved.data_size == here.data_size
-    rank_object = ShardedObject(
-        _state_key(here), None, (saved.data_size,), (here.data if same else 0,)
-    )
-    pieces = list(_pieces(attachment, here, found, saved.mode)) if residuals else []
-    template: dict[str, Any] = {piece.label: piece.template for piece in pieces if piece.template}
-    masters = _master_entries(attachment, here, found)
+    at = rank if saved.data_size == size else 0
+    rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (at,))
+    pieces = dict(_pieces(attachment, found, saved.mode)) if residuals else {}
+    template: dict[str, Any] = {label: rows for label, (_, rows) in pieces.items() if rows}
+    masters = _master_entries(attachment, found)
     template |= {entry.key: _whole(entry) for entry in masters.values()}
     # Missing only for a model with another layout, whose residuals are not read.
     if rank_object.unique_key in found:
@@ -154,16 +144,16 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         own = loaded["rank"]
         saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
-    for piece in pieces:
+    for label, (held, rows) in pieces.items():
         # A row that takes none over is zero, but exists: all ranks save the same parameters.
-        value_M = torch.zeros(piece.held.numel)
-        if piece.template:
-            value_M = add_rows([row.view(-1) for row in loaded[piece.label].values()])
+        value_M = torch.zeros(held.numel)
+        if rows:
+            value_M = add_rows([row.view(-1) for row in loaded[label].values()])
         if saved.mode == "sum":
-            value_M = part_of_sum(value_M, piece.held)
-        saved.residuals[piece.held.key] = value_M
+            value_M = part_of_sum(value_M, held)
+        saved.residuals[held.key] = value_M
     if residuals:
-        saved.unknown = _unknown(attachment, here, found)
+        saved.unknown = _unknown(attachment, found)
     return saved
 
 
@@ -192,56 +182,35 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
     }
 
 
-@dataclass
-class _Piece:
-    """A slice of a residual, and the saved rows of it that this rank takes over."""
-
-    held: HeldSlice
-    template: dict[str, ShardedTensor]
-
-    @property
-    def label(self) -> str:
-        name, start = self.held.key
-        return f"{RESIDUAL}.{name}.{start}"
-
-
 def _pieces(
-    attachment: Attachment, here: Coordinates, found: dict[str, _Entry], mode: str
-) -> Iterator[_Piece]:
-    """What this rank reads.
+    attachment: Attachment, found: dict[str, _Entry], mode: str
+) -> Iterator[tuple[str, tuple[HeldSlice, dict[str, ShardedTensor]]]]:
+    """The slices that this rank reads, by label, each with the saved rows that it takes over.
 
     Raises:
         CheckpointError: a parameter has another size.
     """
     for each in held_slices(attachment):
-        name, _ = each.key
-        entry = found.get(f"{_kind_key(RESIDUAL, here, each.expert)}{name}")
+        name, start = each.key
+        entry = found.get(f"{_kind_key(RESIDUAL, each.expert)}{name}")
         if entry is not None:
             check_size(name, entry.shape[-1], each.whole_numel)
-            taken = _sum(entry, each) if mode == "sum" else _rows(entry, each)
-            yield _Piece(each, {str(index): one for index, one in enumerate(taken)})
+            rows = {str(i): row for i, row in enumerate(_requests(entry, each, mode))}
+            yield f"{RESIDUAL}.{name}.{start}", (each, rows)
 
 
-def _sum(entry: _Entry, held: HeldSlice) -> list[ShardedTensor]:
-    """The request for a slice of the sum."""
-    empty_M, start = torch.empty(held.numel, dtype=entry.dtype), (held.piece.offset,)
-    shape = (held.numel,)
-    return [ShardedTensor(entry.key, empty_M, empty_M.dtype, shape, entry.shape, start, None)]
+def _requests(entry: _Entry, held: HeldSlice, mode: str) -> Iterator[ShardedTensor]:
+    """The requests for the rows that a slice takes over, or for its part of the sum."""
+    rows = [()] if mode == "sum" else [(row,) for row in held.row.takes(entry.shape[0])]
+    for row in rows:
+        empty = torch.empty((1,) * len(row) + (held.numel,), dtype=entry.dtype)
+        yield _part(entry.key, empty, entry.shape, (*row, held.piece.offset))
 
 
-def _rows(entry: _Entry, held: HeldSlice) -> list[ShardedTensor]:
-    """The requests for the rows that a slice takes over."""
-    table, requests = (entry.shape[0], entry.shape[1]), []
-    for row in held.row.takes(entry.shape[0]):
-        empty_M = torch.empty(held.numel, dtype=entry.dtype)
-        requests.append(_part_of_table(entry.key, empty_M, table, (row, held.piece.offset)))
-    return requests
-
-
-def _unknown(attachment: Attachment, here: Coordinates, found: dict[str, _Entry]) -> set[str]:
+def _unknown(attachment: Attachment, found: dict[str, _Entry]) -> set[str]:
     """Saved parameters that this run does not have."""
     known = model_parameters(attachment)
-    prefixes = {_kind_key(RESIDUAL, here, expert): expert for expert in (False, True)}
+    prefixes = {_kind_key(RESIDUAL, expert): expert for expert in (False, True)}
     return {
         key.removeprefix(prefix)
         for prefix, expert in prefixes.items()
@@ -251,12 +220,12 @@ def _unknown(attachment: Attachment, here: Coordinates, found: dict[str, _Entry]
 
 
 def _master_entries(
-    attachment: Attachment, here: Coordinates, found: dict[str, _Entry]
+    attachment: Attachment, found: dict[str, _Entry]
 ) -> dict[tuple[str, int], _Entry]:
     """The stored parts of masters that this rank needs, by parameter and first element."""
     needed = {}
     for expert in (False, True):
-        prefix, stored = _kind_key(MASTER, here, expert), {}
+        prefix, stored = _kind_key(MASTER, expert), {}
         for key, entry in found.items():
             if key.startswith(prefix):
                 name, start = key.removeprefix(prefix).rsplit(".", 1)
@@ -273,12 +242,12 @@ def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
     return {"whole": ShardedTensor.from_rank_offsets(entry.key, empty)}
 
 
-def _state_key(place: Coordinates) -> str:
-    return f"{PREFIX}.state.{place.shard(expert=False)}"
+def _state_key() -> str:
+    return f"{PREFIX}.state.{model_shard(expert=False)}"
 
 
-def _kind_key(kind: str, place: Coordinates, expert: bool) -> str:
-    return f"{PREFIX}.{kind}.{place.shard(expert)}."
+def _kind_key(kind: str, expert: bool) -> str:
+    return f"{PREFIX}.{kind}.{model_shard(expert)}."
 
 
 def _load(checkpoint: Path, template: dict[str, Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -27,23 +27,19 @@ TESTED = ("0.16.1", "0.19.2")
 NEWEST_TESTED = TESTED[-1]
 
 
-@dataclass(frozen=True)
-class HostSymbol:
+class HostSymbol(NamedTuple):
     """One function or class of Megatron that the plugin hooks.
 
     Attributes:
-        name: dotted name.
-        found: whether it exists and has the parameters or attributes that the plugin uses.
-        detail: "found", or the reason why not.
-        remedy: how to get a Megatron that has it.
         needed_by: `attach` or `install`.
+        name: dotted name.
+        problem: why it cannot be hooked: it is missing, or lacks parameters or attributes that the
+            plugin uses; None if it can.
     """
 
-    name: str
-    found: bool
-    detail: str
-    remedy: str
     needed_by: str
+    name: str
+    problem: str | None
 
 
 def _has_parameters(*names: str) -> Callable[[object], str | None]:
@@ -117,24 +113,20 @@ def log_untested_megatron() -> None:
 def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
     """Checks every symbol, or those that `attach` or `install` needs. Imports megatron."""
     return [
-        _find(user, module, attribute, check)
+        HostSymbol(user, f"{module}.{attribute}", _problem(module, attribute, check))
         for user, module, attribute, check in _SYMBOLS
         if needed_by in (None, user) or (needed_by == "install" and user == "attach")
     ]
 
 
-def _find(
-    user: str, module: str, attribute: str, check: Callable[[object], str | None]
-) -> HostSymbol:
-    name = f"{module}.{attribute}"
+def _problem(module: str, attribute: str, check: Callable[[object], str | None]) -> str | None:
     try:
         symbol: object = import_module(module)
         for part in attribute.split("."):
             symbol = getattr(symbol, part)
     except (ImportError, AttributeError) as error:
-        return HostSymbol(name, False, str(error), UPGRADE, user)
-    missing = check(symbol)
-    return HostSymbol(name, missing is None, missing or "found", UPGRADE, user)
+        return str(error)
+    return check(symbol)
 
 
 def require_host_symbols(needed_by: str) -> None:
@@ -143,11 +135,11 @@ def require_host_symbols(needed_by: str) -> None:
     Raises:
         HostError: names the first symbol that is missing.
     """
-    for symbol in find_host_symbols(needed_by):
-        if not symbol.found:
+    for user, name, problem in find_host_symbols(needed_by):
+        if problem is not None:
             raise HostError(
-                f"this Megatron lacks a function that {symbol.needed_by} hooks",
-                expected=symbol.name,
-                got=symbol.detail,
-                remedy=symbol.remedy,
+                f"this Megatron lacks a function that {user} hooks",
+                expected=name,
+                got=problem,
+                remedy=UPGRADE,
             )

@@ -27,7 +27,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
         Medians over the pairs: `plain_ms`, `plugin_ms`, and `ratio` (of each pair, not of the
         medians), with the ratios' quartiles `ratio_q1`, `ratio_q3`, and `losses_equal` (1 or 0).
     """
-    from megatron_sparse.megatron.core_entry import attach, detach
+    from megatron_sparse.megatron.attachment import attach, detach
     from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
 
     setting = SmallGPTConfig(

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,40 +43,11 @@ from megatron_sparse.transport import Transport
 logger = logging.getLogger("megatron_sparse")
 
 
-class RawHandle:
-    """Megatron's own gather of a bucket group, timed by the host.
+class RawHandle(NamedTuple):
+    """What Megatron calls `wait()` on, for its own gather of a bucket group."""
 
-    Args:
-        handle: Megatron's; None if it has waited already, since `began_s`.
-        began_s: `time.perf_counter` before Megatron's method.
-        records: one for each bucket; the first gets the group's times.
-        done: called with the records and the seconds after the wait.
-    """
-
-    def __init__(
-        self,
-        handle: Any,
-        began_s: float,
-        records: list[GatherRecord],
-        done: Callable[[list[GatherRecord], float], None],
-    ) -> None:
-        self._handle = handle
-        self._began_s = began_s
-        self._records = records
-        self._done = done
-
-    def wait(self) -> None:
-        """Waits as Megatron's handle does: on CUDA only the current stream waits."""
-        start_s = self._began_s
-        if self._handle is not None:
-            start_s = time.perf_counter()
-            self._handle.wait()
-        end_s = time.perf_counter()
-        for record in self._records:
-            record.finished_s = end_s
-        if self._records:
-            self._records[0].exposed_s = end_s - start_s
-        self._done(self._records, end_s - start_s)
+    wait: Callable[[], None]
+    """Waits as Megatron's handle does: on CUDA only the current stream waits."""
 
 
 class ParameterGathers:
@@ -211,7 +182,7 @@ class ParameterGathers:
         self.waited_s += pending.record.exposed_s
 
     def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> RawHandle:
-        """Megatron's own gather of a group, which has begun.
+        """Megatron's own gather of a group, which has begun, timed by the host.
 
         Args:
             group: the bucket group.
@@ -233,13 +204,22 @@ class ParameterGathers:
             for bucket, values in _parameter_buffers(group)
             if n > 1
         ]
-        return RawHandle(handle, began_s, records, self._raw_done)
 
-    def _raw_done(self, records: list[GatherRecord], seconds: float) -> None:
-        for record in records:
-            self._sink.record_gather(record)
-        self.waited_s += seconds
-        self._sink.record_stage("param_wait", seconds)
+        def wait() -> None:
+            start_s = began_s
+            if handle is not None:
+                start_s = time.perf_counter()
+                handle.wait()
+            end_s = time.perf_counter()
+            if records:
+                records[0].exposed_s = end_s - start_s  # of the whole group
+            for record in records:
+                record.finished_s = end_s
+                self._sink.record_gather(record)
+            self.waited_s += end_s - start_s
+            self._sink.record_stage("param_wait", end_s - start_s)
+
+        return RawHandle(wait)
 
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""

@@ -12,17 +12,18 @@ buckets or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bucket import Bucket
+from megatron_sparse.bucket import Bucket, ParameterSlice
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.optimizer_step import UPDATE
 from megatron_sparse.parameters.lossy import LossyGather
+from megatron_sparse.reduction.level_parts import slices_of
 
 MASTERS_ELSEWHERE = "the optimizer keeps parameters outside of the gathered buffer"
 Parts = Mapping[tuple[str, int], torch.Tensor]
@@ -43,74 +44,33 @@ class LossyBucket:
     bucket: Bucket
     gather: LossyGather
 
-    def spans(self) -> Iterator[Span]:
-        """The parts of parameters that this rank's shard holds."""
-        first, last = self.gather.shard
-        for piece in self.bucket.parameters:
-            start, stop = max(piece.start, first), min(piece.stop, last)
-            if start < stop:
-                yield Span(piece.name, start - piece.start, start - first, stop - start)
+    @property
+    def pieces(self) -> list[ParameterSlice]:
+        """The parts of parameters that this rank's shard holds, by their places in it."""
+        return slices_of(self.bucket, [slice(*self.gather.shard)])
+
+    @property
+    def instance(self) -> int:
+        """Of the distributed optimizer; all instances have the same masters."""
+        others = self.group.instances_group
+        return 0 if others is None else dist.get_rank(others)
 
 
-@dataclass(frozen=True)
-class Span:
-    """A part of a parameter.
+def saved_parts(
+    buckets: Sequence[LossyBucket],
+) -> list[tuple[LossyBucket, ParameterSlice, torch.Tensor]]:
+    """The parts of parameters whose masters this rank saves, with these: fp32 views.
 
-    Attributes:
-        name: of the parameter.
-        start: its first element in the parameter.
-        at: the same in the rank's shard.
-        numel: how many.
-    """
-
-    name: str
-    start: int
-    at: int
-    numel: int
-
-
-@dataclass(frozen=True)
-class MasterPart:
-    """A part of a parameter's master that a rank saves.
-
-    Attributes:
-        name: of the parameter.
-        start: first element in the parameter.
-        values_M: fp32; a view.
-        expert: whether the parameter is an expert's.
-        instance: of the distributed optimizer; all instances have the same values.
-    """
-
-    name: str
-    start: int
-    values_M: torch.Tensor
-    expert: bool
-    instance: int
-
-
-def saved_parts(buckets: Sequence[LossyBucket]) -> list[MasterPart]:
-    """All parts of this rank; none if a bucket's replicas are not the same on all ranks now.
-
-    That is so before the first gather, and between a step and its gather. A run that goes on from
-    there begins with a raw gather.
+    None if a bucket's replicas are not the same on all ranks now. That is so before the first
+    gather, and between a step and its gather. A run that goes on from there begins with a raw
+    gather.
     """
     parts = []
     for each in buckets:
         master_M = each.gather.settled_master()
         if master_M is None:
             return []
-        others = each.group.instances_group
-        instance = 0 if others is None else dist.get_rank(others)
-        parts += [
-            MasterPart(
-                span.name,
-                span.start,
-                master_M[span.at : span.at + span.numel],
-                each.group.expert,
-                instance,
-            )
-            for span in each.spans()
-        ]
+        parts += [(each, piece, master_M[piece.start : piece.stop]) for piece in each.pieces]
     return parts
 
 
@@ -118,17 +78,17 @@ def overlapping(
     buckets: Sequence[LossyBucket], expert: bool, stored: Iterable[tuple[str, int, int]]
 ) -> list[tuple[str, int, int]]:
     """Those of the stored parts (parameter, first element, numel) that this rank needs."""
-    wanted: dict[str, list[Span]] = {}
+    wanted: dict[str, list[ParameterSlice]] = {}
     for each in buckets:
         if each.group.expert == expert:
-            for span in each.spans():
-                wanted.setdefault(span.name, []).append(span)
+            for piece in each.pieces:
+                wanted.setdefault(piece.name, []).append(piece)
     return [
         (name, start, numel)
         for name, start, numel in stored
         if any(
-            start < span.start + span.numel and span.start < start + numel
-            for span in wanted.get(name, ())
+            start < piece.offset + piece.stop - piece.start and piece.offset < start + numel
+            for piece in wanted.get(name, ())
         )
     ]
 
@@ -144,13 +104,13 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
     masters = []
     for each in buckets:
         master_M = each.gather.own_shard.clone()
-        for span in each.spans():
-            missing = span.numel
-            for start, values in by_name.get(span.name, ()):
-                first = max(start, span.start)
-                last = min(start + values.numel(), span.start + span.numel)
+        for piece in each.pieces:
+            missing = piece.stop - piece.start
+            for start, values in by_name.get(piece.name, ()):
+                first = max(start, piece.offset)
+                last = min(start + values.numel(), piece.offset + piece.stop - piece.start)
                 if first < last:
-                    at = span.at + first - span.start
+                    at = piece.start + first - piece.offset
                     master_M[at : at + last - first] = values[first - start : last - start]
                     missing -= last - first
             if missing:
@@ -236,16 +196,13 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
         group: a bucket group that can be gathered exactly.
         spans: see `optimizer_spans`.
     """
-    n, rank = group.process_group.size(), dist.get_rank(group.process_group)
+    rank = dist.get_rank(group.process_group)
     for bucket, host in zip(group.buckets, group.host.buckets, strict=True):
         values_N = host.param_data.view(-1)
         if values_N.dtype != torch.float32:
             continue
-        numel = values_N.numel() // n
-        first, last = rank * numel, (rank + 1) * numel
-        without_padding = sum(
-            max(0, min(piece.stop, last) - max(piece.start, first)) for piece in bucket.parameters
-        )
-        if _elements_in(values_N[first:last], spans) != without_padding:
+        own = bucket.shard(rank)
+        without_padding = sum(piece.stop - piece.start for piece in slices_of(bucket, [own]))
+        if _elements_in(values_N[own], spans) != without_padding:
             return MASTERS_ELSEWHERE
     return None

@@ -38,7 +38,6 @@ from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import mark_nvtx, marked
-from megatron_sparse.recording import WAITS, BucketRecord, GatherRecord, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 from megatron_sparse.telemetry.lines import write_whole
 
@@ -75,7 +74,6 @@ class Plugin:
         self.telemetry: RunTelemetry | None = None
         self._run_dir = run_dir
         self._resolved_config = resolved_config
-        self._host_wait_s = 0.0
         self._chunks: list[Any] = []
         self._optimizer_bound = False
         self._saves_sharded = False
@@ -99,7 +97,7 @@ class Plugin:
         if self.attachment is None:
             log_untested_megatron()
             self.telemetry = self._make_telemetry()
-            self.attachment = Attachment(chunks, self.config, self, self._run_dir)
+            self.attachment = Attachment(chunks, self.config, self.telemetry, self._run_dir)
             self._chunks = list(chunks)
         return chunks
 
@@ -131,30 +129,6 @@ class Plugin:
             self.attachment.close()
             self.attachment = None
         self._chunks = []
-
-    # RecordSink: forwards to telemetry, and adds up the waits inside forward-backward.
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        """See `RecordSink`."""
-        if self.telemetry is not None:
-            self.telemetry.record_bucket(record)
-
-    def record_gather(self, record: GatherRecord) -> None:
-        """See `RecordSink`."""
-        if self.telemetry is not None:
-            self.telemetry.record_gather(record)
-
-    def record_readiness(self, record: ReadinessRecord) -> None:
-        """See `RecordSink`."""
-        if self.telemetry is not None:
-            self.telemetry.record_readiness(record)
-
-    def record_stage(self, stage: str, seconds: float) -> None:
-        """See `RecordSink`."""
-        if stage in WAITS:
-            self._host_wait_s += seconds
-        if self.telemetry is not None:
-            self.telemetry.record_stage(stage, seconds)
 
     def _make_telemetry(self) -> RunTelemetry:
         sinks: list[ScalarSink] = []
@@ -210,21 +184,22 @@ class Plugin:
             )
         original = self._originals["train_step"]
         bound = inspect.signature(original).bind(*args, **kwargs)
-        forward_backward = bound.arguments["forward_backward_func"]
+        forward_backward, telemetry = bound.arguments["forward_backward_func"], self.telemetry
+        assert telemetry is not None
 
         def timed(*inner_args: Any, **inner_kwargs: Any) -> Any:
-            start_s, self._host_wait_s = time.perf_counter(), 0.0
+            start_s, before_s = time.perf_counter(), telemetry.waited_s
             with marked("forward_backward"):
                 result = forward_backward(*inner_args, **inner_kwargs)
             elapsed_s = time.perf_counter() - start_s
-            self.record_stage("forward_backward", elapsed_s - self._host_wait_s)
+            inside_s = telemetry.waited_s - before_s
+            telemetry.record_stage("forward_backward", elapsed_s - inside_s)
             return result
 
         bound.arguments["forward_backward_func"] = timed
         # Read before the step: afterwards the scheduler sets the next iteration's rate.
         learning_rate = float(bound.arguments["optimizer"].param_groups[0]["lr"])
-        assert self.telemetry is not None
-        self.telemetry.begin_iteration(_arguments().curr_iteration + 1)
+        telemetry.begin_iteration(_arguments().curr_iteration + 1)
         start_s = time.perf_counter()
         result = original(*bound.args, **bound.kwargs)
         self._end_iteration(result, time.perf_counter() - start_s, learning_rate)

@@ -20,7 +20,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.megatron.models import VOCABULARY_MULTIPLE
+from megatron_sparse.megatron.arguments import VOCABULARY_MULTIPLE
 from megatron_sparse.megatron.pieces import PIECE_NUMEL, PIECE_NUMEL_PER_RANK
 
 PARAMETER_ALIGNMENT, BUCKET_ALIGNMENT = 64, 128

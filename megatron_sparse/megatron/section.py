@@ -19,20 +19,20 @@ from pathlib import Path
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, raise_together
-from megatron_sparse.megatron import arguments, owned_flags, refusals
+from megatron_sparse.megatron import arguments, refusals
 
 _IGNORED = {"rampup_batch_size": "megatron.step_batch_size_schedule"}
 """Flags that megatron-core 0.19 takes and ignores, and what does the same."""
 _OF_TRANSFORMER_ENGINE = ("fp8_format", "fp4_format", "tp_comm_overlap")
 _DATA = "data"
 """Of what the validation has left: the files that Megatron's arguments name, in whatever way."""
-_TITLE = "the megatron: section cannot be used"
+TITLE = "the megatron: section cannot be used"
 
 
 def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
     """What is wrong by the names of the section's keys alone."""
     section = config.megatron
-    found: list[MegatronSparseError] = [*owned_flags.errors(section)]
+    found: list[MegatronSparseError] = [*arguments.owned_errors(section)]
     if config.plugin:
         found += refusals.section_errors(section)
     if find_spec("transformer_engine") is None:
@@ -57,15 +57,6 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
         if section.get(name) is not None
     ]
     return found
-
-
-def check_quickly(config: RunConfig) -> None:
-    """Raises what `quick_errors` finds.
-
-    Raises:
-        ConfigError: names every key, and what to set instead.
-    """
-    raise_together(_TITLE, quick_errors(config))
 
 
 def check(
@@ -93,7 +84,7 @@ def check(
             arguments.command_line({}, {key: value}, parser)
         except ConfigError as error:
             found.append(error)
-    raise_together(_TITLE, found)
+    raise_together(TITLE, found)
     # The folder is a placeholder: nothing is written.
     derived = arguments.derived_flags(
         config, Path("run"), vocab_size=vocab_size, data_prefix=data_prefix
@@ -131,7 +122,7 @@ def check(
     together = errors("the megatron: section", section)
     if together:
         alone = [errors(f"megatron.{key}={section[key]}", [key]) for key in section]
-        raise_together(_TITLE, list(itertools.chain.from_iterable(alone)) or together)
+        raise_together(TITLE, list(itertools.chain.from_iterable(alone)) or together)
 
 
 def _validated(

@@ -82,7 +82,11 @@ class Transports:
         whole = self.make(group.process_group, nccl_engine=engine)
         choice = choose_level(config, whole.nodes, count, shapes_of(buckets, config))
         if config.compression.level != RANK:
-            self._say(f"gradients are compressed at level {choice.level}: {choice.reason}", whole)
+            line = f"gradients are compressed at level {choice.level}: {choice.reason}"
+            if line not in self.lines:
+                self.lines.append(line)
+                if whole.rank == 0:
+                    logger.info(line)
         if choice.level == INSTANCE:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
@@ -93,12 +97,6 @@ class Transports:
             gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
         return Groups(whole, tensor_parallel, instances, level)
-
-    def _say(self, line: str, whole: ProcessGroupTransport) -> None:
-        if line not in self.lines:
-            self.lines.append(line)
-            if whole.rank == 0:
-                logger.info(line)
 
     def _node_groups(
         self, ranks: Sequence[int], choice: LevelChoice, rank: int, *, gathers: bool

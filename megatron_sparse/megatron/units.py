@@ -4,7 +4,7 @@ fp16 gradients carry the loss scale, which changes after some steps. With a loss
 are summed undivided and then multiplied by one over the step's tokens, a number that
 `finalize_model_grads` knows only after the buckets were sent. Residuals are converted after each
 step in which one of the two has changed. Where the step has so few tokens that old residuals would
-swamp it, they are taken out of its sums (`few_tokens`).
+swamp it, they are taken out of its sums (`Attachment`).
 """
 
 from __future__ import annotations
@@ -161,13 +161,11 @@ def may_repeat_or_skip(optimizer: Any) -> bool:
     """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-    reruns = get_rerun_state_machine().get_mode() is not RerunMode.DISABLED
-    return reruns or any(
-        is_fp16(each) or math.isfinite(_norm_to_skip_at(each))
-        for each in [optimizer, *getattr(optimizer, "chained_optimizers", ())]
-    )
+    def skips(each: Any) -> bool:
+        config = getattr(each, "config", None)
+        limit = getattr(config, "grad_norm_skip_threshold", math.inf)
+        return is_fp16(each) or math.isfinite(limit)
 
-
-def _norm_to_skip_at(optimizer: Any) -> float:
-    config = getattr(optimizer, "config", None)
-    return getattr(config, "grad_norm_skip_threshold", math.inf)
+    if get_rerun_state_machine().get_mode() is not RerunMode.DISABLED:
+        return True
+    return any(map(skips, [optimizer, *getattr(optimizer, "chained_optimizers", ())]))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
 from megatron_sparse.config.parameters import (
     CODERS,
-    COMPRESSED,
     METHODS,
     PER_NODE,
     ParametersConfig,
@@ -32,6 +32,9 @@ from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.transport import Topology, Transport
 from megatron_sparse.transport.topology import members_of
+
+_WORDS = {"method": METHODS, "coder": CODERS, "per_node": PER_NODE}
+"""Settings that are words; ranks exchange their numbers."""
 
 
 class GatherChooser:
@@ -69,11 +72,6 @@ class GatherChooser:
         self._model = None if self._cluster is None else find(self._cluster)
         self.missing = None if config.parameters.method == RAW else self._without_kernels()
 
-    @property
-    def _has_choice(self) -> bool:
-        ways = self._chosen.coder == "auto" or len(self._per_node) > 1
-        return self._chosen.method == "auto" or (self._chosen.method in COMPRESSED and ways)
-
     def _without_kernels(self) -> str | None:
         device = self._transport.device
         if device.type != "cuda":
@@ -85,17 +83,11 @@ class GatherChooser:
         return f"rank {lacking[0]} of the group has no CUDA kernels for its GPU"
 
     def _agree(self, chosen: ParametersConfig) -> None:
-        names = ("method", "coder", "per_node", "bits", "verify_every")
-        own = [
-            METHODS.index(chosen.method),
-            CODERS.index(chosen.coder),
-            PER_NODE.index(chosen.per_node),
-            chosen.bits,
-            chosen.verify_every,
-        ]
+        settings = asdict(chosen)
+        own = [_WORDS[k].index(v) if k in _WORDS else v for k, v in settings.items()]
         rows = complete(gather_rows(own, self._transport)).tolist()
         for rank, row in enumerate(rows):
-            for name, mine, theirs in zip(names, own, row, strict=True):
+            for name, mine, theirs in zip(settings, own, row, strict=True):
                 if mine != theirs:
                     raise CommunicationError(
                         f"rank {rank} of the group has another parameters.{name}",
@@ -132,7 +124,7 @@ class GatherChooser:
         if chosen.method == LOSSY and fp32:
             self._lossy += len(buckets)
             return LossyWay(chosen.bits, verify_every=every, per_node=self._per_node == (True,))
-        if not self._has_choice:
+        if chosen.method != "auto" and chosen.coder != "auto" and len(self._per_node) == 1:
             self._exact += len(buckets)
             return ExactWay(chosen.coder, verify_every=every, per_node=self._per_node[0])
         if self._links is None:
@@ -203,5 +195,4 @@ def _options(per_node: str, nodes: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _shown(name: str, code: float) -> object:
-    known = {"method": METHODS, "coder": CODERS, "per_node": PER_NODE}.get(name)
-    return int(code) if known is None else known[int(code)]
+    return _WORDS[name][int(code)] if name in _WORDS else int(code)

@@ -4,7 +4,7 @@
                 -- the gate, see `reduction.reducer` --
     announce    one all-gather of 16 bytes a rank: size of the record, method, number of the gather,
                 and, where ranks verify, hashes of the shard's old and new bits
-    exchange    n - 1 rounds of records, one peer at a time, or once per node (`per_node`);
+    exchange    n - 1 rounds of records, one peer at a time, or once per node;
                 meanwhile each record that has come turns the old bits of its owner's shard into the
                 new ones, in place
     keep        own shard's new bits are from now on the bits that the other ranks hold
@@ -20,6 +20,18 @@ Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announc
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
 device once for the size of its own record, once for the announcements, once for each record that
 it decodes, and at last for the outcomes.
+
+With `per_node` records cross to each other node once: across nodes compressed, inside them raw.
+
+    across    every rank sends its record to one rank of each other node: the one with its own
+              number in the node, modulo the ranks there. That rank turns the old bits of the
+              sender's shard into the new ones.
+    inside    every rank sends its own shard and those it has decoded, raw, to the other ranks of
+              its node, in place.
+
+In nodes of equal size these are the lanes of `collectives.dense_hierarchical`. A record crosses to
+each other node once, whatever the number of ranks there, and each rank decodes k - 1 records on k
+nodes instead of n - 1. Inside its node a rank with k shards sends them to m - 1 others.
 
 A corrupted, truncated or replayed record leaves its shard as it was, and ends the job with an
 error that names the sending rank, the bucket and the field; other shards may be new by then.
@@ -37,8 +49,8 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import POSTED
-from megatron_sparse.collectives.base import Identity, Steps, whole_group
-from megatron_sparse.collectives.gather import Arrived, pairwise_all_gather
+from megatron_sparse.collectives.base import Identity, Round, Steps, Subgroup, whole_group
+from megatron_sparse.collectives.gather import Arrived, pairwise_all_gather, pairwise_rounds
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.parameters.agreement import (
@@ -50,12 +62,11 @@ from megatron_sparse.parameters.agreement import (
     exchange_announcements,
     hash_of,
 )
-from megatron_sparse.parameters.per_node import gather_per_node
 from megatron_sparse.recording import GatherRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
 from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import Transport
+from megatron_sparse.transport.topology import members_of
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -66,7 +77,7 @@ class Way:
 
     Attributes:
         verify_every: every so many gathers ranks compare hashes.
-        per_node: records cross to each other node once; see `parameters.per_node`.
+        per_node: records cross to each other node once.
     """
 
     verify_every: int
@@ -323,3 +334,84 @@ class ExactGather(ShardGather[ExactWay]):
         if self._kept_M is None:
             self._kept_M = torch.empty_like(self._own_M)
         self._kept_M.copy_(self._own_M)
+
+
+class NodeRoutes:
+    """The ranks that send to one another.
+
+    Attributes:
+        here: the ranks of this rank's node, ascending.
+        targets: for each round across nodes the rank that this rank's record goes to.
+        sources: for each round the ranks whose records come here.
+
+    Args:
+        nodes: the node of each rank.
+        rank: this rank.
+
+    Example:
+        Ranks 0 and 1 share a node; rank 2 is alone on its own and takes both records.
+        >>> routes = NodeRoutes((0, 0, 1), 2)
+        >>> routes.targets, routes.sources, routes.carried_by(2)
+        ([0], [[0, 1]], [2, 0, 1])
+    """
+
+    def __init__(self, nodes: Sequence[int], rank: int) -> None:
+        members = members_of(nodes)
+        own = next(node for node, ranks in enumerate(members) if rank in ranks)
+        k = len(members)
+        self.here = members[own]
+        self._others = [members[(own + step) % k] for step in range(1, k)]
+        place = self.here.index(rank)
+        # In the round in which this node receives from the next one, it sends to the one before.
+        self.targets = [there[place % len(there)] for there in reversed(self._others)]
+        self.sources = [self._sent_to(rank, there) for there in self._others]
+
+    def _sent_to(self, rank: int, there: Sequence[int]) -> list[int]:
+        """The ranks of another node whose records go to a rank of this one."""
+        return list(there[self.here.index(rank) :: len(self.here)])
+
+    def carried_by(self, rank: int) -> list[int]:
+        """The owners of the shards that a rank of this node hands on inside it, itself first."""
+        return [rank] + [owner for there in self._others for owner in self._sent_to(rank, there)]
+
+
+def gather_per_node(
+    moves: torch.Tensor,
+    sizes: Sequence[int],
+    shards: torch.Tensor,
+    transport: Transport,
+    tag: int,
+    take: Callable[[int, torch.Tensor], None],
+) -> Steps:
+    """Every rank ends with all shards, by `per_node` of the module's docstring.
+
+    Args:
+        moves: this rank's record.
+        sizes: bytes of each rank's record.
+        shards: [n, M], the parameters. `take` writes shards of other nodes; the exchange writes
+            those of this node's other ranks, and those that they have taken.
+        transport: the group; its `nodes` say the routes.
+        tag: of the messages.
+        take: called with a sender and its record, once for each record that comes here.
+    """
+    routes = NodeRoutes(transport.nodes, transport.rank)
+    across = whole_group(transport, tag)
+    received = [
+        [(sender, moves.new_empty(sizes[sender])) for sender in senders]
+        for senders in routes.sources
+    ]
+    rounds: list[Round] = [
+        ([(target, moves)], come) for target, come in zip(routes.targets, received, strict=True)
+    ]
+
+    def arrived(number: int) -> None:
+        for sender, record in received[number - 1] if number else ():
+            take(sender, record)
+
+    yield from across.in_rounds(rounds, arrived, independent=True)
+    inside = Subgroup(transport, routes.here, tag)
+    carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]
+    own = carried[inside.rank]
+    exchanged = pairwise_rounds([own] * inside.world_size, carried, inside)
+    yield from inside.in_rounds(exchanged, independent=True, last=True)
+    return across.sent_bytes + inside.sent_bytes

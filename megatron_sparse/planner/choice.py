@@ -298,7 +298,9 @@ class PricedPlanner(Planner):
         records = self._records.pop((bucket, scheme), ())
         # The step's own record is not complete yet, and a straggler may have changed a scheme.
         times_us = [
-            sum(r.stage_us().values()) for r in records if r.step < step and r.scheme == scheme
+            sum(r.timer.times_us().values())
+            for r in records
+            if r.step < step and r.scheme == scheme
         ]
         return round(median(times_us) * 1e3) if times_us else 0
 

@@ -36,7 +36,7 @@ def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
 
 
 def _instances_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes of a ring all-reduce of this rank's shard; see `reduction.instances`."""
+    """Bytes of a ring all-reduce of this rank's shard; see `reduction.level`."""
     shard_bytes = bucket.numel / bucket.world_size * element_bytes
     return 2 * (bucket.instances - 1) / bucket.instances * shard_bytes
 

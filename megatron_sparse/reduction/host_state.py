@@ -19,7 +19,6 @@ from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.reduction.setting_trials import AUTO, SettingTrials, started
@@ -94,14 +93,28 @@ class HostState:
         """
         if self.trials is not None:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
-        change_density(
-            self.config,
-            self.planner,
-            density,
-            step=self.step,
-            device=self._device,
-            group=self._ranks,
-        )
+        _check_equal(density, self._device, self._ranks)
+        compression, name = self.config.compression, self.config.scheme.name
+        changed = replace(compression, density=density)
+        if name != "auto" and SCHEMES[name].takes_all:
+            remedy = "choose another scheme at the start"
+            raise _refusal("a sparse scheme", f"scheme={name}", remedy)
+        phase, _ = phase_and_density(compression, self.step)
+        if phase is Phase.OFF:
+            remedy = "switch compression on at the start"
+            raise _refusal("compression.enabled=true", "false", remedy)
+        if phase is Phase.RAMP:
+            end = compression.warmup + compression.ramp
+            raise _refusal(
+                f"a step before the ramp or after it, so from step {end} on",
+                f"step {self.step} of the ramp to density {compression.density:g}",
+                "wait for the end of the ramp: a new target would make the density jump",
+            )
+        # Of null, the ramp's length follows the density; the schedule stays what it was.
+        compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
+        before, compression.density = compression.density, float(changed.density)
+        self.planner.replan()
+        logger.info("step %d: target density %g, before %g", self.step, compression.density, before)
 
 
 def with_agreed_capacity(
@@ -138,53 +151,6 @@ def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | No
     able = torch.tensor([int(own)], device=device)
     dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
     return bool(able.item())
-
-
-def change_density(
-    config: SparseConfig,
-    planner: Planner,
-    density: float,
-    *,
-    step: int,
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Sets the target density from `step` on, and lets the planner choose anew.
-
-    Collective over the group, between two steps. Nothing is changed if it raises.
-
-    Args:
-        config: `compression.density` of it is changed in place.
-        planner: plans by that configuration.
-        density: nnz / numel, in (0, 1]; the same on every rank.
-        step: the next step, counted from 0.
-        device: of the gradients; one number is exchanged there.
-        group: the ranks; None takes all.
-
-    Raises:
-        CommunicationError: ranks want different densities.
-        ConfigError: the value is refused, a ramp is under way, or nothing is ever pruned.
-    """
-    _check_equal(density, device, group)
-    changed = replace(config.compression, density=density)
-    compression, name = config.compression, config.scheme.name
-    if name != "auto" and SCHEMES[name].takes_all:
-        raise _refusal("a sparse scheme", f"scheme={name}", "choose another scheme at the start")
-    phase, _ = phase_and_density(compression, step)
-    if phase is Phase.OFF:
-        raise _refusal("compression.enabled=true", "false", "switch compression on at the start")
-    if phase is Phase.RAMP:
-        end = compression.warmup + compression.ramp
-        raise _refusal(
-            f"a step before the ramp or after it, so from step {end} on",
-            f"step {step} of the ramp to density {compression.density:g}",
-            "wait for the end of the ramp: a new target would make the density jump",
-        )
-    # Of null, the ramp's length follows the density; the schedule stays what it was.
-    compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
-    before, compression.density = compression.density, float(changed.density)
-    planner.replan()
-    logger.info("step %d: target density %g, before %g", step, compression.density, before)
 
 
 def _refusal(expected: str, got: str, remedy: str) -> ConfigError:

@@ -12,14 +12,28 @@ A job is a generator. It yields
 Between two yields it works locally. `Pending` is the job under way: one thread launches it and
 waits for it, a driver (`progress`) steps it. Only drivers step a job; `without` and
 `one_after_another` combine stages into one.
+
+On CUDA buckets are worked on in two streams:
+
+    codec     prepare and select: all that a job does before its gate
+    network   exchange, decode, and all else behind the gate
+
+Each stream runs the buckets in the order of their launch. A bucket enters the codec stream after
+the launching stream's work, enters the network stream after its own selection, and the stream that
+waits for it goes on after its work on the network stream. So bucket N + 1 is selected beside the
+exchange of bucket N. Exchanges follow one another, and so do the decoders between them: buffers
+that only work behind the gate uses are shared by all buckets (`Exchange.take`). Memory that is
+allocated before the gate and used behind it must be named to `used_here`; a buffer that outlives
+the step needs no more than that, because the next step's launch comes after this one's
+`finish_event`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import cast
 
@@ -30,7 +44,6 @@ from megatron_sparse.collectives.base import without
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, RecordSink, StageTimer
-from megatron_sparse.reduction.streams import BucketStreams, JobStream
 from megatron_sparse.transport import Work
 from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.liveness import posting_for
@@ -108,6 +121,76 @@ def _until_queued(steps: Stage[int], next_gate: Gate | None) -> Stage[int | None
             yield outcome
         elif next_gate > GATE:
             yield Gate.PAST_ACROSS
+
+
+class BucketStreams:
+    """The streams of a process, on CUDA; see the module's docstring.
+
+    Args:
+        device: of the buckets.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.codec = torch.cuda.Stream(device)
+        self.network = torch.cuda.Stream(device)
+
+
+class JobStream:
+    """The stream that one job is on.
+
+    Args:
+        streams: the process's; None on a CPU, where nothing here has an effect.
+    """
+
+    def __init__(self, streams: BucketStreams | None) -> None:
+        self._streams = streams
+        self._stream = None if streams is None else streams.codec
+        self._selected: torch.cuda.Event | None = None
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there are streams at all."""
+        return self._streams is not None
+
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the job's stream the thread's current one."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Lets the job's stream wait for an event, if there is one."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def at_gate(self) -> None:
+        """The job's local work is queued; call it with the job's stream current."""
+        if self._streams is not None and self._stream is self._streams.codec:
+            self._selected = self.marked_here()
+
+    def pass_gate(self) -> None:
+        """Moves the job to the network stream, behind its own local work."""
+        if self._streams is not None and self._selected is not None:
+            self._stream = self._streams.network
+            self._stream.wait_event(self._selected)
+            self._selected = None
+
+    def marked_here(self) -> torch.cuda.Event | None:
+        """An event after all that the current stream has queued; None on a CPU."""
+        if self._streams is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def used_here(tensors: Iterable[torch.Tensor]) -> None:
+    """Tells torch's allocator that tensors are used on the current stream from here on.
+
+    Call it behind the gate for memory that was allocated before it: freed by the host, it would
+    else go to the next bucket's selection while the network stream still reads it.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 DEADLINE_FACTOR, DEADLINE_SLACK_S = 1.5, 5.0

@@ -40,6 +40,14 @@ selected while that one is gathered. Step 3 needs a group of its own for that, `
 without it, and on CUDA, where all ranks must post to all groups in one order, a bucket's steps
 follow those of the one before.
 
+Without a level, Megatron's distributed optimizer may still have several instances
+(`num_distributed_optimizer_instances` = k > 1), each of which holds the whole optimizer state.
+`SumOverInstances` is then the second half of a sum. A bucket is reduce-scattered inside the
+instance by the scheme of its plan. Then each rank all-reduces its shard with the ranks that own the
+same shard in the other instances: dense, by the backend's own all-reduce, which Megatron uses too,
+because the sum inside the instance has filled in. Cost beside the scheme's: 2 (k - 1) / k N b / n
+bytes on n ranks an instance, and one round.
+
 Shape suffixes: N elements of the bucket, M of one shard or part.
 """
 
@@ -52,6 +60,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import store
 from megatron_sparse.collectives.base import POSTED, Exchange, Identity, exchange_sizes, without
+from megatron_sparse.collectives.dense import dense
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.config.level import INSTANCE, NODE
 from megatron_sparse.config.sparse import SchemeConfig
@@ -325,6 +334,43 @@ class InstanceLevel(_DenseInside):
         part = self.part(bucket)
         part.grad_N = bucket.grad_N[bucket.shard(self._group.rank)]
         yield from self._scatter(part.grad_N, bucket, record)
+
+
+class SumOverInstances:
+    """Adds up this rank's shard over all instances, dense.
+
+    Args:
+        instances: the ranks that own the same shard, one of each instance.
+        rank: this rank in its instance.
+    """
+
+    def __init__(self, instances: Transport, rank: int) -> None:
+        self._instances = instances
+        self._shards = KeptParts(
+            lambda bucket: replace(instance_part(bucket, rank), name=f"{bucket.name}.instances")
+        )
+
+    def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
+        """Runs a collective, then the second half; returns the bytes sent in both.
+
+        Args:
+            steps: of the collective, a reduce-scatter.
+            exchange: with which it was started.
+            step: the training step.
+
+        Raises:
+            CommunicationError: an instance means another bucket or step.
+        """
+        return one_after_another(steps, self._sum(exchange, step), GATE)
+
+    def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
+        """Overwrites the shard with its sum; returns the bytes sent."""
+        bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
+        shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
+        if exchange.averages:
+            shard.grad_N.div_(bucket.instances)
+        across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
+        return (yield from dense(across, shard.grad_N, step))
 
 
 def _ring_bytes(values: torch.Tensor, ranks: int) -> int:

@@ -89,7 +89,9 @@ def choose_level(
     asked = config.compression.level
     if asked == RANK:
         return LevelChoice(RANK, "compression.level=rank")
-    if _never_prunes(config):
+    name = config.scheme.name
+    is_dense = name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
+    if is_dense or not config.compression.enabled:
         return LevelChoice(RANK, "nothing is ever pruned: the backend's own collective")
     if asked == INSTANCE:
         if instances == 1:
@@ -107,13 +109,6 @@ def choose_level(
         # Their links are the slow ones, or there would be one instance.
         return LevelChoice(INSTANCE, f"{instances} instances of the distributed optimizer")
     return found
-
-
-def _never_prunes(config: SparseConfig) -> bool:
-    """Whether the whole run is dense, with full values."""
-    name = config.scheme.name
-    is_dense = name != AUTO_SCHEME and SCHEMES[name].takes is Input.DENSE
-    return is_dense or not config.compression.enabled
 
 
 def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:

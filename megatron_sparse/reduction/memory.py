@@ -24,24 +24,86 @@ from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes, Me
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
-from megatron_sparse.cuda_ext import workspace
+from megatron_sparse.cuda_ext import ops, workspace
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
-from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
+from megatron_sparse.formats.message_sizes import scratch_capacity
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.reduction.memory_items import ITEMS, item_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.reduction.straggler_policy import AWARE
 from megatron_sparse.wire import FORMAT_RICE
+
+
+class Item(NamedTuple):
+    """An item of the account.
+
+    Attributes:
+        purpose: why the plugin holds it.
+        without: how to do with less of it.
+    """
+
+    purpose: str
+    without: str
+
+
+ITEMS = {
+    "residual": Item(
+        "the part of gradients that was not sent yet", "compression.residual_dtype=bf16 halves it"
+    ),
+    "undo": Item(
+        "a copy of the residual, to undo a step that is skipped or repeated",
+        "megatron.rerun_mode=disabled, in runs without fp16 and without a loss per token",
+    ),
+    "messages": Item(
+        "this rank's encoded selection; values in a narrower dtype; on a GPU for two buckets",
+        "scheme.capacity: buffers as large as the density needs, not as the bucket",
+    ),
+    "received": Item(
+        "records that peers have sent; on a GPU for one bucket at a time",
+        "scheme=direct: one shard of each peer's message, not all of it",
+    ),
+    "sums": Item(
+        "encoded sums; the fp32 sum of narrower gradients; on a GPU for one bucket at a time",
+        "training.use_distributed_optimizer=true: a rank gets its own shard only",
+    ),
+    "workspace": Item(
+        "scratch memory of the encoders, shared by all buckets",
+        "training.overlap_grad_reduce=true: smaller buckets",
+    ),
+    "parameters": Item(
+        "this rank's shards of the parameters once more, for exact and lossy gathers",
+        "parameters.method=raw",
+    ),
+    "tables": Item("offsets of segments, shards and slots", "a shorter compression.ramp_iters"),
+}
+"""Every item that an account or a report may have, in the order in which they are shown."""
+
+_ITEM_OF = {
+    **dict.fromkeys(("message", "narrow", "shuffled", "lanes"), "messages"),
+    **dict.fromkeys(("received", "incoming", "parts", "late", "given"), "received"),
+    **dict.fromkeys(
+        (
+            *("gathered", "encoded", "outgoing", "sum", "piece", "partition", "early"),
+            *("node_sum", "node_rest"),
+        ),
+        "sums",
+    ),
+    **dict.fromkeys(("scratch", "profile"), "workspace"),
+}
+"""The item of each purpose of `MessageBuffers`."""
+
+
+def item_of(purpose: str) -> str:
+    """The item that a buffer belongs to; `messages` for those of other packages' schemes."""
+    return _ITEM_OF.get(purpose, "messages")
+
 
 RAMP_STEPS = 16
 """Steps of the ramp that are looked at, its first one included."""
 ALLOCATION = 512
 """Bytes: torch's allocator on CUDA rounds up to a multiple of it."""
-
-
 _BEFORE_GATE = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
@@ -271,7 +333,7 @@ class _Group:
                 found["narrow"] = bucket.numel * sizes.value_bytes
         else:
             offsets = sizes.places.layout.segment_offsets
-            room = capacity(offsets, sizes.places.records.value_dtype)
+            room = ops.message_capacity(offsets, sizes.places.records.value_dtype)
             if sizes.places.fixed:
                 room = int(sizes.places.slots.offsets[-1])
             found["message"] = found.get("message", 0) + room

@@ -3,8 +3,8 @@
 The backend matches operations by their order, but jobs become ready in any order. One rule holds: a
 job (`job`) passes its gate only when all jobs launched before it have yielded `POSTED` or
 `UNORDERED`, or a later gate (`job.Gate`). So while one bucket is on the wire, the next one is
-selected and the previous one is decoded. On CUDA the two streams of `streams` carry this over to
-the device.
+selected and the previous one is decoded. On CUDA the two streams of `job` carry this over to the
+device.
 
 - `ProgressThread` is one thread for each process, which runs beside the backward pass.
 - `InOrderProgress` drives each job in the thread that launches it, for GPUs with one hardware
@@ -25,13 +25,11 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Protocol
 
 import torch
 
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.reduction.job import Gate, Pending, Stage
-from megatron_sparse.reduction.streams import BucketStreams
+from megatron_sparse.reduction.job import BucketStreams, Gate, Pending, Stage
 from megatron_sparse.transport.liveness import announce_failure
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -44,37 +42,8 @@ CLOSING_SLACK_S = 4.0
 """Further seconds that `close` waits for a slow step of a job."""
 
 
-class Progress(Protocol):
-    """Drives jobs."""
-
-    @property
-    def broken(self) -> bool:
-        """Whether an operation has failed; every later job is refused then."""
-        ...
-
-    def submit[T](self, pending: Pending[T]) -> Pending[T]:
-        """Takes over a job, and returns it. Jobs are submitted in the same order on every rank."""
-        ...
-
-    def close(self) -> None:
-        """Ends all jobs; those under way end with an error."""
-        ...
-
-
-def progress_on(device: torch.device, timeout_s: float) -> Progress:
-    """The driver of a process's jobs: a thread, or on CUDA with one hardware queue none.
-
-    Args:
-        device: of the gradients.
-        timeout_s: seconds that one operation may take.
-    """
-    if device.type == "cuda" and os.environ.get(QUEUES) == "1":
-        return InOrderProgress(device, timeout_s)
-    return ProgressThread(device, timeout_s)
-
-
-class _Driver:
-    """What both drivers share.
+class Progress:
+    """Drives jobs.
 
     Args:
         device: on CUDA, jobs run on streams of their own, after what the launching stream had
@@ -91,12 +60,31 @@ class _Driver:
 
     @property
     def broken(self) -> bool:
-        """See `Progress`."""
+        """Whether an operation has failed; every later job is refused then."""
         return self._broken is not None
 
+    def submit[T](self, pending: Pending[T]) -> Pending[T]:
+        """Takes over a job, and returns it. Jobs are submitted in the same order on every rank."""
+        raise NotImplementedError
 
-class ProgressThread(_Driver):
-    """See the module's docstring, and `_Driver` for the arguments."""
+    def close(self) -> None:
+        """Ends all jobs; those under way end with an error."""
+
+
+def progress_on(device: torch.device, timeout_s: float) -> Progress:
+    """The driver of a process's jobs: a thread, or on CUDA with one hardware queue none.
+
+    Args:
+        device: of the gradients.
+        timeout_s: seconds that one operation may take.
+    """
+    if device.type == "cuda" and os.environ.get(QUEUES) == "1":
+        return InOrderProgress(device, timeout_s)
+    return ProgressThread(device, timeout_s)
+
+
+class ProgressThread(Progress):
+    """See the module's docstring, and `Progress` for the arguments."""
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         super().__init__(device, timeout_s)
@@ -204,8 +192,8 @@ class ProgressThread(_Driver):
             pending.end(error if pending is failed else refusal(pending, error))
 
 
-class InOrderProgress(_Driver):
-    """See the module's docstring, and `_Driver` for the arguments; only for CUDA.
+class InOrderProgress(Progress):
+    """See the module's docstring, and `Progress` for the arguments; only for CUDA.
 
     One thread at a time may submit jobs and wait for them.
     """
@@ -246,14 +234,15 @@ class InOrderProgress(_Driver):
             pending.end(error)
 
 
-class HeldProgress:
+class HeldProgress(Progress):
     """Keeps the last job that was submitted. One for each virtual rank.
 
     `VirtualCluster.run(lambda transport: held[transport.rank].steps())` drives the jobs of all
     ranks; then their `Pending` have ended.
     """
 
-    broken = False
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), 0.0)
 
     def submit[T](self, pending: Pending[T]) -> Pending[T]:
         """See `Progress`; the job runs when `steps` is driven."""
@@ -263,9 +252,6 @@ class HeldProgress:
     def steps(self) -> Stage[None]:
         """The job without its gate, which is for threads."""
         return self._pending.run_alone()
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def announce(failed: Pending, error: BaseException) -> None:

@@ -7,7 +7,7 @@
                 dense plan: gradient + residual, whole
                 -- the gate: before it a bucket works locally, after it it may use the network;
                    buckets pass it in the order of their launch, which is the same on all ranks --
-                On CUDA the gate leads from one stream to another (`streams`).
+                On CUDA the gate leads from one stream to another (`job`).
     agree       agree with the other ranks on the rank to skip, if any, and on coming plans
     exchange    run the plan's collective, which overwrites the gradient with the sum
     finish      complete the bucket's telemetry record
@@ -33,7 +33,7 @@ branches for them. They are chosen once, when the reducer is made:
   of that sum.
 - `SumOverInstances`: with several instances of Megatron's distributed optimizer, the exchange
   reduce-scatters inside an instance, then this sums the shards of all instances, dense.
-- `GradientListener`s see gradients and selections, for instance to dump them.
+- `GradientDumpWriter` keeps gradients and selections, with `tracking.record_gradients_iters`.
 
 Shape suffixes: N elements of the bucket, R threshold ranges.
 """
@@ -41,9 +41,9 @@ Shape suffixes: N elements of the bucket, R threshold ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -56,26 +56,13 @@ from megatron_sparse.formats.message import TURNS, Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.group_threshold import threshold_source
-from megatron_sparse.reduction.instances import SumOverInstances
-from megatron_sparse.reduction.job import GATE, Pending, Stage
-from megatron_sparse.reduction.level import LevelGroups, alone, level_of
+from megatron_sparse.reduction.group_threshold import GroupThreshold
+from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
+from megatron_sparse.reduction.level import LevelGroups, SumOverInstances, alone, level_of
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
-from megatron_sparse.reduction.streams import used_here
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import Transport
-
-
-class GradientListener(Protocol):
-    """Sees every bucket in the pipeline. Called by the progress thread; must only read."""
-
-    def on_gradient(self, bucket: Bucket, step: int) -> None:
-        """The gradient is final and divided; nothing has been selected from it yet."""
-
-    def on_selected(
-        self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
-    ) -> None:
-        """The message holds the selection; not called for a dense plan."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +129,7 @@ class BucketJob:
 class MessageTurns:
     """Buffers that hold a bucket's own message on CUDA: a reducer's buckets take them in turn.
 
-    A message is selected on one stream and exchanged on another (`streams`). While one bucket is
+    A message is selected on one stream and exchanged on another (`job`). While one bucket is
     exchanged, the next one is selected; the bucket after that begins when the first one's work on
     the device has ended, and takes over its buffers. So the memory for messages does not grow with
     the number of buckets. On a CPU each bucket has buffers of its own, because several exchanges
@@ -177,7 +164,7 @@ class GradientReducer:
             it between `start` and `wait`.
         sink: receives each bucket's telemetry record, in `Pending.confirm`.
         progress: drives the pipelines; shared by all reducers of the process.
-        listeners: see `GradientListener`.
+        dump: keeps gradients and selections; None for none.
 
     Raises:
         ConfigError: the configuration needs a group that is missing, or names a rank outside of the
@@ -192,7 +179,7 @@ class GradientReducer:
         residuals: ResidualStore,
         sink: RecordSink,
         progress: Progress,
-        listeners: Sequence[GradientListener] = (),
+        dump: GradientDumpWriter | None = None,
     ) -> None:
         self._config = config
         self.transport = groups.data_parallel
@@ -201,11 +188,13 @@ class GradientReducer:
         planner.join(self.transport)
         self.progress = progress
         self._sink = sink
-        self._listeners = tuple(listeners)
+        self._dump = dump
         self.buffers = MessageBuffers()
         self._turns = MessageTurns(self.buffers)
         self.selector = Selector(config.compression, residuals, self.transport.rank, self.buffers)
-        self._thresholds = threshold_source(self.selector, groups.tensor_parallel)
+        self._thresholds: GroupThreshold | None = None
+        if config.compression.threshold_scope == "tp_group":
+            self._thresholds = GroupThreshold(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self._instances: SumOverInstances | None = None
         if groups.instances is not None:
@@ -279,7 +268,7 @@ class GradientReducer:
         """The pipeline; see the module's docstring. Run by the progress thread."""
         self._average(job)
         yield from self._level.inside(job.whole, job.record)
-        self._listen(job)
+        self._dump_gradient(job)
         selected = yield from self._select(job)
         yield GATE
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
@@ -296,13 +285,12 @@ class GradientReducer:
             with job.timer.stage("prune"):
                 job.whole.grad_N.div_(job.divisor)
 
-    def _listen(self, job: BucketJob) -> None:
-        """Shows the gradient to the listeners, divided."""
-        bucket = job.bucket
-        if self._listeners and job.averages:
-            bucket = replace(bucket, grad_N=bucket.grad_N / job.divisor)
-        for listener in self._listeners:
-            listener.on_gradient(bucket, job.step)
+    def _dump_gradient(self, job: BucketJob) -> None:
+        """The gradient is final, and nothing has been selected from it yet. Dumps it divided."""
+        if self._dump is not None:
+            grad_N = job.bucket.grad_N
+            divided_N = grad_N / job.divisor if job.averages else grad_N
+            self._dump.on_gradient(replace(job.bucket, grad_N=divided_N), job.step)
 
     def _select(self, job: BucketJob) -> Stage[Message | torch.Tensor]:
         """Gradient and residual become a message, or for a dense plan the whole values [N]."""
@@ -315,8 +303,8 @@ class GradientReducer:
             agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
         message = self.selector.select(bucket, spec, step=job.step, timer=job.timer, agreed=agreed)
         job.record.thresholds_R = self.selector.thresholds_R
-        for listener in self._listeners:
-            listener.on_selected(bucket, job.step, message, self.buffers)
+        if self._dump is not None:
+            self._dump.on_selected(bucket, job.step, message, self.buffers)
         return message
 
     def _take_whole(self, job: BucketJob) -> torch.Tensor:

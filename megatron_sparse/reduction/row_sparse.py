@@ -22,9 +22,8 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.formats.row_sparse import RowSparse, check_coo
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, NullSink, RecordSink, StageTimer
-from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
 from megatron_sparse.reduction.progress import Progress, ProgressThread
-from megatron_sparse.reduction.streams import used_here
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 

@@ -149,7 +149,10 @@ class StragglerPolicy:
             return
         self._arrivals = transport.open_arrival_counter()
         if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
-            self._take_links(links or self._find_links(config.planner.cluster))
+            links = links or self._find_links(config.planner.cluster)
+            # Ranks on several nodes wait for the links between the nodes.
+            self._link = links.inter if len(set(transport.nodes)) > 1 else links.intra
+            self._dense = links.dense
 
     def _check_rank(self, name: str, rank: int | None) -> None:
         n = self._transport.world_size
@@ -179,11 +182,6 @@ class StragglerPolicy:
             return find(cluster)
         clock = host_clock(self._transport.device)
         return complete(measure_links(self._transport, QUICK, clock))
-
-    def _take_links(self, links: MeasuredLinks | ClusterModel) -> None:
-        # Ranks on several nodes wait for the links between the nodes.
-        self._link = links.inter if len(set(self._transport.nodes)) > 1 else links.intra
-        self._dense = links.dense
 
     def begin_step(self, step: int) -> None:
         """Takes over the waiting times that ranks agreed on, if a new step begins.

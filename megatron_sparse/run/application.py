@@ -30,8 +30,9 @@ from megatron_sparse.config.redaction import is_secret_name, redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError, SweepError, raise_together
 from megatron_sparse.extras import require
-from megatron_sparse.run import composition, launch, preparation, sweep
-from megatron_sparse.run.interrupt import quick_end, reported_by_first_rank
+from megatron_sparse.run import composition, launch, sweep
+from megatron_sparse.run.interrupt import end_quickly, reported_by_first_rank
+from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
 _MODES = {
@@ -65,7 +66,7 @@ def train(arguments: Sequence[str]) -> None:
         MegatronSparseError: the configuration or the run is wrong, or runs of a sweep failed.
         SystemExit: with the exit code of a rank that failed; also after Hydra's own flags.
     """
-    quick_end.register()
+    end_quickly()
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])
     with reported_by_first_rank():
@@ -92,7 +93,7 @@ def train(arguments: Sequence[str]) -> None:
     _check_each_run(with_values)
     folder = _sweep_folder(with_values)
     # A job of Slurm imports the package from the same place as this process.
-    os.environ.update(preparation.package_path())
+    os.environ.update(package_path())
     _hydra(
         lambda composed: _run_of_sweep(composed, command, swept),
         [*overrides, f"hydra.sweep.dir='{folder}'"],

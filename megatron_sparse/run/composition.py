@@ -34,12 +34,12 @@ from omegaconf.errors import (
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO, SCHEMES, check, check_names
+from megatron_sparse.config import described
 from megatron_sparse.config.redaction import redact, redact_command
 from megatron_sparse.config.removed import removed
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
-from megatron_sparse.run import train_help
+from megatron_sparse.megatron.arguments import OWNED_FLAGS
 from megatron_sparse.version import __version__
 
 CONFIG_MODULE = "megatron_sparse.configs"
@@ -61,9 +61,13 @@ def register_schema() -> None:
     ConfigStore.instance().store(name="run_config", node=RunConfig)
     # Both for `--help`.
     OmegaConf.register_new_resolver(
-        "groups", lambda: train_help.groups(GROUPS, group_options), replace=True
+        "groups", lambda: described.groups_help(GROUPS, group_options), replace=True
     )
-    OmegaConf.register_new_resolver("keys", lambda *, _root_: train_help.keys(_root_), replace=True)
+    OmegaConf.register_new_resolver(
+        "keys",
+        lambda *, _root_: described.keys_help(OmegaConf.to_container(_root_, resolve=False)),  # type: ignore[arg-type]
+        replace=True,
+    )
 
 
 def group_options(group: str) -> list[str]:

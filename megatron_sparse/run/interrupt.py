@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,36 +42,27 @@ _HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 """The signals for which torch's agent installs its own handler."""
 
 
-class QuickEnd:
-    """Ends this process without the work of seconds that would help nobody.
+after_ctrl_c = threading.Event()
+"""Set where Ctrl-C has ended this process."""
+
+
+@cache
+def end_quickly() -> None:
+    """From now on this process ends without the work of seconds that would help nobody. Idempotent.
 
     Python would look for cycles in all of torch and Megatron, on a loaded machine for a minute, and
-    after Ctrl-C the destructors of torch's groups would wait for operations that never end. Make it
+    after Ctrl-C the destructors of torch's groups would wait for operations that never end. Call it
     before torch is imported: what is registered first runs last.
-
-    Attributes:
-        after_ctrl_c: whether Ctrl-C has ended this process.
     """
-
-    def __init__(self) -> None:
-        self.after_ctrl_c = False
-        self._is_registered = False
-
-    def register(self) -> None:
-        """From now on this is the way to end. Idempotent."""
-        if not self._is_registered:
-            atexit.register(self._end)
-            self._is_registered = True
-
-    def _end(self) -> None:
-        gc.freeze()
-        if self.after_ctrl_c:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            end_at_once(128 + signal.SIGINT)
+    atexit.register(_end)
 
 
-quick_end = QuickEnd()
+def _end() -> None:
+    gc.freeze()
+    if after_ctrl_c.is_set():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        end_at_once(128 + signal.SIGINT)
 
 
 def end_at_once(code: int) -> NoReturn:

@@ -140,9 +140,19 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
             process.wait()
 
 
+def package_path() -> dict[str, str]:
+    """PYTHONPATH with which other processes import the same package as this one.
+
+    Empty if the package is installed.
+    """
+    if not (CHECKOUT / "pyproject.toml").is_file():
+        return {}
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": str(CHECKOUT) + (os.pathsep + path if path else "")}
+
+
 def _environment() -> dict[str, str]:
-    paths = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    return {"OMP_NUM_THREADS": "1"} | os.environ | package_path()
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:

@@ -15,11 +15,12 @@ from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.config.level import NODE
 from megatron_sparse.config.presets import allowed
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, raise_together
 from megatron_sparse.extras import require
 from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder, refusals, section
 from megatron_sparse.planner.configured import basis, planner_of, with_swept_thresholds
 from megatron_sparse.run import composition, provenance
+from megatron_sparse.run.local_ranks import package_path
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
 from megatron_sparse.telemetry.run_lock import LOCK_FILE, locked
@@ -134,7 +135,7 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
 
     asks = in_launcher and bool(config.megatron)
     if not asks:
-        section.check_quickly(config)
+        raise_together(section.TITLE, section.quick_errors(config))
     _check_packages(config)
     if config.plugin:
         # Reads the planner's files, and checks what must hold between the sections.
@@ -305,18 +306,6 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.
         found |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     return found | package_path()
-
-
-def package_path() -> dict[str, str]:
-    """PYTHONPATH with which other processes import the same package as this one.
-
-    Empty if the package is installed.
-    """
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / "pyproject.toml").is_file():
-        return {}
-    path = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": str(checkout) + (os.pathsep + path if path else "")}
 
 
 def _compiles_first(config: RunConfig) -> str:

@@ -12,7 +12,6 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ GIT_S = 20
 
 
 def record_start(run_dir: Path, command: str) -> None:
-    """Appends a line to `starts.jsonl`.
+    """Appends a line to `starts.jsonl`; of the environment what is on the allow-list.
 
     Args:
         run_dir: the run's folder, which exists.
@@ -37,15 +36,9 @@ def record_start(run_dir: Path, command: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    line = start(command, os.environ)  # as the ranks inherit it
-    with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """One line of `starts.jsonl`; of the environment what is on the allow-list."""
+    environment = os.environ  # as the ranks inherit it
     checkout = Path(__file__).resolve().parents[2]
-    return {
+    line = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": redact_command(command),
         "megatron_sparse": __version__,
@@ -57,6 +50,8 @@ def start(command: str, environment: Mapping[str, str]) -> dict[str, Any]:
         "slurm_restarts": int(environment.get("SLURM_RESTART_COUNT", "0")),
         "environment": recorded_environment(environment),
     }
+    with (run_dir / STARTS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
 
 
 def git_state(checkout: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from megatron_sparse.run.interrupt import end_with_parent, ending_where_stuck, quick_end
+from megatron_sparse.run.interrupt import end_quickly, end_with_parent, ending_where_stuck
 from megatron_sparse.run.rank_log import rank_log
 
 
@@ -21,7 +21,7 @@ def main() -> None:
     """Runs the rank, and exits with its code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
-    quick_end.register()
+    end_quickly()
     run_dir = Path(sys.argv[1]).parent
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     with rank_log(run_dir, rank, ranks), ending_where_stuck():

@@ -20,10 +20,10 @@ from megatron_sparse.run import composition, preparation, resume, slurm
 from megatron_sparse.run.full_disk import as_storage_error
 from megatron_sparse.run.interrupt import (
     SIGINT,
+    after_ctrl_c,
     end_at_once,
     end_with_parent,
     ending_where_stuck,
-    quick_end,
     reported_by_first_rank,
 )
 from megatron_sparse.run.rank_log import rank_log
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
-        quick_end.after_ctrl_c = True
+        after_ctrl_c.set()
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, SystemExit | GeneratorExit):
@@ -99,7 +99,10 @@ def run_started(config: RunConfig, command: str) -> int:
     run_dir = None
     held = ExitStack()
     try:
-        config = _prepared(config)
+        config = preparation.decide(config)
+        os.environ.update(preparation.rank_environment(config))
+        nodes, ranks_per_node = config.cluster.nodes, config.cluster.ranks_per_node
+        os.environ.update(node_of_cluster(os.environ, nodes, ranks_per_node))
         agreed = _agree_on_folder(config, command, store, rank, held)
         if agreed is None:
             return 0
@@ -120,7 +123,7 @@ def run_started(config: RunConfig, command: str) -> int:
     except KeyboardInterrupt:
         if rank == 0 and run_dir is not None:
             print(resume.go_on(config, run_dir, command), file=sys.stderr)
-        quick_end.after_ctrl_c = True
+        after_ctrl_c.set()
         return 128 + signal.SIGINT
     except BaseException as error:  # torch's CheckpointException is no Exception
         if isinstance(error, SystemExit | GeneratorExit) or run_dir is None:
@@ -151,19 +154,6 @@ def _check_size(config: RunConfig) -> None:
         got=f"{started} ranks were started",
         remedy="set cluster.nodes and cluster.ranks_per_node to what was started",
     )
-
-
-def _prepared(config: RunConfig) -> RunConfig:
-    """The configuration without `auto`; sets this rank's environment.
-
-    Raises:
-        ConfigError: this machine cannot run it.
-    """
-    config = preparation.decide(config)
-    os.environ.update(preparation.rank_environment(config))
-    cluster = config.cluster
-    os.environ.update(node_of_cluster(os.environ, cluster.nodes, cluster.ranks_per_node))
-    return config
 
 
 def _meet() -> tuple[Any, int]:

@@ -252,7 +252,7 @@ def iteration_breakdown(
     numel_by_phase: dict[str, int] = {}
     schemes: dict[str, int] = {}
     for record in records:
-        for stage, time_us in record.stage_us().items():
+        for stage, time_us in record.timer.times_us().items():
             stage_us[stage] += time_us
         # str(): a StrEnum reads back from JSON as the plain string that it is here.
         phase, scheme = str(record.phase), str(record.scheme)
@@ -287,7 +287,7 @@ def iteration_breakdown(
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
         param_wire_bytes=sum(gather.wire_bytes for gather in gathers),
         param_gathers=dict(Counter(gather.method for gather in gathers)),
-        inside_ms=sum(record.inside_us for record in records) / 1e3,
+        inside_ms=sum(record.timer.inside_us() for record in records) / 1e3,
     )
 
 
@@ -317,7 +317,7 @@ def bucket_line(
         thread's wait; `host_cpu_us` and `host_wall_us` are the progress thread's.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
-    stage_us = record.stage_us()
+    stage_us = record.timer.times_us()
     stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in stage_us.items()])
     predicted, dense = (
         "null" if time_us is None else f"{time_us:.1f}"
@@ -331,7 +331,7 @@ def bucket_line(
         f'"threshold":{"null" if threshold is None else repr(threshold)},'
         f'"numel":{record.numel},"nnz":{record.nnz},'
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
-        f'"inside_bytes":{record.inside_bytes},"inside_us":{record.inside_us:.1f},'
+        f'"inside_bytes":{record.inside_bytes},"inside_us":{record.timer.inside_us():.1f},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
         f'"dense_us":{dense},"exposed_us":{record.exposed_s * 1e6:.1f},'
         f'"host_cpu_us":{record.host_cpu_us:.1f},"host_wall_us":{record.host_wall_us:.1f},'

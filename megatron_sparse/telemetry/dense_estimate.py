@@ -40,7 +40,7 @@ def dense_iteration_s(
         iteration of 3.0 s. A dense collective of 1.5 s would have made the thread wait 0.5 s: the
         iteration would have taken 3.4 s.
     """
-    replayed = [*records, *(gather for gather in gathers if not gather.is_raw)]
+    replayed = [*records, *(gather for gather in gathers if gather.method != "raw")]
     if not records or any(record.dense_us is None for record in replayed):
         return None
     if len(replayed) == len(records) and all(record.scheme == DENSE for record in records):

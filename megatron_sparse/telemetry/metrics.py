@@ -170,7 +170,7 @@ def bucket_scalars(
     """
     named: dict[str, float | None] = {}
     for record in records:
-        stage_us = record.stage_us()
+        stage_us = record.timer.times_us()
         predicted_us = record.predicted_us
         values = {
             "exposed_ms": record.exposed_s * 1e3,

@@ -72,6 +72,9 @@ class RunTelemetry:
             bucket's scheme has changed. None shows no plan.
         locks: whether the writer locks `run_dir` until `close`; False where the run's launcher has.
 
+    Attributes:
+        waited_s: seconds of `WAITS` since the last other stage, or since the iteration began.
+
     Raises:
         ConfigError: the writer cannot write to `run_dir`, or another process trains there.
 
@@ -104,7 +107,7 @@ class RunTelemetry:
         self._gathers: list[GatherRecord] = []
         self._gathers_before = 0
         self._step_s: dict[str, float] = {}
-        self._waited_s = 0.0
+        self.waited_s = 0.0
         self._spans: list[Span] = []
         self._traces: IterationTraces | None = None
         self._history = RunHistory()
@@ -166,7 +169,7 @@ class RunTelemetry:
         """
         self._step_s.pop("param_wait", None)
         self._gathers_before = len(self._gathers)
-        self._waited_s = 0.0
+        self.waited_s = 0.0
         if self._traces is not None:
             self._traces.begin(iteration)
 
@@ -190,9 +193,9 @@ class RunTelemetry:
         # The call comes when the stage ends, and `seconds` excludes the waits inside the stage.
         inside_s = 0.0
         if stage in WAITS:
-            self._waited_s += seconds
+            self.waited_s += seconds
         else:
-            inside_s, self._waited_s = self._waited_s, 0.0
+            inside_s, self.waited_s = self.waited_s, 0.0
         self._spans.append((stage, end_s - seconds - inside_s, end_s))
 
     def end_iteration(

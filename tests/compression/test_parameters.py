@@ -32,7 +32,7 @@ def keep():
     ],
 )
 def test_filter(keep, name, shape, replicated, expected):
-    assert keep.keeps(name, shape, replicated) is expected
+    assert keep.slice_of(name, 0, 1, shape, replicated).keep is expected
 
 
 def test_a_bad_pattern_is_a_config_error():

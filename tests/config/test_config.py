@@ -8,7 +8,7 @@ import math
 import pytest
 
 from megatron_sparse.collectives import check
-from megatron_sparse.config.checks import divides, in_range, is_flag, is_pattern, one_of
+from megatron_sparse.config.checks import are_patterns, divides, in_range, is_flag, one_of
 from megatron_sparse.config.compression import LONG_RAMP_ITERS, RAMP_ITERS, WARMUP_ITERS
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import ParametersConfig
@@ -61,8 +61,8 @@ class TestChecks:
         is_flag("key", False)
         for value in ("false", 0, None):
             refusal(is_flag, "key", value)
-        is_pattern("key", r"^bias$")
-        assert "unterminated" in refusal(is_pattern, "key", "[a-")
+        are_patterns("key", [r"^bias$"])
+        assert "unterminated" in refusal(are_patterns, "key", ["[a-"])
         divides("two", 2, "four", 4)
         assert "two does not divide four" in refusal(divides, "two", 3, "four", 4)
 

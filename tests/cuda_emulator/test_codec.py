@@ -259,7 +259,7 @@ def test_a_raw_rice_record_that_is_not_smaller_is_dense(device: Ops) -> None:
 def test_encoding_what_is_pruned_already(
     device: Ops, value_dtype: int, with_residual: bool
 ) -> None:
-    """`rice_encode`: sums, whose quantisation error stays with their owner; packed and in slots."""
+    """`encode`: sums, whose quantisation error stays with their owner; packed and in slots."""
     for dtype in cases.DTYPES:
         values_N = gradient(23_200, 0.2, dtype, value_dtype) + 0.0  # a dense record has no -0.0
         residual_N = torch.randn(23_200) if with_residual else None

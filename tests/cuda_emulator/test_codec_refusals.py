@@ -88,7 +88,7 @@ def test_a_refused_rice_spec_changes_nothing(place: Place, problem: str) -> None
     spec = BAD_RICE_SPECS.get(problem, replace(rice_spec(4), step=-1))
     residual, grad = place(torch.full((8,), 0.5)), place(torch.ones(8))
     out, whole = place(torch.zeros(1000, dtype=torch.uint8)), segments_of([0, 8])
-    refused(problem, ops.rice_prune_encode, grad, pruning_there(place, residual), whole, spec, out)
+    refused(problem, ops.prune_encode, grad, pruning_there(place, residual), whole, spec, out)
     assert bool((residual.cpu() == 0.5).all())
 
 
@@ -107,16 +107,16 @@ def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: 
     tight = replace(LONG, slots=slots)
     tiny = Case(grad, LONG, spec).with_slots(torch.ones(6, dtype=torch.int64)).segments
     assert tiny.slots is not None
-    room = buffer(ops.rice_capacity(LONG.offsets, 4))
+    room = buffer(ops.message_capacity(LONG.offsets, 4))
     less = replace(pruning, capacity_S=torch.full((6,), -1))
     small, tiny_room = buffer(4096), buffer(int(tiny.slots[-1]))
     for problem, op, *given in (
-        ("the output buffer is too small", ops.rice_prune_encode, pruning, LONG, spec, small),
-        ("the output buffer is too small", ops.rice_encode, LONG, spec, small, None, residual),
-        ("the slot of segment 4 is too", ops.rice_prune_encode, pruning, tight, spec, room),
-        ("capacity is out of range", ops.rice_prune_encode, less, LONG, spec, room),
-        ("scratch is not used on CUDA", ops.rice_encode, LONG, spec, room, torch.zeros(8)),
-        ("the slot of segment 2 is too small", ops.rice_encode, tiny, spec, tiny_room),
+        ("the output buffer is too small", ops.prune_encode, pruning, LONG, spec, small),
+        ("the output buffer is too small", ops.encode, LONG, None, spec, small, None, residual),
+        ("the slot of segment 4 is too", ops.prune_encode, pruning, tight, spec, room),
+        ("capacity is out of range", ops.prune_encode, less, LONG, spec, room),
+        ("scratch is not used on CUDA", ops.encode, LONG, None, spec, room, torch.zeros(8)),
+        ("the slot of segment 2 is too small", ops.encode, tiny, None, spec, tiny_room),
     ):
         refused(problem, op, grad, *given)
         assert bool((residual.cpu() == 0.5).all())
@@ -132,12 +132,14 @@ def test_a_gradient_on_the_cpu_needs_its_counts() -> None:
 def test_the_report_of_rice_comes_later(place: Place) -> None:
     """With `reports` sizes and counts stay on the device, and errors wait for `read`."""
     values_N, reports = gradient(23_200, 0.1, torch.float32), Reports()
-    out = place(torch.zeros(ops.rice_capacity(LONG.offsets, 4), dtype=torch.uint8))
-    sizes, nnz = ops.rice_encode(place(values_N), LONG, rice_spec(4), out, reports=reports)
+    out = place(torch.zeros(ops.message_capacity(LONG.offsets, 4), dtype=torch.uint8))
+    given = place(values_N), LONG, None, rice_spec(4)
+    sizes = ops.encode(*given, out, reports=reports)
     reports.read()
-    assert sizes.device.type == nnz.device.type == "cuda"
-    assert nnz.tolist() == cases.count_nonzero(values_N, LONG.offsets).tolist()
-    ops.rice_encode(place(values_N), LONG, rice_spec(4), out[:1024], reports=reports)
+    assert sizes.device.type == "cuda"
+    own = torch.zeros(out.shape, dtype=torch.uint8)
+    assert sizes.tolist() == ops.encode(values_N, *given[1:], own).tolist()
+    ops.encode(*given, out[:1024], reports=reports)
     with pytest.raises(ExtensionError, match="the output buffer is too small"):
         reports.read()
 
@@ -152,8 +154,8 @@ def test_in_capacity_mode_the_host_does_not_wait(place: Place, not_waiting: NotW
     for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
         reports = Reports()
         with waits():
-            ops.rice_prune_encode(grad, pruning, segments, spec, out, reports=reports)
-            ops.rice_encode(grad, segments, spec, out, reports=reports)
+            ops.prune_encode(grad, pruning, segments, spec, out, reports=reports)
+            ops.encode(grad, segments, None, spec, out, reports=reports)
         reports.read()
 
 

@@ -208,18 +208,19 @@ def decode_rice(rng: random.Random) -> bool:
         log2_span=rng.choice((12, 13, 17)),
         without_indices=code in (3, 4) and rng.random() < 0.3,
     )
-    out = torch.empty(ops.rice_capacity(offsets, code), dtype=torch.uint8)
+    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
     slots = None
     if rng.random() < 0.3:
         room = [
-            ops.rice_capacity(torch.tensor([0, part]), code) for part in offsets.diff().tolist()
+            ops.message_capacity(torch.tensor([0, part]), code) for part in offsets.diff().tolist()
         ]
         slots = torch.tensor([0, room[0], sum(room)])
     grad = make_values(rng, numel, rng.choice(list(DTYPES.values())))
     with any_isa(rng):
-        sizes, _ = ops.rice_encode(
+        sizes = ops.encode(
             grad,
             Segments(offsets, kept.to(torch.uint8), slots),
+            None,
             spec,
             out,
             residual_N=torch.zeros(numel) if code in RICE_BITS else None,

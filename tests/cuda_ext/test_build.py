@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sparse import cuda_ext
-from megatron_sparse.cuda_ext import build, compilers, ptxas, sources, toolchain
+from megatron_sparse.cuda_ext import build, ptxas, sources, toolchain
 from megatron_sparse.errors import DependencyError, ExtensionError
 from tests.programs import ended, with_variables
 
@@ -165,7 +165,6 @@ def test_concurrent_builds_build_once_and_a_changed_source_builds_again(monkeypa
         return ""
 
     monkeypatch.setattr(build, "run", fake_run)
-    monkeypatch.setattr(compilers, "run", fake_run)
     threads = [threading.Thread(target=build.build, args=("off", out)) for _ in range(4)]
     for thread in threads:
         thread.start()

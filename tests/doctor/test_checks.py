@@ -13,7 +13,7 @@ import pytest
 from megatron_sparse.doctor import checks as doctor
 from megatron_sparse.doctor.checks import Check
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron.host_symbols import NEWEST_TESTED
+from megatron_sparse.megatron.host_symbols import NEWEST_TESTED, UPGRADE, HostSymbol
 
 
 def looked(look: object) -> dict[str, Check]:
@@ -150,20 +150,15 @@ def test_a_megatron_that_is_not_tested_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def symbol(name: str, found: bool, who: str) -> SimpleNamespace:
-        return SimpleNamespace(
-            name=name, found=found, detail="without self", remedy="upgrade", needed_by=who
-        )
-
     symbols = [
-        symbol("m.Group.start_grad_sync", True, "attach"),
-        symbol("m.Group.finish_grad_sync", False, "attach"),
-        symbol("m.train_step", True, "install"),
+        HostSymbol("attach", "m.Group.start_grad_sync", None),
+        HostSymbol("attach", "m.Group.finish_grad_sync", "without self"),
+        HostSymbol("install", "m.train_step", None),
     ]
     monkeypatch.setattr("megatron_sparse.megatron.host_symbols.find_host_symbols", lambda: symbols)
     found = looked(doctor._megatron)
     assert found["Megatron functions for attach"] == Check(
-        "Megatron functions for attach", "fail", "m.Group.finish_grad_sync: without self", "upgrade"
+        "Megatron functions for attach", "fail", "m.Group.finish_grad_sync: without self", UPGRADE
     )
     assert found["Megatron functions for install"] == Check(
         "Megatron functions for install", "ok", "train_step"

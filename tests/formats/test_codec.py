@@ -288,11 +288,11 @@ def test_round_trip(values, pieces, value_dtype, form, dense):
 
 @pruned_already
 def test_encoding_what_is_pruned_already(value_dtype, with_residual):
-    """`rice_encode`: sums, whose quantisation error stays with their owner."""
+    """`encode`: sums, whose quantisation error stays with their owner."""
     for numel in (0, 1, 63, 64, 4095, 4096, 4097):
         segments = segments_of(cases.cut(numel, 3, seed=numel), [0, 1, 0])
         for dtype in cases.DTYPES:
-            # A dense record of `rice_encode` has 0.0 for -0.0.
+            # A dense record of Rice has 0.0 for -0.0.
             values_N = cases.pruned_grad(numel, 0.2, dtype, seed=numel) + 0.0
             rest_N = cases.make("spread", numel, torch.float32) if with_residual else None
             spec = rice_spec(value_dtype)
@@ -314,7 +314,7 @@ def test_a_residual_and_slots_need_the_room_of_the_slots_only(value_dtype):
     got_N = residual_N.clone()
     for places, room in ((smaller, out), (case.segments, out[:-16])):
         with pytest.raises(ExtensionError, match=r"slot|too small"):
-            ops.rice_encode(values_N, places, case.spec, room, residual_N=got_N)
+            ops.encode(values_N, places, None, case.spec, room, residual_N=got_N)
         cases.assert_same_bits(got_N, residual_N, "a refused call")
     check(case)
 
@@ -350,26 +350,28 @@ BAD_RICE = {
 
 
 @pytest.mark.parametrize(
-    ("problem", "op"),
+    ("problem", "is_rice"),
     [
-        *((problem, ops.prune_encode) for problem in BAD_PRUNINGS),
-        *((problem, ops.rice_prune_encode) for problem in BAD_RICE),
+        *((problem, False) for problem in BAD_PRUNINGS),
+        *((problem, True) for problem in BAD_RICE),
     ],
 )
-def test_a_refused_call_changes_nothing(problem, op):
-    bad = dict((BAD_RICE if op is ops.rice_prune_encode else BAD_PRUNINGS)[problem])
+def test_a_refused_call_changes_nothing(problem, is_rice):
+    bad = dict((BAD_RICE if is_rice else BAD_PRUNINGS)[problem])
     residual_N = torch.full((8,), 0.5)
     given = {
         "grad": torch.ones(8),
         "segments": segments_of([0, 8]),
-        "spec": rice_spec(4) if op is ops.rice_prune_encode else RecordSpec(0, 0),
-        "out": torch.zeros(80 if op is ops.prune_encode else 1000, dtype=torch.uint8),
+        "spec": rice_spec(4) if is_rice else RecordSpec(0, 0),
+        "out": torch.zeros(1000 if is_rice else 80, dtype=torch.uint8),
         "scratch": torch.zeros(8192, dtype=torch.uint8),
     }
     given |= {name: bad.pop(name) for name in list(bad) if name in given}
     pruning = replace(pruning_of(residual_N, 0.0, key=0), **bad)
     with pytest.raises(ExtensionError, match=problem):
-        op(given["grad"], pruning, *(given[n] for n in ("segments", "spec", "out", "scratch")))
+        ops.prune_encode(
+            given["grad"], pruning, *(given[n] for n in ("segments", "spec", "out", "scratch"))
+        )
     assert bool((residual_N == 0.5).all())
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ConfigError, DependencyError, ExtensionError
-from megatron_sparse.formats import codec_choice, message, message_sizes
+from megatron_sparse.formats import codec_choice, message
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, record_spec
 
 GPU = torch.device("cuda", 0)
@@ -108,7 +109,7 @@ def messages(device, form="coo", wire="fp32"):
     message.decode_add_(
         total_N, records, Expected(layout.segment_offsets, WIRE_CODES[wire], 3, rank=0), fresh=True
     )
-    room = message_sizes.capacity(layout.segment_offsets, WIRE_CODES[wire])
+    room = ops.message_capacity(layout.segment_offsets, WIRE_CODES[wire])
     again = torch.zeros(room, dtype=torch.uint8, device=device)
     sizes = message.encode_segments(
         total_N,

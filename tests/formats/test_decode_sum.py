@@ -22,7 +22,6 @@ from megatron_sparse.formats.message import (
     decode_sum_,
     encode_segments,
 )
-from megatron_sparse.formats.message_sizes import capacity
 from tests.codec import on_threads
 from tests.cuda_ext import cases
 
@@ -71,7 +70,7 @@ def records_of(form: str, density: float, seed: int) -> tuple[torch.Tensor, ...]
     code = WIRE_CODES[value_dtype]
     spec = RecordSpec(code, STEP, FORMAT_CODES[record_format], **more)
     keep = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.uint8)
-    out = torch.empty(capacity(offsets, code), dtype=torch.uint8)
+    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
     sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out, BUFFERS)
     return out[: int(sizes.sum())].split(sizes.tolist())[1:]
 
@@ -125,7 +124,7 @@ def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
     messages = []
     for rank, density in enumerate((0.01, 0.3, 0.001)):
         values_M = cases.pruned_grad(numel, density, torch.float32, rank)
-        out = torch.empty(capacity(offsets, code), dtype=torch.uint8)
+        out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
         sizes = encode_segments(values_M, segments, None, spec, out, BUFFERS)
         messages.append(out[: int(sizes.sum())].clone())
     acc_M = cases.make("spread", numel, torch.float32)

@@ -91,11 +91,10 @@ def _with_state_of_others(attachment, folder):
 
 def _as_if_tensor_parallel(folder):
     """The result for a rank of a model with another layout."""
-    from megatron_sparse.megatron.checkpoint_layout import Coordinates
+    from megatron_sparse.megatron import checkpoint_layout
 
-    here = Coordinates.here()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Coordinates, "here", lambda: replace(here, tensor_size=2))
+        patch.setattr(checkpoint_layout, "model_sizes", lambda: (2, 1, 1))
         return {
             "layout": load_and_go_on(folder),
             "layout, not wanted": load_and_go_on(folder, residual_checkpoint="none"),

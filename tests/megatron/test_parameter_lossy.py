@@ -44,7 +44,7 @@ def _masters(attachment):
     from megatron_sparse.megatron.parameter_masters import saved_parts
 
     parts = saved_parts(attachment.parameters.lossy)
-    return {(part.name, part.start): part.values_M.clone() for part in parts}
+    return {(piece.name, piece.offset): values_M.clone() for _, piece, values_M in parts}
 
 
 def _train(layout, parameters):

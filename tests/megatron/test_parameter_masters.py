@@ -30,10 +30,12 @@ def _bucket(rank, *, expert=False):
     return LossyBucket(cast(Any, group), bucket, cast(Any, gather))
 
 
-def test_spans_of_a_shard():
-    spans = [(s.name, s.start, s.at, s.numel) for s in _bucket(0).spans()]
-    assert spans == [("a", 0, 10, 30), ("b", 0, 48, 2)]
-    assert [(s.name, s.start, s.at, s.numel) for s in _bucket(1).spans()] == [("b", 2, 0, 50)]
+def test_pieces_of_a_shard():
+    def pieces(rank):
+        return [(p.name, p.offset, p.start, p.stop - p.start) for p in _bucket(rank).pieces]
+
+    assert pieces(0) == [("a", 0, 10, 30), ("b", 0, 48, 2)]
+    assert pieces(1) == [("b", 2, 0, 50)]
 
 
 def test_only_parts_that_overlap_are_read():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from megatron_sparse.megatron.residual_alarm import warn_if_large
+from megatron_sparse.megatron.spikes import warn_if_large
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.megatron.residual_rows import HeldSlice, ResidualRow, add_rows, part_of_sum
+from megatron_sparse.megatron.checkpoint_layout import HeldSlice, ResidualRow, add_rows, part_of_sum
 
 NUMEL = 11
 

@@ -13,8 +13,7 @@ import torch
 
 from megatron_sparse.errors import CheckpointError, ConfigError, DatasetError
 from megatron_sparse.megatron import arguments, cpu_mode, training
-from megatron_sparse.megatron.models import model_flags
-from megatron_sparse.megatron.owned_flags import OWNED_FLAGS, errors
+from megatron_sparse.megatron.arguments import OWNED_FLAGS, model_flags, owned_errors
 from megatron_sparse.megatron.predicted_buckets import predicted_parameters
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
@@ -254,7 +253,7 @@ class TestOwnedFlags:
             preparation.preflight(compose(["data=mock", f"plugin={plugin}", said]))
 
     def test_a_blend_of_data_has_no_key(self):
-        assert errors({"data_path": ["0.5", "a", "0.5", "b"], "swiglu": True}) == []
+        assert owned_errors({"data_path": ["0.5", "a", "0.5", "b"], "swiglu": True}) == []
 
 
 def test_what_the_plugin_logs_is_shown_once(tmp_path, monkeypatch, capfd):

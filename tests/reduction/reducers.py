@@ -15,7 +15,8 @@ from megatron_sparse.planner import Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.progress import Progress, ProgressThread
-from megatron_sparse.reduction.reducer import GradientListener, GradientReducer, Groups
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport import ProcessGroupTransport
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def reducer_of(
     *,
     is_reported: bool = True,
     planner: Planner | None = None,
-    listeners: Sequence[GradientListener] = (),
+    dump: GradientDumpWriter | None = None,
 ) -> GradientReducer:
     """A reducer with residuals of its own, which are in `selector.residuals`.
 
@@ -46,14 +47,14 @@ def reducer_of(
         progress: None for virtual ranks, which run `synchronise` themselves.
         is_reported: keep undo copies, and leave selections pending.
         planner: None for that of the configuration.
-        listeners: see `GradientReducer`.
+        dump: see `GradientReducer`.
     """
     residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
     residuals.undo = residuals.is_reported = is_reported
     planner = planner or planner_of(config, logs=False)
     sink = sink or NullSink()
     driver: Any = progress
-    return GradientReducer(config, groups, planner, residuals, sink, driver, listeners)
+    return GradientReducer(config, groups, planner, residuals, sink, driver, dump)
 
 
 @contextmanager

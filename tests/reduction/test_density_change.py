@@ -1,6 +1,9 @@
-"""`change_density`: its refusals, and that the planner chooses anew."""
+"""`set_density`: its refusals, and that the planner chooses anew."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,6 @@ from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction import host_state
 from tests.planner.planned import a_bucket, a_planner
 
-CPU = torch.device("cpu")
 RAMP = {"warmup_iters": 10, "ramp_iters": 10}
 
 
@@ -34,7 +36,9 @@ def changed(density, step=100, **settings):
     given = {"density": 0.01, "scheme": "agsparse", "warmup_iters": 0, "ramp_iters": 0} | settings
     config = SparseConfig.from_overrides(**given)
     planner = planner_of(config, logs=False)
-    host_state.change_density(config, planner, density, step=step, device=CPU)
+    rest = {"trials": None, "step": step, "_device": torch.device("cpu"), "_ranks": None}
+    state: Any = SimpleNamespace(config=config, planner=planner, **rest)
+    host_state.HostState.set_density(state, density)
     return config, planner
 
 

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives.base import without
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.compression.selection import Selector
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SparseConfig
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from megatron_sparse.errors import CommunicationError, ConfigError
+from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.group_threshold import group_limits
+from megatron_sparse.reduction.group_threshold import GroupThreshold
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
@@ -36,9 +41,11 @@ def _limits(density, config=None, n=4, **bucket):
     def start(transport):
         own = {name: value[transport.rank] for name, value in bucket.items()}
         made = _bucket(transport.rank, **own)
-        return group_limits(
-            made, torch.zeros(made.numel), density, 3, config, transport, StageTimer()
-        )
+        residuals, buffers = ResidualStore(torch.float32), MessageBuffers()
+        group = GroupThreshold(Selector(config, residuals, transport.rank, buffers), transport)
+        agreed = yield from without(group.agree(made, density, 3, StageTimer()), Gate)
+        assert not agreed.residual_N.any()
+        return agreed.limits
 
     return VirtualCluster(n).run(start)
 

@@ -14,7 +14,7 @@ from megatron_sparse.collectives import POSTED, QUEUED
 from megatron_sparse.errors import CommunicationError, WireFormatError
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import GATE, Pending, Stage
+from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
 from megatron_sparse.reduction.progress import (
     QUEUES,
     InOrderProgress,
@@ -23,7 +23,6 @@ from megatron_sparse.reduction.progress import (
     progress_on,
 )
 from megatron_sparse.reduction.reducer import MessageTurns
-from megatron_sparse.reduction.streams import used_here
 from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
 
 

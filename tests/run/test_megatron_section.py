@@ -149,7 +149,7 @@ def _message(overrides, section):
 
 
 def _without_refused(section):
-    from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
+    from megatron_sparse.megatron.arguments import OWNED_FLAGS
 
     return {
         name: value
@@ -189,7 +189,7 @@ def messages(tmp_path_factory):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_one_message_names_every_flag_of_a_public_script_that_is_refused(messages, name):
-    from megatron_sparse.megatron.owned_flags import OWNED_FLAGS
+    from megatron_sparse.megatron.arguments import OWNED_FLAGS
 
     message = messages["whole"][name]
     for flag in SCRIPTS[name]:

@@ -183,8 +183,8 @@ def test_the_reducer_dumps_gradients_and_selections(tmp_path):
     (transport,) = VirtualCluster(1).transports
     config = at_target(scheme="agsparse", warmup_iters=1)
     progress = ProgressThread(torch.device("cpu"), 30.0)
-    writers, groups = [GradientDumpWriter(tmp_path, [1, 3])], Groups(transport)
-    reducer = reducer_of(config, groups, progress=progress, is_reported=False, listeners=writers)
+    writer, groups = GradientDumpWriter(tmp_path, [1, 3]), Groups(transport)
+    reducer = reducer_of(config, groups, progress=progress, is_reported=False, dump=writer)
     gradients = [torch.randn(8192) for _ in range(3)]
     sums = []
     for step, gradient in enumerate(gradients):

@@ -22,7 +22,7 @@ from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, Segments
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.formats.message_sizes import capacity, scratch_capacity
+from megatron_sparse.formats.message_sizes import scratch_capacity
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import rice_message as rice_oracle
@@ -54,7 +54,7 @@ class Codec:
         self.scratch = None
         if case.device == CPU:
             self.scratch = torch.zeros(scratch_capacity(self.offsets, self.spec), dtype=torch.uint8)
-        room = capacity(self.offsets, self.spec.value_dtype)
+        room = ops.message_capacity(self.offsets, self.spec.value_dtype)
         self.out = torch.zeros(room, dtype=torch.uint8, device=case.device)
 
     def pruning(self, residual_N: torch.Tensor, leak: float) -> Pruning:
@@ -65,17 +65,12 @@ class Codec:
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
     ) -> Encoder:
         """With leak 0 only rounding errors stay in the residual: all rounds see almost the same."""
-        op = ops.rice_prune_encode if self.is_rice else ops.prune_encode
         given = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
-        return lambda: op(*given, self.scratch, reports=self.reports())[0]
+        return lambda: ops.prune_encode(*given, self.scratch, reports=self.reports())[0]
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Of a gradient with so many elements that are not zero."""
         given = self.spec, self.out, self.scratch
-        if self.is_rice:
-            return lambda: ops.rice_encode(pruned_N, self.segments, *given, reports=self.reports())[
-                0
-            ]
         counts = nnz if self.case.device == CPU else None
         return lambda: ops.encode(pruned_N, self.segments, counts, *given, reports=self.reports())
 

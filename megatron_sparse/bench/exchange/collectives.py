@@ -232,7 +232,7 @@ def _model(
     dense = BucketCase(case.op, "dense", case.dtype, 1.0, case.numel)
     dense_s = VirtualRanks(dense, sweep, topology).run_timed()[0]
     modelled_s, records = VirtualRanks(case, sweep, topology).run_timed()
-    stages = [record.stage_us() for record in records]
+    stages = [record.timer.times_us() for record in records]
     mean_us = {stage: sum(each[stage] for each in stages) / n for stage in stages[0]}
     row.time_us = row.network_us = modelled_s * 1e6
     row.dense_us = dense_s * 1e6

@@ -191,7 +191,7 @@ class CollectiveRow(CellRow):
 def figures_of(record: BucketRecord, total_us: float) -> dict[str, float]:
     """The figures `MEASURED` of a bucket."""
     sent = {name: getattr(record, name) for name in ("wire_bytes", "inside_bytes", "nnz", "numel")}
-    return {"total": total_us, **record.stage_us(), "host_cpu": record.host_cpu_us, **sent}
+    return {"total": total_us, **record.timer.times_us(), "host_cpu": record.host_cpu_us, **sent}
 
 
 def _median(values_R: np.ndarray) -> float:
