@@ -24,8 +24,7 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import rice_message
-from megatron_sparse.reference.capacity import prune_limited
-from megatron_sparse.reference.prune import prune
+from megatron_sparse.reference.prune import prune, prune_limited
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,23 +21,15 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
+from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
-from megatron_sparse.formats.message import (
-    QUANTISED,
-    WIRE_CODES,
-    Message,
-    MessageBuffers,
-    decode_add_,
-    encode_segments,
-    record_spec,
-)
+from megatron_sparse.formats.hierarchical_hash import entries
+from megatron_sparse.formats.message import Message, MessageBuffers, decode_add_, encode_segments
 from megatron_sparse.planner.link_timing import Clock, Measuring, gather_rows
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate
 from megatron_sparse.recording import StageTimer
@@ -54,22 +45,10 @@ SEGMENTS = ("dense", "coo", "pici", "blocks")
 """Formats of a bucket's segments, on a CPU and on CUDA."""
 
 
-class MessageKind(NamedTuple):
-    """The records of a message, by names of the configuration."""
-
-    format: str
-    value_bits: int | None = None
-    whole: bool = False
-
-    @property
-    def value_dtype(self) -> str:
-        """Of the values on the wire."""
-        return "fp32" if self.value_bits is None else QUANTISED[self.value_bits]
-
-
-RICE = {"rice": MessageKind("rice"), "rice_q4": MessageKind("rice", 4)}
+_RICE = MessageSpec(1.0, format="rice")
+RICE = {"rice": _RICE, "rice_q4": replace(_RICE, value_bits=4)}
 """Further ones on a CPU, by the names of their rates."""
-WHOLE = {"dense_q4": MessageKind("rice", 4, whole=True)}
+WHOLE = {"dense_q4": replace(_RICE, value_bits=4, whole=True)}
 """Those of every element, whatever the density."""
 
 
@@ -224,16 +203,18 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 
 
 def _segment_calls(
-    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageKind]
+    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageSpec]
 ) -> Iterator[CodecCall]:
-    yield from _select_calls(numel, density, device, kinds)
+    kinds = {form: replace(kind, density=density) for form, kind in kinds.items()}
+    select = _selection(sparse_vector(numel, 1.0, device))
+    for form, kind in kinds.items():
+        yield CodecCall(CodecOp.SELECT, form, density, partial(select, kind))
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
-    room = max(message_capacity(offsets, WIRE_CODES[kind.value_dtype]) for kind in kinds.values())
+    specs = {form: kind.record_spec(torch.float32, STEP) for form, kind in kinds.items()}
+    room = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
     out, buffers = torch.zeros(room, dtype=torch.uint8, device=device), MessageBuffers()
-    for form, kind in kinds.items():
-        described = kind.value_dtype, STEP, kind.format, SchemeConfig.block_size, density
-        spec = record_spec(*described, whole=kind.whole)
+    for form, spec in specs.items():
 
         def encode(spec: RecordSpec = spec) -> int:
             segments = Segments(offsets, not_whole)
@@ -247,21 +228,11 @@ def _segment_calls(
         yield CodecCall(CodecOp.DECODE_ADD, form, density, partial(decode, fresh=False))
 
 
-def _kinds(device: torch.device) -> dict[str, MessageKind]:
+def _kinds(device: torch.device) -> dict[str, MessageSpec]:
     """Of messages whose size depends on the density."""
     if is_compiled(device):
-        return {form: MessageKind(form) for form in SEGMENTS} | RICE
-    return {form: MessageKind(form) for form in ("dense", "coo")}
-
-
-def _select_calls(
-    numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageKind]
-) -> Iterator[CodecCall]:
-    grad_N = sparse_vector(numel, 1.0, device)
-    select = _selection(grad_N)
-    for form, kind in kinds.items():
-        spec = MessageSpec(density, **kind._asdict())
-        yield CodecCall(CodecOp.SELECT, form, density, partial(select, spec))
+        return {form: MessageSpec(1.0, format=form) for form in SEGMENTS} | RICE
+    return {form: MessageSpec(1.0, format=form) for form in ("dense", "coo")}
 
 
 def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:

@@ -124,7 +124,7 @@ def plan(
     from megatron_sparse.config.compression import VALUE_BITS
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
     from megatron_sparse.planner import plan_rows
-    from megatron_sparse.planner.plan_table import print_plan
+    from megatron_sparse.planner.plan_rows import print_plan
     from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run.json_lines import write_rows
 

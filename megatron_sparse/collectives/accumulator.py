@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Exchange
+from megatron_sparse.collectives.base import Exchange, Identity, Subgroup, whole_group
+from megatron_sparse.formats.message import VALUE_DTYPES, name_of
 from megatron_sparse.formats.rounding import round_into
 
 
@@ -54,10 +55,21 @@ class Accumulator:
             self.sum_N[start:stop].add_(received_M)
 
 
+def dense_group(scheme: str, exchange: Exchange, values_N: torch.Tensor, step: int) -> Subgroup:
+    """All ranks, with the tag of a dense collective of this name."""
+    identity = Identity.of_values(scheme, exchange, values_N, step)
+    return whole_group(exchange.transport, identity.tag)
+
+
 def partial_dtype(bucket: Bucket, value_dtype: torch.dtype) -> torch.dtype:
     """The dtype in which partial sums of values of this dtype travel: fp32 or bf16."""
     is_narrowed = value_dtype != bucket.grad_N.dtype
     return torch.bfloat16 if is_narrowed and value_dtype == torch.bfloat16 else torch.float32
+
+
+def partial_name(bucket: Bucket, value_dtype: str) -> str:
+    """`partial_dtype`, by names: fp32, bf16 or fp16."""
+    return name_of(partial_dtype(bucket, VALUE_DTYPES[value_dtype]))
 
 
 def store(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -86,9 +86,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     onward, incoming = link(place), link(place - 1)
     form = FORMAT_CODES[options.format]
     sums = SparseSum(exchange, message, form=form)
-    yield from ring_reduce_scatter(
-        message, cuts, sums, group, (onward, incoming), last=exchange.scatters
-    )
+    yield from ring_reduce_scatter(cuts, sums, group, (onward, incoming), last=exchange.scatters)
     if exchange.scatters:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
@@ -96,7 +94,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     if incoming.density >= gather:
         # The same sum, in the bucket's memory, with dense records.
         sums = SparseSum(exchange, message, form=FORMAT_DENSE)
-    yield from ring_gather_sums(identity, cuts, sums, group, transport)
+    yield from ring_gather_sums(identity, cuts, sums, group)
     return group.sent_bytes
 
 

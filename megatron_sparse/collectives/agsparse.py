@@ -9,8 +9,9 @@ All-reduce:
    every rank's message size, 8 (2 + n) bytes a rank.
 2. n - 1 rounds: every rank sends its message to every other, one peer at a time. It adds them in
    rank order, so that all ranks get the same bits, in one pass over its sum. On the CPU long
-   messages go in 2 or 4 parts (`parts`), each to all peers at once: a part is added while the next
-   one is on its way.
+   messages go in 2 or 4 parts, each to all peers at once: a part is added while the next one is on
+   its way. A layout is cut at all borders that parts may have; how many parts there are is chosen
+   when the ranks know the sizes of all messages.
 
 Reduce-scatter: as `direct`. Each peer gets only the records of the shard that it owns.
 
@@ -23,8 +24,10 @@ Rank r sends (n - 1) |message_r| bytes, in a reduce-scatter |message_r| - |shard
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import batched
+from functools import lru_cache
+from itertools import batched, pairwise
 
+from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts, Layout
 from megatron_sparse.collectives.base import (
     SMALL_BYTES,
     Exchange,
@@ -39,20 +42,14 @@ from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
-from megatron_sparse.collectives.parts import (
-    most_parts,
-    part_borders,
-    part_bytes,
-    parts_at,
-    parts_for,
-    parts_in_one,
-)
 from megatron_sparse.collectives.records import (
+    CUTS,
     Cut,
     check_announced,
     group_of,
     reads_reports,
     shard_cuts,
+    whole_cut,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -61,6 +58,13 @@ from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "agsparse"
+MOST_PARTS = 4
+PART_NUMEL = 1 << 20
+"""Elements of a part, at least."""
+PART_BYTES = 1 << 18
+"""Bytes of a part of the longest message, at least: a round takes milliseconds beside its bytes."""
+ALIGNMENT = 4096
+"""Elements, of borders: a tile of the sparse formats, and whole pages of memory."""
 
 
 @reads_reports
@@ -80,18 +84,15 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     transport, sums = exchange.transport, SparseSum(exchange, message)
     if message.slots is not None and transport.communicator is not None:
         # `scheme.nccl_engine`: the same rounds and the same bits, in one call of C++.
-        return (
-            yield from sum_in_one_call(
-                NAME, exchange, message, sums, transport.communicator, by_owners=exchange.scatters
-            )
-        )
+        by_owners, communicator = exchange.scatters, transport.communicator
+        return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=by_owners))
     identity = Identity.of_message(NAME, exchange, message)
     group = group_of(identity, message, transport)
     n, rank = group.world_size, group.rank
     if exchange.scatters:
         # Agreement and exchange of `direct`: leave the sum of this rank's shard in `sums`.
         cuts = shard_cuts(message.layout, n)
-        yield from split(identity, message, cuts, sums, group, transport, last=True)
+        yield from split(identity, cuts, sums, group, last=True)
         sums.write(cuts[rank].elements)
         return group.sent_bytes
 
@@ -106,28 +107,23 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     in_one = parts_in_one(sizes)
     joined = parts_at(message.layout, borders[in_one - 1 :: in_one])
     joined_sizes = [[*map(sum, batched(row, in_one))] for row in sizes]
-    yield from _exchange_parts(message, joined, joined_sizes, sums, group)
+    yield from _exchange_parts(joined, joined_sizes, sums, group)
     sums.write(slice(0, exchange.bucket.numel))
     return group.sent_bytes
 
 
 def _exchange_parts(
-    message: Message,
-    parts: Sequence[Cut],
-    sizes: Sequence[Sequence[int]],
-    sums: SparseSum,
-    group: Subgroup,
+    parts: Sequence[Cut], sizes: Sequence[Sequence[int]], sums: SparseSum, group: Subgroup
 ) -> Phase:
     """Sends this rank's parts to all, and adds each part when those of all ranks have come.
 
     Args:
-        message: this rank's.
         parts: of all messages.
         sizes: for each rank, the bytes of its message's parts.
         sums: becomes the sum.
         group: the ranks.
     """
-    n, rank = group.world_size, group.rank
+    n, rank, message = group.world_size, group.rank, sums.message
     own = message.buffer[: message.nbytes].split(sizes[rank])
     by_part = [row[number] for number in range(len(parts)) for row in sizes]
     by_part[rank::n] = [0] * len(parts)  # own records stay in the message
@@ -149,6 +145,71 @@ def _exchange_parts(
             sums.add_messages(received[arrived - 1], parts[arrived - 1], range(n))
 
     yield from group.in_rounds(rounds, add_last, last=True)
+
+
+def part_borders(bucket: Bucket) -> Cuts:
+    """Where parts of a bucket's messages may begin: a power of two of them, at most n.
+
+    On CUDA there is one: all messages come in one call, and are added in one. So it is in a
+    reduce-scatter, where a rank's shard is a small part already.
+    """
+    if bucket.grad_N.is_cuda or bucket.op is CollectiveOp.REDUCE_SCATTER:
+        return ()
+    parts = most_parts(bucket.numel, bucket.world_size)
+    return tuple(bucket.numel * k // parts // ALIGNMENT * ALIGNMENT for k in range(1, parts))
+
+
+def most_parts(numel: int, ranks: int) -> int:
+    """How many parts a bucket's messages may have on a CPU."""
+    return _power_of_two(min(MOST_PARTS, ranks, numel // PART_NUMEL))
+
+
+@lru_cache(CUTS)
+def parts_at(layout: Layout, borders: Cuts) -> tuple[Cut, ...]:
+    """The parts that begin at the borders; all of it, if no segments begin there.
+
+    Example:
+        >>> import torch
+        >>> from megatron_sparse.bucket import ParameterSlice
+        >>> p = [ParameterSlice("w", 0, 8)]
+        >>> b = Bucket("0", torch.zeros(8), p, CollectiveOp.ALL_REDUCE, 2)
+        >>> [part.elements for part in parts_at(b.layout(False, (4,)), (4,))]
+        [slice(0, 4, None), slice(4, 8, None)]
+    """
+    if not borders or not set(borders) <= set(layout.segment_offsets.tolist()):
+        return (whole_cut(layout),)
+    ends = (0, *borders, int(layout.segment_offsets[-1]))
+    return tuple(Cut(layout, elements=slice(*each)) for each in pairwise(ends))
+
+
+def part_bytes(message: Message, parts: Sequence[Cut]) -> list[int]:
+    """Bytes of a message's records in each part."""
+    return [sum(message.segment_bytes[part.segments]) for part in parts]
+
+
+def parts_in_one(sizes: Sequence[Sequence[int]]) -> int:
+    """How many parts should travel as one, so that they are not too short.
+
+    Args:
+        sizes: for each rank, the bytes of its message's parts, a power of two of them.
+    """
+    parts = len(sizes[0])
+    return parts // parts_for(parts, max(map(sum, sizes)))
+
+
+def parts_for(most: int, longest: int) -> int:
+    """How many of `most` parts, a power of two, the ranks send if the longest message is so long.
+
+    Example:
+        >>> parts_for(4, 600_000)
+        2
+    """
+    return min(most, _power_of_two(longest // PART_BYTES))
+
+
+def _power_of_two(most: int) -> int:
+    """The largest one that is not above a number; at least 1."""
+    return 1 << (max(most, 1).bit_length() - 1)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:

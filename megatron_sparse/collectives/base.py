@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -139,7 +140,7 @@ class Identity:
         """Of a dense collective."""
         return cls(scheme, exchange.bucket, str(values_N.dtype), step)
 
-    @property
+    @cached_property
     def fingerprint(self) -> int:
         """A number that two ranks share only if they agree."""
         bucket = self.bucket
@@ -157,32 +158,24 @@ class Identity:
         """
         return self.fingerprint & 0x7FFFFFFF
 
+    def _word(self, count: int | None) -> int:
+        """The fingerprint, and the number of sizes where it decides how many rows follow."""
+        own = self.fingerprint
+        return own if count is None else zlib.crc32(str(count).encode(), own)
 
-class Agreement:
-    """The rows of words by which ranks check that they take part in the same collective.
+    def row(
+        self, sizes: Sequence[int], room: int, device: torch.device, count: int | None = None
+    ) -> torch.Tensor:
+        """int64 words by which a rank shows that it takes part: fingerprint, at most `room` sizes.
 
-    Args:
-        identity: the facts that they must agree on.
-        count: number of sizes, where it decides how many rows follow.
-    """
-
-    def __init__(self, identity: Identity, count: int | None = None) -> None:
-        own = identity.fingerprint
-        self._fingerprint = own if count is None else zlib.crc32(str(count).encode(), own)
-        bucket = identity.bucket
-        self._text = (
-            f"bucket {bucket.name}: {identity.scheme} {bucket.op} of {bucket.numel} elements as "
-            f"{identity.value_dtype}, step {identity.step}"
-        )
-
-    def row(self, sizes: Sequence[int], room: int, device: torch.device) -> torch.Tensor:
-        """int64 words: the fingerprint and at most `room` sizes."""
-        own = checksummed_row(self._fingerprint, sizes)
+        `count` is the number of sizes in all rows, where it decides how many rows follow.
+        """
+        own = checksummed_row(self._word(count), sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
         words[: len(own)] = torch.tensor(own)
         return words.to(device)
 
-    def read(self, words: Sequence[int], rank: int) -> list[int]:
+    def read_row(self, words: Sequence[int], rank: int, count: int | None = None) -> list[int]:
         """The sizes in a row that a rank has sent.
 
         Raises:
@@ -190,10 +183,13 @@ class Agreement:
             WireFormatError: the row is damaged.
         """
         theirs, sizes = verified_row(words, rank)
-        if theirs != self._fingerprint:
+        if theirs != self._word(count):
+            bucket = self.bucket
             raise CommunicationError(
                 f"rank {rank} of the group is not in the same collective",
-                expected=f"{self._text} (fingerprint {self._fingerprint:#010x})",
+                expected=f"bucket {bucket.name}: {self.scheme} {bucket.op} of {bucket.numel} "
+                f"elements as {self.value_dtype}, step {self.step} (fingerprint "
+                f"{self._word(count):#010x})",
                 got=f"fingerprint {theirs:#010x} with {len(sizes)} sizes",
                 remedy="use the same configuration, model and step on every rank",
             )
@@ -229,17 +225,17 @@ def exchange_sizes(
         WireFormatError: a rank's row is damaged.
     """
     n = transport.world_size
-    agreement = Agreement(identity, count=len(sizes))
     table: list[list[int]] = [[] for _ in range(n)]
     for start in range(0, len(sizes) or 1, n):
-        words = agreement.row(sizes[start : start + n], n, transport.device)
+        words = identity.row(sizes[start : start + n], n, transport.device, len(sizes))
         gathered = words.new_empty(n * words.numel())
         work = transport.all_gather(gathered, words)
         if unordered and start + n >= len(sizes) and transport.device.type != "cuda":
             yield UNORDERED
         yield work
         for place, row in enumerate(gathered.view(n, -1).tolist()):
-            table[place] += agreement.read(row, names[place] if names else place)
+            rank = names[place] if names else place
+            table[place] += identity.read_row(row, rank, len(sizes))
     return table
 
 

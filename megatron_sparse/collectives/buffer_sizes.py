@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout
-from megatron_sparse.collectives.accumulator import partial_dtype
+from megatron_sparse.collectives.accumulator import partial_name
 from megatron_sparse.collectives.records import Cut, shard_cuts, whole_cut
-from megatron_sparse.collectives.sparse_sum import SumKind, sum_slots, sum_span
+from megatron_sparse.collectives.sparse_sum import sum_slots, sum_span
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import Slots
-from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES, name_of
+from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
 from megatron_sparse.formats.message_sizes import slots_of
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
+from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_BLOCKS, FORMAT_DENSE, FORMAT_RICE
 
 FP32_BYTES = 4
 
@@ -49,7 +49,8 @@ class MessagePlaces:
         """Of records of at most `most_S` elements; blocks take at most the dense size."""
         if records.record_format == FORMAT_BLOCKS:
             records = replace(records, record_format=FORMAT_DENSE)
-        return cls(layout, slots_of(layout, most_S, records), fixed, records)
+        slots = slots_of(layout.segment_offsets, layout.segment_keep, most_S, records)
+        return cls(layout, slots, fixed, records)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class BufferSizes:
     @property
     def partial_dtype(self) -> str:
         """The dtype in which partial sums travel."""
-        return name_of(partial_dtype(self.bucket, VALUE_DTYPES[self.value_dtype]))
+        return partial_name(self.bucket, self.value_dtype)
 
     @property
     def partial_bytes(self) -> int:
@@ -121,13 +122,14 @@ class BufferSizes:
         """Room for the records of the complete sums of all shards."""
         if not self.places.fixed:
             return sum(cut.capacity(self.value_dtype) for cut in self.shards)
-        records, kind = self.places.records, SumKind(WIRE_CODES[self.value_dtype])
+        records = self.places.records
+        spec = RecordSpec(WIRE_CODES[self.value_dtype], 0, FORMAT_ADAPTIVE)
         if records.without_indices:
-            kind = kind._replace(record_format=FORMAT_DENSE)
+            spec = replace(spec, record_format=FORMAT_DENSE)
         elif records.record_format == FORMAT_RICE:
             span = sum_span(records.log2_span, self.ranks)
-            kind = kind._replace(record_format=FORMAT_RICE, log2_span=span)
-        places = [sum_slots(self.places.slots, cut, self.ranks, kind) for cut in self.shards]
+            spec = replace(spec, record_format=FORMAT_RICE, log2_span=span)
+        places = [sum_slots(self.places.slots, cut, self.ranks, spec) for cut in self.shards]
         return sum(int(place.offsets[-1]) for place in places)
 
     def scratch(self, cuts: Sequence[Cut]) -> dict[str, int]:

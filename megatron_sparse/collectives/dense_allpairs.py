@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_sparse.collectives.accumulator import store
-from megatron_sparse.collectives.base import Exchange, Identity, Steps, even_cuts, whole_group
+from megatron_sparse.collectives.accumulator import dense_group, store
+from megatron_sparse.collectives.base import Exchange, Steps, even_cuts
 from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.rounding import round_into
@@ -29,8 +29,7 @@ from megatron_sparse.pricing.dry_run import DryRun
 def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
     bucket, scatter = exchange.bucket, exchange.scatters
-    identity = Identity.of_values("dense_allpairs", exchange, values_N, step)
-    group = whole_group(exchange.transport, identity.tag)
+    group = dense_group("dense_allpairs", exchange, values_N, step)
     n, rank = group.world_size, group.rank
     peers = [peer for peer in range(n) if peer != rank]
     cuts = even_cuts(bucket.numel, n)

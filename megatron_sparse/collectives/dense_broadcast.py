@@ -19,16 +19,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_sparse.collectives.accumulator import Accumulator, store
-from megatron_sparse.collectives.base import (
-    Exchange,
-    Identity,
-    Phase,
-    Steps,
-    Subgroup,
-    even_cuts,
-    whole_group,
-)
+from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
+from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
@@ -43,14 +35,12 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
     bucket, transport = exchange.bucket, exchange.transport
     late = straggler_of(exchange)
     straggler = transport.world_size - 1 if late is None else late
-    scheme = f"dense_broadcast (rank {straggler})"
-    tag = Identity.of_values(scheme, exchange, values_N, step).tag
-    group = whole_group(transport, tag)
+    group = dense_group(f"dense_broadcast (rank {straggler})", exchange, values_N, step)
     early = [rank for rank in range(group.world_size) if rank != straggler]
     accumulator = Accumulator(exchange, values_N)
     ring_bytes = 0
     if group.rank != straggler:
-        ring = Subgroup(transport, early, tag)
+        ring = Subgroup(transport, early, group.tag)
         cuts = even_cuts(bucket.numel, len(early))
         yield from ring_reduce_scatter(accumulator, cuts, ring, last=False)
         yield from ring_all_gather(accumulator.sum_N, cuts, ring, last=False)

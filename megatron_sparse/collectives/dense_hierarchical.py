@@ -90,7 +90,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
-    cuts = _piece_cuts(bucket, order)
+    cuts = piece_cuts(bucket, order)
     start_of: dict[int, int] = {}
     shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
     if scatter:
@@ -124,20 +124,20 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
 
     if scatter:
         own = slice(start_of[transport.rank], start_of[transport.rank] + shard_numel)
-        if transport.rank == lanes.home:
-            results = [accumulator.sum_N[start_of[g] :][:shard_numel] for g in lanes.guests]
-        else:
-            results = [accumulator.sum_N[own]]
-        yield from _unfold(results, lanes, inside, transport.rank)
+        results = [
+            accumulator.sum_N[start_of[rank] :][:shard_numel]
+            for rank in lanes.guests or [transport.rank]
+        ]
+        yield from unfold(results, lanes, inside, transport.rank)
         store(bucket.grad_N[bucket.shard(transport.rank)], accumulator.sum_N[own])
     else:
         results = [values_N] * max(len(lanes.guests), 1)
-        yield from _unfold(results, lanes, inside, transport.rank)
+        yield from unfold(results, lanes, inside, transport.rank)
         store(bucket.grad_N, values_N)
     return sent_bytes + inside.sent_bytes
 
 
-def _piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
+def piece_cuts(bucket: Bucket, order: Sequence[Sequence[int]]) -> list[int]:
     """Offsets of the pieces of each lane on each node, in the order of `Lanes.order`."""
     if bucket.op is CollectiveOp.ALL_REDUCE:
         return even_cuts(bucket.numel, len(order))
@@ -170,8 +170,15 @@ def _fold(accumulator: Accumulator, lanes: Lanes, inside: Subgroup, rank: int) -
         accumulator.add(0, numel, received)
 
 
-def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
-    """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32."""
+def unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: int) -> Phase:
+    """Each surplus rank gets its result from its lane's rank; a shard's sum comes in fp32.
+
+    Args:
+        results: of each guest, or of this rank if it is one.
+        lanes: of this rank.
+        inside: the ranks of the node.
+        rank: this one, of the whole group.
+    """
     here = lanes.members[lanes.node]
     if rank != lanes.home:
         yield from inside.exchange([], [(here.index(lanes.home), results[0])], last=True)
@@ -183,7 +190,7 @@ def _unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: i
 def buffers(sizes: BufferSizes) -> dict[str, int]:
     """The parts that come and, narrowed, go: a guest's all, a lane's part, a half of that."""
     bucket, lanes = sizes.bucket, Lanes(sizes.nodes, sizes.rank)
-    k, cuts = len(lanes.members), _piece_cuts(bucket, lanes.order())
+    k, cuts = len(lanes.members), piece_cuts(bucket, lanes.order())
     part = max(stop - start for start, stop in pairwise(cuts[::k]))
     most = part if lanes.count > 1 or k > 1 else 0
     is_guest = sizes.rank != lanes.home
@@ -222,7 +229,10 @@ def cost(run: DryRun) -> None:
     owners = [-(-size // lanes) if run.scatter else 1 for size in sizes]
     part = numel / (run.n if run.scatter else lanes * nodes)
     offsets = [part * count for count in accumulate(owners, initial=0)]
-    across = run.part(_lane_shape(run, nodes, offsets[-1]), run.lane(lanes))
+    shape = BucketShape(
+        round(offsets[-1]), 0, run.b, run.shape.op, world_size=nodes, partial_bytes=run.p
+    )
+    across = run.part(shape, run.lane(lanes))
     halving_doubling_cost(across, offsets)
     run.clocks.wait_for(across.clocks)
     if not run.scatter:
@@ -232,11 +242,6 @@ def cost(run: DryRun) -> None:
     if guests:
         nbytes = numel / run.n * run.p if run.scatter else numel * run.b
         run.clocks.work(intra.alpha_s + -(-guests // lanes) * intra.beta_s * nbytes)
-
-
-def _lane_shape(run: DryRun, nodes: int, numel: float) -> BucketShape:
-    op = CollectiveOp.REDUCE_SCATTER if run.scatter else CollectiveOp.ALL_REDUCE
-    return BucketShape(round(numel), 0, run.b, op, world_size=nodes, partial_bytes=run.p)
 
 
 SCHEME = Scheme(

@@ -16,18 +16,11 @@ With equal shards, rank r sends (n - 1) / n N (q + 1/4) / 8 bytes in q bits; for
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.collectives.direct import (
-    buffers,
-    encode_own_shard_cost,
-    gather_sums_cost,
-    reduce_shards,
-    split_cost,
-)
+from megatron_sparse.collectives.direct import buffers, reduce_shards, split_cost, spread_sums_cost
 from megatron_sparse.collectives.records import reads_reports
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
-from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "dense_q"
@@ -47,11 +40,8 @@ def cost(run: DryRun) -> None:
     """`direct.cost` with messages of q + 1/4 bits an element, and dense sums."""
     split_cost(run, run.whole_messages())
     if not run.scatter:
-        form, shard = run.whole_sums(), run.piece(run.n)
         sum_n = run.densities.shards(run.n, run.n)
-        encode_own_shard_cost(run, form, sum_n)
-        decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
-        gather_sums_cost(run, form.nbytes(shard, sum_n, run.b), decoding_n)
+        spread_sums_cost(run, run.whole_sums(), sum_n, sum_n)
 
 
 SCHEME = Scheme(

@@ -24,16 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megatron_sparse.collectives.accumulator import Accumulator, store
-from megatron_sparse.collectives.base import (
-    Exchange,
-    Identity,
-    Phase,
-    Steps,
-    Subgroup,
-    even_cuts,
-    whole_group,
-)
+from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
+from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.pricing.cluster import CodecOp
@@ -43,8 +35,7 @@ from megatron_sparse.pricing.dry_run import DryRun
 def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
     bucket, scatter = exchange.bucket, exchange.scatters
-    identity = Identity.of_values("dense_rhd", exchange, values_N, step)
-    group = whole_group(exchange.transport, identity.tag)
+    group = dense_group("dense_rhd", exchange, values_N, step)
     folding = Folding(group)
     cuts = even_cuts(bucket.numel, group.world_size)
     accumulator = Accumulator(exchange, values_N)
@@ -61,12 +52,19 @@ def dense_rhd(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     return group.sent_bytes
 
 
+def leads_of(n: int) -> list[int]:
+    """The rank of each active one of n, in order, and n behind them."""
+    active = 1 << (n.bit_length() - 1)
+    surplus = n - active
+    return [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
+
+
 class Folding:
     """Which ranks of a group are active, and which rank each other rank folds into.
 
     Attributes:
         group: the group.
-        leads: the rank of each active one, in order, and n behind them.
+        leads: see `leads_of`.
         index: this rank's number among the active ones; for a folded rank, that of its partner.
         folded: whether this rank sits out.
         guest: the rank that folds into this one, if any.
@@ -77,11 +75,9 @@ class Folding:
     """
 
     def __init__(self, group: Subgroup) -> None:
-        n = group.world_size
-        active = 1 << (n.bit_length() - 1)
-        surplus = n - active
         self.group = group
-        self.leads = [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
+        self.leads = leads_of(group.world_size)
+        surplus = group.world_size - self.active
         self.folded = group.rank not in self.leads
         self.index = self.leads.index(group.rank - self.folded)
         has_guest = self.index < surplus and not self.folded
@@ -203,22 +199,14 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
     n, ranks = run.n, np.arange(run.n)
     active = 1 << (n.bit_length() - 1)
     surplus = n - active
-    leads = np.array([2 * j if j < surplus else j + surplus for j in range(active)] + [n])
-    guests = leads[:surplus] + 1
+    leads = np.array(leads_of(n))
+    hosts, guests = leads[:surplus], leads[:surplus] + 1
+    to_lead_n, from_lead_n = np.full(n, -1), np.full(n, -1)
+    to_lead_n[guests], from_lead_n[hosts] = hosts, guests
     cuts = np.array(offsets)
     numel = float(cuts[-1])
     index_n = np.searchsorted(leads, ranks, side="right") - 1
     is_active_n = np.isin(ranks, leads)
-
-    def to_leads() -> np.ndarray:
-        target_n = np.full(n, -1)
-        target_n[guests] = leads[:surplus]
-        return target_n
-
-    def from_leads() -> np.ndarray:
-        target_n = np.full(n, -1)
-        target_n[leads[:surplus]] = guests
-        return target_n
 
     def flip(distance: int) -> np.ndarray:
         return np.where(is_active_n, leads[index_n ^ distance], -1)
@@ -227,8 +215,8 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         return cuts[leads[last]] - cuts[leads[first]]
 
     if surplus:
-        run.exchange(to_leads(), numel * run.p)
-        run.work(np.isin(ranks, leads[:surplus]) * run.plain(CodecOp.ADD, numel))
+        run.exchange(to_lead_n, numel * run.p)
+        run.work(np.isin(ranks, hosts) * run.plain(CodecOp.ADD, numel))
     distance = active // 2
     while distance:
         theirs = (index_n ^ distance) // distance * distance
@@ -239,7 +227,7 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         distance //= 2
     if run.scatter:
         if surplus:
-            run.exchange(from_leads(), np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
+            run.exchange(from_lead_n, np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
         return
     distance = 1
     while distance < active:
@@ -247,7 +235,7 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         run.exchange(flip(distance), block(own, own + distance) * run.b)
         distance *= 2
     if surplus:
-        run.exchange(from_leads(), numel * run.b)
+        run.exchange(from_lead_n, numel * run.b)
 
 
 SCHEME = Scheme("dense_rhd", Input.DENSE, run=dense_rhd, place=30, cost=cost, buffers=buffers)

@@ -18,16 +18,8 @@ from itertools import pairwise
 
 import torch
 
-from megatron_sparse.collectives.accumulator import Accumulator, store
-from megatron_sparse.collectives.base import (
-    Exchange,
-    Identity,
-    Phase,
-    Steps,
-    Subgroup,
-    even_cuts,
-    whole_group,
-)
+from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
+from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.pricing.cluster import CodecOp
@@ -37,8 +29,7 @@ from megatron_sparse.pricing.dry_run import DryRun
 def dense_ring(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     """Sums `values_N` over all ranks into `exchange.bucket`. Arguments as of `dense`."""
     bucket, scatter = exchange.bucket, exchange.scatters
-    identity = Identity.of_values("dense_ring", exchange, values_N, step)
-    group = whole_group(exchange.transport, identity.tag)
+    group = dense_group("dense_ring", exchange, values_N, step)
     cuts = even_cuts(bucket.numel, group.world_size)
     own = slice(cuts[group.rank], cuts[group.rank + 1])
     accumulator = Accumulator(exchange, values_N)

@@ -19,7 +19,7 @@ Rank r sends |message_r| - |shard_r of it| and (n - 1) |sum_r| bytes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 import torch
@@ -49,8 +49,7 @@ from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
-from megatron_sparse.pricing.records import BlockFormat, Density, RecordFormat
-from megatron_sparse.transport import Transport
+from megatron_sparse.pricing.records import Density, RecordFormat
 
 NAME = "direct"
 
@@ -63,23 +62,20 @@ def direct(exchange: Exchange, message: Message) -> Steps:
     """
     sums, communicator = SparseSum(exchange, message), exchange.transport.communicator
     if message.slots is not None and communicator is not None:
-        return (
-            yield from sum_in_one_call(NAME, exchange, message, sums, communicator, by_owners=True)
-        )
+        return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=True))
     return (yield from reduce_shards(NAME, exchange, message, sums))
 
 
 def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: SparseSum) -> Steps:
     """All of `direct`, under another scheme's name and with its kind of sum. Mutates `sums`."""
-    transport, scatter = exchange.transport, exchange.scatters
     identity = Identity.of_message(scheme, exchange, message)
-    group = group_of(identity, message, transport)
+    group = group_of(identity, message, exchange.transport)
     cuts = shard_cuts(message.layout, group.world_size)
-    yield from split(identity, message, cuts, sums, group, transport, last=scatter)
-    if scatter:
+    yield from split(identity, cuts, sums, group, last=exchange.scatters)
+    if exchange.scatters:
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
-    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, transport)
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
     own = sizes[group.rank]
     yield from pairwise_all_gather(
         buffer[:own], buffer[own : sum(sizes)], sizes, group, sums.placer(cuts)
@@ -88,14 +84,7 @@ def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: Spars
 
 
 def split(
-    identity: Identity,
-    message: Message,
-    cuts: Sequence[Cut],
-    sums: SparseSum,
-    group: Subgroup,
-    transport: Transport,
-    *,
-    last: bool,
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup, *, last: bool
 ) -> Phase:
     """Leaves the sum of this rank's shard in `sums`: the agreement and phase 1.
 
@@ -103,11 +92,12 @@ def split(
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
-    n, rank = group.world_size, group.rank
+    n, rank, message = group.world_size, group.rank, sums.message
     own_sizes = message.shard_bytes()
     sizes = [own_sizes[rank]] * n
     if message.slots is None:
         small = last and sum(own_sizes) <= SMALL_BYTES
+        transport = sums.exchange.transport
         table = yield from exchange_sizes(own_sizes, identity, transport, unordered=small)
         sizes = [row[rank] for row in table]
         check_announced(sizes, [cuts[rank]] * n, message.value_dtype)
@@ -119,14 +109,22 @@ def split(
 
 
 def encode_own_shard(
-    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, transport: Transport
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, *, dense: bool = False
 ) -> Generator[Yielded, None, tuple[torch.Tensor, list[int]]]:
     """Encodes the sum of this rank's shard; if sizes are not fixed, sends its size to every rank.
+
+    Sizes are fixed of `dense` records, and in capacity mode.
 
     Returns:
         A buffer that begins with the records and has room for those of all ranks; their sizes.
     """
+    transport = sums.exchange.transport
     cut = cuts[transport.rank]
+    if dense:
+        sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
+        buffer = sums.take("gathered", sum(sizes))
+        sums.encode(cut, sums.final_dtype, buffer, dense=True)
+        return buffer, sizes
     slots_S = sums.slots_of_sum(cut)
     if slots_S is not None:
         places = [sums.slots_of_sum(cut) for cut in cuts]
@@ -159,19 +157,13 @@ def cost(run: DryRun) -> None:
     5). Here each shard has its own density instead. Added: bytes of the real records; n - 1 rounds
     of alpha in each half; encoding, and adding one message after the other.
     """
-    form = run.messages(SCHEME.message_format(run.options))
-    split_cost(run, form)
+    split_cost(run, run.messages(SCHEME.message_format(run.options)))
     if not run.scatter:
-        form = run.gathered_sums()
         sum_n = run.densities.shards(run.n, run.n)
-        encode_own_shard_cost(run, form, sum_n)
-        nbytes_n = form.nbytes(run.piece(run.n), run.sum_density(run.n), run.b)
-        gather_sums_cost(
-            run, nbytes_n, form.seconds(CodecOp.DECODE, run.piece(run.n), sum_n, run.b)
-        )
+        spread_sums_cost(run, run.gathered_sums(), sum_n, run.sum_density(run.n))
 
 
-def split_cost(run: DryRun, form: RecordFormat | BlockFormat) -> None:
+def split_cost(run: DryRun, form: RecordFormat) -> None:
     """Agreement, n - 1 rounds of one shard each, and n additions (`direct.split`)."""
     if not run.has_slots:
         run.agree()
@@ -185,18 +177,35 @@ def send_shards_cost(run: DryRun, sizes: Density) -> None:
     run.shifts([(step, sizes_n[(ranks - step) % run.n], 0.0) for step in range(1, run.n)])
 
 
-def add_shards_cost(run: DryRun, form: RecordFormat | BlockFormat, own_n: np.ndarray) -> None:
+def add_shards_cost(run: DryRun, form: RecordFormat, own_n: np.ndarray) -> None:
     """Every owner adds the n records of its shard; `own_n` are their densities by owner."""
     shard = run.piece(run.n)
     first_n = form.seconds(CodecOp.DECODE, shard, own_n, run.b)
     run.work(first_n + (run.n - 1) * form.seconds(CodecOp.DECODE_ADD, shard, own_n, run.b))
 
 
-def encode_own_shard_cost(run: DryRun, form: RecordFormat | BlockFormat, sum_n: np.ndarray) -> None:
-    """Each owner encodes its sum; sizes are exchanged unless they are fixed."""
-    run.work(form.seconds(CodecOp.ENCODE, run.piece(run.n), sum_n, run.b))
+def spread_sums_cost(
+    run: DryRun,
+    form: RecordFormat,
+    sum_n: np.ndarray,
+    sent_n: np.ndarray,
+    gather: Callable[[DryRun, Density, Density], None] | None = None,
+) -> None:
+    """Each owner encodes its sum, sizes are exchanged unless they are fixed, and all gather.
+
+    Args:
+        run: the collective's.
+        form: of the sums.
+        sum_n: their densities by owner.
+        sent_n: those of what is sent: in capacity mode of the slots.
+        gather: takes bytes and seconds of decoding by owner; None is `gather_sums_cost`.
+    """
+    shard = run.piece(run.n)
+    run.work(form.seconds(CodecOp.ENCODE, shard, sum_n, run.b))
     if not run.has_slots:
         run.agree()
+    decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
+    (gather or gather_sums_cost)(run, form.nbytes(shard, sent_n, run.b), decoding_n)
 
 
 def gather_sums_cost(run: DryRun, sizes: Density, decoding: Density) -> None:

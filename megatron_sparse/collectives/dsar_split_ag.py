@@ -15,13 +15,13 @@ ranks r ... r + d - 1, in the last round only as many as are missing. With equal
 
 from __future__ import annotations
 
-from megatron_sparse.collectives.base import Exchange, Identity, Steps
+from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
-from megatron_sparse.collectives.direct import split, split_cost
-from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
-from megatron_sparse.collectives.records import group_of, reads_reports, shard_cuts
+from megatron_sparse.collectives.direct import split_cost
+from megatron_sparse.collectives.gather import doubling_all_gather_cost
+from megatron_sparse.collectives.records import reads_reports
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
-from megatron_sparse.collectives.sparse_sum import SparseSum
+from megatron_sparse.collectives.ssar_split_ag import split_and_double
 from megatron_sparse.formats.message import Message
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -35,16 +35,7 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    transport, identity = exchange.transport, Identity.of_message(NAME, exchange, message)
-    group = group_of(identity, message, transport)
-    cuts = shard_cuts(message.layout, group.world_size)
-    sums = SparseSum(exchange, message)
-    yield from split(identity, message, cuts, sums, group, transport, last=False)
-    sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
-    buffer = sums.take("gathered", sum(sizes))
-    sums.encode(cuts[group.rank], sums.final_dtype, buffer, dense=True)
-    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=True))
-    return group.sent_bytes
+    return (yield from split_and_double(NAME, exchange, message, dense=True))
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:

@@ -40,10 +40,14 @@ class Pieces:
         """The pieces of `first` to `last` ranks after this one, the latter not included."""
         return self._buffer[self.starts[first] : self.starts[last]]
 
+    def one(self, place: int) -> torch.Tensor:
+        """The piece of the rank at this place after this one, or before it if negative."""
+        return self.span(place % self._n, place % self._n + 1)
+
     def hand_over(self, first: int, last: int, arrived: Arrived) -> None:
         """Hands over the pieces of `first` to `last` ranks after this one."""
         for place in range(first, last):
-            arrived((self._rank + place) % self._n, self.span(place, place + 1))
+            arrived((self._rank + place) % self._n, self.one(place))
 
 
 def pairwise_all_to_all(
@@ -142,18 +146,13 @@ def ring_all_gather(
     pieces = Pieces(buffer, sizes, rank)
 
     def hand_over(number: int) -> None:
-        place = (n - number) % n
+        place = -number % n
         pieces.hand_over(place, place + 1, arrived)
 
-    rounds: list[Round] = []
-    for step in range(n - 1):
-        give, take = (n - step) % n, n - 1 - step
-        rounds.append(
-            (
-                [((rank + 1) % n, pieces.span(give, give + 1))],
-                [((rank - 1) % n, pieces.span(take, take + 1))],
-            )
-        )
+    after, before = (rank + 1) % n, (rank - 1) % n
+    rounds: list[Round] = [
+        ([(after, pieces.one(-step))], [(before, pieces.one(-1 - step))]) for step in range(n - 1)
+    ]
     yield from group.in_rounds(rounds, hand_over, last=True)
 
 
@@ -173,11 +172,9 @@ def doubling_all_gather(
     while held[-1] < n:
         have = held[-1]
         more = min(have, n - have)
+        target, source = (rank - have) % n, (rank + have) % n
         rounds.append(
-            (
-                [((rank - have) % n, pieces.span(0, more))],
-                [((rank + have) % n, pieces.span(have, have + more))],
-            )
+            ([(target, pieces.span(0, more))], [(source, pieces.span(have, have + more))])
         )
         held.append(have + more)
     yield from group.in_rounds(

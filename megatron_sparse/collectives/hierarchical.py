@@ -43,7 +43,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import cast
 
 import numpy as np
@@ -51,40 +51,32 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
-from megatron_sparse.collectives.accumulator import partial_dtype, store
+from megatron_sparse.collectives.accumulator import partial_name, store
 from megatron_sparse.collectives.base import (
     Exchange,
     Identity,
     Phase,
-    Round,
     Steps,
     Subgroup,
     Yielded,
-    even_cuts,
     exchange_sizes,
     without,
 )
 from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
-from megatron_sparse.collectives.dense_hierarchical import Lanes
+from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, unfold
+from megatron_sparse.collectives.gather import pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import WireFormatError
-from megatron_sparse.formats.capacity import segment_capacity
-from megatron_sparse.formats.message import (
-    VALUE_DTYPES,
-    Message,
-    decode_add_,
-    encode,
-    name_of,
-    record_spec,
-)
+from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
+from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.base import Marker, PeerTensors
+from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.subset import SubsetTransport
 
 NAME = "hierarchical"
@@ -110,28 +102,30 @@ def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Sche
         values_N = _decoded(exchange, message, parts)
 
     nodes, ends = len(lanes.members), has_lane and not serves
-    lane_sum = LaneSum(exchange, values_N[parts.part(lanes.lane)] if has_lane else None, inside)
-    yield from _sum_in_lanes(values_N, parts, lanes, inside, lane_sum, last=ends and nodes == 1)
+    yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends and nodes == 1)
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
         # Sparse schemes, as the inner one is, use only the methods that a subset transport has.
         across = replace(
             exchange,
-            bucket=parts.lane_bucket(values_N, lanes, inner),
+            bucket=parts.lane_bucket(values_N, inner),
             transport=cast("Transport", lane),
         )
         steps = inner.run(across, _encoded(across, bucket, message, inner))
         sent_bytes = yield from _within(steps, lane.ranks, last=ends)
     if scatter:
-        yield from _give_shards(values_N, parts, lanes, inside)
+        # A rank without a lane gets the sum of its own shard.
+        owners = lanes.guests or [transport.rank]
+        results = [values_N[parts.shard(rank)] for rank in owners]
+        yield from unfold(results, lanes, inside, transport.rank)
         own = parts.shard(transport.rank)
         store(bucket.grad_N[bucket.shard(transport.rank)], values_N[own])
     else:
         if has_lane:
             own = parts.part(lanes.lane)
             store(bucket.grad_N[own], values_N[own])
-        yield from _spread_parts(bucket.grad_N, parts, lanes, inside)
+        yield from _spread_parts(bucket.grad_N, parts, inside)
     return inside.sent_bytes + sent_bytes
 
 
@@ -144,22 +138,16 @@ class LaneParts:
     Args:
         bucket: the bucket to synchronise.
         layout: of a rank's message, cut into shards for a reduce-scatter.
-        lanes: each rank's node and lane.
+        lanes: each rank's node and lane; also an attribute.
     """
 
     def __init__(self, bucket: Bucket, layout: Layout, lanes: Lanes) -> None:
-        self._bucket, self._layout = bucket, layout
-        self._owners: list[int] = []
+        self._bucket, self._layout, self.lanes = bucket, layout, lanes
         order = lanes.order()
-        if bucket.op is CollectiveOp.ALL_REDUCE:
-            self._cuts = even_cuts(bucket.numel, lanes.count)
-        else:
-            self._owners = [owner for owners in order for owner in owners]
-            self._shard_numel = bucket.numel // bucket.world_size
-            places = {owner: place for place, owner in enumerate(self._owners)}
-            firsts = [owners[0] for owners in order[:: len(lanes.members)]]
-            self._places = places
-            self._cuts = [*(places[rank] * self._shard_numel for rank in firsts), bucket.numel]
+        self._cuts = piece_cuts(bucket, order)[:: len(lanes.members)]
+        owners = chain(*order) if bucket.op is CollectiveOp.REDUCE_SCATTER else ()
+        self._shard_numel = bucket.numel // bucket.world_size
+        self._places = {owner: place for place, owner in enumerate(owners)}
 
     def part(self, lane: int) -> slice:
         """The elements of a lane's part."""
@@ -170,9 +158,9 @@ class LaneParts:
         start = self._places[rank] * self._shard_numel
         return slice(start, start + self._shard_numel)
 
-    def lane_bucket(self, values_N: torch.Tensor, lanes: Lanes, inner: Scheme) -> Bucket:
+    def lane_bucket(self, values_N: torch.Tensor, inner: Scheme) -> Bucket:
         """This rank's part as a bucket of its lane's ranks, with an operation that `inner` has."""
-        part = self.part(lanes.lane)
+        lanes, part = self.lanes, self.part(self.lanes.lane)
         sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
         is_shared_out = len(sizes) == 1 and self._bucket.op in inner.ops
         return Bucket(
@@ -189,13 +177,13 @@ class LaneParts:
     def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
         """The bucket's segments that lie in a part: (start, stop, whether it is always dense)."""
         offsets, keeps = self._layout.segment_offsets.tolist(), self._layout.segment_keep.tolist()
-        if not self._owners:
+        if not self._places:
             for (start, stop), keep in zip(pairwise(offsets), keeps, strict=True):
                 first, last = max(start, part.start), min(stop, part.stop)
                 if first < last:
                     yield first, last, bool(keep)
             return
-        for owner in self._owners:
+        for owner in self._places:
             shard = self.shard(owner)
             if part.start <= shard.start < part.stop:
                 shift = shard.start - self._bucket.shard(owner).start
@@ -225,63 +213,37 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
     return values_N
 
 
-class LaneSum:
-    """Where a lane's rank receives its part from the other ranks of the node, and adds it.
-
-    A rank without a lane has no room and adds nothing.
-
-    Args:
-        exchange: of the whole group.
-        part_M: this rank's part of its own contribution; None without a lane. Mutated.
-        inside: the ranks of the node.
-    """
-
-    def __init__(self, exchange: Exchange, part_M: torch.Tensor | None, inside: Subgroup) -> None:
-        self._timer, self._part_M = exchange.timer, part_M
-        self._room: Sequence[torch.Tensor] = []
-        if part_M is not None:
-            numel, peers = part_M.numel(), inside.world_size - 1
-            # Not `received`: the inner scheme has a buffer of that name.
-            received = exchange.take("parts", numel * peers, torch.float32)
-            self._room = [received[peer * numel : (peer + 1) * numel] for peer in range(peers)]
-
-    def piece(self, source: int, number: int) -> PeerTensors:
-        """Where round `number`, counted from 1, receives from `source`; empty without a lane."""
-        return [(source, self._room[number - 1])] if self._room else []
-
-    def add(self, number: int) -> None:
-        """Adds the part that the round before `number`, counted from 0, has received."""
-        if self._part_M is not None and self._room and number:
-            with self._timer.stage("decode"):
-                self._part_M.add_(self._room[number - 1])
-
-
 def _sum_in_lanes(
-    values_N: torch.Tensor,
-    parts: LaneParts,
-    lanes: Lanes,
-    inside: Subgroup,
-    received: LaneSum,
-    *,
-    last: bool,
+    exchange: Exchange, values_N: torch.Tensor, parts: LaneParts, inside: Subgroup, *, last: bool
 ) -> Phase:
     """Phase 1: leaves the node's sum of each lane's part with the lane's rank.
 
     In round i rank r of the node sends to rank r - i and receives from rank r + i, as in `direct`.
+    A rank without a lane has no room and adds nothing.
     """
-    m, place = inside.world_size, inside.rank
-    rounds: list[Round] = []
-    for step in range(1, m):
-        target, source = (place - step) % m, (place + step) % m
-        sends = [(target, values_N[parts.part(target)])] if target < lanes.count else []
-        rounds.append((sends, received.piece(source, step)))
-    yield from inside.in_rounds(rounds, received.add, independent=True, last=last)
+    m, place, lanes = inside.world_size, inside.rank, parts.lanes
+    sent = [[values_N[parts.part(rank)]] if rank < lanes.count else [] for rank in range(m)]
+    received: list[list[torch.Tensor]] = [[] for _ in range(m)]
+    part_M = values_N[parts.part(lanes.lane)]
+    if place < lanes.count:
+        # Not `received`: the inner scheme has a buffer of that name.
+        room = exchange.take("parts", (m - 1) * part_M.numel(), torch.float32)
+        for step, room_M in enumerate(room.view(m - 1, part_M.numel()), 1):
+            received[(place + step) % m] = [room_M]
+
+    def add(number: int) -> None:
+        for room_M in received[(place + number) % m] if number else ():
+            with exchange.timer.stage("decode"):
+                part_M.add_(room_M)
+
+    rounds = pairwise_rounds(sent, received, inside)
+    yield from inside.in_rounds(rounds, add, independent=True, last=last)
 
 
 def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) -> Message:
     """The node's sum of this rank's part as the message that the inner scheme takes."""
     lane_bucket, options = across.bucket, across.options
-    value_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
+    value_dtype = partial_name(bucket, message.sum_dtype)
     layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
     with across.timer.stage("encode"):
         # Of the message, because that of the node's sum is not known before it is encoded.
@@ -316,28 +278,12 @@ def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yiel
         ) from error
 
 
-def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:
+def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> Phase:
     """Phase 3 of an all-reduce: every rank of the node gets each lane's part."""
-    m, place = inside.world_size, inside.rank
-    rounds: list[Round] = []
-    for step in range(1, m):
-        target, source = (place - step) % m, (place + step) % m
-        sends = [(target, grad_N[parts.part(place)])] if place < lanes.count else []
-        receives = [(source, grad_N[parts.part(source)])] if source < lanes.count else []
-        rounds.append((sends, receives))
+    m, place, lanes = inside.world_size, inside.rank, parts.lanes.count
+    received = [[grad_N[parts.part(rank)]] if rank < lanes else [] for rank in range(m)]
+    rounds = pairwise_rounds([received[place]] * m, received, inside)
     yield from inside.in_rounds(rounds, independent=True, last=True)
-
-
-def _give_shards(values_N: torch.Tensor, parts: LaneParts, lanes: Lanes, inside: Subgroup) -> Phase:
-    """Phase 3 of a reduce-scatter: a rank without a lane gets the sum of its own shard."""
-    here = lanes.members[lanes.node]
-    rank = here[inside.rank]
-    if rank != lanes.home:
-        shard = values_N[parts.shard(rank)]
-        yield from inside.exchange([], [(here.index(lanes.home), shard)], last=True)
-    elif lanes.guests:
-        sends = [(here.index(guest), values_N[parts.shard(guest)]) for guest in lanes.guests]
-        yield from inside.exchange(sends, [], last=True)
 
 
 def buffers(sizes: BufferSizes, inners: Mapping[str, Scheme]) -> dict[str, int]:
@@ -354,7 +300,7 @@ def buffers(sizes: BufferSizes, inners: Mapping[str, Scheme]) -> dict[str, int]:
         return found
     with FakeTensorMode():  # only its shape is read
         values_N = torch.empty(bucket.numel, device=bucket.grad_N.device)
-    lane_bucket = parts.lane_bucket(values_N, lanes, inner)
+    lane_bucket = parts.lane_bucket(values_N, inner)
     ranks = len(lanes.members[lanes.node])
     found["parts"] = FP32_BYTES * lane_bucket.numel * (ranks - 1)
     if len(lanes.members) == 1 or inner.buffers is None:

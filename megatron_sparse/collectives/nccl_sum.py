@@ -14,32 +14,25 @@ from functools import lru_cache
 import torch
 
 from megatron_sparse.bucket import Layout
-from megatron_sparse.collectives.base import POSTED, Exchange, Steps
+from megatron_sparse.collectives.base import POSTED, Steps
 from megatron_sparse.collectives.records import Cut, shard_cuts, sum_step, whole_cut
-from megatron_sparse.collectives.sparse_sum import SparseSum, SumKind, sum_slots
+from megatron_sparse.collectives.sparse_sum import SparseSum, sum_slots
 from megatron_sparse.cuda_ext.nccl_ops import MARKED_STAGES, ShardPlan, SumCall, SumPlan
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
-from megatron_sparse.formats.message import WIRE_CODES, Message
+from megatron_sparse.formats.message import WIRE_CODES
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.wire import FORMAT_ADAPTIVE
 
 
 def sum_in_one_call(
-    scheme: str,
-    exchange: Exchange,
-    message: Message,
-    sums: SparseSum,
-    communicator: NcclCommunicator,
-    *,
-    by_owners: bool,
+    scheme: str, sums: SparseSum, communicator: NcclCommunicator, *, by_owners: bool
 ) -> Steps:
     """Writes the sum of all ranks' messages into the bucket, or this rank's shard of it.
 
     Args:
         scheme: its name.
-        exchange: whose bucket receives the sum.
-        message: this rank's contribution, in slots.
-        sums: where it is added up. Mutated.
+        sums: of a message in slots. Mutated.
         communicator: of the group.
         by_owners: shards are added up by their owners; else every rank adds up everything.
 
@@ -47,22 +40,16 @@ def sum_in_one_call(
         CommunicationError: a rank did not come in time or is gone, or NCCL failed.
         WireFormatError: a peer's records are wrong; when the message's reports are read.
     """
+    exchange, message = sums.exchange, sums.message
     reports, slots = message.reports, message.slots
     assert slots is not None, "only messages of fixed size come here"
     assert reports is not None, "and those leave reports"
     bucket, timer, scatters = exchange.bucket, exchange.timer, exchange.scatters
-    rank = communicator.rank
+    rank, n = communicator.rank, communicator.world_size
     gathers = by_owners and not scatters
-    cuts = _cuts(message.layout, communicator.world_size, by_owners=by_owners)
-    plan = _plan(
-        message.layout,
-        slots,
-        WIRE_CODES[message.value_dtype],
-        rank,
-        communicator.world_size,
-        by_owners,
-        gathers,
-    )
+    cuts = _cuts(message.layout, n, by_owners=by_owners)
+    code = WIRE_CODES[message.value_dtype]
+    plan = _plan(message.layout, slots, code, (rank, n), by_owners, gathers)
     sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
     borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))  # no event for stages left out
@@ -96,21 +83,17 @@ def _cuts(layout: Layout, world_size: int, *, by_owners: bool) -> Sequence[Cut]:
 
 @lru_cache(TABLES)
 def _plan(
-    layout: Layout,
-    slots: Slots,
-    value_dtype: int,
-    rank: int,
-    world_size: int,
-    by_owners: bool,
-    gathers: bool,
+    layout: Layout, slots: Slots, code: int, place: tuple[int, int], by_owners: bool, gathers: bool
 ) -> SumPlan:
-    shards = []
+    """Of values of this dtype code; `place` is this rank, and how many there are."""
+    rank, world_size = place
+    shards, spec = [], RecordSpec(code, 0, FORMAT_ADAPTIVE)
     for cut in _cuts(layout, world_size, by_owners=by_owners):
         first, last = cut.segments.start, cut.segments.stop
         message_slots = slots.part(cut.segments)
         sums = torch.zeros_like(message_slots)
         if gathers:
-            sums = sum_slots(slots, cut, world_size, SumKind(value_dtype)).offsets
+            sums = sum_slots(slots, cut, world_size, spec).offsets
         shards.append(
             ShardPlan(
                 (first, last - first),
@@ -126,7 +109,7 @@ def _plan(
         tuple(shards),
         rank,
         world_size,
-        value_dtype,
+        code,
         record_format=FORMAT_ADAPTIVE,
         gathers=gathers,
     )

@@ -23,15 +23,13 @@ from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import (
     add_shards_cost,
     buffers,
-    encode_own_shard_cost,
-    gather_sums_cost,
     reduce_shards,
     send_shards_cost,
+    spread_sums_cost,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
-from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.wire import FORMAT_BLOCKS
 
@@ -55,17 +53,14 @@ def cost(run: DryRun) -> None:
     ZEN's appendix B.1 for contiguous shards (see `direct.cost`), with the density of blocks in each
     shard in place of the density of elements.
     """
-    form, shard, n = run.format("blocks"), run.piece(run.n), run.n
-    size = run.options.block_size
+    form, n, size = run.format("blocks"), run.n, run.options.block_size
     own_n = run.densities.block_density(1, n, size)
     run.agree()
-    send_shards_cost(run, form.nbytes(shard, own_n, run.b))
+    send_shards_cost(run, form.nbytes(run.piece(n), own_n, run.b))
     add_shards_cost(run, form, own_n)
     if not run.scatter:
         sum_n = run.densities.block_density(n, n, size)
-        encode_own_shard_cost(run, form, sum_n)
-        decoding_n = form.seconds(CodecOp.DECODE, shard, sum_n, run.b)
-        gather_sums_cost(run, form.nbytes(shard, sum_n, run.b), decoding_n)
+        spread_sums_cost(run, form, sum_n, sum_n)
 
 
 SCHEME = Scheme(

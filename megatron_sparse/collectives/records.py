@@ -129,6 +129,7 @@ def exchange_records(
     send: tuple[int, torch.Tensor] | None,
     receive: tuple[int, torch.Tensor] | None,
     *,
+    known: tuple[bool, bool] = (False, False),
     last: bool = False,
 ) -> Generator[Yielded, None, torch.Tensor]:
     """Sends records to one peer and receives records from one, sizes first.
@@ -140,6 +141,8 @@ def exchange_records(
         group: peers are numbered in it.
         send: peer and records, or None.
         receive: peer and room for the most bytes that it may send, or None.
+        known: whether both ends know the size of what is sent, and of what is received: plain
+            values, as many as there is room for. Such a size is not sent.
         last: this rank will post nothing more.
 
     Returns:
@@ -151,58 +154,51 @@ def exchange_records(
     either = send or receive
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
-    sizes_out = (
-        []
-        if send is None
-        else [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
-    )
-    yield from group.exchange(sizes_out, [] if receive is None else [(receive[0], size)])
-    sends, receives = [] if send is None else [send], []
-    received = size.new_empty(0, dtype=torch.uint8)
-    if receive is not None:
-        peer, room = receive
-        announced = verified_size(int(size), group.ranks[peer])
-        if not is_possible(announced, room.numel()):
-            raise impossible_size(group.ranks[peer], announced, room.numel())
-        received = room[:announced]
-        receives = [(peer, received)]
+    sizes_out, sizes_in = [], []
+    if send is not None and not known[0]:
+        sizes_out = [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
+    if receive is not None and not known[1]:
+        sizes_in = [(receive[0], size)]
+    if sizes_out or sizes_in:
+        yield from group.exchange(sizes_out, sizes_in)
+    if receive is not None and sizes_in:
+        (peer, room), rank = receive, group.ranks[receive[0]]
+        announced = verified_size(int(size), rank)
+        check_sizes([announced], [room.numel()], [rank])
+        receive = peer, room[:announced]
+    sends, receives = ([] if piece is None else [piece] for piece in (send, receive))
     yield from group.exchange(sends, receives, last=last)
-    return received
+    return size.new_empty(0, dtype=torch.uint8) if receive is None else receive[1]
 
 
-def is_possible(announced: int, capacity: int) -> bool:
-    """Whether records can have this size; decoders require multiples of 16 bytes."""
-    return 0 <= announced <= capacity and announced % RECORD_ALIGNMENT == 0
-
-
-def impossible_size(rank: int, announced: int, capacity: int) -> WireFormatError:
-    """The error for a size that no valid message has."""
-    return WireFormatError(
-        f"rank {rank} announces records of impossible size",
-        expected=f"0 to {capacity} bytes, a multiple of {RECORD_ALIGNMENT}",
-        got=announced,
-        remedy="run the same version of megatron_sparse with the same configuration on all ranks",
-    )
-
-
-def check_announced(sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str) -> None:
+def check_announced(
+    sizes: Sequence[int], cuts: Sequence[Cut], value_dtype: str, ranks: Sequence[int] | None = None
+) -> None:
     """Refuses sizes that no valid records of the cuts have, before memory is allocated for them.
 
     Raises:
-        WireFormatError: names the rank.
+        WireFormatError: names the rank, the one of `ranks` at the size's place.
     """
-    for rank, (size, cut) in enumerate(zip(sizes, cuts, strict=True)):
-        check_size(size, cut, value_dtype, rank)
+    check_sizes(sizes, [cut.capacity(value_dtype) for cut in cuts], ranks or range(len(sizes)))
 
 
-def check_size(size: int, cut: Cut, value_dtype: str, rank: int) -> None:
-    """Refuses a size, announced by a rank, that no valid records of the cut have.
+def check_sizes(sizes: Sequence[int], most: Sequence[int], ranks: Sequence[int]) -> None:
+    """Refuses announced sizes above `most`, and others that no records have.
+
+    Decoders require multiples of 16 bytes.
 
     Raises:
         WireFormatError: names the rank.
     """
-    if not is_possible(size, cut.capacity(value_dtype)):
-        raise impossible_size(rank, size, cut.capacity(value_dtype))
+    for size, limit, rank in zip(sizes, most, ranks, strict=True):
+        if not 0 <= size <= limit or size % RECORD_ALIGNMENT:
+            raise WireFormatError(
+                f"rank {rank} announces records of impossible size",
+                expected=f"0 to {limit} bytes, a multiple of {RECORD_ALIGNMENT}",
+                got=size,
+                remedy="run the same version of megatron_sparse with the same configuration on all "
+                "ranks",
+            )
 
 
 def message_part(message: Message, cut: Cut) -> torch.Tensor:

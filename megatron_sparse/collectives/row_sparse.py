@@ -32,13 +32,7 @@ from enum import StrEnum
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
-from megatron_sparse.collectives.base import (
-    Identity,
-    Subgroup,
-    Yielded,
-    exchange_sizes,
-    whole_group,
-)
+from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes, whole_group
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
 from megatron_sparse.formats.rounding import round_into
@@ -113,7 +107,10 @@ def row_sparse(
     columns = gradient.rows_KD.shape[1]
     whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)
     parts = [replace(whole, part=part, parts=n) for part in range(n)]
-    run = _Run(name, gradient, reduction, transport, buffers, parts, way)
+    bucket = stand_in(name, (gradient.num_rows, columns), gradient.rows_KD.dtype, n)
+    scheme = f"{NAME} ({way}) {reduction} of rows {[gradient.num_rows, columns]}"
+    identity = Identity(scheme, bucket, value_dtype, step)
+    run = _Run(gradient, reduction, transport, buffers, parts, identity)
     positions = [part.positions(gradient) for part in parts]
     counts = yield from run.agree([taken.numel() for taken in positions], parts)
     if way is RowSparseWay.AUTO:
@@ -152,22 +149,16 @@ class _Run:
 
     def __init__(
         self,
-        name: str,
         gradient: RowSparse,
         reduction: Reduction,
         transport: Transport,
         buffers: MessageBuffers,
         parts: list[RowPart],
-        way: RowSparseWay,
+        identity: Identity,
     ) -> None:
         self._gradient, self._reduction, self._parts = gradient, reduction, parts
-        self._transport, self._buffers = transport, buffers
-        part = parts[0]
-        shape = part.num_rows, part.columns
-        self._bucket = stand_in(name, shape, gradient.rows_KD.dtype, transport.world_size)
-        scheme = f"{NAME} ({way}) {reduction} of rows {list(shape)}"
-        self._identity = Identity(scheme, self._bucket, part.value_dtype, part.step)
-        self.group: Subgroup = whole_group(transport, self._identity.tag)
+        self._transport, self._buffers, self._identity = transport, buffers, identity
+        self.group = whole_group(transport, identity.tag)
 
     def agree(
         self, own_counts: list[int], parts: Sequence[RowPart]
@@ -251,4 +242,6 @@ class _Run:
         return list(self._take(purpose, sum(sizes)).split(sizes))
 
     def _take(self, purpose: str, nbytes: int) -> torch.Tensor:
-        return self._buffers.take(f"{purpose}:{self._bucket.name}", nbytes, self._transport.device)
+        return self._buffers.take(
+            f"{purpose}:{self._identity.bucket.name}", nbytes, self._transport.device
+        )

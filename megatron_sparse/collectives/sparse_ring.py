@@ -17,7 +17,7 @@ from 1), and in the all-gather every sum but that of rank r + 1.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,22 +28,20 @@ from megatron_sparse.collectives.base import (
     Phase,
     Steps,
     Subgroup,
-    Yielded,
     exchange_sizes,
 )
 from megatron_sparse.collectives.buffer_sizes import BufferSizes
-from megatron_sparse.collectives.checksummed import checksummed_size, verified_size
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
-from megatron_sparse.collectives.records import Cut, impossible_size, shard_cuts
+from megatron_sparse.collectives.records import Cut, exchange_records, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
-from megatron_sparse.pricing.records import BlockFormat, RecordFormat
+from megatron_sparse.pricing.records import RecordFormat
 from megatron_sparse.transport import Transport
 
 NAME = "sparse_ring"
@@ -60,11 +58,11 @@ def sparse_ring(exchange: Exchange, message: Message) -> Steps:
     cuts = shard_cuts(message.layout, group.world_size)
     yield from exchange_sizes([], identity, transport)
     sums = SparseSum(exchange, message)
-    yield from ring_reduce_scatter(message, cuts, sums, group, last=scatter)
+    yield from ring_reduce_scatter(cuts, sums, group, last=scatter)
     if scatter:
         sums.write(cuts[transport.rank].elements)
     else:
-        yield from ring_gather_sums(identity, cuts, sums, group, transport)
+        yield from ring_gather_sums(identity, cuts, sums, group)
     return group.sent_bytes
 
 
@@ -78,7 +76,6 @@ def ring_order(transport: Transport) -> list[int]:
 
 
 def ring_reduce_scatter(
-    message: Message,
     cuts: Sequence[Cut],
     sums: SparseSum,
     group: Subgroup,
@@ -89,9 +86,8 @@ def ring_reduce_scatter(
     """Leaves the sum of this rank's shard in `sums`; the others hold partial sums.
 
     Args:
-        message: this rank's contribution, cut into shards.
         cuts: the shard of each rank.
-        sums: receives it. Mutated.
+        sums: receives it; of a message that is cut into shards. Mutated.
         group: all ranks, in the ring's order.
         links: decide whether a sum goes dense: one for the link to the successor, one for the link
             from the predecessor; None encodes all. A dense sum has no records and no size round.
@@ -100,7 +96,7 @@ def ring_reduce_scatter(
     Raises:
         WireFormatError: a peer's records are not what was announced.
     """
-    n, place, ranks = group.world_size, group.rank, group.ranks
+    n, place, ranks, message = group.world_size, group.rank, group.ranks, sums.message
     source = ranks[(place - 1) % n]
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     most = max(cut.capacity("fp32") for cut in cuts)
@@ -125,8 +121,12 @@ def ring_reduce_scatter(
             space = sums.take("incoming", cuts[take].numel, VALUE_DTYPES[dtype])
         else:
             space = room[: cuts[take].capacity(dtype)]
-        received = yield from _pass_on(
-            group, sent, space, goes_dense, comes_dense, last=last and step == n - 1
+        received = yield from exchange_records(
+            group,
+            ((place + 1) % n, sent),
+            ((place - 1) % n, space),
+            known=(goes_dense, comes_dense),
+            last=last and step == n - 1,
         )
         if comes_dense:
             sums.add_dense(received, cuts[take])
@@ -141,7 +141,7 @@ def ring_reduce_scatter(
 
 
 def ring_gather_sums(
-    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup, transport: Transport
+    identity: Identity, cuts: Sequence[Cut], sums: SparseSum, group: Subgroup
 ) -> Phase:
     """Spreads the sum of each rank's shard to all: SpCCL's all-gather (section IV-B).
 
@@ -153,13 +153,12 @@ def ring_gather_sums(
         cuts: the shard of each rank.
         sums: holds the complete sum of this rank's shard. Mutated.
         group: all ranks, in the ring's order.
-        transport: the group's.
 
     Raises:
         CommunicationError: ranks disagree about the bucket, scheme, dtype or step.
         WireFormatError: a peer's records are not what was announced.
     """
-    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, transport)
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
     place = sums.placer(cuts)
     yield from ring_all_gather(
         buffer,
@@ -175,37 +174,6 @@ def _whole(sums: SparseSum, cut: Cut) -> torch.Tensor:
     if sums.partial_dtype == "fp32":
         return part
     return round_into(sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]), part)
-
-
-def _pass_on(
-    group: Subgroup,
-    sent: torch.Tensor,
-    space: torch.Tensor,
-    goes_dense: bool,
-    comes_dense: bool,
-    *,
-    last: bool,
-) -> Generator[Yielded, None, torch.Tensor]:
-    """Sends to the successor and receives from the predecessor; sizes of records go first.
-
-    As `exchange_records`, but one direction may be sparse and the other dense. Both ends know the
-    size of a dense sum, so it is not sent.
-    """
-    n, place = group.world_size, group.rank
-    target, source = (place + 1) % n, (place - 1) % n
-    word = torch.empty(1, dtype=torch.int64, device=space.device)
-    words_out = [(target, torch.full_like(word, checksummed_size(sent.numel())))]
-    words_in = [(source, word)]
-    if not (goes_dense and comes_dense):
-        yield from group.exchange([] if goes_dense else words_out, [] if comes_dense else words_in)
-    received = space
-    if not comes_dense:
-        announced = verified_size(int(word), group.ranks[source])
-        if announced > space.numel():
-            raise impossible_size(group.ranks[source], announced, space.numel())
-        received = space[:announced]
-    yield from group.exchange([(target, sent)], [(source, received)], last=last)
-    return received
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:
@@ -234,10 +202,7 @@ def cost(run: DryRun) -> None:
 
 
 def ring_reduce_scatter_cost(
-    run: DryRun,
-    own: RecordFormat | BlockFormat,
-    form: RecordFormat | BlockFormat,
-    thresholds: tuple[float, float],
+    run: DryRun, own: RecordFormat, form: RecordFormat, thresholds: tuple[float, float]
 ) -> np.ndarray:
     """Has n - 1 steps of one shard; the thresholds are for links within and between nodes.
 
@@ -275,9 +240,7 @@ def ring_reduce_scatter_cost(
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 
 
-def ring_gather_sums_cost(
-    run: DryRun, dense_n: np.ndarray, form: RecordFormat | BlockFormat
-) -> None:
+def ring_gather_sums_cost(run: DryRun, dense_n: np.ndarray, form: RecordFormat) -> None:
     """Each sum is encoded once and goes round the ring; dense records where `dense_n` is true."""
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
     total_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)

@@ -8,12 +8,12 @@ gradient that is the one rounding at the end. Their records are described in `re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from megatron_sparse.collectives.accumulator import partial_dtype
+from megatron_sparse.collectives.accumulator import partial_name
 from megatron_sparse.collectives.base import Exchange
 from megatron_sparse.collectives.records import Cut, sum_step
 from megatron_sparse.config.compression import dense_value_bits
@@ -27,8 +27,8 @@ from megatron_sparse.formats.message import (
     decode_add_,
     decode_sum_,
     encode_segments,
-    name_of,
 )
+from megatron_sparse.formats.message_sizes import slots_of
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_RICE, RICE_SPANS
 
@@ -40,6 +40,8 @@ class SparseSum:
     values, so that no pass is needed to clear it.
 
     Attributes:
+        exchange: whose bucket receives the sum.
+        message: this rank's contribution.
         sum_N: fp32, the whole bucket; undefined at first. The gradient itself where that is fp32.
         partial_dtype: dtype in which partial sums travel.
         final_dtype: dtype of complete sums.
@@ -47,8 +49,8 @@ class SparseSum:
             a quantised one.
 
     Args:
-        exchange: whose bucket receives the sum.
-        message: this rank's contribution.
+        exchange: see above.
+        message: see above.
         form: format code of the sum's records; a segment that is not smaller in this format than
             dense is dense.
         block_size: of `FORMAT_BLOCKS`.
@@ -66,21 +68,28 @@ class SparseSum:
         whole: bool = False,
     ) -> None:
         bucket, sum_bits = exchange.bucket, exchange.options.given_sum_bits
-        self._bucket, self._message = bucket, message
-        self._exchange, self._timer = exchange, exchange.timer
-        self._form, self._block_size = form, block_size
-        self._log2_span = RICE_SPANS[0]
-        self._whole = whole
+        self._bucket, self.message = bucket, message
+        self.exchange, self._timer = exchange, exchange.timer
+        log2_span = RICE_SPANS[0]
         if whole:
-            self._form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
+            form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
         elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
-            self._form = FORMAT_RICE
-            self._log2_span = sum_span(message.log2_span, bucket.world_size)
+            form = FORMAT_RICE
+            log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
-        self.partial_dtype = name_of(partial_dtype(bucket, VALUE_DTYPES[message.sum_dtype]))
+        self.partial_dtype = partial_name(bucket, message.sum_dtype)
         self.final_dtype = self.gather_dtype = message.sum_dtype
-        if sum_bits is not None and self._form == FORMAT_RICE:
+        if sum_bits is not None and form == FORMAT_RICE:
             self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
+        self._gathered = RecordSpec(
+            WIRE_CODES[self.gather_dtype],
+            step=0,
+            record_format=form,
+            block_size=block_size,
+            log2_span=log2_span,
+            without_indices=whole,
+            checksum=message.checksum,
+        )
         if grad_N.dtype == torch.float32:
             self.sum_N = grad_N
         else:
@@ -88,7 +97,7 @@ class SparseSum:
 
     def take(self, purpose: str, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         """See `Exchange.take`."""
-        return self._exchange.take(purpose, numel, dtype)
+        return self.exchange.take(purpose, numel, dtype)
 
     def clear(self) -> None:
         """Makes the whole sum zero, for records that are added later and are not `fresh`."""
@@ -114,12 +123,12 @@ class SparseSum:
             WireFormatError: they are not what a rank announced.
         """
         sum_M, expected = self.sum_N[cut.elements], self._expected(cut, ranks[0])
-        reports = self._message.reports
+        reports = self.message.reports
         with self._timer.stage("decode"):
             decode_sum_(sum_M, records, expected, ranks, reports=reports)
 
     def _expected(self, cut: Cut, rank: int) -> Expected:
-        message = self._message
+        message = self.message
         slots_S = None if message.slots is None else message.slots.part(cut.segments)
         return message.expected(cut.offsets, rank, slots_S)
 
@@ -138,9 +147,9 @@ class SparseSum:
         Raises:
             WireFormatError: they are not what that rank announced.
         """
-        step = sum_step(self._message.step, cut)
+        step = sum_step(self.message.step, cut)
         code = WIRE_CODES[value_dtype]
-        expected = Expected(cut.own_offsets, code, step, rank, slots_S, self._message.checksum)
+        expected = Expected(cut.own_offsets, code, step, rank, slots_S, self.message.checksum)
         self._decode(records, cut, expected, fresh=fresh)
 
     def add_dense(self, sum_M: torch.Tensor, cut: Cut) -> None:
@@ -153,13 +162,10 @@ class SparseSum:
 
         A sum has at most as many non-zero elements as all ranks' messages.
         """
-        slots = self._message.slots
+        slots = self.message.slots
         if slots is None:
             return None
-        code = WIRE_CODES[self.gather_dtype]
-        ranks = self._bucket.world_size
-        kind = SumKind(code, self._form, self._log2_span, self._whole)
-        return sum_slots(slots, cut, ranks, kind).offsets
+        return sum_slots(slots, cut, self._bucket.world_size, self._gathered).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -224,27 +230,26 @@ class SparseSum:
         Returns:
             The records, a view of `out`.
         """
-        reports, residual_M = self._message.reports, None
-        if value_dtype in QUANTISED.values() and self._message.residual_N is not None:
-            residual_M = self._message.residual_N[cut.elements]
+        reports, residual_M = self.message.reports, None
+        if value_dtype in QUANTISED.values() and self.message.residual_N is not None:
+            residual_M = self.message.residual_N[cut.elements]
+        spec = replace(
+            self._gathered,
+            value_dtype=WIRE_CODES[value_dtype],
+            step=sum_step(self.message.step, cut),
+        )
+        keep = cut.keep
+        if dense:
+            spec = replace(spec, record_format=FORMAT_DENSE, without_indices=False)
+            keep = torch.ones_like(keep)
         with self._timer.stage("encode"):
             sizes = encode_segments(
                 self.sum_N[cut.elements],
-                Segments(
-                    cut.own_offsets, torch.ones_like(cut.keep) if dense else cut.keep, slots_S
-                ),
+                Segments(cut.own_offsets, keep, slots_S),
                 None,
-                RecordSpec(
-                    WIRE_CODES[value_dtype],
-                    sum_step(self._message.step, cut),
-                    record_format=FORMAT_DENSE if dense else self._form,
-                    block_size=self._block_size,
-                    log2_span=self._log2_span,
-                    without_indices=self._whole and not dense,
-                    checksum=self._message.checksum,
-                ),
+                spec,
                 out,
-                self._exchange.buffers,
+                self.exchange.buffers,
                 reports,
                 residual_N=residual_M,
             )
@@ -264,7 +269,7 @@ class SparseSum:
                 round_into(self._bucket.grad_N[elements], self.sum_N[elements])
 
     def _decode(self, records: torch.Tensor, cut: Cut, expected: Expected, *, fresh: bool) -> None:
-        sum_M, reports = self.sum_N[cut.elements], self._message.reports
+        sum_M, reports = self.sum_N[cut.elements], self.message.reports
         with self._timer.stage("decode"):
             decode_add_(sum_M, records, expected, fresh=fresh, reports=reports)
 
@@ -279,21 +284,7 @@ def sum_span(log2_span: int, ranks: int) -> int:
     return max(log2_span - (ranks.bit_length() - 1), RICE_SPANS[0])
 
 
-class SumKind(NamedTuple):
-    """The records of a complete sum, as `RecordSpec` has them."""
-
-    value_dtype: int
-    record_format: int = FORMAT_ADAPTIVE
-    log2_span: int = RICE_SPANS[0]
-    without_indices: bool = False
-
-
 @lru_cache(TABLES)
-def sum_slots(slots: Slots, cut: Cut, ranks: int, kind: SumKind) -> Slots:
+def sum_slots(slots: Slots, cut: Cut, ranks: int, spec: RecordSpec) -> Slots:
     """`SparseSum.slots_of_sum` for this many ranks; kept for the next step."""
-    capacity_S = slots.capacity_S[cut.segments] * ranks
-    code, form, log2_span, without_indices = kind
-    return Slots.of(
-        *(cut.own_offsets, cut.keep, capacity_S, code, form, log2_span),
-        without_indices=without_indices,
-    )
+    return slots_of(cut.own_offsets, cut.keep, slots.capacity_S[cut.segments] * ranks, spec)

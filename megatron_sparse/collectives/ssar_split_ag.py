@@ -17,16 +17,15 @@ from megatron_sparse.collectives.base import Exchange, Identity, Steps
 from megatron_sparse.collectives.direct import (
     buffers,
     encode_own_shard,
-    encode_own_shard_cost,
     split,
     split_cost,
+    spread_sums_cost,
 )
 from megatron_sparse.collectives.gather import doubling_all_gather, doubling_all_gather_cost
 from megatron_sparse.collectives.records import group_of, reads_reports, shard_cuts
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import Message
-from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 
 NAME = "ssar_split_ag"
@@ -38,13 +37,20 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
 
     Arguments and errors as of `agsparse`; the message is cut into shards.
     """
-    transport, identity = exchange.transport, Identity.of_message(NAME, exchange, message)
-    group = group_of(identity, message, transport)
+    return (yield from split_and_double(NAME, exchange, message))
+
+
+def split_and_double(
+    scheme: str, exchange: Exchange, message: Message, *, dense: bool = False
+) -> Steps:
+    """All of `ssar_split_ag`, under another scheme's name; its sums may travel `dense`."""
+    identity = Identity.of_message(scheme, exchange, message)
+    group = group_of(identity, message, exchange.transport)
     cuts = shard_cuts(message.layout, group.world_size)
     sums = SparseSum(exchange, message)
-    yield from split(identity, message, cuts, sums, group, transport, last=False)
-    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, transport)
-    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts))
+    yield from split(identity, cuts, sums, group, last=False)
+    buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
+    yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=dense))
     return group.sent_bytes
 
 
@@ -55,11 +61,8 @@ def cost(run: DryRun) -> None:
     beta (SparCML, section 5). Added: the sizes that are sent first, encoding and adding.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
-    form, shard = run.gathered_sums(), run.piece(run.n)
-    sum_n = run.densities.shards(run.n, run.n)
-    encode_own_shard_cost(run, form, sum_n)
-    nbytes_n = form.nbytes(shard, run.sum_density(run.n), run.b)
-    doubling_all_gather_cost(run, nbytes_n, form.seconds(CodecOp.DECODE, shard, sum_n, run.b))
+    sum_n, sent_n = run.densities.shards(run.n, run.n), run.sum_density(run.n)
+    spread_sums_cost(run, run.gathered_sums(), sum_n, sent_n, doubling_all_gather_cost)
 
 
 SCHEME = Scheme(

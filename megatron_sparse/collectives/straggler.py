@@ -38,7 +38,6 @@ from megatron_sparse.collectives.accumulator import partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
     UNORDERED,
-    Agreement,
     Exchange,
     Identity,
     Phase,
@@ -86,7 +85,7 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         sent_bytes = early.sent_bytes
     handshake = None
     if transport.device.type == "cpu":
-        handshake = Handshake(Agreement(identity), [], late, transport)
+        handshake = Handshake(identity, [], late, transport)
     yield from _meet(sums, shares, late, group, handshake)
     if bucket.op is CollectiveOp.ALL_REDUCE:
         store(bucket.grad_N, values_N)
@@ -150,10 +149,10 @@ class _Sums:
         values_N, own = self.values_N, shares[rank].reduces
         sizes = [part.stop - part.start for part in own]
         numel = sum(sizes)
-        room = self._take("parts", (n - 1) * numel, values_N.dtype)
+        room = self._exchange.take("parts", (n - 1) * numel, values_N.dtype)
         received = [list(place.split(sizes)) for place in room.view(n - 1, numel)]
         received.insert(rank, [values_N[part] for part in own])
-        sums = self._take("early", numel, torch.float32).split(sizes)
+        sums = self._exchange.take("early", numel, torch.float32).split(sizes)
         self._early_sums = {part.start: sum_M for part, sum_M in zip(own, sums, strict=True)}
 
         def add(sender: int) -> None:
@@ -176,13 +175,15 @@ class _Sums:
         """
         if is_late:
             numel, dtype = share.gives.stop - share.gives.start, self._partial_dtype
-            return self.values_N[share.takes], self._take("incoming", numel, dtype)
+            return self.values_N[share.takes], self._exchange.take("incoming", numel, dtype)
         sent = sum_M = self._early_sums[share.gives.start]
         if self._partial_dtype != torch.float32:
-            sent = round_into(self._take("outgoing", sum_M.numel(), self._partial_dtype), sum_M)
+            sent = round_into(
+                self._exchange.take("outgoing", sum_M.numel(), self._partial_dtype), sum_M
+            )
             sum_M.copy_(sent)
         numel = share.takes.stop - share.takes.start
-        return sent, self._take("incoming", numel, self.values_N.dtype)
+        return sent, self._exchange.take("incoming", numel, self.values_N.dtype)
 
     def complete(self, share: Share, received_M: torch.Tensor, *, is_late: bool) -> None:
         """Adds early ranks' sum and straggler's part, and rounds the result into its place.
@@ -195,11 +196,10 @@ class _Sums:
             if not is_late:
                 early_M, late_M = self._early_sums[elements.start], received_M
             elif early_M.dtype != torch.float32:
-                early_M = self._take("early", early_M.numel(), torch.float32).copy_(early_M)
+                early_M = self._exchange.take("early", early_M.numel(), torch.float32).copy_(
+                    early_M
+                )
             torch.add(early_M, late_M, out=self._target_N[elements])
-
-    def _take(self, purpose: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._exchange.take(purpose, numel, dtype)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:

@@ -47,7 +47,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts
 from megatron_sparse.collectives.base import (
     UNORDERED,
-    Agreement,
     Exchange,
     Identity,
     Phase,
@@ -63,7 +62,7 @@ from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import buffers as direct_buffers
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_all_gather, pairwise_rounds
-from megatron_sparse.collectives.records import Cut, check_size, message_part
+from megatron_sparse.collectives.records import Cut, check_announced, message_part
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
@@ -174,8 +173,8 @@ class _Run:
         if self.bucket.op is CollectiveOp.ALL_REDUCE:
             yield from self._gather_early(own, early)
         (late_sizes,) = yield from self._shake_hands([own.numel()])
-        for size, cut in zip(late_sizes, self.takes, strict=True):
-            check_size(size, cut, self.message.value_dtype, self.late)
+        late = [self.late] * len(self.takes)
+        check_announced(late_sizes, self.takes, self.message.value_dtype, late)
         takes, part_sizes = self._message_parts(late_sizes)
         parts = sums.take("late", sum(part_sizes)).split(part_sizes)
 
@@ -195,8 +194,7 @@ class _Run:
         own_sizes = [message_part(message, cut).numel() for cut in self.takes]
         rows = yield from self._shake_hands(own_sizes)
         sizes = [size for (size,) in rows]
-        for size, cut, share in zip(sizes, self.gives, self.shares, strict=True):
-            check_size(size, cut, sums.partial_dtype, share.rank)
+        check_announced(sizes, self.gives, sums.partial_dtype, [s.rank for s in self.shares])
         self.early_sizes = sizes
         takes, _ = self._message_parts(own_sizes)
         sent = [message_part(message, cut) for cut in takes]
@@ -229,8 +227,7 @@ class _Run:
         first = early.rank * len(own)
         sizes = [row[first : first + len(own)] for row in table]
         for of_sender, rank in zip(sizes, early.ranks, strict=True):
-            for size, cut in zip(of_sender, own, strict=True):
-                check_size(size, cut, message.value_dtype, rank)
+            check_announced(of_sender, own, message.value_dtype, [rank] * len(own))
         all_sizes = [*chain(*sizes)]
         room = sums.take("received", sum(all_sizes)).split(all_sizes)
         received = list(batched(room, len(own)))
@@ -251,8 +248,7 @@ class _Run:
             [own.numel()], self.identity, early_transport(self.transport, self.late), early.ranks
         )
         sizes = [size for (size,) in table]
-        for size, cut, rank in zip(sizes, gives, early.ranks, strict=True):
-            check_size(size, cut, sums.partial_dtype, rank)
+        check_announced(sizes, gives, sums.partial_dtype, early.ranks)
         self.early_sizes = sizes
 
         def place(sender: int, records: torch.Tensor) -> None:
@@ -281,7 +277,7 @@ class _Run:
         return cuts, joined + [0] * (len(sizes) - len(cuts))
 
     def _shake_hands(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
-        handshake = Handshake(Agreement(self.identity), sizes, self.late, self.transport)
+        handshake = Handshake(self.identity, sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
             # The next bucket's early part need not wait for the straggler of this one.
             yield UNORDERED

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
-from megatron_sparse.collectives.base import Agreement, Exchange
+from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_meetings
 from megatron_sparse.transport import Transport, Work
@@ -118,7 +118,7 @@ class Handshake:
     """The rows by which the straggler and the early ranks meet; see the module's docstring.
 
     Args:
-        agreement: made from this rank's identity.
+        identity: of the collective, as this rank has it.
         sizes: of this rank's coming messages; n - 1 at most.
         straggler: its rank.
         transport: of the whole group.
@@ -130,12 +130,12 @@ class Handshake:
     work: Work
 
     def __init__(
-        self, agreement: Agreement, sizes: Sequence[int], straggler: int, transport: Transport
+        self, identity: Identity, sizes: Sequence[int], straggler: int, transport: Transport
     ) -> None:
         early = [rank for rank in range(transport.world_size) if rank != straggler]
         self._peers = early if transport.rank == straggler else [straggler]
-        self._agreement = agreement
-        row = agreement.row(sizes, len(early), transport.device)
+        self._identity = identity
+        row = identity.row(sizes, len(early), transport.device)
         self._rows = [torch.empty_like(row) for _ in self._peers]
         self.work = transport.exchange(
             [(peer, row) for peer in self._peers],
@@ -153,7 +153,7 @@ class Handshake:
             WireFormatError: a row is damaged.
         """
         return [
-            self._agreement.read(row.tolist(), peer)
+            self._identity.read_row(row.tolist(), peer)
             for peer, row in zip(self._peers, self._rows, strict=True)
         ]
 

@@ -47,14 +47,13 @@ from megatron_sparse.collectives.base import (
 from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
 from megatron_sparse.collectives.direct import gather_sums_cost, send_shards_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
-from megatron_sparse.collectives.records import impossible_size, is_possible
+from megatron_sparse.collectives.records import check_sizes
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import hash_bitmap, hash_pairs
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.hash_partition import (
     HASH_SEED,
     IndexSetHash,
@@ -62,7 +61,7 @@ from megatron_sparse.formats.hash_partition import (
     PermutationHash,
 )
 from megatron_sparse.formats.hash_record import ALL_FORMS, BY_POSITION, PartitionRecord
-from megatron_sparse.formats.hierarchical_hash import Partitioned, hierarchical_hash, split
+from megatron_sparse.formats.hierarchical_hash import Partitioned, entries, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
@@ -104,11 +103,11 @@ def zen(exchange: Exchange, message: Message) -> Steps:
         parts = _cut(message, h0, options)
         pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
     sums = SparseSum(exchange, message)
-    own_P = yield from _push(exchange, identity, pushed, places, sums, group)
+    own_P = yield from _push(identity, pushed, places, sums, group)
     with timer.stage("encode"):
         rounded_P = round_into(own_P.new_empty(own_P.shape, dtype=dtype), own_P)
         own = hash_bitmap.encode(rounded_P, places[group.rank])
-    yield from _pull(exchange, identity, own, places, sums, group)
+    yield from _pull(identity, own, places, sums, group)
     sums.write(slice(None))
     return group.sent_bytes
 
@@ -144,7 +143,6 @@ def _cut(message: Message, h0: PartitionHash, options: SchemeConfig) -> Partitio
 
 
 def _push(
-    exchange: Exchange,
     identity: Identity,
     pushed: list[torch.Tensor],
     places: list[PartitionRecord],
@@ -152,12 +150,12 @@ def _push(
     group: Subgroup,
 ) -> Generator[Yielded, None, torch.Tensor]:
     """The agreement and the Push; returns the fp32 sums of this rank's partition, by position."""
-    n, rank = group.world_size, group.rank
+    n, rank, exchange = group.world_size, group.rank, sums.exchange
     own = places[rank]
     own_sizes = [record.numel() for record in pushed]
     table = yield from exchange_sizes(own_sizes, identity, exchange.transport)
     sizes = [row[rank] for row in table]
-    _check_sizes(sizes, [own] * n)
+    check_sizes(sizes, [own.capacity] * n, range(n))
     received = list(sums.take("received", sum(sizes)).split(sizes))
     received[rank] = pushed[rank]
     yield from pairwise_all_to_all(pushed, received, group, last=False)
@@ -169,7 +167,6 @@ def _push(
 
 
 def _pull(
-    exchange: Exchange,
     identity: Identity,
     own: torch.Tensor,
     places: list[PartitionRecord],
@@ -177,9 +174,10 @@ def _pull(
     group: Subgroup,
 ) -> Phase:
     """Leaves the sums of all partitions in `sums`; its own as rounded for the other ranks."""
+    exchange = sums.exchange
     table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
-    _check_sizes(sizes, places)
+    check_sizes(sizes, [place.capacity for place in places], range(len(places)))
     sums.clear()
 
     def arrived(server: int, record: torch.Tensor) -> None:
@@ -188,13 +186,6 @@ def _pull(
 
     room = sums.take("gathered", sum(sizes) - own.numel())
     yield from pairwise_all_gather(own, room, sizes, group, arrived)
-
-
-def _check_sizes(sizes: list[int], places: list[PartitionRecord]) -> None:
-    """Refuses sizes that no record has, before memory is allocated for them."""
-    for rank, (size, place) in enumerate(zip(sizes, places, strict=True)):
-        if not is_possible(size, place.capacity):
-            raise impossible_size(rank, size, place.capacity)
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:

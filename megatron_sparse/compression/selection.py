@@ -32,7 +32,6 @@ from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec
-from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -44,6 +43,7 @@ from megatron_sparse.formats.message import (
     record_spec,
     wire_dtype_of,
 )
+from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.recording import StageTimer
 

@@ -134,17 +134,7 @@ def decode_add_(
         WireFormatError: names the rank and the field that is wrong; `acc_M` is untouched.
         ExtensionError: `acc_M` is not the whole segment, or not fp32.
     """
-    if acc_M.numel() != place.partition_hash.numel:
-        raise ExtensionError(
-            "decode_add_: acc has the wrong length",
-            expected=place.partition_hash.numel,
-            got=acc_M.numel(),
-        )
-    words, values, nnz = _read(record, place, rank)
-    field, found = hash_ops.bitmap_add_(
-        acc_M, words, values, place.code, nnz, place.bits(acc_M.device)
-    )
-    _refuse(field, found, nnz, rank)
+    _add_(acc_M, record, place, rank, place.partition_hash.numel, place.bits(acc_M.device))
 
 
 def accumulate_(
@@ -162,16 +152,24 @@ def accumulate_(
         WireFormatError: names the rank and the field that is wrong; `acc_P` is untouched.
         ExtensionError: `acc_P` is not one fp32 value for each position.
     """
-    if acc_P.numel() != place.positions:
-        raise ExtensionError(
-            "accumulate_: acc has the wrong length", expected=place.positions, got=acc_P.numel()
-        )
-    words, values, nnz = _read(record, place, rank)
     # Here positions are the elements, as in a segment with one partition and no permutation.
     positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
-    field, found = hash_ops.bitmap_add_(
-        acc_P, words, values, place.code, nnz, BitmapPlace(0, 1, 0, positions_P)
-    )
+    _add_(acc_P, record, place, rank, place.positions, BitmapPlace(0, 1, 0, positions_P))
+
+
+def _add_(
+    acc: torch.Tensor,
+    record: torch.Tensor,
+    place: PartitionRecord,
+    rank: int,
+    numel: int,
+    bits: BitmapPlace,
+) -> None:
+    """Adds the values of a record to a vector of `numel` elements; `bits` says which ones."""
+    if acc.numel() != numel:
+        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
+    words, values, nnz = _read(record, place, rank)
+    field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
     _refuse(field, found, nnz, rank)
 
 

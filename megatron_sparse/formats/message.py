@@ -235,9 +235,9 @@ def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuf
     segments = Segments(layout.segment_offsets, layout.segment_keep)
     nnz_S = _count(bucket.grad_N, layout.segment_offsets).cpu()
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
-    out = _take_message(bucket, room, buffers)
+    out = buffers.take_own("message", bucket, room)
     sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
-    return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
+    return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
 
 
 def encode_segments(
@@ -306,7 +306,7 @@ def prune_encode(
     grad_N, slots, reports = bucket.grad_N, None, None
     if pruning.capacity_S is not None:
         reports = Reports()
-        slots = slots_of(layout, pruning.capacity_S, spec)
+        slots = slots_of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _needs_kernels(slots_S, checksum=spec.checksum)
@@ -314,11 +314,11 @@ def prune_encode(
         return encode(bucket, layout, spec, buffers)
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
-    out = _take_message(bucket, room if slots is None else sum(slots.sizes), buffers)
+    out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
     scratch = _take_scratch(segments, spec, buffers, grad_N.device)
     sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
     if slots is None or reports is None:
-        return _counted(_message(out, bucket, layout, sizes.tolist(), spec), nnz_S)
+        return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
     message = _message(out, bucket, layout, list(slots.sizes), spec)
     message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)
@@ -326,7 +326,12 @@ def prune_encode(
 
 
 def _message(
-    out: torch.Tensor, bucket: Bucket, layout: Layout, segment_bytes: list[int], spec: RecordSpec
+    out: torch.Tensor,
+    bucket: Bucket,
+    layout: Layout,
+    segment_bytes: list[int],
+    spec: RecordSpec,
+    nnz_S: torch.Tensor | None = None,
 ) -> Message:
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
     message = Message(
@@ -336,11 +341,8 @@ def _message(
         message.log2_span = spec.log2_span
     if spec.value_dtype in RICE_BITS:
         message.unquantised = name_of(bucket.grad_N.dtype)
-    return message
-
-
-def _counted(message: Message, nnz_S: torch.Tensor) -> Message:
-    message.take_counts(nnz_S)
+    if nnz_S is not None:
+        message.take_counts(nnz_S)
     return message
 
 
@@ -353,10 +355,6 @@ def _needs_kernels(slots_S: torch.Tensor | None, *, checksum: bool) -> None:
                 got="torch operations",
                 remedy=f"build the CUDA part, or leave scheme.{what} out",
             )
-
-
-def _take_message(bucket: Bucket, nbytes: int, buffers: MessageBuffers) -> torch.Tensor:
-    return buffers.take_own("message", bucket, nbytes)
 
 
 def _take_scratch(

@@ -21,14 +21,18 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, overload
+from megatron_sparse.cuda_ext.arguments import (
+    GRAD_DTYPES,
+    call,
+    check_device,
+    check_flat,
+    overload,
+)
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header, head_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
 SUB_HEADER_BYTES = 16
-MAX_NUMEL = 2**34
-_VALUE_DTYPES = GRAD_DTYPES  # in the order of the wire's codes
 _FIELDS = (
     *("", "payload checksum", "size", "chunks", "frequency table", "chunk offsets", "chunk"),
     "zeros of the sub-header",
@@ -69,11 +73,11 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
         raise ExtensionError(
             "the coder of moves is unknown", expected=" | ".join(MOVES_CODERS), got=coder
         )
-    _check_numbers("old", old, new.dtype, new.numel())
-    _check_numbers("new", new, old.dtype, old.numel())
-    _check_beside("old", old, new)
+    check_device("encode_moves", "new", new)
+    check_flat("encode_moves", "new", new, GRAD_DTYPES)
+    check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
     code = MOVES_CODERS.index(coder)
-    room = overload("moves_room")(new.numel(), _VALUE_DTYPES.index(new.dtype), code)
+    room = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype), code)
     out = torch.empty(room, dtype=torch.uint8, device=new.device)
     size = call("moves_encode", old, new, code, epoch % 2**32, out)
     # A copy: a view would keep the room alive, which is as large as the numbers.
@@ -108,15 +112,16 @@ def decode_moves_(
             the field. `held` is then unchanged.
         ExtensionError: an argument is no such tensor.
     """
-    _check_numbers("held", held, held.dtype, held.numel())
-    _check_beside("record", record, held)
+    check_device("decode_moves_", "held", held)
+    check_flat("decode_moves_", "held", held, GRAD_DTYPES)
     header = Header.unpack(head_of(record), rank)
+    check_flat("decode_moves_", "record", record, (torch.uint8,), device=held.device)
     coder = header.flags
     if header.format != FORMAT_MOVES:
         raise wrong_field(rank, "format", FORMAT_MOVES, header.format)
     if coder >= len(MOVES_CODERS):
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
-    dtype = _VALUE_DTYPES.index(held.dtype)
+    dtype = GRAD_DTYPES.index(held.dtype)  # in the order of the wire's codes
     header.check_whole(held.numel(), dtype, epoch, record.numel(), rank)
     if record.is_cuda and record.data_ptr() % 16:
         record = record.clone()  # to an address that the kernels take
@@ -142,35 +147,3 @@ def most_bytes(numel: int, dtype: torch.dtype) -> int:
         80
     """
     return HEADER_BYTES + SUB_HEADER_BYTES + pad16(numel * dtype.itemsize)
-
-
-def _check_numbers(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ExtensionError(
-            f"{name} is on the wrong device", expected="cpu or cuda", got=tensor.device
-        )
-    if tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ExtensionError(
-            f"{name} has the wrong shape",
-            expected="a contiguous 1-D tensor",
-            got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-        )
-    if tensor.dtype not in _VALUE_DTYPES or tensor.dtype != dtype:
-        raise ExtensionError(
-            f"{name} has the wrong dtype",
-            expected="float32, bfloat16 or float16; old and new alike",
-            got=f"{tensor.dtype} and {dtype}",
-        )
-    if tensor.numel() != numel or numel > MAX_NUMEL:
-        raise ExtensionError(
-            f"{name} has the wrong length",
-            expected=f"old and new alike, at most {MAX_NUMEL} numbers",
-            got=f"{tensor.numel()} and {numel}",
-        )
-
-
-def _check_beside(name: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
-    if tensor.device != other.device:
-        raise ExtensionError(
-            f"{name} is on the wrong device", expected=other.device, got=tensor.device
-        )

@@ -4,7 +4,7 @@
     word 1   hash of the old bits of this rank's shard (31 bits), hash of the new ones (31);
              0 where ranks do not verify
 
-They travel in a row of `collectives.base.Agreement`, whose fingerprint says the bucket, its size
+They travel in a row of `collectives.base.Identity`, whose fingerprint says the bucket, its size
 and dtype, and the training step. So ranks that disagree get an error instead of a hang.
 """
 

@@ -1,6 +1,6 @@
 """The choice: for each bucket the scheme that a cost model predicts to take the least time.
 
-All candidates are priced (`costs.predict_all`) from the bucket's shape, its sparsity profile and
+All candidates are priced (`prices.predict_all`) from the bucket's shape, its sparsity profile and
 the cluster's model; the cheapest is chosen, dense included. At `compression.level` node or instance
 the bucket is a part: its ranks are those of a lane, which has a share of the links. ZEN (section
 2.4) compares two equations in this way. Here every scheme of the registry is compared for each

@@ -27,9 +27,8 @@ from dataclasses import dataclass, replace
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
-from megatron_sparse.planner.costs import predict_all
 from megatron_sparse.planner.plan import bucket_facts
-from megatron_sparse.planner.prices import DENSE, prior
+from megatron_sparse.planner.prices import DENSE, predict_all, prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.levels import inside_cluster

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
@@ -15,9 +15,8 @@ from megatron_sparse.compression.selection import MessageSpec
 from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
-from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.planner.prices import DENSE
+from megatron_sparse.planner.prices import DENSE, predict
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
@@ -57,10 +56,6 @@ class Plan:
         """Whether the bucket's values travel in a narrower dtype than the gradient's."""
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, self.wire_dtype)
         return VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
-
-    def to_dict(self) -> dict[str, object]:
-        """For `plan.json`."""
-        return asdict(self)
 
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""

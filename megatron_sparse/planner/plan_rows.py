@@ -4,6 +4,9 @@ A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `ch
 the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes, value_bits,
 lanes`). At `compression.level` node or instance a row is that of a part: `world_size` ranks
 exchange it, in one of `lanes` lanes. Predicted times are those of a cost model.
+
+The table has every scheme's predicted time for each bucket, the chosen one marked; of a run without
+a cluster file, whose planner compares bytes: the predicted bytes instead.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan_state import read_plan
-from megatron_sparse.planner.prices import candidates, explain, least, prices_us, prior
+from megatron_sparse.planner.prices import DENSE, candidates, explain, least, prices_us, prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
@@ -27,6 +33,7 @@ from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 Row = dict[str, Any]
 ASSUMED_DENSITY = 0.01
 """Of buckets by size, where none is given."""
+NAMES_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -205,3 +212,67 @@ def rows(
         )
     density = ASSUMED_DENSITY if density is None else density
     return of_sizes(sizes, pricing, ranks, density, op)
+
+
+def print_plan(rows: Sequence[dict[str, Any]]) -> None:
+    """Prints one table for each set of buckets that are alike.
+
+    Plain text if standard output is not a terminal.
+
+    Args:
+        rows: see the module's docstring.
+    """
+    console = Console(highlight=False)
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        alike = {key: value for key, value in row.items() if key not in ("bucket", "profile")}
+        groups.setdefault(repr(alike), []).append(row)
+    for group in groups.values():
+        _print_group(console, group)
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row["chosen"]] = counts.get(row["chosen"], 0) + 1
+    told = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
+    console.print(f"{len(rows)} buckets: {told}", markup=False)
+
+
+def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
+    row = group[0]
+    names = ", ".join(member["bucket"] for member in group[:NAMES_SHOWN])
+    more = f" and {len(group) - NAMES_SHOWN} more" if len(group) > NAMES_SHOWN else ""
+    console.print(
+        f"bucket {names}{more}: {row['numel']} elements, {row['op']} on {row['world_size']} "
+        f"ranks, density {row['density']:.3g}",
+        style="bold",
+        markup=False,
+    )
+    if row["predicted_us"]:
+        measured = row.get("measured_us") or {}
+        console.print(_table(row["chosen"], row["predicted_us"], "predicted us", 1, measured))
+    elif row.get("predicted_bytes"):
+        column = "predicted wire(B) of a rank"
+        console.print(_table(row["chosen"], row["predicted_bytes"], column, 0, {}))
+    console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
+
+
+def _table(
+    chosen: str, prices: dict[str, float], column: str, digits: int, measured: dict[str, float]
+) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    table.add_column("")
+    table.add_column("scheme")
+    table.add_column(column, justify="right")
+    table.add_column("/ dense", justify="right")
+    if measured:
+        table.add_column("measured us", justify="right")
+    for name, price in sorted(prices.items(), key=lambda item: item[1]):
+        cells = [f"{measured[name]:.0f}" if name in measured else "-"] if measured else []
+        table.add_row(
+            "*" if name == chosen else "",
+            name,
+            f"{price:.{digits}f}",
+            f"{price / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
+            *cells,
+            style="bold" if name == chosen else None,
+        )
+    return table

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,10 @@ class Round:
     target_n: np.ndarray
     nbytes_n: np.ndarray
     meanwhile_n: np.ndarray
+
+
+Sent = tuple[np.ndarray, float | np.ndarray, float | np.ndarray]
+"""A `Round`, with one value for all ranks or one for each rank."""
 
 
 class RankClocks:
@@ -64,33 +68,18 @@ class RankClocks:
         """Local work of every rank."""
         self.now_n = self.now_n + seconds
 
-    def round(
-        self,
-        target_n: np.ndarray,
-        nbytes: float | np.ndarray,
-        meanwhile_s: float | np.ndarray = 0.0,
-    ) -> Round:
-        """A round, from one value for all ranks or one for each rank."""
-        n = target_n.shape
-        return Round(target_n, np.broadcast_to(nbytes, n), np.broadcast_to(meanwhile_s, n))
-
-    def shift(
-        self, step: int, nbytes: float | np.ndarray, meanwhile_s: float | np.ndarray = 0.0
-    ) -> Round:
-        """A round in which rank r sends to rank r - step, so that no rank's port is shared."""
-        return self.round((self.ranks_n - step) % self.ranks_n.size, nbytes, meanwhile_s)
-
-    def in_rounds(self, rounds: Sequence[Round], host_s: float = 0.0) -> None:
+    def in_rounds(self, rounds: Iterable[Sent], host_s: float = 0.0) -> None:
         """Rounds in sequence; each rank begins a round when it has ended the one before.
 
         Args:
             rounds: of all ranks.
             host_s: seconds that a message costs each of its two ends before it is posted.
         """
-        if self._shares_nic and len(rounds) > 1 and len(self.topology.node_sizes) > 1:
-            QueuedRounds(self.topology, rounds, host_s).run(self)
+        whole = [Round(*np.broadcast_arrays(*each)) for each in rounds]
+        if self._shares_nic and len(self.topology.node_sizes) > 1:
+            QueuedRounds(self.topology, whole, host_s).run(self)
             return
-        for each in rounds:
+        for each in whole:
             self._round(each, host_s)
 
     def _round(self, each: Round, host_s: float) -> None:
@@ -103,29 +92,12 @@ class RankClocks:
         intra, inter = self.topology.intra, self.topology.inter
         beta = np.where(inside, intra.beta_s, inter.beta_s)
         start = np.maximum(self.now_n[senders], self.now_n[targets])
-        if self._shares_nic:
-            self._queue(start, senders, targets, beta * nbytes, ~inside)
         sent = start + beta * nbytes
         done_n = self.now_n.copy()
         done_n[senders] = sent
         arrived = sent + np.where(inside, intra.alpha_s, inter.alpha_s)
         done_n[targets] = np.maximum(done_n[targets], arrived)
         self.now_n = np.maximum(self.now_n + each.meanwhile_n, done_n)
-
-    def _queue(
-        self,
-        start: np.ndarray,
-        senders: np.ndarray,
-        targets: np.ndarray,
-        port_s: np.ndarray,
-        crosses: np.ndarray,
-    ) -> None:
-        """Delays `start` of messages that wait for their nodes' ports. Mutates `start`."""
-        for i in sorted(np.flatnonzero(crosses), key=start.__getitem__):
-            ports = self.topology.ports(int(senders[i]), int(targets[i]))
-            start[i] = max(start[i], *(self.card_free_s[port] for port in ports))
-            for port in ports:
-                self.card_free_s[port] = start[i] + port_s[i]
 
     def wait_for(self, others: RankClocks) -> None:
         """All ranks wait until `others`, a part of them that began together, has ended."""
@@ -164,7 +136,7 @@ class RankClocks:
 
 
 class QueuedRounds:
-    """Many rounds where the ranks of a node share a network card: messages take turns at it.
+    """Rounds where the ranks of a node share a network card: messages take turns at it.
 
     A rank that is ahead uses the card while another waits for its peer, so rounds cannot be
     computed one by one. Here every message is an event, as in `VirtualCluster`.

@@ -70,22 +70,22 @@ class DryRun:
         """One of equal parts of the bucket."""
         return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
 
-    def format(self, name: str = "auto") -> RecordFormat | BlockFormat:
+    def format(self, name: str = "auto") -> RecordFormat:
         """Records of sums in a format, as `SparseSum` writes them: those of Rice messages in it."""
         if name == "blocks":
-            return BlockFormat(self.options.block_size, self.cluster)
+            return BlockFormat(name, self.cluster, block_size=self.options.block_size)
         if name == "auto" and (self.shape.value_bits or self.options.format == "rice"):
             name = "rice"
         return RecordFormat(name, self.cluster, fixed=self.has_slots)
 
-    def gathered_sums(self, name: str = "auto") -> RecordFormat | BlockFormat:
+    def gathered_sums(self, name: str = "auto") -> RecordFormat:
         """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
         form = self.format(name)
-        if self.options.given_sum_bits is None or not isinstance(form, RecordFormat):
+        if self.options.given_sum_bits is None or isinstance(form, BlockFormat):
             return form
         return replace(form, value_bits=self.options.given_sum_bits)
 
-    def messages(self, name: str) -> RecordFormat | BlockFormat:
+    def messages(self, name: str) -> RecordFormat:
         """Records of a rank's own message in a format, as `Message` has them."""
         if name == "blocks":
             return self.format(name)
@@ -114,7 +114,7 @@ class DryRun:
         factor = self.options.given_capacity
         return density_P if factor is None else np.full_like(density_P, min(factor * target, 1.0))
 
-    def select(self, form: RecordFormat | BlockFormat) -> None:
+    def select(self, form: RecordFormat) -> None:
         """Threshold, error feedback, pruning and encoding of the whole bucket."""
         density = self.densities.whole(1)
         if isinstance(form, BlockFormat):
@@ -172,17 +172,17 @@ class DryRun:
 
     def exchanges(self, rounds: Sequence[tuple[np.ndarray, Density]]) -> None:
         """Exchanges of (target, bytes by sender) that follow one another without local work."""
-        self.clocks.in_rounds([self.clocks.round(*each) for each in rounds], self.host_s)
+        self.clocks.in_rounds([(*each, 0.0) for each in rounds], self.host_s)
 
     def shift(self, step: int, nbytes: Density) -> None:
-        """A round in which rank r sends to rank r - step."""
+        """A round in which rank r sends to rank r - step, so that no rank's port is shared."""
         self.shifts([(step, nbytes, 0.0)])
 
     def shifts(self, rounds: Sequence[tuple[int, Density, Density]]) -> None:
         """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
-        shift = self.clocks.shift
+        ranks = self.clocks.ranks_n
         self.clocks.in_rounds(
-            [shift(step, nbytes, work_s) for step, nbytes, work_s in rounds], self.host_s
+            [((ranks - step) % self.n, *each) for step, *each in rounds], self.host_s
         )
 
     def agree(self) -> None:

@@ -7,6 +7,7 @@ the fractions of blocks that hold a non-zero element. `sparsity` measures them.
 
 from __future__ import annotations
 
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -152,15 +153,7 @@ class SparsityProfile:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `from_dict` is the inverse."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: {str(key): number for key, number in value.items()}
-            if isinstance(value, dict)
-            else list(value)
-            if isinstance(value, tuple)
-            else value
-            for name, value in plain.items()
-        }
+        return json.loads(json.dumps(vars(self)))
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:

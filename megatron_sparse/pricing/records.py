@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_sparse.cuda_ext.record_spec import DEFAULT_BLOCK_SIZE
 from megatron_sparse.formats.hash_record import SECTIONS_AT
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.densities import MOST_DENSITY
@@ -79,19 +80,22 @@ class RecordFormat:
         if not piece.numel:
             return 0.0 * np.asarray(density)
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
-        kind = self.name, self.value_bits, self.fixed
-        pruned = each(lambda d: record_bytes(d, value_bytes, *kind), density)
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
-        return headers + piece.kept * kept_bytes + piece.pruned * pruned
+        pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
+        return headers + piece.kept * kept_bytes + pruned_bytes
 
     def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
         """Of one call on a piece."""
-        codec_s = self.cluster.codec_s
-        kept = codec_s(op, "dense", piece.kept, 1.0, value_bytes)
-        return kept + each(
-            lambda d: codec_s(op, self.written(d, value_bytes), piece.pruned, d, value_bytes),
-            density,
-        )
+        kept_s = self.cluster.codec_s(op, "dense", piece.kept, 1.0, value_bytes)
+        return kept_s + each(lambda d: self._pruned_s(op, piece.pruned, d, value_bytes), density)
+
+    def _pruned_bytes(self, numel: float, density: Density, value_bytes: int) -> Density:
+        kind = self.name, self.value_bits, self.fixed
+        return numel * each(lambda d: record_bytes(d, value_bytes, *kind), density)
+
+    def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
+        form = self.written(density, value_bytes)
+        return self.cluster.codec_s(op, form, numel, density, value_bytes)
 
     def written(self, density: float, value_bytes: int) -> str:
         """The format in which a record of this density is encoded, as codec rates name it."""
@@ -104,40 +108,26 @@ class RecordFormat:
 
 
 @dataclass(frozen=True)
-class BlockFormat:
+class BlockFormat(RecordFormat):
     """The same for OmniReduce's blocks; densities are fractions of non-zero blocks.
 
     Codecs were measured on elements at random places. So this class takes the rates of the element
     density at which random places give the same fraction of non-zero blocks.
     """
 
-    block_size: int
-    cluster: ClusterModel
+    block_size: int = DEFAULT_BLOCK_SIZE
 
-    def nbytes(self, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """See `RecordFormat`."""
-        if not piece.numel:
-            return 0.0 * np.asarray(density)
-        dense = piece.pruned * value_bytes
-        blocks = np.asarray(density) * piece.pruned / self.block_size
+    def _pruned_bytes(self, numel: float, density: Density, value_bytes: int) -> Density:
+        blocks = np.asarray(density) * numel / self.block_size
         sparse = BLOCKS_SUBHEADER.size + blocks * (INDEX_BYTES + self.block_size * value_bytes)
-        headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
-        return headers + piece.kept * value_bytes + np.minimum(sparse, dense)
+        return np.minimum(sparse, numel * value_bytes)
 
-    def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """See `RecordFormat`."""
-        codec_s = self.cluster.codec_s
-
-        def of(filled: float) -> float:
-            is_dense = filled * (INDEX_BYTES + self.block_size * value_bytes) >= (
-                self.block_size * value_bytes
-            )
-            empty = np.log1p(-min(filled, MOST_DENSITY))
-            uniform = float(-np.expm1(empty / self.block_size))
-            name = "dense" if is_dense else "blocks"
-            return codec_s(op, name, piece.pruned, uniform, value_bytes)
-
-        return codec_s(op, "dense", piece.kept, 1.0, value_bytes) + each(of, density)
+    def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
+        block_bytes = self.block_size * value_bytes
+        form = "dense" if density * (INDEX_BYTES + block_bytes) >= block_bytes else "blocks"
+        empty = np.log1p(-min(density, MOST_DENSITY))
+        uniform = float(-np.expm1(empty / self.block_size))
+        return self.cluster.codec_s(op, form, numel, uniform, value_bytes)
 
 
 def push_bytes(positions: float, density: Density, value_bytes: int) -> Density:

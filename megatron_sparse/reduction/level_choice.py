@@ -17,9 +17,8 @@ from megatron_sparse.collectives import AUTO as AUTO_SCHEME
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import AUTO, INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.planner.costs import fits
 from megatron_sparse.planner.levels import LevelComparison, LevelPricing
-from megatron_sparse.planner.prices import DENSE
+from megatron_sparse.planner.prices import DENSE, fits
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport.topology import members_of

@@ -26,9 +26,8 @@ from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import ops, workspace
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
-from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
-from megatron_sparse.formats.message_sizes import scratch_capacity
+from megatron_sparse.formats.message_sizes import scratch_capacity, segment_capacity
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.reduction.reducer import GradientReducer

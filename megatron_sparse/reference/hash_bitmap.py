@@ -32,8 +32,8 @@ def encode(
     bits = bytearray(8 * -(-len(index_set) // 64))
     for position in nonzero:
         bits[position // 8] |= 1 << position % 8
-    bitmap = padded(bytes(bits)) + padded(_bytes(local[nonzero]))
-    dense = padded(_bytes(local))
+    bitmap = padded(bytes(bits)) + padded(local[nonzero])
+    dense = padded(local)
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
     sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)
@@ -65,7 +65,3 @@ def decode(record: bytes, index_set: list[int], dtype: torch.dtype) -> list[tupl
     values = torch.frombuffer(raw, dtype=dtype).tolist() if raw else []
     pairs = zip((index_set[p] for p in chosen), values, strict=True)
     return [(element, value) for element, value in pairs if value != 0]
-
-
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).numpy().tobytes()

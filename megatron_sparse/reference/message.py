@@ -10,7 +10,7 @@ from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import blocks, padded, pici, rice
 from megatron_sparse.reference.checksum import opened, sealed
-from megatron_sparse.reference.prune import BF16, with_one_nan
+from megatron_sparse.reference.prune import BF16, DTYPES, with_one_nan
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
@@ -27,8 +27,6 @@ from megatron_sparse.wire import (
     wrong_field,
 )
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def encode(
     grad_N: torch.Tensor, segments: Segments, nnz_S: torch.Tensor, spec: RecordSpec
@@ -43,7 +41,7 @@ def encode(
         values, kept = grad, grad.ne(0)
         if values.dtype != DTYPES[value_dtype]:
             values = with_one_nan(values, DTYPES[value_dtype])
-        chosen, payload = FORMAT_DENSE, _padded(values)
+        chosen, payload = FORMAT_DENSE, padded(values)
         wanted = (FORMAT_COO, FORMAT_PICI) if wanted_format == FORMAT_ADAPTIVE else (wanted_format,)
         for sparse in wanted if not keep else ():
             candidate = _sections(sparse, values, kept, spec)
@@ -103,9 +101,9 @@ def _sections(
     if record_format == FORMAT_BLOCKS:
         return blocks.encode(values, kept, spec.block_size)
     if record_format == FORMAT_DENSE:
-        return _padded(values)
+        return padded(values)
     index = kept.nonzero().squeeze(1)
-    return _padded(index.int()) + _padded(values[index])
+    return padded(index.int()) + padded(values[index])
 
 
 def _entries(
@@ -147,10 +145,6 @@ def _blocks_entries(
     if any(payload[end - behind * dtype.itemsize : end]):
         raise wrong_field(rank, "block padding", "zeros behind the segment", "others")
     return index, values
-
-
-def _padded(section: torch.Tensor) -> bytes:
-    return padded(section.contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _read(data: bytes, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
     return (
         b"".join(word.to_bytes(8, "little") for word in words)
         + padded(b"".join(count.to_bytes(4, "little") for count in prefix))
-        + padded(values_N[order].view(torch.uint8).numpy().tobytes())
+        + padded(values_N[order])
     )
 
 

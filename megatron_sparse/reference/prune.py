@@ -8,6 +8,12 @@ rounding goes up with the probability of the part cut off. Where a value is cut 
 mantissa, it goes up when `fraction + (h mod 2^d) / 2^d >= 1`; under the smallest normal fp16, where
 the step is fixed at 2^-24, it goes up when `(h >> 8) / 2^24 < fraction`. h is the counter hash of
 the element's index in the bucket.
+
+`prune_limited` prunes to at most a given number of elements a segment, `prune_encode`'s capacity.
+The first non-zero elements of a segment stay. For each other element, let v be the value that would
+have been sent and e' its rounding error. Its residual becomes leak (v + e'), rounded as any
+residual is. If the sum v + e' is infinite or NaN, the residual becomes 0 and the last value that
+stays becomes NaN; if no value stays, the residual becomes NaN.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_TIE, DRAW
 
 FP32, BF16, FP16 = range(3)
 CODE_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+DTYPES = tuple(CODE_OF)
 _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 
 
@@ -126,3 +133,33 @@ def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     else:
         result.view(torch.int16)[nan] = _NAN_BITS[dtype]
     return result
+
+
+def prune_limited(
+    grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, segment_offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sent values, in the wire's dtype, and the new residual; mutates nothing.
+
+    Args are those of `cuda_ext.ops.prune_encode`.
+    """
+    pruned_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
+    leak, key, capacity_S = pruning.leak, pruning.key, pruning.capacity_S
+    assert capacity_S is not None, "without a limit it is `prune`"
+    out_N = with_one_nan(pruned_N, DTYPES[wire_dtype])
+    for (start, stop), most in zip(
+        pairwise(segment_offsets.tolist()), capacity_S.tolist(), strict=True
+    ):
+        nonzero_K = out_N[start:stop].nonzero().squeeze(1) + start
+        over_K = nonzero_K[most:]
+        x_K = out_N[over_K].float() + rest_N[over_K].float()
+        finite_K = x_K.isfinite()
+        given_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
+        if rest_N.dtype == torch.bfloat16:
+            random_K = counter_hash(key, DRAW_RESIDUAL, over_K) if key >= 0 else None
+            given_K = round_to(given_K, grid_of(BF16), random_K)
+        out_N[over_K] = 0
+        if most > 0 and not finite_K.all():
+            out_N[nonzero_K[most - 1]] = float("nan")
+        given_K = torch.where(finite_K | (most > 0), given_K, float("nan"))
+        rest_N[over_K] = with_one_nan(given_K, rest_N.dtype)
+    return with_one_nan(out_N, out_N.dtype), rest_N

@@ -42,16 +42,14 @@ class SegmentPlace:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A record, and the two halves of its entries.
+    """A record, and what its entries lose.
 
     Attributes:
         record: header and sections.
-        sent_K: fp32, what every decoder adds.
-        residual_K: fp32, x - sent; 0 where sent is infinite or NaN.
+        residual_K: fp32, x less what every decoder adds; 0 where that is infinite or NaN.
     """
 
     record: bytes
-    sent_K: torch.Tensor
     residual_K: torch.Tensor
 
 
@@ -96,7 +94,7 @@ def encode(
     )
     sent_K = torch.from_numpy(np.concatenate(sent))
     residual_K = torch.where(sent_K.isfinite(), x_K.float() - sent_K, 0)
-    return Encoded(header.pack() + payload, sent_K, residual_K)
+    return Encoded(header.pack() + payload, residual_K)
 
 
 def decode(

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_sparse.reference.prune import with_one_nan
+from megatron_sparse.reference.prune import DTYPES, with_one_nan
 from megatron_sparse.reference.rice_values import GROUP, dequantise, quantise
 from megatron_sparse.wire import RICE_BITS, RICE_SPANS
 
 PLANE = 32
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,17 @@ import torch
 from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message, padded
-from megatron_sparse.reference.capacity import prune_limited
 from megatron_sparse.reference.checksum import sealed
 from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
-from megatron_sparse.reference.prune import BF16, FP32, grid_of, prune, round_to, with_one_nan
+from megatron_sparse.reference.prune import (
+    BF16,
+    FP32,
+    grid_of,
+    prune,
+    prune_limited,
+    round_to,
+    with_one_nan,
+)
 from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm
 from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
@@ -112,8 +119,7 @@ def _kept_record(
     finite_M = x_M.isfinite()
     rounded_M = round_to(torch.where(finite_M, x_M, 0), grid_of(BF16), None)
     sent_M = with_one_nan(torch.where(finite_M, rounded_M, x_M), torch.bfloat16)
-    data = sent_M.view(torch.int16).numpy().tobytes()
-    payload = padded(data)
+    payload = padded(sent_M)
     header = Header(
         FORMAT_DENSE, BF16, len(x_M), int(piece_M.count_nonzero()), len(payload), begin, spec.step
     )

@@ -176,13 +176,13 @@ def _check_device(config: RunConfig) -> None:
 
 def _check_nccl_backend(config: RunConfig) -> None:
     """Refuses settings for which torch's backend `nccl` is switched to another one."""
-    from megatron_sparse.transport import nccl_backends
+    from megatron_sparse.transport import nccl_errors
 
     environment = config.cluster.env | os.environ  # as `rank_environment` does
     if config.scheme.nccl_errors == "typed":
-        nccl_backends.check_switch(nccl_backends.TYPED_ERRORS, environment)
+        nccl_errors.check_switch(nccl_errors.TYPED_ERRORS, environment)
     if config.scheme.nccl_engine:
-        nccl_backends.check_switch(nccl_backends.ENGINE, environment)
+        nccl_errors.check_switch(nccl_errors.ENGINE, environment)
 
 
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:

@@ -101,7 +101,7 @@ def sparse_ring(exchange: Exchange) -> Steps:
     identity = Identity.of_message("sparse_all_gather", exchange, message)
     group = Subgroup(transport, ring_order(transport), identity.tag)
     cuts = shard_cuts(layout, transport.world_size)
-    yield from ring_gather_sums(identity, cuts, sums, group, transport)
+    yield from ring_gather_sums(identity, cuts, sums, group)
     return group.sent_bytes
 
 

@@ -39,7 +39,7 @@ from megatron_sparse.simulate.figures import (
 from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
 from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket, price
 from megatron_sparse.transport import Link
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

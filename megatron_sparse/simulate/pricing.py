@@ -34,7 +34,7 @@ from megatron_sparse.formats.message import Message, MessageBuffers, encode, rec
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.machines import Machine
 from megatron_sparse.transport import VirtualCluster
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 from megatron_sparse.wire import HEADER_BYTES
 
 SECTOR_BYTES = 32

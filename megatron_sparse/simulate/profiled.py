@@ -38,8 +38,7 @@ from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
 from megatron_sparse.simulate.pricing import Job, JobCost
 from megatron_sparse.simulate.zen import ON_SCALE, draw_normalised, outcomes
 from megatron_sparse.sparsity.balance import Sample
-from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack
-from megatron_sparse.sparsity.characteristics import counts_between
+from megatron_sparse.sparsity.characteristics import counts_between, overlap_ratios, pack
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -42,7 +42,7 @@ from megatron_sparse.simulate.pricing import (
     make_bucket,
     price,
 )
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas

@@ -40,7 +40,7 @@ from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Mach
 from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket
 from megatron_sparse.straggler import critical_delay_s, make_schedule
 from megatron_sparse.transport import Link
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,6 +9,9 @@ non-zero element, which decide about the bytes that OmniReduce sends.
 elements are those that are non-zero on some rank; values that cancel one another are not detected.
 `-0.0` counts as zero, NaN does not.
 
+A set of elements is held as one bit for each element, 64 in a word, so a pass over the bits of N
+elements reads N / 8 bytes a rank. Shape suffixes: n ranks, W words.
+
 Deviations: definition 4 with k below the number of ranks is the mean over groups of k neighbouring
 ranks; definition 5 is the mean over ranks.
 """
@@ -16,7 +19,7 @@ ranks; definition 5 is the mean over ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
@@ -31,11 +34,78 @@ from megatron_sparse.pricing.profile import (
     SparsityProfile,
     partition_counts,
     quantiles,
+    union_counts,
 )
-from megatron_sparse.sparsity.bit_sets import overlap_ratios, pack, size_of, unions
 
+WORD_BITS = 64
 MOST_PAIRS = 64 * 63 // 2
 """The most pairs of ranks whose overlap is measured: all pairs of 64 ranks."""
+
+
+def pack(elements_K: np.ndarray, numel: int) -> np.ndarray:
+    """The set of some elements of [0, numel): uint64 words, ceil(numel / 64) of them.
+
+    Args:
+        elements_K: integers, in any order.
+        numel: elements of the whole vector.
+
+    Example:
+        >>> pack(np.array([0, 65]), 70).tolist()
+        [1, 2]
+    """
+    mask_N = np.zeros(-(-numel // WORD_BITS) * WORD_BITS, dtype=bool)
+    mask_N[elements_K] = True
+    return np.packbits(mask_N, bitorder="little").view("<u8").astype(np.uint64, copy=False)
+
+
+def size_of(words_W: np.ndarray) -> int:
+    """The number of elements in a set."""
+    return int(np.bitwise_count(words_W).sum(dtype=np.int64))
+
+
+def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """The unions of k neighbouring ranks' sets, for each k of `union_counts`.
+
+    The last neighbour of the last rank is rank 0, so that every rank is in as many unions as any
+    other: means over the unions of k ranks then never fall as k grows.
+
+    Args:
+        words_nW: one set for each rank; not changed.
+
+    Yields:
+        k and its unions: [n, W], or [1, W] for k = n. Valid until the next one is asked for.
+    """
+    n = words_nW.shape[0]
+    union_gW, held = words_nW, 1
+    for k in union_counts(n):
+        if k == n:
+            yield n, np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
+            return
+        if k > held:
+            union_gW, held = union_gW | np.roll(union_gW, -held, axis=0), k
+        yield k, union_gW
+
+
+def overlap_ratios(words_nW: np.ndarray, most_pairs: int) -> list[float]:
+    """The overlap ratio of pairs of ranks: the size of the intersection over the smaller set's.
+
+    ZEN, definition 3. Pairs with an empty set are left out.
+
+    Args:
+        words_nW: one set for each rank.
+        most_pairs: limit; of more pairs, this many are taken, evenly spread over their list.
+    """
+    n = words_nW.shape[0]
+    sizes = [size_of(words_W) for words_W in words_nW]
+    first, second = np.triu_indices(n, k=1)
+    if first.size > most_pairs:
+        taken = np.arange(most_pairs) * first.size // most_pairs
+        first, second = first[taken], second[taken]
+    return [
+        size_of(words_nW[a] & words_nW[b]) / min(sizes[a], sizes[b])
+        for a, b in zip(first.tolist(), second.tolist(), strict=True)
+        if sizes[a] and sizes[b]
+    ]
 
 
 def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:

@@ -41,8 +41,12 @@ from megatron_sparse.pricing.profile import (
     quantiles,
 )
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.sparsity.bit_sets import WORD_BITS, overlap_ratios, unions
-from megatron_sparse.sparsity.characteristics import skewness_ratio
+from megatron_sparse.sparsity.characteristics import (
+    WORD_BITS,
+    overlap_ratios,
+    skewness_ratio,
+    unions,
+)
 from megatron_sparse.transport import Transport
 
 WINDOWS, WINDOW_NUMEL = 2048, 256

@@ -1,10 +1,22 @@
-"""Makes the schedule for a number of ranks and a straggler."""
+"""Makes the schedule for a number of ranks and a straggler.
+
+Those for powers of two are made here (StragglAR, algorithm 1), the others by `matching`. In
+`doubling_rounds` every chunk doubles in every round. There the straggler is rank n - 1, early rank
+r begins with chunk r, and k = log2 n. A chunk is *active* from the round after its reduction until
+all ranks have it, k rounds later. From round k on every early rank holds exactly one active chunk:
+the ranks P with the oldest one, which is due in this round, are matched with the others, Q, and
+each pair exchanges. When a rank meets the straggler, all its chunks must have expired, so the
+straggler's partners of the next k rounds (the critical window) choose their partners first.
+
+Deviation: the paper forbids to match two ranks of the critical window; here that is only avoided.
+That is enough for the invariant.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
-from megatron_sparse.straggler.doubling import doubling_rounds
 from megatron_sparse.straggler.matching import matching_rounds
 from megatron_sparse.straggler.schedule import Round, Schedule, Transfer, check_ranks
 
@@ -37,3 +49,68 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
 def _rounds(n: int) -> tuple[Round, ...]:
     is_power_of_two = n & (n - 1) == 0
     return tuple(doubling_rounds(n) if is_power_of_two else matching_rounds(n))
+
+
+def doubling_rounds(n: int) -> Iterator[Round]:
+    """The n + log2 n - 2 rounds for n = 2, 4, 8, ..."""
+    levels, straggler = n.bit_length() - 1, n - 1
+    holders: dict[int, set[int]] = {}
+    for number in range(n + levels - 2):
+        transfers: list[Transfer] = []
+        if number < n - 1:
+            transfers += [Transfer(number, straggler, number), Transfer(straggler, number, number)]
+        if number < levels:
+            spread = _first_copies(holders, number, levels, n)
+        else:
+            spread = _exchanges(holders, number, levels, n)
+            del holders[number - levels]
+        transfers += spread
+        for _, receiver, chunk in spread:
+            if chunk in holders:
+                holders[chunk].add(receiver)
+        if number < n - 1:
+            holders[number] = {number}
+        yield tuple(transfers)
+
+
+def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
+    """Phase 1: every holder of a chunk gives it to a rank that has none.
+
+    Early rank j gives its own chunk first to rank j + log2 n, which needs it, and no newer one, in
+    its round with the straggler.
+    """
+    taken = set().union(*holders.values())
+    free = (rank for rank in range(2 * levels - 1, n - 1) if rank not in taken)
+    return [
+        Transfer(rank, number - 1 + levels if rank == number - 1 else next(free), chunk)
+        for chunk, ranks in holders.items()
+        for rank in sorted(ranks)
+    ]
+
+
+def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
+    """Phase 2: ranks with the due chunk exchange with ranks without it."""
+    due, straggler = number - levels, n - 1
+    chunk_of = {rank: chunk for chunk, ranks in holders.items() for rank in ranks}
+    with_due = sorted(holders[due] - {number})
+    others = sorted(chunk_of.keys() - holders[due] - {number}, key=lambda rank: chunk_of[rank])
+    if number >= n - 1:
+        # The straggler has no fixed partner any more and helps to spread the last one's chunk.
+        chunk_of[straggler] = n - 2
+        others.append(straggler)
+    window = range(number + 1, min(number + levels, n - 2) + 1)
+    pairs: list[tuple[int, int]] = []
+    for rank in window:
+        if rank in holders[due]:
+            fitting = (other for other in others if chunk_of[other] <= rank - levels)
+            other = min(fitting, key=lambda other: (chunk_of[other], other in window))
+            pairs.append((rank, other))
+            with_due.remove(rank)
+            others.remove(other)
+    pairs += zip(with_due, others, strict=True)
+    transfers = []
+    for rank, other in pairs:
+        if other != straggler:
+            transfers.append(Transfer(rank, other, due))
+        transfers.append(Transfer(other, rank, chunk_of[other]))
+    return transfers

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.transport.base import Grace
-from megatron_sparse.transport.operation import Operation
+from megatron_sparse.transport.operation import Operation, WaitedWork
 
 ONE_ARRIVAL = 1 << 32
 """One arrival in the counter's upper half; the lower half adds up the ranks' numbers."""
@@ -43,7 +43,7 @@ NOBODY = -1
 """The decision that no rank is missing."""
 
 
-class StoreArrival:
+class StoreArrival(WaitedWork):
     """See `Arrival`. Made by `StoreArrivalCounter`; its thread writes the results."""
 
     def __init__(
@@ -54,38 +54,25 @@ class StoreArrival:
         operation: Operation,
         event: torch.cuda.Event | None,
     ) -> None:
+        self.decided: Future[int | None] = Future()
+        super().__init__(operation, self.decided)
         self.bucket = bucket
         self.visit = visit
         self.key = f"{bucket}/{visit}"
         self.grace = grace
-        self.operation = operation
         self.straggler: int | None = None
-        self.decided: Future[int | None] = Future()
         self.named_at_s: float | None = None
         self.missing = NOBODY
         self.counted_s = 0.0
-        self._event = event
+        self.event = event
         self._waited: Future[float] = Future()
         if grace is None:
             self.decided.set_result(None)
-
-    def await_device(self) -> None:
-        """Blocks until the device has computed the gradients; returns at once on a CPU."""
-        if self._event is not None:
-            self._event.synchronize()
 
     @property
     def is_settled(self) -> bool:
         """Whether both the decision and the waited time are known."""
         return self.decided.done() and self._waited.done()
-
-    def ready(self) -> bool:
-        """See `Work`; also true when there is nothing left to wait for."""
-        return self.decided.done() or self.operation.is_hopeless()
-
-    def when_ready(self, wake: Callable[[], None]) -> None:
-        """See `Work`."""
-        self.decided.add_done_callback(lambda _: wake())
 
     def finish(self) -> None:
         """See `Work`.
@@ -93,10 +80,7 @@ class StoreArrival:
         Raises:
             CommunicationError: a rank is gone, several did not come in time, or the store is gone.
         """
-        while not self.ready():
-            time.sleep(SHORTEST_POLL_S)
-        if not self.decided.done():
-            raise self.operation.error()
+        super().finish()
         self.straggler = self.decided.result()
 
     def waited(self) -> Future[float]:
@@ -215,7 +199,8 @@ class StoreArrivalCounter:
                     answer.set_exception(failure)
 
     def _count(self, arrival: StoreArrival) -> None:
-        arrival.await_device()
+        if arrival.event is not None:  # until the device has computed the gradients
+            arrival.event.synchronize()
         n = self._world_size
         counter = self._store.add(arrival.key, ONE_ARRIVAL + self._rank)
         arrival.counted_s = time.perf_counter()

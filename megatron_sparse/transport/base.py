@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -55,6 +55,25 @@ class Work(Protocol):
             CommunicationError: the operation failed or timed out.
         """
         ...
+
+
+def to_everyone(
+    transport: Any, gathered: torch.Tensor, own_M: torch.Tensor
+) -> tuple[PeerTensors, PeerTensors]:
+    """`Transport.all_gather` in one round: its messages from every rank directly to every other.
+
+    Args:
+        transport: all ranks, or some; their number and this one's are read.
+        gathered: see `Transport.all_gather`; gets this rank's part.
+        own_M: see there.
+
+    Returns:
+        What this rank sends, and where it receives.
+    """
+    places = gathered.tensor_split(transport.world_size)
+    places[transport.rank].copy_(own_M)
+    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
+    return [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers]
 
 
 Grace = Callable[[int], float]

@@ -79,7 +79,7 @@ class NcclCommunicator:
         self._deadline = deadline
         name = library.unique_id().hex().encode() if rank == 0 else b""
         unique_id = bytes.fromhex(broadcast(name).decode().strip())
-        self._communicator = _make(library, unique_id, rank, world_size, device, timeout_s)
+        self._communicator = self._make(unique_id, timeout_s)
         self.words = torch.tensor([rank, world_size, self._communicator, *library.addresses])
         self._pending: deque[_Call] = deque()
         self._error: CommunicationError | None = None
@@ -89,6 +89,30 @@ class NcclCommunicator:
         self._monitor = threading.Thread(target=self._run_monitor, name="megatron_sparse_nccl")
         self._monitor.daemon = True
         self._monitor.start()
+
+    def _make(self, unique_id: bytes, timeout_s: float) -> int:
+        """Makes the communicator in a thread: NCCL waits for other ranks without a time limit."""
+        made: Future[int] = Future()
+
+        def run() -> None:
+            try:
+                if self._device.type == "cuda":
+                    torch.cuda.set_device(self._device)
+                made.set_result(self._library.make(unique_id, self.rank, self.world_size))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="megatron_sparse_nccl_init", daemon=True).start()
+        try:
+            return made.result(timeout_s)
+        except TookTooLong:
+            raise CommunicationError(
+                "NCCL's communicator was not made",
+                expected=f"all {self.world_size} ranks within scheme.timeout_s ({timeout_s:g} s)",
+                got="none",
+                remedy="look at the other ranks' logs; NCCL_DEBUG=INFO shows which rank NCCL waits "
+                "for",
+            ) from None
 
     @contextmanager
     def call(self, name: str) -> Iterator[Callable[[int], None]]:
@@ -237,34 +261,3 @@ def refusal(got: str) -> ConfigError:
         got=got,
         remedy="leave scheme.nccl_engine out",
     )
-
-
-def _make(
-    library: NcclLibrary,
-    unique_id: bytes,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    timeout_s: float,
-) -> int:
-    """Makes the communicator in a thread: NCCL waits for the other ranks without a time limit."""
-    made: Future[int] = Future()
-
-    def run() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            made.set_result(library.make(unique_id, rank, world_size))
-        except BaseException as error:
-            made.set_exception(error)
-
-    threading.Thread(target=run, name="megatron_sparse_nccl_init", daemon=True).start()
-    try:
-        return made.result(timeout_s)
-    except TookTooLong:
-        raise CommunicationError(
-            "NCCL's communicator was not made",
-            expected=f"all {world_size} ranks within scheme.timeout_s ({timeout_s:g} s)",
-            got="none",
-            remedy="look at the other ranks' logs; NCCL_DEBUG=INFO shows which rank NCCL waits for",
-        ) from None

@@ -10,8 +10,13 @@ was read in torch 2.11 to 2.13; 2.14 declares the same): it sets the group's
 error; with TORCH_NCCL_PROPAGATE_ERROR it tells the group's other members, whose watchdogs set
 theirs; it sleeps four times TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC; it aborts the communicator. Only
 then does a stream that waits for the operation go on, with undefined values in its buffers. So the
-group's error is always set before such values can be read. Other NCCL backends are refused
-(`nccl_backends`).
+group's error is always set before such values can be read.
+
+Other NCCL backends are refused, here and by the engine. torch 2.14 adds two that are written anew,
+`nccl2` and `nccl-lazy`, and can make `nccl` an alias of the former (`TORCH_DIST_USE_NCCL2=1`).
+Their thread aborts the communicator, and as a rule the process with it, as soon as it finds an
+error, and tells no other rank. So an error could not be typed, and a checkpoint could hold the
+results of an aborted operation.
 
 The host runs ahead of the device, so a step that was queued before the error may still change
 weights with such values, and, through groups that are healthy, other ranks' weights too. The
@@ -36,13 +41,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.nccl_backends import (
-    TYPED_ERRORS,
-    check_switch,
-    cuda_backend,
-    is_supported,
-    require_supported,
-)
+
+TYPED_ERRORS = "scheme.nccl_errors=typed"
+ENGINE = "scheme.nccl_engine=true"
+SUPPORTED = "the backend nccl, as torch's ProcessGroupNCCL"
+SWITCH = "TORCH_DIST_USE_NCCL2"
 
 ENVIRONMENT = {
     # Abort communicators, leave the process alone (CleanUpOnly of ProcessGroupNCCL.hpp).
@@ -89,9 +92,59 @@ def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
             continue
         ranks = dist.get_process_group_ranks(group)
         name = f"{group.group_desc or world.pg_names[group]} (ranks {_listed(ranks)})"
-        if not is_supported(backend):
-            require_supported(TYPED_ERRORS, group, name)
+        require_supported(TYPED_ERRORS, group, name)
         yield name, backend
+
+
+def check_switch(setting: str, environment: Mapping[str, str]) -> None:
+    """Refuses an environment in which torch's backend `nccl` is another one.
+
+    Args:
+        setting: `TYPED_ERRORS` or `ENGINE`.
+        environment: of the ranks.
+
+    Raises:
+        ConfigError: `TORCH_DIST_USE_NCCL2` is 1.
+    """
+    if environment.get(SWITCH) == "1":
+        raise ConfigError(
+            f"{setting} with {SWITCH}=1",
+            expected=SUPPORTED,
+            got="nccl2 under the name nccl",
+            remedy=f"unset {SWITCH}, or leave {setting.partition('=')[0]} out",
+        )
+
+
+def cuda_backend(group: dist.ProcessGroup) -> Any | None:
+    """The backend that serves a group's CUDA tensors; None for a group of the CPU alone."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:
+        return None
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks each operation in a wrapper.
+    return getattr(backend, "wrapped_pg", backend)
+
+
+def require_supported(setting: str, group: dist.ProcessGroup, name: str) -> None:
+    """Refuses a group whose CUDA tensors another backend than `ProcessGroupNCCL` serves.
+
+    Args:
+        setting: `TYPED_ERRORS` or `ENGINE`.
+        group: of this process.
+        name: of the group, for the error.
+
+    Raises:
+        ConfigError: names the backend.
+    """
+    backend = cuda_backend(group)
+    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):  # a torch may have none
+        raise ConfigError(
+            f"{setting} with the group {name}",
+            expected=SUPPORTED,
+            got=f"{dist.get_backend(group)} ({type(backend).__name__})",
+            remedy="initialise torch.distributed with the backend nccl and without "
+            f"{SWITCH}, or leave {setting.partition('=')[0]} out",
+        )
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
@@ -123,7 +176,7 @@ class HealthCheck:
 
     Raises:
         ConfigError: the environment leaves errors to torch's own handling, or a group's backend is
-            not supported (`nccl_backends`).
+            not supported.
     """
 
     def __init__(
@@ -154,12 +207,9 @@ class HealthCheck:
             error = backend.get_error()
             if error.name != "SUCCESS":
                 gone = self._gone()
-                raise CommunicationError(
-                    f"NCCL group {name} has failed before {before}" + (f": {gone}" if gone else ""),
-                    expected="every operation of every group to finish",
-                    got=gone or _WHAT.get(error.name, error.name),
-                    remedy=REMEDY,
-                )
+                what = f"NCCL group {name} has failed before {before}"
+                got = gone or _WHAT.get(error.name, error.name)
+                raise _failed(what + (f": {gone}" if gone else ""), got)
 
     def agree(self, before: str, store: Any, rank: int, world_size: int) -> None:
         """Returns on all ranks when all groups of all ranks are healthy; else raises on all ranks.
@@ -198,12 +248,7 @@ class HealthCheck:
             ) from error
         found = store.get(f"{key}/all").decode()
         if found:
-            raise CommunicationError(
-                f"NCCL has failed before {before} on {found}",
-                expected="every operation of every group to finish",
-                got="see that rank's log",
-                remedy=REMEDY,
-            )
+            raise _failed(f"NCCL has failed before {before} on {found}", "see that rank's log")
 
 
 @contextmanager
@@ -216,12 +261,13 @@ def as_typed() -> Iterator[None]:
     try:
         yield
     except dist.DistBackendError as error:
-        raise CommunicationError(
-            "an operation of NCCL failed",
-            expected="every operation of every group to finish",
-            got=(str(error) or repr(error)).split("\n", 1)[0],
-            remedy=REMEDY,
-        ) from error
+        got = (str(error) or repr(error)).split("\n", 1)[0]
+        raise _failed("an operation of NCCL failed", got) from error
+
+
+def _failed(what: str, got: str) -> CommunicationError:
+    expected = "every operation of every group to finish"
+    return CommunicationError(what, expected=expected, got=got, remedy=REMEDY)
 
 
 def _listed(ranks: Sequence[int], most: int = 8) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
+from typing import Any
 
 import torch.distributed as dist
 
@@ -72,7 +73,7 @@ class Operation:
 
 
 class WaitedWork:
-    """Works that a thread waits for, as one `Work`: gloo's.
+    """Works that a thread waits for, as one `Work`: gloo's, and the store's.
 
     Args:
         operation: their name and deadline.
@@ -81,15 +82,15 @@ class WaitedWork:
     """
 
     def __init__(
-        self, operation: Operation, waiting: Future[None], check: Callable[[], None] | None = None
+        self, operation: Operation, waiting: Future[Any], check: Callable[[], None] | None = None
     ) -> None:
-        self._operation = operation
+        self.operation = operation
         self._waiting = waiting
         self._check = check
 
     def ready(self) -> bool:
         """See `Work`; also true when waiting has become pointless."""
-        return self._waiting.done() or self._operation.is_hopeless()
+        return self._waiting.done() or self.operation.is_hopeless()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
         """See `Work`."""
@@ -101,11 +102,11 @@ class WaitedWork:
             with suppress(TimeoutError):
                 self._waiting.exception(POLL_S)
         if not self._waiting.done():
-            raise self._operation.error()
+            raise self.operation.error()
         try:
             self._waiting.result()
         except RuntimeError as error:
-            raise self._operation.error(error) from error
+            raise self.operation.error(error) from error
         if self._check is not None:
             self._check()
 
@@ -113,7 +114,7 @@ class WaitedWork:
 class StreamWork:
     """Works of NCCL as one `Work`; `finish` lets the current stream wait for all of them."""
 
-    def __init__(self, operation: Operation, works: Sequence[dist.Work]) -> None:
+    def __init__(self, operation: Operation, works: Sequence[dist.Work | None]) -> None:
         self._operation = operation
         self._works = works
 

@@ -19,7 +19,6 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +26,12 @@ import torch.distributed as dist
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.transport.arrival_counter import StoreArrivalCounter
-from megatron_sparse.transport.base import PeerTensors, Work
+from megatron_sparse.transport.base import PeerTensors, Work, to_everyone
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
-from megatron_sparse.transport.nccl_backends import ENGINE, require_supported
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
+from megatron_sparse.transport.nccl_errors import ENGINE, require_supported
 from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.operation import Operation, StreamWork, WaitedWork, Waiters, wait_all
 
@@ -67,7 +66,7 @@ class ProcessGroupTransport:
 
     Raises:
         ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU or with a
-            backend that the engine does not support (`nccl_backends`), or the ranks disagree on
+            backend that the engine does not support (`nccl_errors`), or the ranks disagree on
             which of them share a node (`membership`).
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
@@ -179,19 +178,9 @@ class ProcessGroupTransport:
             self._liveness.note(name)
         return operation
 
-    def _collective(
-        self, name: str, post: Callable[[], dist.Work | None]
-    ) -> WaitedWork | StreamWork:
+    def _collective(self, name: str, post: Callable[[], dist.Work | None]) -> Work:
         """Posts one of the backend's own collectives."""
-        operation = self._announce(name)
-        if self.device.type != "cuda":
-            return self._waited(operation, lambda: [post()])
-        try:
-            work = post()
-        except RuntimeError as error:
-            raise operation.error(error) from error
-        assert work is not None, "only members of the group take part"
-        return StreamWork(operation, [work])
+        return self._post(self._announce(name), lambda: [post()])
 
     def all_reduce_(self, values_N: torch.Tensor) -> Work:
         """See `Transport`."""
@@ -212,7 +201,7 @@ class ProcessGroupTransport:
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
         """See `Transport`."""
         if self.device.type != "cuda" and own_M.nbytes <= SMALL_GATHER_BYTES:
-            return all_gather_at_once(self, gathered, own_M, SMALL_GATHER_TAG)
+            return self.exchange(*to_everyone(self, gathered, own_M), SMALL_GATHER_TAG)
         return self._collective(
             "all_gather", lambda: _all_gather(gathered, own_M, group=self.group, async_op=True)
         )
@@ -232,14 +221,9 @@ class ProcessGroupTransport:
             return StreamWork(Operation("an empty exchange", None, self._timeout_s), [])
         operation = self._announce(f"exchange with ranks {sorted(peers)}")
         if self.device.type == "cuda":
-            try:
-                if with_everyone:
-                    works = self._post_all_to_all(sends, receives)
-                else:
-                    works = self._post_batch(sends, receives, tag)
-            except RuntimeError as error:
-                raise operation.error(error) from error
-            return StreamWork(operation, works)
+            if with_everyone:
+                return self._post(operation, lambda: self._post_all_to_all(sends, receives))
+            return self._post(operation, lambda: self._post_batch(sends, receives, tag))
         bytes_in = [(peer, values.view(torch.uint8).view(-1)) for peer, values in receives]
         for _, received in bytes_in:
             if received.numel() >= CANARY.numel():
@@ -256,15 +240,15 @@ class ProcessGroupTransport:
                 for peer, values in sends
             ]
 
-        return self._waited(operation, post, lambda: _check_filled(operation, bytes_in))
+        return self._post(operation, post, lambda: _check_filled(operation, bytes_in))
 
-    def _waited(
+    def _post(
         self,
         operation: Operation,
-        post: Callable[[], list[dist.Work | None]],
+        post: Callable[[], Sequence[dist.Work | None]],
         check: Callable[[], None] | None = None,
-    ) -> WaitedWork:
-        """Posts gloo's works and lets a thread wait for them.
+    ) -> Work:
+        """Posts works: NCCL's, which a stream waits for, or gloo's, which a thread waits for.
 
         gloo offers no completion callback, and some works complete only inside wait(): pairwise
         messages, and the reduce-scatter, which reduces everything and copies the shard there.
@@ -273,15 +257,15 @@ class ProcessGroupTransport:
             posted = post()
         except RuntimeError as error:
             raise operation.error(error) from error
+        if self.device.type == "cuda":
+            return StreamWork(operation, posted)
         return WaitedWork(operation, self._waiters.submit(lambda: wait_all(posted)), check)
 
-    def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work]:
+    def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work | None]:
         """`_post_batch` in one call of c10d instead of one for each message."""
         nothing = [(sends or receives)[0][1].new_empty(0, dtype=torch.uint8)] * self.world_size
         outputs, inputs = (_placed(nothing, pieces) for pieces in (receives, sends))
-        work = dist.all_to_all(outputs, inputs, group=self.group, async_op=True)
-        assert work is not None, "only members of the group take part"
-        return [work]
+        return [dist.all_to_all(outputs, inputs, group=self.group, async_op=True)]
 
     def _post_batch(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> list[dist.Work]:
         """One NCCL group call, so that sends and receives cannot block one another."""
@@ -311,25 +295,6 @@ class ProcessGroupTransport:
             self._liveness = None
         self._waiters.close()
         return_group(self.group, broken=broken)
-
-
-def all_gather_at_once(
-    transport: Any, gathered: torch.Tensor, own_M: torch.Tensor, tag: int
-) -> Work:
-    """`Transport.all_gather` of one round: every rank sends directly to every other.
-
-    Args:
-        transport: with `exchange`: all ranks, or a `SubsetTransport`.
-        gathered: see `Transport.all_gather`.
-        own_M: see there.
-        tag: of the messages.
-    """
-    places = gathered.tensor_split(transport.world_size)
-    places[transport.rank].copy_(own_M)
-    peers = [peer for peer in range(transport.world_size) if peer != transport.rank]
-    return transport.exchange(
-        [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers], tag
-    )
 
 
 def _placed(nothing: list[torch.Tensor], pieces: PeerTensors) -> list[torch.Tensor]:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_sparse.transport.base import PeerTensors, Transport, Work
+from megatron_sparse.transport.base import PeerTensors, Transport, Work, to_everyone
 from megatron_sparse.transport.nccl_communicator import NcclCommunicator
-from megatron_sparse.transport.process_group import all_gather_at_once
 
 
 class SubsetTransport:
@@ -44,8 +43,8 @@ class SubsetTransport:
         self._tag = tag
 
     def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Work:
-        """See `Transport` and `all_gather_at_once`."""
-        return all_gather_at_once(self, gathered, own_M, self._tag)
+        """See `Transport` and `to_everyone`."""
+        return self.exchange(*to_everyone(self, gathered, own_M), self._tag)
 
     def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> Work:
         """See `Transport`; peers are places in the subset."""

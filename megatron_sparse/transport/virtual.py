@@ -27,23 +27,23 @@ from typing import Any
 import torch
 
 from megatron_sparse.errors import CommunicationError, ConfigError
-from megatron_sparse.transport.base import Marker
+from megatron_sparse.transport.base import Marker, PeerTensors, to_everyone
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator
 from megatron_sparse.transport.topology import NO_TIME, Topology
-from megatron_sparse.transport.virtual_arrival_counter import (
+from megatron_sparse.transport.virtual_work import (
     VirtualArrival,
     VirtualArrivalCounter,
-    Visit,
-)
-from megatron_sparse.transport.virtual_rank import (
-    TAG_OF_COLLECTIVES,
-    ReductionKey,
-    VirtualTransport,
     VirtualWork,
+    Visit,
 )
 
 POISON = 0xFF
+GATHER_TAG = -1
+"""Of the whole cluster's all-gathers; those of `VirtualCluster.group` count down from it."""
 
 Steps = Generator[Any, None, Any]
+ReductionKey = tuple[tuple[int, ...], int, int]
+"""The ranks of a group, the tag of its collectives, and the number of the reduction in it."""
 
 
 @dataclass
@@ -51,7 +51,6 @@ class _Half:
     """One side of a message, waiting for the other."""
 
     rank: int
-    peer: int
     data: torch.Tensor
     work: VirtualWork
     posted_s: float
@@ -87,7 +86,8 @@ class VirtualCluster:
         link_messages: (sender, receiver) -> messages.
         clock_s: the modelled clock of each rank, in seconds.
         pending_arrivals: the arrivals of every visit to a bucket at which ranks are missing
-            (`virtual_arrival_counter`).
+            (`virtual_work`).
+        ended: works that have ended since ranks were last resumed.
 
     Raises:
         ConfigError: the topology has another number of ranks.
@@ -129,8 +129,8 @@ class VirtualCluster:
         self._numbers = count()
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[ReductionKey, _Reduction] = {}
-        self._group_tags = count(TAG_OF_COLLECTIVES - 1, -1)
-        self._ended: list[VirtualWork] = []
+        self._group_tags = count(GATHER_TAG - 1, -1)
+        self.ended: list[VirtualWork] = []
         self.pending_arrivals: dict[Visit, list[VirtualArrival]] = {}
 
     @property
@@ -226,9 +226,7 @@ class VirtualCluster:
         is_agreement = gathers or data.dtype == torch.int64
         # A receive buffer holds nothing yet; the sender's side sets the price.
         priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
-        half = _Half(
-            rank, peer, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for
-        )
+        half = _Half(rank, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for)
         work.undelivered += 1
         work.waits_for[waiting_for] += 1
         if not is_send:
@@ -275,12 +273,6 @@ class VirtualCluster:
             del self._reductions[key]
             self._reduce(reduction, ranks)
 
-    def open_arrival_counter(self, rank: int, ranks: Sequence[int]) -> VirtualArrivalCounter:
-        """See `Transport`; called by the transports."""
-        return VirtualArrivalCounter(
-            rank, ranks, self.clock_s, self.pending_arrivals, self._ended.extend
-        )
-
     def _reduce(self, reduction: _Reduction, ranks: Sequence[int]) -> None:
         """Adds in rank order; counts and times the steps of a ring over the ranks."""
         n = len(ranks)
@@ -316,12 +308,12 @@ class VirtualCluster:
             reduction.outputs[rank].copy_(sum_N[own])
             work = reduction.works[rank]
             work.undelivered, work.done_s = 0, done_s
-            self._ended.append(work)
+            self.ended.append(work)
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
         """Delivers the message that starts first; returns the ranks that can go on."""
-        ready = [w.rank for w in self._ended if waiting.get(w.rank) is w and w.ready()]
-        self._ended.clear()
+        ready = [w.rank for w in self.ended if waiting.get(w.rank) is w and w.ready()]
+        self.ended.clear()
         while not ready:
             if not self._matched:
                 raise self._deadlock(waiting)
@@ -378,3 +370,80 @@ class VirtualCluster:
                 expected="every posted operation is waited for and has a counterpart",
                 got="; ".join(waits) or "operations that were not waited for",
             )
+
+
+class VirtualTransport:
+    """See `Transport`; one rank of a `VirtualCluster`, or of a group of its ranks.
+
+    Args:
+        cluster: moves the messages.
+        rank: in the group.
+        ranks: the cluster's rank of each rank of the group, in order.
+        tag: of the group's all-gathers, below 0.
+    """
+
+    def __init__(
+        self, cluster: VirtualCluster, rank: int, ranks: tuple[int, ...], tag: int = GATHER_TAG
+    ) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.world_size = len(ranks)
+        self.device = cluster.device
+        self.nodes = tuple(cluster.topology.nodes[each] for each in ranks)
+        self.communicator: NcclCommunicator | None = None
+        self.may_post = True
+        self._cluster = cluster
+        self._own = ranks[rank]
+        self._tag = tag
+        self._reductions = 0
+
+    def charge(self, seconds: float) -> None:
+        """Adds local work to this rank's modelled clock."""
+        self._cluster.clock_s[self._own] += seconds
+
+    def open_arrival_counter(self) -> VirtualArrivalCounter:
+        """See `Transport`."""
+        cluster = self._cluster
+        return VirtualArrivalCounter(
+            self._own, self.ranks, cluster.clock_s, cluster.pending_arrivals, cluster.ended.extend
+        )
+
+    def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
+        """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
+        return self._reduce("all_reduce", values_N, values_N)
+
+    def reduce_scatter(
+        self, shard_M: torch.Tensor, values_N: torch.Tensor, *, average: bool = False
+    ) -> VirtualWork:
+        """See `Transport`. Timed and counted as a ring; sums in rank order in the input dtype."""
+        assert not average, "only Megatron's own buckets are averaged by the backend"
+        return self._reduce("reduce_scatter", values_N, shard_M)
+
+    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> VirtualWork:
+        """See `Transport`. Every rank sends directly to every other."""
+        return self._post("all_gather", *to_everyone(self, gathered, own_M), self._tag)
+
+    def exchange(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
+        """See `Transport`."""
+        assert tag >= 0, "tags are 0 to 2^31 - 1"
+        return self._post("exchange", sends, receives, tag)
+
+    def _post(self, what: str, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
+        assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
+        cluster = self._cluster
+        work = VirtualWork(self._own, cluster.clock_s, what)
+        for peer, data in receives:
+            if data.numel():
+                cluster.post_half(work, self.ranks[peer], data, tag, is_send=False)
+        for peer, data in sends:
+            if data.numel():
+                cluster.post_half(work, self.ranks[peer], data, tag, is_send=True)
+        return work
+
+    def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
+        assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
+        work = VirtualWork(self._own, self._cluster.clock_s, kind)
+        key = self.ranks, self._tag, self._reductions
+        self._cluster.post_reduction(key, work, values_N, output)
+        self._reductions += 1
+        return work

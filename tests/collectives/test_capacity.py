@@ -16,11 +16,11 @@ from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError, WireFormatError
 from megatron_sparse.formats import message as message_module
-from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
+from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reference.capacity import prune_limited
+from megatron_sparse.reference.prune import prune_limited
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.collectives.cases import (
     DTYPES,

@@ -14,7 +14,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.planner.plan import bucket_facts
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 from tests.collectives.cases import BY_FORM, OPTIONS, Case, on_nodes, run_case, whole_sums
 
 DTYPES = (("fp32", "fp32"), ("fp32", "bf16"), ("fp32", "fp16"), ("bf16", "bf16"), ("fp16", "fp16"))

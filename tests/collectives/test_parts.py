@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import parts
+from megatron_sparse.collectives import agsparse
 from megatron_sparse.collectives.base import Subgroup
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives import test_capacity
@@ -27,9 +27,9 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return IN_ROUNDS(self, rounds, *rest, **options)
 
     monkeypatch.setattr(Subgroup, "in_rounds", counted)
-    monkeypatch.setattr(parts, "PART_NUMEL", 100)
-    monkeypatch.setattr(parts, "PART_BYTES", 64)
-    monkeypatch.setattr(parts, "ALIGNMENT", 1)
+    monkeypatch.setattr(agsparse, "PART_NUMEL", 100)
+    monkeypatch.setattr(agsparse, "PART_BYTES", 64)
+    monkeypatch.setattr(agsparse, "ALIGNMENT", 1)
     return counts
 
 
@@ -49,7 +49,7 @@ def test_floats_have_the_bits_of_whole_messages(
 ) -> None:
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, dtype, wire, 0.3, 999, floats=True)
     got = run_case(case).results
-    monkeypatch.setattr(parts, "MOST_PARTS", 1)
+    monkeypatch.setattr(agsparse, "MOST_PARTS", 1)
     wanted = run_case(case).results
     for each in got:
         assert torch.equal(each, wanted[0])
@@ -65,7 +65,7 @@ def test_messages_of_fixed_size_have_parts_too(exchanges: list[int]) -> None:
 
 
 def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 1 << 12)
+    monkeypatch.setattr(agsparse, "PART_BYTES", 1 << 12)
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, "fp32", "fp32", 0.0, 1000)
     run_case(case)
     assert exchanges == [3] * 4  # one peer at a time
@@ -80,22 +80,22 @@ def test_hierarchical_cuts_its_own_messages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "expected"), [(0, 4), (100, 4), (2 * parts.PART_BYTES, 2), (99 << 20, 1)]
+    ("longest", "expected"), [(0, 4), (100, 4), (2 * agsparse.PART_BYTES, 2), (99 << 20, 1)]
 )
 def test_parts_in_one(longest: int, expected: int) -> None:
     row = [longest - 3 * (longest // 4)] + 3 * [longest // 4]
-    assert parts.parts_in_one([[0] * 4, row]) == expected
+    assert agsparse.parts_in_one([[0] * 4, row]) == expected
 
 
 def test_borders() -> None:
     def borders(numel: int, ranks: int, op: CollectiveOp = CollectiveOp.ALL_REDUCE) -> int:
         pieces = [ParameterSlice("w", 0, numel)]
         bucket = Bucket("0", torch.empty(numel, device="meta"), pieces, op, ranks)
-        cuts = parts.part_borders(bucket)
-        assert all(cut % parts.ALIGNMENT == 0 for cut in cuts)
+        cuts = agsparse.part_borders(bucket)
+        assert all(cut % agsparse.ALIGNMENT == 0 for cut in cuts)
         return len(cuts)
 
-    least = parts.PART_NUMEL
+    least = agsparse.PART_NUMEL
     assert borders(4 * least, 4) == borders(40 * least + 1, 64) == 3
     assert borders(4 * least, 3) == borders(4 * least - 1, 4) == 1
     assert borders(4 * least, 1) == borders(2 * least - 1, 4) == borders(0, 4) == 0

@@ -10,7 +10,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning
-from megatron_sparse.formats.capacity import segment_capacity
 from megatron_sparse.formats.message import (
     QUANTISED,
     WIRE_CODES,
@@ -20,6 +19,7 @@ from megatron_sparse.formats.message import (
     prune_encode,
     record_spec,
 )
+from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import OPTIONS, numel_for, parameters, same_on_all_ranks

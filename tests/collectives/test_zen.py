@@ -14,8 +14,8 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, zen
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.entries import entries
 from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.hierarchical_hash import entries
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
 from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, run_gradients

@@ -12,8 +12,8 @@ from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import AUTO_CAPACITY, SchemeConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.costs import fits, predict
 from megatron_sparse.planner.plan import Plan
+from megatron_sparse.planner.prices import fits, predict
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.profile import SparsityProfile

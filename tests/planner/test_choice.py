@@ -16,8 +16,7 @@ from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseCon
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import Planner, choice
 from megatron_sparse.planner.choice import Pace, PricedPlanner
-from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
-from megatron_sparse.planner.pinned import PinnedPlanner
+from megatron_sparse.planner.configured import PinnedPlanner, planner_of, with_swept_thresholds
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
 from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner

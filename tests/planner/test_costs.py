@@ -22,7 +22,7 @@ from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.planner.costs import fits, predict, predict_all
+from megatron_sparse.planner.prices import fits, predict, predict_all
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.pricing.profile import SparsityProfile

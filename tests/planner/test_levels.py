@@ -11,12 +11,11 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
-from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPricing, inside_s
 from megatron_sparse.planner.plan import bucket_facts
 from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState
-from megatron_sparse.planner.prices import prior
+from megatron_sparse.planner.prices import predict, prior
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile

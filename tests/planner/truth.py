@@ -39,7 +39,7 @@ from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.simulate.pricing import ChargingTimer, Measure, moved_bytes
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import members_of
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 from megatron_sparse.wire import (
     BLOCKS_SUBHEADER,
     FORMAT_BLOCKS,

@@ -25,7 +25,7 @@ from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolic
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, VirtualCluster
-from megatron_sparse.transport.virtual_rank import VirtualWork
+from megatron_sparse.transport.virtual_work import VirtualWork
 from tests.ranks import run_ranks
 from tests.records import Kept
 from tests.reduction.reducers import at_target, reducer_over_gloo

@@ -13,7 +13,7 @@ import torch
 from megatron_sparse.errors import ProfileError
 from megatron_sparse.pricing.profile import BLOCK_SIZES, SparsityProfile
 from megatron_sparse.simulate import gradients as models
-from megatron_sparse.sparsity import balance, bit_sets
+from megatron_sparse.sparsity import balance, characteristics
 from megatron_sparse.sparsity.characteristics import profile_of
 
 
@@ -219,9 +219,9 @@ def test_fields_that_are_missing_or_unknown_are_refused():
 
 
 def test_pairs_beyond_the_limit_are_spread_over_all_ranks():
-    words = np.stack([bit_sets.pack(np.array([rank]), 64) for rank in range(64)])
-    assert bit_sets.overlap_ratios(words, 10**6) == [0.0] * (64 * 63 // 2)
-    assert len(bit_sets.overlap_ratios(words, 100)) == 100
+    words = np.stack([characteristics.pack(np.array([rank]), 64) for rank in range(64)])
+    assert characteristics.overlap_ratios(words, 10**6) == [0.0] * (64 * 63 // 2)
+    assert len(characteristics.overlap_ratios(words, 100)) == 100
 
 
 def test_imbalance_of_ranges_and_of_a_hash():

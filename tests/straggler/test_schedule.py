@@ -19,7 +19,7 @@ from megatron_sparse.straggler import (
     straggler_aware_cost,
     verify,
 )
-from megatron_sparse.straggler.doubling import doubling_rounds
+from megatron_sparse.straggler.generate import doubling_rounds
 from megatron_sparse.transport import Link
 from tests.commands import run
 

@@ -40,7 +40,7 @@ from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
-from megatron_sparse.transport.virtual_rank import VirtualTransport
+from megatron_sparse.transport.virtual import VirtualTransport
 
 # torch 2.13 renamed it; older ones only have the first name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,4 +1,4 @@
-"""`arrival_counter` on the VirtualCluster: the same decisions, from the modelled clocks.
+"""Works of a `VirtualCluster`, and `arrival_counter` on it: the same decisions, on modelled clocks.
 
 A rank arrives at its modelled time, and counting takes no time. A MODEL, like the cluster.
 """
@@ -11,7 +11,37 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from megatron_sparse.transport.base import Grace
-from megatron_sparse.transport.virtual_rank import VirtualWork
+
+
+class VirtualWork:
+    """See `Work`. Done when the cluster has delivered everything that belongs to it.
+
+    Args:
+        rank: in the cluster.
+        clock_s: the modelled clock of each rank of the cluster, in seconds.
+        what: the operation, for errors.
+    """
+
+    def __init__(self, rank: int, clock_s: list[float], what: str) -> None:
+        self.rank = rank
+        self.what = what
+        self.undelivered = 0
+        self.done_s = clock_s[rank]
+        self.waits_for: Counter[str] = Counter()
+        self._clock_s = clock_s
+
+    def ready(self) -> bool:
+        """See `Work`."""
+        return self.undelivered == 0
+
+    def when_ready(self, wake: Callable[[], None]) -> None:
+        """See `Work`; the cluster resumes the rank by itself."""
+
+    def finish(self) -> None:
+        """Advances the rank's modelled clock to the work's end."""
+        assert self.ready(), "the cluster resumes a rank only when its work is done"
+        self._clock_s[self.rank] = max(self._clock_s[self.rank], self.done_s)
+
 
 Visit = tuple[tuple[int, ...], str, int]
 """The ranks of a group, a bucket's name, and how many times a rank has arrived at it."""
