@@ -16,7 +16,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.profiler_ranges import PREFIX, marked
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord, GatherRecord, StageTimer
 from megatron_sparse.telemetry import RunTelemetry
-from megatron_sparse.telemetry.trace import Timeline
+from megatron_sparse.telemetry.profiling import Timeline
 from tests.records import bucket_record
 
 

@@ -277,9 +277,17 @@ def _options(kind: Any) -> Iterator[tuple[Field, str, _Declared]]:
 
 
 def add_command(
-    app: typer.Typer, name: str, help: str, action: Callable[..., None], signature: Signature
+    app: typer.Typer,
+    name: str,
+    help: str,
+    action: Callable[..., None],
+    signature: Signature,
+    panel: str | None = None,
 ) -> None:
-    """Registers a command; parameters of the signature that are `Options` become their options."""
+    """Registers a command; parameters of the signature that are `Options` become their options.
+
+    `panel` is the part of the program's help that lists it.
+    """
     parameters: list[inspect.Parameter] = []
     bundles: dict[str, type[Options]] = {}
     for each in signature.parameters.values():
@@ -294,15 +302,17 @@ def add_command(
         action(**made, **given)
 
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    app.command(name, help=help)(run)
+    app.command(name, help=help, rich_help_panel=panel)(run)
 
 
-def command(app: typer.Typer, help: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    app: typer.Typer, help: str, panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Registers a function as the command of its name; see `add_command`."""
 
     def register(action: Callable[..., None]) -> Callable[..., None]:
         name = action.__name__.replace("_", "-")
-        add_command(app, name, help, action, inspect.signature(action, eval_str=True))
+        add_command(app, name, help, action, inspect.signature(action, eval_str=True), panel)
         return action
 
     return register

@@ -1,6 +1,6 @@
 """The command line `megatron-sparse`: the list of its commands.
 
-`runs`, `plans` and `results` hold the options; `bench` has a list of its own. Commands import what
+`runs` and `plans` hold the options; `bench` has a list of its own. Commands import what
 they need when they run, so that `--help` answers at once. The typed error of any command ends here:
 its message goes to stderr, its exit code to the shell, and no traceback is printed.
 """
@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from megatron_sparse.bench.options import command
-from megatron_sparse.cli import plans, results, runs
+from megatron_sparse.cli import plans, runs
 from megatron_sparse.cli.bench import bench
 from megatron_sparse.cli.renamed import Program
 from megatron_sparse.config.redaction import redact_text
@@ -34,61 +34,36 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# Set up and start runs.
 app.command(
     "train",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     add_help_option=False,
     help="Train a model; `train --help` shows groups, options and every key.",
 )(runs.train)
-app.command("doctor", help="Check the environment and report what is missing.")(runs.doctor)
-app.command("sweep", help="Show all runs of a sweep in one table.")(runs.sweep)
-app.command("corpus", help="Make a training corpus from files of this machine.")(runs.corpus)
-app.command("build", help="Rebuild the native libraries.")(runs.build)
-
-# Plan.
-command(app, "Measure this cluster's links, codecs and host into a file for the planner.")(
-    plans.calibrate
-)
-app.command(
-    "plan", help="Show every scheme's predicted time for each bucket, and the chosen scheme."
-)(plans.plan)
-
-# Show what runs have written.
-app.command(
-    "stragglers", help="Show which rank came last in a run, how late, and whether it did so again."
-)(results.stragglers)
-app.command("report", help="Write one HTML page about a run, or about several side by side.")(
-    results.report
-)
-app.command("view", help="Draw a run's live view from its folder, here or as a picture.")(
-    results.view
-)
-app.command("dashboard", help="Make a W&B workspace: communication time first, then its causes.")(
-    results.dashboard
-)
-
-# Measurements and models.
-app.command(
-    "profile",
-    rich_help_panel=MEASUREMENTS,
-    help="Measure the sparsity of recorded gradients: density, overlap, skewness.",
-)(plans.profile)
-app.command(
-    "levels",
-    rich_help_panel=MEASUREMENTS,
-    help="Price whole synchronisations at the levels rank and node: a model.",
-)(plans.levels)
-app.command(
-    "schedule",
-    rich_help_panel=MEASUREMENTS,
-    help="Make, check and show a straggler-aware all-reduce's schedule.",
-)(plans.schedule)
-app.command(
-    "simulate",
-    rich_help_panel=MEASUREMENTS,
-    help="Draw the papers' figures anew on the virtual cluster: a model.",
-)(plans.simulate)
+COMMANDS = {
+    # Set up and start runs.
+    runs.doctor: "Check the environment and report what is missing.",
+    runs.sweep: "Show all runs of a sweep in one table.",
+    runs.corpus: "Make a training corpus from files of this machine.",
+    runs.build: "Rebuild the native libraries.",
+    # Plan.
+    plans.calibrate: "Measure this cluster's links, codecs and host into a file for the planner.",
+    plans.plan: "Show every scheme's predicted time for each bucket, and the chosen scheme.",
+    # Show what runs have written.
+    runs.stragglers: "Show which rank came last in a run, how late, and whether it did so again.",
+    runs.report: "Write one HTML page about a run, or about several side by side.",
+    runs.view: "Draw a run's live view from its folder, here or as a picture.",
+    runs.dashboard: "Make a W&B workspace: communication time first, then its causes.",
+}
+MEASURED = {
+    plans.profile: "Measure the sparsity of recorded gradients: density, overlap, skewness.",
+    plans.levels: "Price whole synchronisations at the levels rank and node: a model.",
+    plans.schedule: "Make, check and show a straggler-aware all-reduce's schedule.",
+    plans.simulate: "Draw the papers' figures anew on the virtual cluster: a model.",
+}
+for _commands, _panel in ((COMMANDS, None), (MEASURED, MEASUREMENTS)):
+    for _action, _help in _commands.items():
+        command(app, _help, _panel)(_action)
 app.add_typer(bench, name="bench", rich_help_panel=MEASUREMENTS)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.bench.calibrate.options import CalibrationOptions, CalibrationPlace
+from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
 from megatron_sparse.bench.options import parse_counts, parse_size
 from megatron_sparse.cli.outputs import (
     JsonFile,
@@ -194,8 +194,7 @@ def levels(
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
     from megatron_sparse.pricing.cluster import find
     from megatron_sparse.run.json_lines import write_rows
-    from megatron_sparse.simulate.level_report import draw_levels, print_levels
-    from megatron_sparse.simulate.levels import Training, level_rows
+    from megatron_sparse.simulate.levels import Training, draw_levels, level_rows, print_levels
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
     in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be

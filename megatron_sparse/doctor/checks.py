@@ -25,9 +25,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
-from megatron_sparse.doctor.printing import console, table
+from megatron_sparse.cuda_ext import toolchain
+from megatron_sparse.errors import DependencyError
 from megatron_sparse.extras import installed_version
 from megatron_sparse.run.json_lines import write_rows
 
@@ -36,9 +39,35 @@ type Status = Literal["ok", "warn", "fail"]
 TRAIN_EXTRA = "pip install 'megatron-sparse[train]'"
 CUDA_EXTRA = "pip install 'megatron-sparse[cuda]', then megatron-sparse build"
 MIN_PYTHON = (3, 12)
-MIN_TORCH = (2, 11)
 MIN_MEMORY_GIB = 8  # two ranks of the quickstart's model and the import of torch take about 4
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+UNBOUNDED = 10_000
+"""Columns where there is no terminal; no cell is that wide."""
+
+
+def console() -> Console:
+    """A console on standard output.
+
+    Without a terminal, lines are as long as their texts: a pipe or a file has no width, and rich
+    would assume 80 columns. COLUMNS in the environment sets another width.
+    """
+    made = Console()
+    if made.is_terminal or "COLUMNS" in os.environ:
+        return made
+    return Console(width=UNBOUNDED)
+
+
+def table(title: str, *headers: str) -> Table:
+    """An empty table that breaks long words and cuts none.
+
+    Example:
+        >>> [column.overflow for column in table("found", "part", "remedy").columns]
+        ['fold', 'fold']
+    """
+    made = Table(title=title)
+    for header in headers:
+        made.add_column(header, overflow="fold")
+    return made
 
 
 @dataclass(frozen=True)
@@ -70,14 +99,9 @@ def collect() -> list[Check]:
                 for check in look():
                     checks.append(check)
         except (Exception, SystemExit) as error:  # a half-installed package may raise anything
-            checks.append(
-                Check(
-                    name,
-                    "fail",
-                    f"{type(error).__name__}: {_first_line(error)}",
-                    "reinstall this part; if it works all the same, report this line",
-                )
-            )
+            detail = f"{type(error).__name__}: {_first_line(error)}"
+            remedy = "reinstall this part; if it works all the same, report this line"
+            checks.append(Check(name, "fail", detail, remedy))
     return checks
 
 
@@ -115,21 +139,18 @@ def _judged(name: str, fits: object, detail: str, remedy: str, otherwise: Status
 
 def _python() -> Iterator[Check]:
     wanted = ".".join(map(str, MIN_PYTHON))
-    yield _judged(
-        "Python",
-        sys.version_info >= MIN_PYTHON,
-        f"{platform.python_version()} ({sys.executable})",
-        f"make an environment with Python >= {wanted}: scripts/quickstart.sh does",
-    )
+    detail = f"{platform.python_version()} ({sys.executable})"
+    remedy = f"make an environment with Python >= {wanted}: scripts/quickstart.sh does"
+    yield _judged("Python", sys.version_info >= MIN_PYTHON, detail, remedy)
 
 
 def _torch() -> Iterator[Check]:
     import torch
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
-    wanted = ".".join(map(str, MIN_TORCH))
+    wanted = ".".join(map(str, toolchain.MIN_TORCH))
     detail = f"{torch.__version__}, CUDA {torch.version.cuda}"
-    yield _judged("torch", version >= MIN_TORCH, detail, f"pip install 'torch>={wanted}'")
+    yield _judged("torch", version >= toolchain.MIN_TORCH, detail, f"pip install 'torch>={wanted}'")
 
 
 def _triton() -> Iterator[Check]:
@@ -153,33 +174,22 @@ def _megatron() -> Iterator[Check]:
     except ImportError as error:
         yield Check("megatron-core", "fail", _first_line(error), TRAIN_EXTRA)
         return
-    if untested is None:
-        yield Check("megatron-core", "ok", version)
-    else:
-        remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
-        yield Check("megatron-core", "warn", untested, remedy)
+    remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
+    yield _judged("megatron-core", untested is None, untested or version, remedy, "warn")
     symbols = host_symbols.find_host_symbols()
     for who in dict.fromkeys(symbol.needed_by for symbol in symbols):
         asked = [symbol for symbol in symbols if symbol.needed_by == who]
-        missing = [f"{symbol.name}: {symbol.problem}" for symbol in asked if symbol.problem]
-        if missing:
-            remedy = host_symbols.UPGRADE
-            yield Check(f"Megatron functions for {who}", "fail", "; ".join(missing), remedy)
-        else:
-            yield Check(
-                f"Megatron functions for {who}",
-                "ok",
-                ", ".join(symbol.name.rpartition(".")[2] for symbol in asked),
-            )
+        missing = [symbol for symbol in asked if symbol.problem]
+        names = "; ".join(f"{symbol.name}: {symbol.problem}" for symbol in missing)
+        detail = names or ", ".join(symbol.name.rpartition(".")[2] for symbol in asked)
+        remedy = host_symbols.UPGRADE if missing else ""
+        yield _judged(f"Megatron functions for {who}", not missing, detail, remedy)
 
 
 def _optional_kernels() -> Iterator[Check]:
+    engine = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
     for name, module, remedy in (
-        (
-            "Transformer Engine",
-            "transformer_engine",
-            "pip install --no-build-isolation 'transformer-engine[pytorch]'",
-        ),
+        ("Transformer Engine", "transformer_engine", engine),
         ("Apex", "apex", "build it from NVIDIA's source; the package called apex is another"),
     ):
         if find_spec(module) is None:
@@ -208,27 +218,20 @@ def _wandb() -> Iterator[Check]:
     from megatron_sparse.telemetry.sinks import wandb_mode
 
     mode = wandb_mode(TrackingConfig())
+    later = "wandb login, or set WANDB_API_KEY; wandb sync sends offline runs later"
     detail, remedy = {
         "online": ("a key was found: runs are sent", ""),
-        "offline": (
-            "offline: runs are kept in their folder",
-            "wandb login, or set WANDB_API_KEY; wandb sync sends offline runs later",
-        ),
+        "offline": ("offline: runs are kept in their folder", later),
     }.get(mode, (f"WANDB_MODE={mode}", "unset WANDB_MODE to track runs"))
-    detail = f"{version}, {detail}"
-    yield Check("W&B", "ok", detail, remedy)
+    yield Check("W&B", "ok", f"{version}, {detail}", remedy)
 
 
 def _compiler() -> Iterator[Check]:
-    command = os.environ.get("CXX", "c++")
-    path = shutil.which(command) or (shutil.which("g++") if "CXX" not in os.environ else None)
-    if path is None:
-        yield Check(
-            "C++ compiler",
-            "warn",
-            f"{command} is not on PATH: the extension cannot be built",
-            "install g++ (apt-get install g++), or name a compiler in CXX",
-        )
+    try:
+        path = toolchain.find_cxx()
+    except DependencyError as error:
+        detail = f"{error.got}: the extension cannot be built"
+        yield Check("C++ compiler", "warn", detail, error.remedy or "")
     else:
         yield Check("C++ compiler", "ok", f"{_first_output(path, '--version')} ({path})")
 
@@ -259,13 +262,14 @@ def _extension() -> Iterator[Check]:
 def _nvcc() -> Iterator[Check]:
     import torch
 
-    path = _find_nvcc()
-    if path is not None:
-        yield Check("nvcc", "ok", f"{_first_output(path, '--version', last=True)} ({path})")
-    else:
+    try:
+        path = str(toolchain.find_cuda().nvcc)
+    except DependencyError:
         wanted = torch.cuda.is_available()
         detail = "not found" + ("" if wanted else "; not needed without a GPU")
         yield Check("nvcc", "warn" if wanted else "ok", detail, CUDA_EXTRA)
+    else:
+        yield Check("nvcc", "ok", f"{_first_output(path, '--version', last=True)} ({path})")
 
 
 def _gpus() -> Iterator[Check]:
@@ -273,18 +277,13 @@ def _gpus() -> Iterator[Check]:
 
     if not torch.cuda.is_available():
         seen = shutil.which("nvidia-smi") is not None
-        yield Check(
-            "GPUs",
-            "warn" if seen else "ok",
-            "torch sees none" + (" though nvidia-smi is installed" if seen else ": gloo on CPU"),
-            "compare the driver with the CUDA version of torch above" if seen else "",
-        )
+        end = " though nvidia-smi is installed" if seen else ": gloo on CPU"
+        remedy = "compare the driver with the CUDA version of torch above"
+        yield _judged("GPUs", not seen, f"torch sees none{end}", remedy, "warn")
         return
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        detail = (
-            f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        detail = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}"
         yield Check(f"GPU {index}", "ok", detail)
 
 
@@ -293,9 +292,8 @@ def _collective_backends() -> Iterator[Check]:
     import torch.distributed as dist
 
     if not dist.is_available():
-        yield Check(
-            "torch.distributed", "fail", "this torch was built without it", "pip install torch"
-        )
+        detail = "this torch was built without it"
+        yield Check("torch.distributed", "fail", detail, "pip install torch")
         return
     gloo = dist.is_gloo_available()
     detail = "available" if gloo else "not in this torch"
@@ -323,28 +321,19 @@ def _network() -> Iterator[Check]:
     chosen = os.environ.get(name)
     existing = [interface for _, interface in socket.if_nameindex()]
     if chosen is not None:
-        absent = [part for part in chosen.split(",") if part not in existing]
-        if absent:
-            yield Check(
-                name,
-                "fail",
-                f"{chosen}: there is no interface {', '.join(absent)}",
-                f"set {name} to one of {', '.join(existing)}, or unset it",
-            )
-        else:
-            yield Check(name, "ok", chosen)
+        absent = ", ".join(part for part in chosen.split(",") if part not in existing)
+        detail = f"{chosen}: there is no interface {absent}" if absent else chosen
+        remedy = f"set {name} to one of {', '.join(existing)}, or unset it"
+        yield _judged(name, not absent, detail, remedy)
         return
     # Without the variable, gloo uses the address that the host's own name resolves to.
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
-        yield Check(
-            name,
-            "fail",
-            f"unset, and the host name {host} does not resolve ({error})",
-            f"export {name}=lo on one machine, or the name of the network between machines",
-        )
+        detail = f"unset, and the host name {host} does not resolve ({error})"
+        remedy = f"export {name}=lo on one machine, or the name of the network between machines"
+        yield Check(name, "fail", detail, remedy)
         return
     detail = f"unset: gloo takes the interface of {host} ({address})"
     yield Check(name, "ok", detail, f"on several machines, export {name} where this is not theirs")
@@ -381,21 +370,6 @@ def _first_output(*command: str, last: bool = False) -> str:
     """
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     return done.stdout.strip().splitlines()[-1 if last else 0]
-
-
-def _find_nvcc() -> str | None:
-    """Looks for nvcc in CUDA_HOME, on PATH, and in the package from PyPI, in this order."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home and (Path(home) / "bin" / "nvcc").is_file():
-        return str(Path(home) / "bin" / "nvcc")
-    on_path = shutil.which("nvcc")
-    if on_path:
-        return on_path
-    spec = find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for found in sorted(Path(folder).glob("*/bin/nvcc"), reverse=True):
-            return str(found)
-    return None
 
 
 def _memory_gib() -> float:

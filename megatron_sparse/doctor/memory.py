@@ -14,7 +14,7 @@ from rich.markup import escape
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.doctor.printing import console, table
+from megatron_sparse.doctor.checks import console, table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.reduction.level_choice import choose_level

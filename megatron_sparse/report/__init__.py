@@ -1,5 +1,5 @@
 """Reports of training runs: one self-contained HTML page, and PNGs.
 
-`run_data` reads a run's folder, `run_charts` and `bucket_charts` draw, `tables` makes the tables,
+`run_data` reads a run's folder, `run_charts` draws, `tables` makes the tables,
 and `page` assembles the page.
 """

@@ -11,22 +11,16 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from megatron_sparse.report import theme
-from megatron_sparse.simulate.figures import canvas_class
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+from megatron_sparse.simulate.figures import Axes, Canvas, canvas_class
 
 WIDTH_IN, HEIGHT_IN, PNG_DPI = 4.1, 2.6, 200
 MOST_POINTS = 200
@@ -84,6 +78,11 @@ class Chart:
     draw: Callable[[Axes], None]
     height_in: float = HEIGHT_IN
     kind: str = ""
+
+    def of_run(self, key: str, label: str) -> Chart:
+        """The same chart among those of several runs: name and title say whose it is."""
+        name, title = f"{self.name}-{key.lower()}", f"{self.title}, {label}"
+        return replace(self, name=name, title=title, kind=self.name)
 
     def svg(self) -> str:
         """An `<svg>` element whose colours are the page's variables and whose ids are unique.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from megatron_sparse.report.charts import (
     stacked_areas,
     thinned_note,
 )
+from megatron_sparse.simulate.figures import Axes
 from megatron_sparse.telemetry.quantities import (
     against_dense,
     at_target,
@@ -29,9 +30,6 @@ from megatron_sparse.telemetry.quantities import (
     rate,
     scope,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 MOST_BUCKETS = 6
 """Buckets that a chart shows by name; the others are one area."""
@@ -191,20 +189,13 @@ def sentences(
 
 
 def chart(
-    times: ExposedTimes,
-    length: int,
-    suffix: str,
-    end: str,
-    top: float,
-    mark: Callable[[Axes], None],
+    times: ExposedTimes, length: int, top: float, mark: Callable[[Axes], None]
 ) -> Chart | None:
     """The share of exposed time by bucket over the run, stacked; None without any bucket's waits.
 
     Args:
         times: waits by bucket.
         length: number of iterations.
-        suffix: of the chart's name, for several runs.
-        end: of its title, for several runs.
         top: of the scale.
         mark: draws what all charts over iterations have.
     """
@@ -231,10 +222,5 @@ def chart(
         "parameters; areas add up to the exposed share. The scale ends a little above 98 % of the "
         "values."
     )
-    return Chart(
-        f"exposed{suffix}",
-        f"Exposed by bucket (% of the iteration){end}",
-        note + thinned_note([length]),
-        draw,
-        kind="exposed" if suffix else "",
-    )
+    title = "Exposed by bucket (% of the iteration)"
+    return Chart("exposed", title, note + thinned_note([length]), draw)

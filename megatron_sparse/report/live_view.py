@@ -3,22 +3,40 @@
 For runs whose terminal is elsewhere (a batch job), and for pictures. The view is that of
 `telemetry.live`, fed with the lines of `breakdown.jsonl`. Only the time left differs: time between
 iterations is not recorded, so the estimate counts the iterations alone.
+
+`--follow` draws it anew as the run writes lines. It reads what the file has grown by, so a long run
+costs no more than a short one. A PNG or PDF is drawn by matplotlib character by character: no
+browser, no font beside matplotlib's own.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.text import Text
 
 from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
+from megatron_sparse.telemetry.breakdown import IterationBreakdown
+from megatron_sparse.telemetry.lines import other_version, parse
 from megatron_sparse.telemetry.live import RunProgress, render
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
+INTERVAL_S = 1.0
 PICTURE_COLUMNS = 100
+CHARACTER_IN = (0.085, 0.17)
+"""Width and height of a character of a PNG, in inches."""
+DPI = 150
+_FONT = "DejaVu Sans Mono"
+_POINTS = 10
+_MARGIN = 1
 
 # rich fills in this template. Its default loads a font from a server, which a picture must not do.
 _SVG = """\
@@ -56,9 +74,7 @@ def progress_of(folder: Path, iteration: int | None) -> RunProgress:
     Raises:
         ConfigError: the folder is not a run's, or the run does not have that iteration.
     """
-    gaps: list[str] = []
-    lines, _ = load_breakdown(folder, gaps)
-    _, config = load_config(folder, gaps)
+    lines, _ = load_breakdown(folder, [])
     last = math.inf if iteration is None else iteration
     shown = [line for line in lines if line.iteration <= last]
     if iteration is not None and (not shown or shown[-1].iteration != iteration):
@@ -68,7 +84,7 @@ def progress_of(folder: Path, iteration: int | None) -> RunProgress:
             got=iteration,
             remedy="leave --iteration out to see the last one",
         )
-    progress = RunProgress(config.get("name") or folder.resolve().name, _total(config))
+    progress = _begin(folder)
     now_s = 0.0
     for line in shown:
         now_s += line.iteration_ms / 1e3
@@ -89,13 +105,14 @@ def progress_at_start(folder: Path) -> RunProgress:
             got="a folder without it" if folder.is_dir() else "no such folder",
             remedy="name the folder that training printed",
         )
+    return _begin(folder)
+
+
+def _begin(folder: Path) -> RunProgress:
     _, config = load_config(folder, [])
-    return RunProgress(config.get("name") or folder.resolve().name, _total(config))
-
-
-def _total(config: dict[str, object]) -> int | None:
     total = config.get("training.iterations")
-    return total if isinstance(total, int) else None
+    name = config.get("name") or folder.resolve().name
+    return RunProgress(name, total if isinstance(total, int) else None)
 
 
 def run(folder: Path, iteration: int | None, output: Path | None, columns: int | None) -> None:
@@ -129,9 +146,7 @@ def picture(progress: RunProgress, columns: int, output: Path) -> None:
     if output.suffix.lower() == ".svg":
         output.write_text(svg(progress, columns), encoding="utf-8")
         return
-    from megatron_sparse.report import view_picture  # needs matplotlib
-
-    view_picture.draw(render(progress, columns), columns, _title(progress), output)
+    draw(render(progress, columns), columns, _title(progress), output)
 
 
 def _title(progress: RunProgress) -> str:
@@ -155,3 +170,136 @@ def svg(progress: RunProgress, columns: int) -> str:
     )
     console.print(render(progress, columns))
     return console.export_svg(title=_title(progress), code_format=_SVG, unique_id="view")
+
+
+def draw(view: RenderableType, columns: int, title: str, output: Path) -> None:
+    """Draws a view of rich's; the file's ending decides the format.
+
+    Args:
+        view: what the terminal would show.
+        columns: width of the terminal.
+        title: line above it.
+        output: the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    console = Console(width=columns, force_terminal=True, color_system="truecolor", highlight=False)
+    lines = console.render_lines(view, console.options, pad=False)
+    width, height = columns + 2 * _MARGIN, len(lines) + 1 + 2 * _MARGIN
+    figure = Figure((width * CHARACTER_IN[0], height * CHARACTER_IN[1]), dpi=DPI)
+    FigureCanvasAgg(figure)
+    figure.patch.set_facecolor(_hex(SVG_EXPORT_THEME.background_color))
+    foreground = _hex(SVG_EXPORT_THEME.foreground_color)
+
+    def write(row: int, column: int, text: str, color: str, weight: str) -> None:
+        figure.text(
+            (column + _MARGIN) / width,
+            1 - (row + _MARGIN + 0.5) / height,
+            text,
+            color=color,
+            family=_FONT,
+            weight=weight,
+            size=_POINTS,
+            va="center_baseline",
+            parse_math=False,
+        )
+
+    write(0, 0, title, foreground, "bold")
+    for row, line in enumerate(lines, 1):
+        column = 0
+        for segment in line:
+            color, weight = foreground, "normal"
+            if segment.style is not None:
+                weight = "bold" if segment.style.bold else weight
+                if segment.style.color is not None:
+                    color = _hex(segment.style.color.get_truecolor(SVG_EXPORT_THEME))
+            # One by one: no font is exactly as wide as the grid.
+            for character in segment.text:
+                if character.strip():
+                    write(row, column, character, color, weight)
+                column += 1
+    figure.savefig(output)
+
+
+def _hex(color: tuple[int, int, int]) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*color)
+
+
+class Lines:
+    """The iterations of a run, as they come.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / BREAKDOWN_FILE
+        self._read_bytes = 0
+
+    def new(self) -> tuple[list[IterationBreakdown], bool]:
+        """Complete lines that were written since the last call.
+
+        A damaged line is left out, as in reports.
+
+        Returns:
+            The iterations, and whether the file began anew: a run of the same name was started.
+        """
+        try:
+            began_anew = self._path.stat().st_size < self._read_bytes
+            with self._path.open("rb") as file:
+                file.seek(0 if began_anew else self._read_bytes)
+                text = file.read()
+        except FileNotFoundError:
+            return [], False
+        complete = text[: text.rfind(b"\n") + 1]
+        self._read_bytes = len(complete) + (0 if began_anew else self._read_bytes)
+        found = filter(None, map(parse, complete.splitlines(keepends=True)))
+        return [IterationBreakdown.of_line(line) for line in found], began_anew
+
+
+def follow(folder: Path, columns: int | None) -> None:
+    """Draws the view until the run's last iteration, or Ctrl-C.
+
+    On a terminal it stays in its place; into a pipe or file each is written below the one before.
+
+    Args:
+        folder: the run's folder; it may have no iteration yet.
+        columns: width; None takes the terminal's.
+
+    Raises:
+        ConfigError: the folder is not a run's, or another version writes it.
+    """
+    console = Console(width=columns, highlight=False)
+    lines, now_s = Lines(folder), 0.0
+    progress = progress_at_start(folder)
+    with ExitStack() as screen:
+        live = None
+        if console.is_terminal:
+            waiting = Text(f"{progress.name}: no iteration is written yet")
+            live = screen.enter_context(Live(waiting, console=console, auto_refresh=False))
+        while True:
+            try:
+                found, began_anew = lines.new()
+                if began_anew:
+                    progress = progress_at_start(folder)
+                for line in found:
+                    now_s += line.iteration_ms / 1e3
+                    progress.add(line, now_s)
+                if found:
+                    view = render(progress, console.width)
+                    if live is None:
+                        console.print(view)
+                    else:
+                        live.update(view, refresh=True)
+                    if progress.total is not None and progress.latest.iteration >= progress.total:
+                        return
+                time.sleep(INTERVAL_S)
+            except KeyboardInterrupt:
+                return
+            except (TypeError, KeyError) as error:
+                remedy = "view it with the version that trains"
+                raise other_version(folder / BREAKDOWN_FILE, error, remedy) from None

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from megatron_sparse.config.dotted import canonical
 from megatron_sparse.errors import ConfigError, writing
-from megatron_sparse.report import bucket_charts, exposed, run_charts, tables, theme
+from megatron_sparse.report import exposed, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
 from megatron_sparse.report.run_data import RunData, load_run
 from megatron_sparse.version import __version__
@@ -39,7 +38,7 @@ class Section:
         lead: a paragraph for each run, before everything else.
         charts: shown first.
         tables: shown after the charts.
-        absent: the sentence shown if the runs have no data for the section.
+        unknown: the sentence shown if the runs have no data for the section.
         folds: (title, text) of parts that the reader can unfold.
     """
 
@@ -48,8 +47,18 @@ class Section:
     lead: list[str] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     tables: list[tables.Table] = field(default_factory=list)
-    absent: str = ""
+    unknown: str = ""
     folds: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def absent(self) -> str:
+        """The sentence `unknown`; empty if there is a chart, or a text to unfold."""
+        return "" if self.charts or self.folds else self.unknown
+
+    @property
+    def rows(self) -> list[list[Chart]]:
+        """The charts, those of one kind together."""
+        return [list(charts) for _, charts in groupby(self.charts, key=lambda chart: chart.kind)]
 
 
 def run(
@@ -97,17 +106,14 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
     for one in runs:
-        for name, more in bucket_charts.charts_of(one, runs).items():
+        for name, more in run_charts.charts_of_run(one, runs).items():
             charts.setdefault(name, []).extend(more)
     charts["exposed"] += charts["iteration"]
     for found in charts.values():
         # Of several runs, the same chart of each side by side.
         kinds = list(dict.fromkeys(chart.kind for chart in found))
         found.sort(key=lambda chart: kinds.index(chart.kind))
-    with_buckets = [one for one in runs if one.buckets]
-    profiled = [one for one in runs if one.profiles]
     delayed = [one for one in runs if one.readiness]
-    configured = [one for one in runs if one.config]
 
     def section(name: str, title: str, **rest: Any) -> Section:
         return Section(name, title, charts=charts.get(name, []), **rest)
@@ -120,42 +126,39 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             lead=tables.comparability(runs),
             tables=[tables.summary_table(runs)],
         ),
-        section("loss", "Loss", absent=_unless(charts["loss"], "No finite loss.")),
+        section("loss", "Loss", unknown="No finite loss."),
         section("time", "Where the time went"),
         section(
             "bytes",
             "Bytes on the wire",
             tables=[tables.phase_table(one, runs) for one in runs],
-            absent=_unless(charts["bytes"], "One rank alone sends nothing."),
+            unknown="One rank alone sends nothing.",
         ),
         section(
             "buckets",
             "Buckets: plan and times",
-            tables=[tables.bucket_table(one, runs) for one in with_buckets],
-            absent=_unless(with_buckets, "No times for buckets."),
+            tables=[tables.bucket_table(one, runs) for one in runs if one.buckets],
+            unknown="No times for buckets.",
         ),
         section(
             "sparsity",
             "Sparsity",
-            tables=[tables.sparsity_table(one, runs) for one in profiled],
-            absent=_unless(
-                profiled,
-                "Not measured: train with scheme=auto planner.cluster=FILE, or with "
-                "tracking.record_gradients_iters=[...].",
-            ),
+            tables=[tables.sparsity_table(one, runs) for one in runs if one.profiles],
+            unknown="Not measured: train with scheme=auto planner.cluster=FILE, or with "
+            "tracking.record_gradients_iters=[...].",
         ),
         section(
             "stragglers",
             "Stragglers",
             tables=[tables.straggler_table(delayed)] if delayed else [],
-            absent=_unless(delayed, "Not measured: train with straggler.mode=observe."),
+            unknown="Not measured: train with straggler.mode=observe.",
         ),
         section(
             "configuration",
             "Configuration",
             tables=[tables.difference_table(runs)] if len(runs) > 1 else [],
-            folds=[_configuration(one, runs) for one in configured],
-            absent=_unless(configured, "Unknown."),
+            folds=[_configuration(one, runs) for one in runs if one.config],
+            unknown="Unknown.",
         ),
     ]
 
@@ -166,10 +169,6 @@ def _answer(one: RunData, runs: Sequence[RunData]) -> str:
     levels = exposed.levels_of(columns.number, columns.exposed_share, columns.iteration_ms)
     text = " ".join(exposed.sentences(one.summary, one.exposed, levels))
     return text if len(runs) == 1 else f"{run_charts.label_of(one, runs)}. {text}"
-
-
-def _unless(found: Sequence[object], sentence: str) -> str:
-    return "" if found else sentence
 
 
 def _configuration(one: RunData, runs: Sequence[RunData]) -> tuple[str, str]:
@@ -191,37 +190,11 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
     return page.render(
         title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
         colours=theme.COLOURS,
-        # The project's own file: its quotes and arrows must not be escaped.
-        style=Markup((source / "page.css").read_text(encoding="utf-8")),
-        runs=[
-            {
-                "key": one.key,
-                "name": one.name,
-                "folder": str(one.folder),
-                "colour": theme.of_run(one.index).name,
-            }
-            for one in runs
-        ],
+        style=(source / "page.css").read_text(encoding="utf-8"),
+        runs=runs,
+        colour_of_run=theme.of_run,
         gaps=gaps,
-        sections=[_shown(section) for section in sections],
+        sections=sections,
         version=__version__,
         made=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     )
-
-
-def _shown(section: Section) -> dict[str, Any]:
-    return {
-        "name": section.name,
-        "title": section.title,
-        "lead": section.lead,
-        "absent": section.absent,
-        "tables": section.tables,
-        "rows": [
-            [
-                {"name": c.name, "title": c.title, "note": c.note, "svg": Markup(c.svg())}
-                for c in charts
-            ]
-            for _, charts in groupby(section.charts, key=lambda chart: chart.kind)
-        ],
-        "folds": [{"title": title, "text": text} for title, text in section.folds],
-    }

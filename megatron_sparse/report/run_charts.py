@@ -1,35 +1,40 @@
-"""Charts with a line or a bar for each run: loss, bytes, time, means of stages, stragglers."""
+"""The charts of a report.
+
+First those with a line or a bar for each run: loss, bytes, time, means of stages, stragglers. Then
+those of one run: its iterations stage by stage, its buckets, and their sparsity.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from megatron_sparse.recording import BUCKET_STAGES
-from megatron_sparse.report import theme
+from megatron_sparse.pricing.profile import SparsityProfile
+from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
+from megatron_sparse.report import exposed, theme
 from megatron_sparse.report.charts import (
     TARGET_NOTE,
     Chart,
     legend_below,
     mark_target,
     short,
+    stacked_areas,
     stacked_bars,
     thinned,
     thinned_note,
 )
-from megatron_sparse.report.run_data import RunData
+from megatron_sparse.report.run_data import BucketMedians, RunData
+from megatron_sparse.simulate.figures import Axes
 from megatron_sparse.straggler.detector import delay_cdf, delay_s, last_rank
-from megatron_sparse.telemetry.quantities import at_target, thread_parts
-
-if TYPE_CHECKING:
-    from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
+from megatron_sparse.telemetry.quantities import REST, at_target, thread_parts
 
 BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 BAR_IN, AXIS_IN = 0.3, 1.1
 """Inches of a bar with its gap, and of everything else in a bar chart."""
+MOST_BUCKETS = 16
+"""Bars in a chart; the table below it has more rows."""
 
 
 def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
@@ -70,7 +75,7 @@ def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) ->
     _legend(axes, handles, runs)
 
 
-def _legend(axes: Axes, handles: Sequence[Artist], runs: Sequence[RunData]) -> None:
+def _legend(axes: Axes, handles: Sequence[Any], runs: Sequence[RunData]) -> None:
     if len(runs) > 1:
         axes.legend(list(handles), [label_of(run, runs) for run in runs])
 
@@ -138,14 +143,8 @@ def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
         "The training thread waits for gradients or parameters in this part of an iteration."
         + TARGET_NOTE
     )
-    return [
-        Chart(
-            "exposed-share",
-            "Exposed communication (% of the iteration)",
-            note + thinned_note(_lengths(runs)),
-            draw,
-        )
-    ]
+    note += thinned_note(_lengths(runs))
+    return [Chart("exposed-share", "Exposed communication (% of the iteration)", note, draw)]
 
 
 def _iteration_time(runs: Sequence[RunData]) -> Chart:
@@ -172,9 +171,8 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
     )
     if dense:
         note += " Dotted: the estimate of what dense synchronisation would have taken."
-    return Chart(
-        "iteration-time", "Time of an iteration (ms)", note + thinned_note(_lengths(runs)), draw
-    )
+    note += thinned_note(_lengths(runs))
+    return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 
 
 def _stage_means(runs: Sequence[RunData]) -> list[Chart]:
@@ -268,3 +266,158 @@ def last_shares(run: RunData) -> list[float]:
         minlength=max(len(record.ready_s) for record in records),
     )
     return (counts / len(records)).tolist()
+
+
+def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:
+    """The charts of a run, by section.
+
+    Args:
+        run: the run to draw.
+        runs: all runs of the report; if there are several, titles name the run.
+    """
+
+    def mark(axes: Axes) -> None:
+        mark_target(axes, run.iterations.target_begins)
+        # The same scales for all runs.
+        first, last = (axes.get_xlim()[0], max(one.iterations.number[-1] for one in runs))
+        axes.set_xlim(first, max(last, axes.get_xlim()[1]))
+
+    top = max(one.exposed.top() for one in runs)
+    slowest_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
+    by_bucket = exposed.chart(run.exposed, len(run.iterations.number), top, mark)
+    profiles = [profile for one in runs for profile in one.profiles.values()]
+    found = {
+        "exposed": [
+            *([] if by_bucket is None else [by_bucket]),
+            _breakdown(run, slowest_ms, mark),
+        ],
+        "buckets": [_buckets(run, runs)] if run.buckets else [],
+        "sparsity": (
+            [_densification(run, profiles), _skewness(run, profiles)] if run.profiles else []
+        ),
+    }
+    if len(runs) == 1:
+        return found
+    label = label_of(run, runs)
+    return {
+        section: [chart.of_run(run.key, label) for chart in charts]
+        for section, charts in found.items()
+    }
+
+
+def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
+    columns = run.iterations
+
+    def draw(axes: Axes) -> None:
+        claimed = sum(columns.stage_ms[stage] for stage in STEP_STAGES)
+        other = np.maximum(columns.iteration_ms - claimed, 0.0)
+        stages = {stage: columns.stage_ms[stage] for stage in STEP_STAGES} | {REST: other}
+        thin = {stage: thinned(columns.number, value) for stage, value in stages.items()}
+        stacked_areas(
+            axes,
+            thin[REST][0],
+            {stage: y for stage, (_, y) in thin.items()},
+            [theme.STAGES[stage].light for stage in thin],
+            top,
+        )
+        mark(axes)
+        axes.set_ylabel("ms")
+        legend_below(axes, 4)
+
+    note = "The training thread's stages, stacked; host_wait and param_wait are exposed."
+    note += TARGET_NOTE + thinned_note([len(columns.number)])
+    return Chart("breakdown", "Where the time went (ms)", note, draw)
+
+
+def slowest(run: RunData, most: int) -> list[BucketMedians]:
+    """The buckets whose stages take longest together, in the order in which they are launched."""
+    chosen = sorted(run.buckets.values(), key=lambda bucket: -bucket.measured_us)[:most]
+    names = {bucket.name for bucket in chosen}
+    return [bucket for bucket in run.buckets.values() if bucket.name in names]
+
+
+def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
+    shown = slowest(run, MOST_BUCKETS)
+    predicted = any(bucket.predicted_us is not None for bucket in shown)
+    # Bars and scales of all runs are alike.
+    shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
+    places = max(map(len, shown_of))
+    times_us = [max(b.measured_us, b.predicted_us or 0.0) for of in shown_of for b in of]
+
+    def draw(axes: Axes) -> None:
+        parts = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
+        stacked_bars(axes, [short(bucket.name) for bucket in shown], parts, BUCKET_STAGES)
+        if predicted:
+            known = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
+            axes.plot(
+                [time_ms for _, time_ms in known],
+                [place for place, _ in known],
+                marker="D",
+                linestyle="none",
+                markersize=4,
+                color=theme.INK.light,
+                label="predicted",
+            )
+        axes.set_ylim(max(places, 2) - 0.5, -0.5)
+        axes.set_xlim(0, max(times_us) / 1e3 * 1.05 or 1.0)
+        legend_below(axes, 4)
+
+    count = max(bucket.count for bucket in shown)
+    all_of = len(run.buckets)
+    few = f"The {len(shown)} slowest of {all_of} buckets" if all_of > len(shown) else "Each bucket"
+    note = f"{few}, medians of the last {count} iterations." + (
+        " The diamond is the planner's predicted time of all stages." if predicted else ""
+    )
+    height_in = AXIS_IN + 0.2 + BAR_IN * max(places, 2)
+    return Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
+
+
+def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
+    """A line for each bucket: coloured if there are enough colours for all, else grey."""
+    for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
+        named = len(values) <= len(theme.SERIES)
+        axes.plot(
+            list(points),
+            list(points.values()),
+            marker="o",
+            markersize=3,
+            color=theme.of_run(index).light if named else theme.MUTED.light,
+            label=short(name) if named else None,
+            alpha=1.0 if named else 0.5,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    legend_below(axes)
+
+
+def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
+    highest = max(p.sum_density(k) for p in profiles for k in p.densification)
+
+    def draw(axes: Axes) -> None:
+        values = [
+            {k: profile.sum_density(k) * 100 for k in profile.densification}
+            for profile in run.profiles.values()
+        ]
+        _profile_lines(axes, run, values)
+        axes.set(xlabel="ranks in the sum", ylabel="non-zero %")
+        axes.set_ylim(0, highest * 105)
+
+    note = (
+        f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): constant "
+        "if ranks share all elements, proportional to k if they share none."
+    )
+    return Chart("densification", "How sums fill up", note, draw)
+
+
+def _skewness(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
+    highest = max((s for p in profiles for s in p.skewness.values()), default=1.0)
+
+    def draw(axes: Axes) -> None:
+        _profile_lines(axes, run, [profile.skewness for profile in run.profiles.values()])
+        axes.set(xlabel="partitions", ylabel="densest / mean", ylim=(0.95, highest * 1.05))
+
+    note = (
+        "Density of the densest of p equal ranges over the mean density (ZEN, definition 5): 1 if "
+        "the elements are spread evenly."
+    )
+    return Chart("skewness", "How unevenly non-zeros are spread", note, draw)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_sparse.config.dotted import canonical
-from megatron_sparse.report.bucket_charts import slowest
-from megatron_sparse.report.run_charts import label_of
+from megatron_sparse.report.run_charts import label_of, slowest
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.telemetry.quantities import (
     PHASE_COLUMNS,

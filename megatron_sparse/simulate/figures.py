@@ -14,13 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megatron_sparse.extras import require_figures
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib import axes, figure
+
+type Axes = axes.Axes
+type Canvas = figure.Figure
+"""Matplotlib's. It is imported only for drawing, because that takes a second."""
 
 Row = dict[str, Any]
+How = dict[str, Any]
+"""More arguments of `draw_lines`."""
+type Draw = Callable[[list[Row], Canvas], None]
+"""Puts rows onto an empty canvas."""
 
 MODEL = "model (VirtualCluster), not measured"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#B8A900")
@@ -49,7 +58,7 @@ class Figure:
     title: str
     assumptions: str
     rows: Callable[[bool], list[Row]]
-    draw: Callable[[list[Row], Canvas], None]
+    draw: Draw
     height_in: float = 4.5
     label: str = MODEL
 
@@ -83,7 +92,7 @@ def write_picture(
     folder: Path,
     name: str,
     rows: Sequence[Row],
-    draw: Callable[[list[Row], Canvas], None],
+    draw: Draw,
     height_in: float,
     *,
     title: str = "",
@@ -118,15 +127,15 @@ def write_picture(
 
 
 def canvas_class() -> type[Canvas]:
-    """Matplotlib's figure. Imported only for drawing: the import takes a second.
+    """Matplotlib's figure, imported here.
 
     Raises:
         DependencyError: matplotlib is missing.
     """
     require_figures()
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib import figure
 
-    return Canvas
+    return figure.Figure
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -171,7 +180,16 @@ def styles_of(
 
 
 def draw_lines(
-    axes: Axes, rows: Sequence[Row], x: str, y: str, styles: Mapping[str, Style]
+    axes: Axes,
+    rows: Sequence[Row],
+    x: str,
+    y: str,
+    styles: Mapping[str, Style],
+    *,
+    log: str = "",
+    ticks: bool = False,
+    title: str = "",
+    **labels: Any,
 ) -> None:
     """A line for each value of `series`.
 
@@ -181,6 +199,10 @@ def draw_lines(
         x: column.
         y: column.
         styles: of each series.
+        log: the logarithmic axes: `x`, `y` or `xy`.
+        ticks: whether each value of x has a tick, and no other place.
+        title: above the lines, in small letters.
+        labels: arguments of `axes.set`.
     """
     for name, members in groups(rows, "series").items():
         colour, marker, dash = styles[name]
@@ -195,6 +217,36 @@ def draw_lines(
             linewidth=1.4,
         )
     axes.grid(True, which="both", alpha=0.25, linewidth=0.5)
+    for which in log:
+        log_axis(axes, which)
+    if ticks:
+        axes.set_xticks(sorted({row[x] for row in rows}))
+    if title:
+        axes.set_title(title, fontsize=9)
+    axes.set(**labels)
+
+
+def line_panels(
+    canvas: Canvas,
+    rows: Sequence[Row],
+    by: str,
+    x: str,
+    y: str,
+    styles: Mapping[str, Style] | None = None,
+    *,
+    sharey: bool = False,
+    **how: Any,
+) -> dict[Any, Axes]:
+    """A panel of lines for each value of the column `by`, and one legend; returns the panels.
+
+    The arguments that are no columns are those of `draw_lines`, and `sharey`: one scale for all.
+    """
+    members = groups(rows, by)
+    panels = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
+    for axes, part in zip(panels, members.values(), strict=True):
+        draw_lines(axes, part, x, y, styles or styles_of(rows), **how)
+    shared_legend(canvas, panels)
+    return dict(zip(members, panels, strict=True))
 
 
 def log_axis(axes: Axes, which: str) -> None:
@@ -259,6 +311,29 @@ def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
     axes.grid(True, axis="y", alpha=0.25, linewidth=0.5)
 
 
+def heatmaps(
+    canvas: Canvas, rows: Sequence[Row], by: str, y: str, value: str, xlabel: str, **how: Any
+) -> dict[Any, Axes]:
+    """A heatmap over the ranks for each value of the column `by`; returns the panels.
+
+    `how` has more arguments of `draw_heatmap`.
+    """
+    members = groups(rows, by)
+    panels = canvas.subplots(1, len(members), squeeze=False)[0]
+    for axes, part in zip(panels, members.values(), strict=True):
+        draw_heatmap(axes, part, "ranks", y, value, **how)
+        axes.set_xlabel(xlabel)
+    return dict(zip(members, panels, strict=True))
+
+
+def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray) -> None:
+    """Writes the values of a grid into its cells, in white where the cell is dark."""
+    for (line, column), value in np.ndenumerate(grid):
+        colour = "white" if is_dark[line, column] else "black"
+        where: How = {"ha": "center", "va": "center", "fontsize": 8, "color": colour}
+        axes.text(column, line, number.format(value), **where)
+
+
 def draw_heatmap(
     axes: Axes,
     rows: Sequence[Row],
@@ -281,8 +356,6 @@ def draw_heatmap(
             colour.
         number: format of the ratio.
     """
-    import numpy as np
-
     columns, lines = sorted({row[x] for row in rows}), sorted({row[y] for row in rows})
     grid = np.full((len(lines), len(columns)), np.nan)
     for row in rows:
@@ -295,16 +368,6 @@ def draw_heatmap(
         origin="lower",
         aspect="auto",
     )
-    for (line, column), ratio in np.ndenumerate(grid):
-        saturated = abs(np.log2(ratio)) > 0.7 * np.log2(most)
-        axes.text(
-            column,
-            line,
-            number.format(ratio),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color="white" if saturated else "black",
-        )
+    write_numbers(axes, grid, number, abs(np.log2(grid)) > 0.7 * np.log2(most))
     axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
     axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

@@ -124,14 +124,12 @@ def uniform(numel: int, density: float, seed: int = 0) -> GradientModel:
 
 def fully_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
     """All ranks have the same, uniform, positions: the sum is no denser than its parts."""
-    probability = np.full(_rows_of(numel, 1, density), density)
-    return GradientModel(numel, 1, probability, seed, ranks_share_rows=True)
+    return replace(uniform(numel, density, seed), ranks_share_rows=True)
 
 
 def hardly_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
     """No two ranks share a position until all are taken: the sum of n ranks is n times as dense."""
-    probability = np.full(_rows_of(numel, 1, density), density)
-    return GradientModel(numel, 1, probability, seed, disjoint=True)
+    return replace(uniform(numel, density, seed), disjoint=True)
 
 
 def skewed(

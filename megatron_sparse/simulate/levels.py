@@ -25,8 +25,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from math import ceil
+from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
@@ -44,6 +48,8 @@ from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPrice, Lev
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
+from megatron_sparse.simulate import figures
+from megatron_sparse.simulate.figures import Canvas, How
 
 BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Megatron's default size of a bucket, whichever of the two is more."""
@@ -55,6 +61,11 @@ ENCODED_BYTES, DECODED_BYTES = 7.0, 8.9
 """Read and written, of a number of a long shard: docs/device-work.md."""
 CHUNK_S = 0.25e-3
 """Of a chunk's 512 steps on a GPU, however short the shard is: docs/parameters.md."""
+
+LABEL = "model (cost models), not measured"
+HEIGHT_IN = 4.5
+TABLE_WIDTH = 132
+"""Where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -313,3 +324,89 @@ def level_rows(
                     speedup=dense_s / total_s,
                     gradient_over_rank=prices[RANK].total_s / price.total_s,
                 )
+
+
+def describe(training: Training, cluster: str) -> str:
+    """What was priced, in a sentence."""
+    halves = (
+        f"reduce-scatter, and bf16 parameters gathered exactly in {training.move_bits:g} bits"
+        if training.sharded
+        else "all-reduce"
+    )
+    if training.instances > 1:
+        halves += f", {training.instances} instances"
+    dtype = "fp32" if training.gradient_bytes == 4 else "bf16"
+    return f"{training.numel / 1e9:g} B parameters on {cluster}: {dtype} gradients, {halves}"
+
+
+def print_levels(rows: Sequence[LevelRow], training: Training) -> None:
+    """Prints a line for each row; the head says what was priced."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=TABLE_WIDTH)
+    console.print(f"{describe(training, rows[0].cluster)}; milliseconds of a {LABEL}", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("preset", "ranks", "nodes", "level", "scheme"):
+        table.add_column(title, justify="right" if title in ("ranks", "nodes") else "left")
+    for title in ("inside", "across", "/ rank", "parameters", "", "whole", "dense", "best dense"):
+        table.add_column(title, justify="left" if not title else "right")
+    table.add_column("dense / whole", justify="right")
+    for row in rows:
+        table.add_row(
+            row.preset,
+            str(row.ranks),
+            str(row.nodes),
+            row.level,
+            row.scheme,
+            f"{row.inside_ms:.1f}",
+            f"{row.across_ms:.1f}",
+            f"{1 / row.gradient_over_rank:.2f}",
+            f"{row.parameters_ms:.1f}",
+            row.parameters,
+            f"{row.total_ms:.1f}",
+            f"{row.dense_ms:.1f}",
+            f"{row.best_dense_ms:.1f}",
+            f"{row.speedup:.2f}",
+        )
+    console.print(table)
+
+
+def draw_levels(rows: Sequence[LevelRow], training: Training, folder: Path) -> list[Path]:
+    """Writes `levels.csv` and `levels.png`.
+
+    Returns:
+        The files.
+
+    Raises:
+        DependencyError: matplotlib is missing.
+    """
+    title = f"{describe(training, rows[0].cluster)}\n{LABEL}"
+    plain = [row.to_dict() for row in rows]
+    return figures.write_picture(folder, "levels", plain, _draw, HEIGHT_IN, title=title)
+
+
+def _draw(rows: Sequence[dict[str, Any]], canvas: Canvas) -> None:
+    """Whole synchronisation on the left, dense over it on the right."""
+    series = [row | {"series": f"{row['preset']}, {row['level']}"} for row in rows]
+    dense = {row["ranks"]: row for row in rows}.values()
+    for name, column in (("dense", "dense_ms"), ("best dense", "best_dense_ms")):
+        series += [
+            row
+            | {
+                "series": name,
+                "preset": name,
+                "level": name,
+                "total_ms": row[column],
+                "speedup": row["dense_ms"] / row[column],
+            }
+            for row in dense
+        ]
+    left, right = canvas.subplots(1, 2)
+    styles = figures.styles_of(series, colour="preset", form="level")
+    for axes, column, ylabel in (
+        (left, "total_ms", "whole synchronisation (ms)"),
+        (right, "speedup", "dense / whole synchronisation"),
+    ):
+        how: How = {"log": "xy", "ticks": True, "xlabel": "ranks", "ylabel": ylabel}
+        figures.draw_lines(axes, series, "ranks", column, styles, **how)
+    figures.shared_legend(canvas, [left, right])

@@ -17,32 +17,20 @@ would measure less. All other points of the figures are predictions of the model
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Steps
-from megatron_sparse.simulate import all_gather
-from megatron_sparse.simulate.figures import (
-    Figure,
-    Row,
-    draw_heatmap,
-    draw_lines,
-    groups,
-    log_axis,
-    shared_legend,
-    styles_of,
-)
+from megatron_sparse.simulate import all_gather, figures
+from megatron_sparse.simulate.figures import Axes, Canvas, Figure, How, Row
 from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
 from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket, price
 from megatron_sparse.transport import Link
 from megatron_sparse.transport.virtual import VirtualTransport
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 MB = 2**20
 NUMEL_A_RANK = 2
@@ -67,11 +55,6 @@ class System:
     vendor: str
     vendor_links: tuple[Link, Link]
     mpi_links: tuple[Link, Link]
-
-    @property
-    def gpus(self) -> str:
-        """The paper's word for a rank on this machine."""
-        return "GCDs" if self.vendor == "RCCL" else "GPUs"
 
 
 def _system(machine: Machine, vendor: str, mpi_alpha_s: float) -> System:
@@ -169,46 +152,38 @@ def _heat_rows(system: System, fast: bool) -> list[Row]:
     return [row for rows in both for row in rows if row["library"] == system.vendor]
 
 
-def _draw_lines(rows: list[Row], canvas: Canvas, panels: list[tuple[str, list[Row]]]) -> None:
-    every = canvas.subplots(1, len(panels), squeeze=False)[0]
-    styles = styles_of(rows, "library", "size_mb")
-    for axes, (title, part) in zip(every, panels, strict=True):
-        draw_lines(axes, part, "ranks", "time_ms", styles)
-        log_axis(axes, "x")
-        log_axis(axes, "y")
-        axes.set_xticks(sorted({row["ranks"] for row in part}))
-        axes.set_title(title, fontsize=9)
-        axes.set_xlabel("ranks")
-    every[0].set_ylabel("time (ms)")
-    shared_legend(canvas, list(every))
+def _draw_lines(rows: list[Row], canvas: Canvas, titles: Sequence[str]) -> None:
+    """A panel for each title, which each row has one of."""
+    titled = [row | {"panel": title} for row, title in zip(rows, titles, strict=True)]
+    styles = figures.styles_of(rows, "library", "size_mb")
+    how: How = {"log": "xy", "ticks": True, "xlabel": "ranks"}
+    panels = figures.line_panels(canvas, titled, "panel", "ranks", "time_ms", styles, **how)
+    _label(panels, "time (ms)")
+
+
+def _label(panels: dict[str, Axes], ylabel: str) -> None:
+    for title, axes in panels.items():
+        axes.set_title(title.replace("_", "-"), fontsize=9)
+    next(iter(panels.values())).set_ylabel(ylabel)
 
 
 def draw_sizes(rows: list[Row], canvas: Canvas) -> None:
     """The smaller two sizes on the left, the larger two on the right."""
-    sizes = list(groups(rows, "size_mb"))
-    halves = [sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]]
-    panels = [
-        (" and ".join(map(str, half)) + " MB", [row for row in rows if row["size_mb"] in half])
-        for half in halves
-    ]
-    _draw_lines(rows, canvas, panels)
+    sizes = list(figures.groups(rows, "size_mb"))
+    halves = (sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :])
+    title_of = {size: " and ".join(map(str, half)) + " MB" for half in halves for size in half}
+    _draw_lines(rows, canvas, [title_of[row["size_mb"]] for row in rows])
 
 
 def draw_collectives(rows: list[Row], canvas: Canvas) -> None:
     """A panel for each collective."""
-    panels = groups(rows, "collective").items()
-    _draw_lines(rows, canvas, [(kind.replace("_", "-"), part) for kind, part in panels])
+    _draw_lines(rows, canvas, [row["collective"] for row in rows])
 
 
 def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
     """A heatmap for each collective."""
-    by_kind = groups(rows, "collective")
-    panels = canvas.subplots(1, len(by_kind), squeeze=False)[0]
-    for axes, (kind, part) in zip(panels, by_kind.items(), strict=True):
-        draw_heatmap(axes, part, "ranks", "size_mb", "pccl_speedup", most=32, number="{:.2g}")
-        axes.set_title(kind.replace("_", "-"), fontsize=9)
-        axes.set_xlabel("ranks")
-    panels[0].set_ylabel("buffer (MB)")
+    of = ("collective", "size_mb", "pccl_speedup", "ranks")
+    _label(figures.heatmaps(canvas, rows, *of, most=32, number="{:.2g}"), "buffer (MB)")
 
 
 _FITTED = "link rates published, latencies fitted to the paper's text (docs/results/figures.md)"

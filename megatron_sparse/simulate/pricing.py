@@ -243,14 +243,20 @@ def drive(job: Job, start: Start) -> JobCost:
     return JobCost(cluster.modelled_s, local_s, max(sent) * job.scale)
 
 
-def price(job: Job, scheme: str, gradients: Gradients) -> JobCost:
-    """Runs a registered scheme: encodes the selection and runs the collective."""
+def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None = None) -> JobCost:
+    """Runs a registered scheme: encodes the selection and runs the collective.
+
+    With `late_s` the last rank comes so much later, and is the straggler.
+    """
     entry = SCHEMES[scheme]
     options = SchemeConfig(name=scheme, format=job.format, capacity=None)
+    straggler = None if late_s is None else job.world_size - 1
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
+        if transport.rank == straggler:
+            transport.charge(late_s or 0.0)
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()
-        exchange = Exchange(bucket, transport, buffers, timer, options)
+        exchange = Exchange(bucket, transport, buffers, timer, options, straggler=straggler)
         if entry.takes is Input.DENSE:
             return (yield from entry.run(exchange, bucket.grad_N, 0))
         form = entry.message_format(options)

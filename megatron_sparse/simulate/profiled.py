@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,23 +25,24 @@ from megatron_sparse.formats.hierarchical_hash import hierarchical_hash
 from megatron_sparse.pricing.profile import union_counts
 from megatron_sparse.simulate.figures import (
     MODEL,
+    Canvas,
+    Draw,
     Figure,
+    How,
     Row,
     draw_bars,
     draw_lines,
     groups,
-    log_axis,
+    line_panels,
     shared_legend,
     styles_of,
+    write_numbers,
 )
 from megatron_sparse.simulate.machines import BANDWIDTH_ONLY
-from megatron_sparse.simulate.pricing import Job, JobCost
-from megatron_sparse.simulate.zen import ON_SCALE, draw_normalised, outcomes
+from megatron_sparse.simulate.pricing import Job
+from megatron_sparse.simulate.zen import draw_normalised, outcomes_8
 from megatron_sparse.sparsity.balance import Sample
 from megatron_sparse.sparsity.characteristics import counts_between, overlap_ratios, pack
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 MOST_SERIES, MOST_DENSITY = 6, 0.5
 MOST_SIMULATED = 2**20
@@ -51,6 +52,14 @@ MOST_HASHED, REPETITIONS = 2**18, 7
 """Entries that figure 16 hashes, and the number of repetitions."""
 BINS, PARTITIONS, OMNIREDUCE_BLOCK = 25, 8, 256
 RECORDED = "recorded gradients"
+LABELS = {
+    2: RECORDED,
+    3: RECORDED,
+    8: MODEL,
+    16: "measured on this machine's CPU",
+    17: f"counted on the {RECORDED}",
+}
+"""The source of each figure's numbers."""
 
 
 def figures(samples: Sequence[Sample]) -> list[Figure]:
@@ -76,58 +85,25 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
     largest = by_bucket[max(sparse or single, key=lambda name: nnz[name])][0]
     ranks = largest.profile.world_size
 
-    def figure(
-        number: int,
-        title: str,
-        assumptions: str,
-        rows: Callable[[], list[Row]],
-        draw: Callable[[list[Row], Canvas], None],
-        label: str = RECORDED,
-    ) -> Figure:
-        return Figure(
-            "zen",
-            number,
-            f"ZEN figure {number}: {title}",
-            assumptions,
-            lambda fast: rows(),
-            draw,
-            label=label,
-        )
-
     of = f"bucket {largest.bucket}, {ranks} ranks"
-    found = [
-        figure(2, "overlap ratios, densification", f"{ranks} ranks", lambda: rows_2(shown), draw_2),
-        figure(
-            3, "where non-zeros lie, skewness", "mean over ranks", lambda: rows_3(shown), draw_3
-        ),
-        figure(
-            16,
-            "cost of Algorithm 1",
-            of,
-            lambda: rows_16(largest),
-            draw_16,
-            "measured on this machine's CPU",
-        ),
-        figure(
-            17,
-            "sizes of formats, what each step gains",
-            "bytes, no latency or codec time",
-            lambda: rows_17(shown, largest),
-            draw_17,
-            "counted on the recorded gradients",
-        ),
+    port = f"bytes on the busiest port only; {of}"
+    steps, free = "sizes of formats, what each step gains", "bytes, no latency or codec time"
+    found: list[tuple[int, str, str, Callable[[], list[Row]], Draw]] = [
+        (2, "overlap ratios, densification", f"{ranks} ranks", partial(rows_2, shown), draw_2),
+        (3, "where non-zeros lie, skewness", "mean over ranks", partial(rows_3, shown), draw_3),
+        (8, "synchronisation", port, partial(rows_8, largest), draw_normalised),
+        (16, "cost of Algorithm 1", of, partial(rows_16, largest), draw_16),
+        (17, steps, free, partial(rows_17, shown, largest), draw_17),
     ]
-    if ranks > 1:
-        priced = figure(
-            8,
-            "synchronisation",
-            f"bytes on the busiest port only; {of}",
-            lambda: rows_8(largest),
-            draw_normalised,
-            MODEL,
-        )
-        found.insert(2, priced)
-    return found
+    return [
+        Figure("zen", n, f"ZEN figure {n}: {what}", given, _always(rows), draw, label=LABELS[n])
+        for n, what, given, rows, draw in found
+        if n != 8 or ranks > 1
+    ]
+
+
+def _always(rows: Callable[[], list[Row]]) -> Callable[[bool], list[Row]]:
+    return lambda fast: rows()
 
 
 def _row(panel: str, series: str, x: float | str, y: float) -> Row:
@@ -209,12 +185,9 @@ def rows_8(sample: Sample) -> list[Row]:
             return grad_N
 
         job = Job(BANDWIDTH_ONLY, n, 4 * sample.numel, numel, charged=False)
-        found = outcomes(job, gradient, ON_SCALE)
+        profile = sample.profile
+        found = outcomes_8(job, gradient, profile.density, profile.sum_density(n))
         dense = found["AllReduce"]
-        pushed = sample.profile.density * (1 + sample.profile.densification[n]) / 2
-        for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
-            ideal = JobCost(part * dense.time_s, 0.0, part * dense.wire_bytes)
-            found[f"Balanced Parallelism {name} (counted)"] = ideal
         rows += [
             {
                 "series": name,
@@ -292,13 +265,9 @@ def _panels(rows: list[Row], canvas: Canvas) -> list[tuple]:
 
 def draw_2(rows: list[Row], canvas: Canvas) -> None:
     """Two panels of lines."""
-    styles = styles_of(rows)
-    (left, pairs), (right, sums) = _panels(rows, canvas)
-    draw_lines(left, pairs, "x", "y", styles)
+    left, right = line_panels(canvas, rows, "panel", "x", "y").values()
     left.set(xlabel="overlap ratio of two ranks", ylabel="probability density")
-    draw_lines(right, sums, "x", "y", styles)
     right.set(xlabel="ranks", ylabel="densification ratio")
-    shared_legend(canvas, [left, right])
 
 
 def draw_3(rows: list[Row], canvas: Canvas) -> None:
@@ -307,36 +276,28 @@ def draw_3(rows: list[Row], canvas: Canvas) -> None:
     by_bucket = groups(shares, "series")
     grid = np.array([[row["y"] for row in members] for members in by_bucket.values()])
     left.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
-    for (line, column), share in np.ndenumerate(grid):
-        colour = "white" if share > 50 else "black"
-        left.text(column, line, f"{share:.0f}", ha="center", va="center", fontsize=8, color=colour)
+    write_numbers(left, grid, "{:.0f}", grid > 50)
     left.set_yticks(range(len(by_bucket)), list(by_bucket), fontsize=7)
     left.set_xticks(range(PARTITIONS), range(1, PARTITIONS + 1))
     left.set_xlabel("partition (% of the non-zero elements)")
-    draw_lines(right, skews, "x", "y", styles_of(rows))
-    for which in "xy":
-        log_axis(right, which)
-    right.set(xlabel="partitions", ylabel="skewness ratio")
+    labels: How = {"xlabel": "partitions", "ylabel": "skewness ratio"}
+    draw_lines(right, skews, "x", "y", styles_of(rows), log="xy", **labels)
     shared_legend(canvas, [right])
 
 
 def draw_16(rows: list[Row], canvas: Canvas) -> None:
     """Two panels of lines."""
-    styles = styles_of(rows)
-    (left, memory), (right, rehashes) = _panels(rows, canvas)
-    draw_lines(left, memory, "x", "y", styles)
-    left.set(xlabel="parallel memory r1 (times the entries)", ylabel="time (ms)", ylim=(0, None))
-    draw_lines(right, rehashes, "x", "y", styles)
-    right.set(xlabel="rehashes k", ylim=(0, None))
-    shared_legend(canvas, [left, right])
+    left, right = line_panels(canvas, rows, "panel", "x", "y", ylim=(0, None)).values()
+    left.set(xlabel="parallel memory r1 (times the entries)", ylabel="time (ms)")
+    right.set(xlabel="rehashes k")
 
 
 def draw_17(rows: list[Row], canvas: Canvas) -> None:
     """Lines and bars."""
     (left, sizes), (right, steps) = _panels(rows, canvas)
-    draw_lines(left, sizes, "x", "y", styles_of(sizes))
+    labels: How = {"xlabel": "density of one rank, and of the sum", "ylabel": "size / dense size"}
+    draw_lines(left, sizes, "x", "y", styles_of(sizes), **labels)
     left.axhline(1.0, color="black", linewidth=0.8)
-    left.set(xlabel="density of one rank, and of the sum", ylabel="size / dense size")
     left.legend(fontsize=7)
     draw_bars(right, steps, "x", "y")
     right.axhline(1.0, color="black", linewidth=0.8)

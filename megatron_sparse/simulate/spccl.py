@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,17 +19,8 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.simulate import all_gather
-from megatron_sparse.simulate.figures import (
-    Figure,
-    Row,
-    draw_heatmap,
-    draw_lines,
-    groups,
-    log_axis,
-    shared_legend,
-    styles_of,
-)
+from megatron_sparse.simulate import all_gather, figures
+from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.simulate.machines import CODEC_FRACTION, GB, MIB, PERLMUTTER_RING, Machine
 from megatron_sparse.simulate.pricing import (
@@ -43,9 +33,6 @@ from megatron_sparse.simulate.pricing import (
     price,
 )
 from megatron_sparse.transport.virtual import VirtualTransport
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 NUMEL, FAST_NUMEL = 2**19, 2**15
 SIZES_MIB, RANKS, SPARSITIES = (256, 512, 1024, 2048), (8, 16, 32, 64), (0.90, 0.95, 0.99)
@@ -112,12 +99,11 @@ def sparse(
 @cache
 def sparcml(
     machine: Machine, world_size: int, size_mib: int, sparsity: float, numel: int
-) -> tuple[JobCost, str]:
-    """The best of SparCML's all-reduces, and its name."""
+) -> JobCost:
+    """The best of SparCML's all-reduces."""
     job = Job(machine, world_size, size_mib * MIB, numel, format="coo")
     of_rank = gradients(numel, sparsity)
-    found = [(price(job, scheme, of_rank), scheme) for scheme in SPARCML]
-    return min(found, key=lambda pair: pair[0].time_s)
+    return min((price(job, scheme, of_rank) for scheme in SPARCML), key=lambda cost: cost.time_s)
 
 
 def _row(
@@ -179,8 +165,8 @@ def rows_9(fast: bool) -> list[Row]:
                 if n > 32 or size > 512:  # Minutes a point; and size changes little.
                     continue
                 for name, machine in (("GPU", PERLMUTTER_RING), ("host", HOST)):
-                    outcome, _ = sparcml(machine, *where[1:])
-                    rows.append(_row(f"SparCML on the {name}", *where, outcome))
+                    cost = sparcml(machine, *where[1:])
+                    rows.append(_row(f"SparCML on the {name}", *where, cost))
     return rows
 
 
@@ -196,30 +182,26 @@ def _heat_rows(kind: str, fast: bool) -> list[Row]:
 
 def draw_times(rows: list[Row], canvas: Canvas) -> None:
     """A panel for each size and number of ranks."""
-    styles, by_size = styles_of(rows), groups(rows, "size_mib")
-    columns = len(groups(rows, "ranks"))
+    styles, by_size = figures.styles_of(rows), figures.groups(rows, "size_mib")
+    columns = len(figures.groups(rows, "ranks"))
     panels = canvas.subplots(len(by_size), columns, squeeze=False, sharex=True, sharey="row")
     for line, (size, members) in zip(panels, by_size.items(), strict=True):
-        for axes, (n, part) in zip(line, groups(members, "ranks").items(), strict=True):
+        for axes, (n, part) in zip(line, figures.groups(members, "ranks").items(), strict=True):
             percent = [row | {"percent": 100 * row["sparsity"]} for row in part]
-            draw_lines(axes, percent, "percent", "time_ms", styles)
-            log_axis(axes, "y")
-            axes.set_title(f"{n} GPUs, {size} MiB", fontsize=9)
+            title = f"{n} GPUs, {size} MiB"
+            figures.draw_lines(axes, percent, "percent", "time_ms", styles, log="y", title=title)
         line[0].set_ylabel("time (ms)")
     for axes in panels[-1]:
         axes.set_xlabel("input sparsity (%)")
-    shared_legend(canvas, list(panels.flat))
+    figures.shared_legend(canvas, list(panels.flat))
 
 
 def draw_speedups(rows: list[Row], canvas: Canvas) -> None:
     """A heatmap for each sparsity."""
-    by_sparsity = groups(rows, "sparsity")
-    panels = canvas.subplots(1, len(by_sparsity), squeeze=False)[0]
-    for axes, (sparsity, part) in zip(panels, by_sparsity.items(), strict=True):
-        draw_heatmap(axes, part, "ranks", "size_mib", "speedup", most=8)
+    panels = figures.heatmaps(canvas, rows, "sparsity", "size_mib", "speedup", "GPUs", most=8)
+    for sparsity, axes in panels.items():
         axes.set_title(f"{sparsity:.0%} sparsity", fontsize=9)
-        axes.set_xlabel("GPUs")
-    panels[0].set_ylabel("buffer (MiB)")
+    next(iter(panels.values())).set_ylabel("buffer (MiB)")
 
 
 def _heatmap(number: int, kind: str, what: str) -> Figure:

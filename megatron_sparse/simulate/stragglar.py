@@ -18,33 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.simulate.figures import (
-    COLOURS,
-    Figure,
-    Row,
-    draw_lines,
-    groups,
-    log_axis,
-    shared_legend,
-    styles_of,
-)
+from megatron_sparse.simulate import figures
+from megatron_sparse.simulate.figures import Axes, Canvas, Figure, How, Row
 from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
-from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket
+from megatron_sparse.simulate.pricing import Job, price
 from megatron_sparse.straggler import critical_delay_s, make_schedule
 from megatron_sparse.transport import Link
-from megatron_sparse.transport.virtual import VirtualTransport
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 NAMES = {
     "straggler": "StragglAR",
@@ -81,18 +63,7 @@ def after_s(
     # Divisible by n pieces and by n - 1 chunks.
     numel = world_size * (world_size - 1) * 2
     job = Job(machine, world_size, full_bytes, numel, charged=False)
-    options = SchemeConfig(name=scheme, capacity=None)
-
-    def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
-        if transport.rank == world_size - 1:
-            transport.charge(delay_s)
-        bucket = make_bucket(job, torch.ones(numel))
-        exchange = Exchange(
-            bucket, transport, MessageBuffers(), timer, options, straggler=world_size - 1
-        )
-        return SCHEMES[scheme].run(exchange, bucket.grad_N, 0)
-
-    return drive(job, start).time_s - delay_s
+    return price(job, scheme, lambda _: torch.ones(numel), late_s=delay_s).time_s - delay_s
 
 
 def cases(schemes: Sequence[str] = tuple(NAMES)) -> list[tuple[str, str, float]]:
@@ -195,29 +166,33 @@ def rows_7(fast: bool) -> list[Row]:
 
 def draw_5(rows: list[Row], canvas: Canvas) -> None:
     """A line of panels for each machine: bandwidth over sizes, total time over delays."""
-    by_machine = groups(rows, "machine")
-    columns = list(groups(rows, "panel"))
+    by_machine = figures.groups(rows, "machine")
+    columns = list(figures.groups(rows, "panel"))
     panels = canvas.subplots(len(by_machine), len(columns), squeeze=False)
-    styles = styles_of(rows)
+    styles = figures.styles_of(rows)
     for line, (machine, part) in zip(panels, by_machine.items(), strict=True):
-        for axes, (panel, members) in zip(line, groups(part, "panel").items(), strict=False):
+        for axes, (panel, members) in zip(
+            line, figures.groups(part, "panel").items(), strict=False
+        ):
             if panel == "delays":
-                draw_lines(axes, members, "delay_ms", "total_ms", styles)
-                axes.set_xlabel("delay (ms)")
-                axes.set_ylabel("total time (ms)")
-                axes.set_title(f"{machine}, {members[0]['size_mib']:g} MiB", fontsize=9)
-            else:
-                draw_lines(axes, members, "size_mib", "algbw_gbs", styles)
-                log_axis(axes, "x")
-                axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
-                axes.set_xlabel("buffer (MiB)")
-                axes.set_ylabel("size / time (GB/s)")
-                axes.set_title(f"{machine}, {panel}", fontsize=9)
-    shared_legend(canvas, list(panels.flat))
+                title = f"{machine}, {members[0]['size_mib']:g} MiB"
+                labels: How = {"xlabel": "delay (ms)", "ylabel": "total time (ms)"}
+                how: How = labels | {"title": title}
+                figures.draw_lines(axes, members, "delay_ms", "total_ms", styles, **how)
+                continue
+            title = f"{machine}, {panel}"
+            labels = {"xlabel": "buffer (MiB)", "ylabel": "size / time (GB/s)"}
+            how = labels | {"log": "x", "title": title}
+            figures.draw_lines(axes, members, "size_mib", "algbw_gbs", styles, **how)
+            axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
+    figures.shared_legend(canvas, list(panels.flat))
 
 
 def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
-    draw_lines(axes, rows, "ranks", y, styles_of(rows))
+    labels: How = {"xlabel": "ranks", "ylabel": label}
+    figures.draw_lines(
+        axes, rows, "ranks", y, figures.styles_of(rows), log="x", ticks=True, **labels
+    )
     both = [
         [row for row in rows if row["series"] == f"{NAMES['straggler']}, {case}"]
         for case in ("no delay", "ideal")
@@ -226,14 +201,10 @@ def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
         [row["ranks"] for row in both[0]],
         [row[y] for row in both[0]],
         [row[y] for row in both[1]],
-        color=COLOURS[0],
+        color=figures.COLOURS[0],
         alpha=0.12,
         linewidth=0,
     )
-    log_axis(axes, "x")
-    axes.set_xticks(sorted({row["ranks"] for row in rows}))
-    axes.set_xlabel("ranks")
-    axes.set_ylabel(label)
 
 
 def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
@@ -241,23 +212,21 @@ def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
     left, right = canvas.subplots(1, 2)
     _draw_scaling(left, rows, "speedup", "speedup over the ring")
     _draw_scaling(right, rows, "algbw_gbs", "size / time (GB/s)")
-    shared_legend(canvas, [left, right])
+    figures.shared_legend(canvas, [left, right])
 
 
 def draw_7(rows: list[Row], canvas: Canvas) -> None:
     """The critical delay on the left, the ratio on the right."""
-    styles = styles_of(rows)
+    styles = figures.styles_of(rows)
     panels = canvas.subplots(1, 2)
-    for axes, (panel, part) in zip(panels, groups(rows, "panel").items(), strict=True):
-        is_delay = panel == "critical delay"
-        draw_lines(axes, part, "ranks", "time_ms" if is_delay else "ratio", styles)
-        for which in ("x", "y"):
-            log_axis(axes, which)
-        axes.set_xticks(sorted({row["ranks"] for row in part}))
-        axes.set_xlabel("ranks")
-        axes.set_ylabel("critical delay (ms)" if is_delay else "beta-competitive ratio")
-        axes.set_title("1 GiB" if is_delay else "what grows with s, over s beta", fontsize=9)
-    shared_legend(canvas, list(panels))
+    for axes, (panel, part) in zip(panels, figures.groups(rows, "panel").items(), strict=True):
+        y, ylabel, title = {
+            "critical delay": ("time_ms", "critical delay (ms)", "1 GiB"),
+            "beta only": ("ratio", "beta-competitive ratio", "what grows with s, over s beta"),
+        }[panel]
+        how: How = {"log": "xy", "ticks": True, "title": title, "xlabel": "ranks", "ylabel": ylabel}
+        figures.draw_lines(axes, part, "ranks", y, styles, **how)
+    figures.shared_legend(canvas, list(panels))
 
 
 _LINKS = "alpha 3 us, {} GB/s between any two ranks; local work takes no time"

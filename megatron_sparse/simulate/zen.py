@@ -16,26 +16,14 @@ more than the paper's kernels take; another series shows ZEN without any charge.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING
 
-from megatron_sparse.simulate.figures import (
-    Figure,
-    Row,
-    draw_lines,
-    log_axis,
-    shared_legend,
-    styles_of,
-)
-from megatron_sparse.simulate.figures import draw_bars as draw_grouped
+from megatron_sparse.simulate import figures
+from megatron_sparse.simulate.figures import Canvas, Figure, How, Row
 from megatron_sparse.simulate.gradients import GradientModel, embedding_like
 from megatron_sparse.simulate.machines import AWS_25, BANDWIDTH_ONLY, CODEC_FRACTION
 from megatron_sparse.simulate.pricing import Gradients, Job, JobCost, price
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 NUMEL, FAST_NUMEL = 2**20, 2**16
 NUMEL_8 = 2**19
@@ -93,8 +81,6 @@ SCHEME_OF = {
     "direct (this project)": "direct",
     "ZEN": "zen",
 }
-ON_SCALE = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
-"""Of figure 8, which leaves one out as the paper does: it is 40 times off the scale."""
 OWN_FORMAT = ("omnireduce", "zen", "direct")
 """Schemes that choose their own message format."""
 
@@ -118,6 +104,29 @@ def outcomes(job: Job, gradients: Gradients, names: dict[str, str]) -> dict[str,
         if scheme == "zen" and job.charged:
             free = replace(chosen, charged=False)
             found[f"{name}, codec free"] = price(free, scheme, gradients)
+    return found
+
+
+def outcomes_8(
+    job: Job, gradients: Gradients, density: float, sum_density: float
+) -> dict[str, JobCost]:
+    """The costs of figure 8: `outcomes`, and what Balanced Parallelism would take.
+
+    Args:
+        job: see `outcomes`.
+        gradients: see `outcomes`.
+        density: of a rank's gradient.
+        sum_density: of the sum of all ranks' gradients.
+    """
+    # The paper leaves one out, too: it is 40 times off the scale.
+    on_scale = {name: scheme for name, scheme in SCHEME_OF.items() if name != "Sparse PS"}
+    found = outcomes(job, gradients, on_scale)
+    dense = found["AllReduce"]
+    # The paper counts every element pushed and every element pulled.
+    pushed = (density + sum_density) / 2
+    for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
+        ideal = JobCost(part * dense.time_s, 0.0, part * dense.wire_bytes)
+        found[f"Balanced Parallelism {name} (counted)"] = ideal
     return found
 
 
@@ -145,13 +154,8 @@ def rows_8(fast: bool) -> list[Row]:
     rows = []
     for n in (4, 16) if fast else (4, 8, 16, 32, 64, 128):
         job = Job(BANDWIDTH_ONLY, n, 4 * NMT.full_numel, numel, charged=False)
-        found = outcomes(job, model.gradient, ON_SCALE)
+        found = outcomes_8(job, model.gradient, model.density, model.sum_density(n))
         dense = found["AllReduce"]
-        # The paper counts every element pushed and every element pulled.
-        pushed = (model.density + model.sum_density(n)) / 2
-        for name, part in (("in COO", 2 * pushed), ("without index", pushed)):
-            ideal = JobCost(part * dense.time_s, 0.0, part * dense.wire_bytes)
-            found[f"Balanced Parallelism {name} (counted)"] = ideal
         where = {"workload": NMT.name, "ranks": n, "full_numel": NMT.full_numel}
         where["simulated_numel"] = numel
         rows += [_row(name, where, outcome, dense, model) for name, outcome in found.items()]
@@ -182,48 +186,40 @@ def rows_15(fast: bool) -> list[Row]:
 
 def draw_normalised(rows: list[Row], canvas: Canvas) -> None:
     """One panel, both axes logarithmic."""
-    axes = canvas.subplots()
-    draw_lines(axes, rows, "ranks", "normalised_time", styles_of(rows))
-    for which in "xy":
-        log_axis(axes, which)
-    axes.set_xticks(sorted({row["ranks"] for row in rows}))
-    axes.set_xlabel("GPUs, one a node")
-    axes.set_ylabel("time / time of AllReduce")
-    shared_legend(canvas, [axes])
+    axes, styles = canvas.subplots(), figures.styles_of(rows)
+    labels: How = {"xlabel": "GPUs, one a node", "ylabel": "time / time of AllReduce"}
+    figures.draw_lines(
+        axes, rows, "ranks", "normalised_time", styles, log="xy", ticks=True, **labels
+    )
+    figures.shared_legend(canvas, [axes])
 
 
 def draw_bars(rows: list[Row], canvas: Canvas) -> None:
     """A group of bars for each model."""
     axes = canvas.subplots()
-    draw_grouped(axes, rows, "workload", "speedup")
+    figures.draw_bars(axes, rows, "workload", "speedup")
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_ylabel("speedup over AllReduce")
-    shared_legend(canvas, [axes])
-
-
-def _figure(
-    number: int,
-    title: str,
-    assumptions: str,
-    rows: Callable[[bool], list[Row]],
-    draw: Callable[[list[Row], Canvas], None],
-) -> Figure:
-    return Figure("zen", number, f"ZEN figure {number}: {title}", assumptions, rows, draw, 5.0)
+    figures.shared_legend(canvas, [axes])
 
 
 FIGURES = (
-    _figure(
+    Figure(
+        "zen",
         8,
-        "synchronising NMT's embedding gradient",
+        "ZEN figure 8: synchronising NMT's embedding gradient",
         "bytes on the busiest port only: no latency, no codec time",
         rows_8,
         draw_normalised,
+        5.0,
     ),
-    _figure(
+    Figure(
+        "zen",
         15,
-        "speedup over AllReduce, 16 machines, 25 Gbit/s",
+        "ZEN figure 15: speedup over AllReduce, 16 machines, 25 Gbit/s",
         f"gradients fitted to the paper's text; codec at {CODEC_FRACTION:.0%} of a V100's HBM",
         rows_15,
         draw_bars,
+        5.0,
     ),
 )

@@ -23,15 +23,64 @@ from megatron_sparse.recording import (
     BucketRecord,
     GatherRecord,
 )
-from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
 from megatron_sparse.telemetry.metrics import METRICS
-from megatron_sparse.telemetry.quantities import REST, exposed_share, thread_parts
+from megatron_sparse.telemetry.quantities import REST, exposed_share, ratio, thread_parts
 
+DENSE = "dense"
 SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "message_bytes", "nnz", "numel")
 """Attributes of a bucket's record that an iteration adds up."""
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def dense_iteration_s(
+    records: Sequence[BucketRecord], iteration_s: float, gathers: Sequence[GatherRecord] = ()
+) -> float | None:
+    """Seconds that the iteration would have taken with the backend's own collectives: an estimate.
+
+    The training thread's measured iteration is replayed with other buckets. Everything that the
+    thread did keeps its duration, except its waits. Each bucket is launched when the thread
+    launched it, occupies the link for the dense collective's predicted time
+    (`BucketRecord.dense_us`), one bucket after the other, and the thread waits for it where it
+    waited before, for as long as it then must. So does a compressed gather of parameters; a raw one
+    keeps its measured times.
+
+    The estimate leaves out that without compression the backward pass has the processor's cores, or
+    the GPU, for itself; so dense would have been a little faster than it says. On a GPU launches
+    are those of the host, which runs ahead of the device.
+
+    Args:
+        records: the iteration's buckets.
+        iteration_s: measured seconds.
+        gathers: those that the thread waited for in the iteration.
+
+    Returns:
+        The estimate; the measured seconds where every bucket was dense and every gather raw; None
+        where one of them has no prediction, or where there is no bucket.
+
+    Example:
+        A bucket is launched 1.0 s before the thread waits for it, and the wait takes 0.1 s of an
+        iteration of 3.0 s. A dense collective of 1.5 s would have made the thread wait 0.5 s: the
+        iteration would have taken 3.4 s.
+    """
+    replayed = [*records, *(gather for gather in gathers if gather.method != "raw")]
+    if not records or any(record.dense_us is None for record in replayed):
+        return None
+    if len(replayed) == len(records) and all(record.scheme == DENSE for record in records):
+        return iteration_s
+    events = [(record.launched_s, False, record) for record in replayed]
+    events += [(record.wait_began_s, True, record) for record in replayed]
+    later_s, free_s = 0.0, -math.inf
+    ends_s: dict[int, float] = {}
+    for at_s, is_wait, record in sorted(events, key=lambda event: event[:2]):
+        now_s = at_s + later_s
+        if is_wait:
+            later_s += max(0.0, ends_s[id(record)] - now_s) - record.exposed_s
+        else:
+            assert record.dense_us is not None, "checked above"
+            free_s = ends_s[id(record)] = max(now_s, free_s) + record.dense_us / 1e6
+    return iteration_s + later_s
 
 
 @dataclass
@@ -65,7 +114,7 @@ class IterationBreakdown:
         planned_density: the target density, weighted by elements; None like `density`.
         host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed.
         dense_iteration_ms: estimated milliseconds with dense synchronisation
-            (`dense_estimate`); None without a cluster to predict by.
+            (`dense_iteration_s`); None without a cluster to predict by.
         tokens_per_s: tokens that all ranks trained on, by the wall clock; None if unknown.
         model_tflop_per_s: TFLOP/s of one GPU, of the model's own operations; None without a GPU.
         param_dense_bytes: bytes that a ring all-gather of the raw parameters would have sent,
@@ -140,23 +189,23 @@ class IterationBreakdown:
     @property
     def param_wire_ratio(self) -> float | None:
         """`wire_ratio` of the parameters."""
-        return self.param_wire_bytes / self.param_dense_bytes if self.param_dense_bytes else None
+        return ratio(self.param_wire_bytes, self.param_dense_bytes)
 
     @property
     def wire_ratio(self) -> float | None:
         """wire_bytes / dense_bytes; None where dense would send nothing (a single rank)."""
-        return self.wire_bytes / self.dense_bytes if self.dense_bytes else None
+        return ratio(self.wire_bytes, self.dense_bytes)
 
     @property
     def total_wire_ratio(self) -> float | None:
         """`wire_ratio` of gradients and parameters together."""
         dense_bytes = self.dense_bytes + self.param_dense_bytes
-        return (self.wire_bytes + self.param_wire_bytes) / dense_bytes if dense_bytes else None
+        return ratio(self.wire_bytes + self.param_wire_bytes, dense_bytes)
 
     @property
     def bits_per_element(self) -> float | None:
         """Bits of this rank's own messages for each element; None without a bucket."""
-        return 8 * self.message_bytes / self.numel if self.numel else None
+        return ratio(8 * self.message_bytes, self.numel)
 
     @property
     def measured_ms(self) -> float | None:
@@ -271,7 +320,7 @@ def iteration_breakdown(
         | {stage: time_us / 1e3 for stage, time_us in stage_us.items()},
         overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
         **sums,
-        density=sums["nnz"] / numel if numel else None,
+        density=ratio(sums["nnz"], numel),
         schemes=schemes,
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
         loss=finite(loss),
@@ -279,7 +328,7 @@ def iteration_breakdown(
         learning_rate=numbers.pop("learning_rate", None),
         skipped=bool(skipped),
         extra=numbers,
-        planned_density=planned / numel if numel else None,
+        planned_density=ratio(planned, numel),
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
         dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
         tokens_per_s=numbers.pop("tokens_per_s", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,24 +88,17 @@ def print_summary(
     console.print(_traffic_table(summary))
     console.print()
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
-    of_thread, of_buckets = (
-        {
-            column: parts_of(steady[f"stage_ms{column}"], steady[f"iteration_ms{column}"])
-            for column in ("_mean", "", "_p95")
-        }
-        for parts_of in (
-            lambda stage_ms, whole: (
-                thread_parts(stage_ms, whole, gathers=gathers) | {ITERATION: whole}
-            ),
-            lambda stage_ms, _: {stage: stage_ms[stage] for stage in BUCKET_STAGES},
-        )
-    )
-    whole_ms = steady["iteration_ms_mean"]
+
+    def of_thread(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
+        return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
+
     title = f"an iteration of the training thread: {scope(summary)}"
-    console.print(_stage_table(title, of_thread, whole_ms))
+    console.print(_stage_table(title, steady, of_thread))
     console.print()
     title = "its buckets, summed; beside the thread's stages or inside them"
-    console.print(_stage_table(title, of_buckets, whole_ms))
+    console.print(
+        _stage_table(title, steady, lambda all_ms, _: {s: all_ms[s] for s in BUCKET_STAGES})
+    )
     console.print()
     console.print(
         f"exposed: {cells['exposed_share']}, {of_all(steady)}; "
@@ -139,34 +133,42 @@ def print_summary(
 
 def _traffic_table(summary: dict[str, Any]) -> Table:
     halves = ", and parameters" if summary["param_dense_bytes"] else ""
-    table = _table(f"bytes sent by this rank: gradients by phase{halves}")
-    table.add_column("phase")
-    for header, _ in PHASE_COLUMNS.values():
-        table.add_column(header, justify="right")
+    title = f"bytes sent by this rank: gradients by phase{halves}"
+    table = plain_table(title, "phase", *(header for header, _ in PHASE_COLUMNS.values()))
     for row in phase_rows(summary):
         table.add_row(*row, style="bold" if row[0] == "all" else None)
     return table
 
 
 def _stage_table(
-    title: str, stage_ms: dict[str, dict[str, float | None]], iteration_ms: float | None
+    title: str, figures: Mapping[str, Any], parts_of: Callable[[Any, Any], dict[str, Any]]
 ) -> Table:
-    """Stages by `_mean`, median (the empty key) and `_p95`; shares are those of the means."""
-    table = _table(title)
+    """A line for each part of the stages' and the iteration's milliseconds; shares are of means."""
+    mean_ms, median_ms, p95_ms = (
+        parts_of(figures[f"stage_ms{column}"], figures[f"iteration_ms{column}"])
+        for column in ("_mean", "", "_p95")
+    )
+    whole_ms = figures["iteration_ms_mean"]
+    table = plain_table(title, "stage", "mean ms", "share", "median", "p95")
     # The same widths in both tables align their columns.
-    table.add_column("stage", min_width=max(map(len, STAGE_MEANINGS)))
-    for header in ("mean ms", "share", "median", "p95"):
-        table.add_column(header, justify="right", min_width=8)
+    table.columns[0].min_width = max(map(len, STAGE_MEANINGS))
+    for column in table.columns[1:]:
+        column.min_width = 8
     table.add_column("", no_wrap=True, overflow="ellipsis")
-    for stage, mean_ms in stage_ms["_mean"].items():
-        share = mean_ms / iteration_ms if iteration_ms and mean_ms is not None else None
-        middle, high = (ms(stage_ms[column].get(stage)) for column in ("", "_p95"))
+    for stage, time_ms in mean_ms.items():
+        share = time_ms / whole_ms if whole_ms and time_ms is not None else None
+        middle, high = ms(median_ms.get(stage)), ms(p95_ms.get(stage))
         if stage == REST:
             middle = high = ""  # of what remains of medians there is no median
-        cells = (ms(mean_ms), percent(share), middle, high)
+        cells = (ms(time_ms), percent(share), middle, high)
         table.add_row(stage, *cells, STAGE_MEANINGS[stage])
     return table
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+def plain_table(title: str, name: str, *numbers: str) -> Table:
+    """An empty table without lines: a column of names, and some of numbers."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column(name)
+    for header in numbers:
+        table.add_column(header, justify="right")
+    return table

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from megatron_sparse.recording import STAGES, WAITS
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.quantities import exposed_share
+from megatron_sparse.telemetry.quantities import exposed_share, ratio
 
 PHASES = ("trial", "warmup", "ramp", "target", "off")
 _FLOATS = (
@@ -33,29 +34,17 @@ _SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "param_dense_bytes", "pa
 MS_PER_HOUR = 3.6e6
 
 
-def _median(values: np.ndarray) -> float | None:
-    return float(np.median(values)) if values.size else None
+def _of(figure: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
+    return float(figure(values)) if values.size else None
+
+
+_mean, _median, _least = partial(_of, np.mean), partial(_of, np.median), partial(_of, np.min)
+_high = partial(_of, partial(np.percentile, q=95))
+"""Of no values each is None."""
 
 
 def _median_known(values: np.ndarray) -> float | None:
     return _median(values[np.isfinite(values)])
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if values.size else None
-
-
-def _high(values: np.ndarray) -> float | None:
-    """The 95th percentile."""
-    return float(np.percentile(values, 95)) if values.size else None
-
-
-def _least(values: np.ndarray) -> float | None:
-    return float(values.min()) if values.size else None
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
 
 
 def _saved_ms(dense_ms: float | None, own_ms: float) -> float:
@@ -211,10 +200,10 @@ def _figures(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
     return {
         "iterations": int(chosen.sum()),
         **sums,
-        "wire_ratio": _ratio(sums["wire_bytes"], sums["dense_bytes"]),
-        "total_wire_ratio": _ratio(both_wire, both_dense),
-        "density": _ratio(total("nnz"), numel),
-        "bits_per_element": _ratio(8 * total("message_bytes"), numel),
+        "wire_ratio": ratio(sums["wire_bytes"], sums["dense_bytes"]),
+        "total_wire_ratio": ratio(both_wire, both_dense),
+        "density": ratio(total("nnz"), numel),
+        "bits_per_element": ratio(8 * total("message_bytes"), numel),
         "iteration_ms": _median(iteration_ms),
         "iteration_ms_mean": _mean(iteration_ms),
         "iteration_ms_p95": _high(iteration_ms),

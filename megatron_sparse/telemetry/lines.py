@@ -16,7 +16,7 @@ from megatron_sparse.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse(line: bytes) -> dict[str, Any] | None:
     """The object of one line; None if the line is damaged (cut off, overwritten, foreign)."""
     if not line.endswith(b"\n"):
         return None
@@ -39,7 +39,7 @@ def read_lines(path: Path, damaged: list[int] | None = None) -> Iterator[dict[st
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            value = _parse(line)
+            value = parse(line)
             if value is None:
                 logger.warning("%s: line %d is damaged and left out", path.name, number)
                 if damaged is not None:
@@ -131,7 +131,7 @@ class JsonLines:
                 keep = size
                 while keep:
                     start = content.rfind(b"\n", 0, keep - 1) + 1
-                    line = _parse(content[start:keep])
+                    line = parse(content[start:keep])
                     if line is None:
                         logger.warning("%s: dropped a damaged line at its end", self._path.name)
                     elif line["iteration"] < iteration:

@@ -25,7 +25,6 @@ from rich.text import Text
 
 from megatron_sparse.recording import BUCKET_STAGES, STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
-from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.quantities import (
     REST,
     exposed_share,
@@ -36,6 +35,8 @@ from megatron_sparse.telemetry.quantities import (
     size,
     thread_parts,
 )
+
+logger = logging.getLogger(__name__)
 
 FRAMES_PER_S = 5
 WINDOW = 20
@@ -48,8 +49,6 @@ _STYLES = {
     "param_wait": "magenta",
     REST: "white",
 }
-
-
 _PHASES = {
     "trial": "trials of presets",
     "warmup": "dense warm-up",
@@ -58,6 +57,51 @@ _PHASES = {
     "off": "compression off",
 }
 """Words for the phases that need no legend."""
+
+
+class Closable(Protocol):
+    """A dashboard, the console's view, or the timeline."""
+
+    def close(self) -> None:
+        """Releases what it holds."""
+
+
+class Isolated[Shown: Closable]:
+    """A dashboard, view or timeline whose first exception is logged and turns it off.
+
+    A full disk or a lost network must not end a run of days.
+
+    Args:
+        shown: the dashboard, view or timeline.
+        name: of it, for the log.
+    """
+
+    def __init__(self, shown: Shown, name: str) -> None:
+        self.shown = shown
+        self._name = name
+        self._works = True
+
+    def do(self, act: Callable[[Shown], None]) -> None:
+        """Calls `act` with it; does nothing once it has failed."""
+        if self._works:
+            self._try(act)
+
+    def close(self) -> None:
+        """Closes it, even after a failure: it may hold files, threads and the terminal."""
+        self._try(lambda shown: shown.close())
+
+    def _try(self, act: Callable[[Shown], None]) -> None:
+        try:
+            act(self.shown)
+        except Exception as error:
+            if self._works:
+                logger.error(
+                    "%s failed and is off for the rest of the run: %s: %s",
+                    self._name,
+                    type(error).__name__,
+                    error,
+                )
+            self._works = False
 
 
 class View(Protocol):
@@ -101,11 +145,6 @@ class RunProgress:
     def iteration_ms(self) -> float:
         """Mean time of an iteration."""
         return self.mean_ms(lambda b: b.iteration_ms)
-
-    def window(self) -> str:
-        """The number of iterations that means are taken over, as text."""
-        count = len(self._last)
-        return "so far" if count == 1 else f"mean of the last {count}"
 
     def mean_ms(self, of: Callable[[IterationBreakdown], float]) -> float:
         """Mean of the number `of(iteration)` over the last iterations."""
@@ -166,7 +205,9 @@ class RunProgress:
         speed = rate(self.latest.tokens_per_s, self.latest.model_tflop_per_s)
         known_ms = [b.dense_iteration_ms for b in self._last if b.dense_iteration_ms is not None]
         dense = f"dense: about {ms(sum(known_ms) / len(known_ms))} ms" if known_ms else ""
-        first = f"an iteration takes {ms(self.iteration_ms)} ms, {self.window()}"
+        count = len(self._last)
+        over = "so far" if count == 1 else f"mean of the last {count}"
+        first = f"an iteration takes {ms(self.iteration_ms)} ms, {over}"
         return "  ".join(filter(None, (first, speed, dense)))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,128 @@ from torch._C._profiler import _ExperimentalConfig
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.profiler_ranges import profiler_is_on
 from megatron_sparse.recording import BucketRecord, GatherRecord
-from megatron_sparse.telemetry.trace import Span, Timeline, write_trace
+from megatron_sparse.telemetry.lines import write_whole
 
 logger = logging.getLogger(__name__)
 
 TRACE_FILE = "trace.json"
 PROFILE_FILE = "profile.json"
+TRAINING_ROW = 0
+
+Span = tuple[str, float, float]
+"""A name, and the `time.perf_counter` seconds of its begin and end."""
+
+
+class Timeline:
+    """Collects events in the Trace Event Format, for chrome://tracing and ui.perfetto.dev.
+
+    One row shows the training thread, and one each bucket with its stages; the gathers of its
+    parameters have a row of their own. The timeline shows at a glance whether synchronisation
+    overlaps with the backward pass: overlapped stages of a bucket lie below `forward_backward`; the
+    waits of the training thread (`host_wait`) are the exposed part.
+
+    Times are the host's. On CUDA a bucket's row shows only its launch and end; its stages are
+    kernels, which torch.profiler shows.
+
+    Args:
+        rank: the rank that the events belong to.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._rows: dict[str, int] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        iteration: int,
+        steps: Sequence[Span],
+        records: Iterable[BucketRecord],
+        gathers: Iterable[GatherRecord],
+    ) -> None:
+        """Adds an iteration.
+
+        Args:
+            iteration: its number.
+            steps: spans of the training thread.
+            records: records of the buckets.
+            gathers: records of the gathers of parameters.
+        """
+        for name, begin_s, end_s in steps:
+            self._span(TRAINING_ROW, name, begin_s, end_s, {"iteration": iteration})
+        for record in records:
+            arguments = {
+                "iteration": iteration,
+                "scheme": record.scheme,
+                "density": record.density,
+                "numel": record.numel,
+                "nnz": record.nnz,
+                "wire_bytes": record.wire_bytes,
+                "inside_bytes": record.inside_bytes,
+            }
+            self._bucket(record.bucket, record, arguments)
+        for gather in gathers:
+            arguments = {
+                "iteration": iteration,
+                "method": gather.method,
+                "numel": gather.numel,
+                "wire_bytes": gather.wire_bytes,
+            }
+            self._bucket(f"{gather.bucket} parameters", gather, arguments)
+
+    def _bucket(
+        self, name: str, record: BucketRecord | GatherRecord, arguments: dict[str, Any]
+    ) -> None:
+        """Adds a span, and those of its stages, to a row of this name."""
+        row = self._rows.setdefault(name, len(self._rows) + 1)
+        self._span(row, name, record.launched_s, record.finished_s, arguments)
+        for stage, begin_s, end_s in record.timer.spans:
+            self._span(row, stage, begin_s, end_s, {"iteration": arguments["iteration"]})
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was added."""
+        return not self._events
+
+    @property
+    def begin_us(self) -> float:
+        """Begin of the first event, in microseconds of `time.perf_counter`; 0 without events."""
+        return min((event["ts"] for event in self._events), default=0.0)
+
+    def events(self, origin_us: float) -> list[dict[str, Any]]:
+        """All events, in the Trace Event Format.
+
+        Args:
+            origin_us: microseconds of `time.perf_counter` at which the trace's times are 0.
+        """
+        common = {"ph": "M", "pid": self._rank}
+        process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
+        rows = [common | process] + [
+            common | {"name": "thread_name", "tid": row, "args": {"name": name}}
+            for name, row in {"training thread": TRAINING_ROW, **self._rows}.items()
+        ]
+        return rows + [event | {"ts": event["ts"] - origin_us} for event in self._events]
+
+    def _span(
+        self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
+    ) -> None:
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": self._rank,
+                "tid": row,
+                "ts": begin_s * 1e6,
+                "dur": (end_s - begin_s) * 1e6,
+                "args": arguments,
+            }
+        )
 
 
 class IterationTraces:
     """Writes both files when their last iteration has ended, or at the end of the run.
 
-    A failure of the disk or the profiler is logged once; training goes on.
+    For `Isolated`: a failing disk or profiler raises.
 
     Args:
         run_dir: the run's folder, which exists.
@@ -95,31 +205,23 @@ class IterationTraces:
     def _write_timeline(self) -> None:
         timeline, self._timeline = self._timeline, Timeline(self._rank)
         if not timeline.empty:
-            self._write(TRACE_FILE, timeline.events(timeline.begin_us))
+            self._write(TRACE_FILE, {}, timeline.events(timeline.begin_us))
 
     def _write_profile(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         part = self._run_dir / f".{PROFILE_FILE}.torch"
-        try:
-            profiler.stop()
-            profiler.export_chrome_trace(str(part))
-            trace = json.loads(part.read_text(encoding="utf-8"))
-            part.unlink()
-        except (OSError, RuntimeError, ValueError) as error:
-            logger.error("%s cannot be made: %s", PROFILE_FILE, error)
-            return
+        profiler.stop()
+        profiler.export_chrome_trace(str(part))
+        trace = json.loads(part.read_text(encoding="utf-8"))
+        part.unlink()
         # The profiler's times count from a calendar time, ours from a time of the host's clock.
         base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
         calendar_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
         beside = self._beside_profile.events(base_us - calendar_us)
-        self._write(PROFILE_FILE, trace["traceEvents"] + beside, trace)
+        self._write(PROFILE_FILE, trace, trace["traceEvents"] + beside)
 
-    def _write(
-        self, name: str, events: list[dict[str, Any]], trace: dict[str, Any] | None = None
-    ) -> None:
-        try:
-            write_trace(self._run_dir / name, events, trace)
-        except OSError as error:
-            logger.error("%s cannot be written: %s", name, error)
+    def _write(self, name: str, trace: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        whole = {"displayTimeUnit": "ms", **trace, "traceEvents": events}
+        write_whole(self._run_dir / name, json.dumps(whole))

@@ -55,6 +55,11 @@ def exposed_share(stage_ms: Mapping[str, Any], iteration_ms: float | None) -> fl
     return sum(stage_ms[stage] for stage in WAITS) / iteration_ms
 
 
+def ratio(above: float | None, below: float | None) -> float | None:
+    """`above / below`; None where either is missing or `below` is 0."""
+    return None if above is None or not below else above / below
+
+
 def ms(time_ms: float | None) -> str:
     """Milliseconds with two decimals, from 10 s on with none; `-` for None.
 

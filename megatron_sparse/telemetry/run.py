@@ -5,14 +5,19 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.extras import installed_version
 from megatron_sparse.recording import (
     STEP_STAGES,
     WAITS,
@@ -23,12 +28,10 @@ from megatron_sparse.recording import (
 from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line, iteration_breakdown
 from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
-from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
-from megatron_sparse.telemetry.live import open_view
-from megatron_sparse.telemetry.machine import machine, versions
+from megatron_sparse.telemetry.live import Isolated, open_view
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
-from megatron_sparse.telemetry.profiling import IterationTraces
+from megatron_sparse.telemetry.profiling import IterationTraces, Span
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
@@ -40,7 +43,7 @@ from megatron_sparse.telemetry.readiness import (
 )
 from megatron_sparse.telemetry.run_lock import locked
 from megatron_sparse.telemetry.sinks import ScalarSink
-from megatron_sparse.telemetry.trace import Span
+from megatron_sparse.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +112,7 @@ class RunTelemetry:
         self._step_s: dict[str, float] = {}
         self.waited_s = 0.0
         self._spans: list[Span] = []
-        self._traces: IterationTraces | None = None
+        self._traces: Isolated[IterationTraces] | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
         self._since_flush = 0
@@ -153,7 +156,7 @@ class RunTelemetry:
             remedy = "resume with the version that started the run, or choose another run folder"
             raise other_version(run_dir / BREAKDOWN_FILE, error, remedy) from None
         self._files = files
-        self._traces = IterationTraces(run_dir, self._tracking)
+        self._traces = Isolated(IterationTraces(run_dir, self._tracking), "the timeline")
         atexit.register(self.flush)
 
     def samples(self, iteration: int) -> bool:
@@ -171,7 +174,7 @@ class RunTelemetry:
         self._gathers_before = len(self._gathers)
         self.waited_s = 0.0
         if self._traces is not None:
-            self._traces.begin(iteration)
+            self._traces.do(lambda traces: traces.begin(iteration))
 
     def record_bucket(self, record: BucketRecord) -> None:
         """Keeps `record` for the current iteration; reads its times only when that ends."""
@@ -258,7 +261,7 @@ class RunTelemetry:
         if self._files:
             self._write(breakdown, records, readiness, threshold)
         if self._traces is not None:
-            self._traces.end(iteration, spans, records, gathers)
+            self._traces.do(lambda traces: traces.end(iteration, spans, records, gathers))
         if self._is_writer:
             scalars = breakdown.scalars()
             if breakdown.dense_iteration_ms is not None:
@@ -369,3 +372,25 @@ class RunTelemetry:
         if self._run_dir is None or not (self._run_dir / READINESS_FILE).exists():
             return None
         return summary_of(statistics_of(list(load_readiness(self._run_dir).values())))
+
+
+def machine() -> dict[str, Any]:
+    """Ranks and device; makes no CUDA context."""
+    # is_initialized: asking for the device's name must not make a CUDA context on a CPU run.
+    cuda = torch.cuda.is_initialized()
+    distributed = dist.is_available() and dist.is_initialized()
+    return {
+        "world_size": dist.get_world_size() if distributed else 1,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Of this package, and of what it runs on; None where there is none."""
+    return {
+        "megatron_sparse": __version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if torch.cuda.is_initialized() else None,
+        "megatron_core": installed_version("megatron-core"),
+        "python": platform.python_version(),
+    }

@@ -13,12 +13,11 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_sparse.bench.exchange import collectives
-from megatron_sparse.bench.exchange.case import BucketCase, cases_of
+from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
-from megatron_sparse.bench.exchange.path import BucketPath
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, codec_bytes, payload_rate
-from megatron_sparse.bench.host_load import HostLoad, foreign_share
+from megatron_sparse.bench.table import HostLoad, foreign_share
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import CommunicationError, ConfigError

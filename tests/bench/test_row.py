@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import CellRow, cell
 
 
 @dataclass

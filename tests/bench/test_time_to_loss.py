@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_sparse.bench.study import time_to_loss
-from megatron_sparse.bench.study.options import RaceOptions
-from megatron_sparse.bench.study.settings import PLAIN, VALIDATIONS
+from megatron_sparse.bench.study.options import PLAIN, VALIDATIONS, RaceOptions
 from megatron_sparse.run.composition import compose
 from tests.bench.running import read_rows, run_cli
 from tests.bench.study_runs import FakeRuns, leave, print_run

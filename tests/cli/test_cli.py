@@ -128,11 +128,11 @@ class TestOneNameForOutputs:
     def test_a_command_gets_each_by_its_ending(self, monkeypatch, tmp_path):
         pytest.importorskip("matplotlib")
         from megatron_sparse.report import page
-        from megatron_sparse.telemetry import straggler_report
+        from megatron_sparse.telemetry import readiness
 
         given: list[tuple[object, ...]] = []
         monkeypatch.setattr(page, "run", lambda *paths: given.append(paths) or [])
-        monkeypatch.setattr(straggler_report, "run", lambda *paths: given.append(paths))
+        monkeypatch.setattr(readiness, "run", lambda *paths: given.append(paths))
         monkeypatch.chdir(tmp_path)
         for line in (
             "report a b",

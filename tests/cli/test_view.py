@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_sparse.report import view_follow
+from megatron_sparse.report import live_view
 from tests.commands import refused, run
 from tests.report_runs import make_run
 
@@ -41,7 +41,7 @@ def shown(capsys) -> list[str]:
 
 def follow(monkeypatch, folder: Path, *parts: bytes) -> Writer:
     writer = Writer(folder, *parts)
-    monkeypatch.setattr(view_follow.time, "sleep", writer)
+    monkeypatch.setattr(live_view.time, "sleep", writer)
     assert run("view", folder, "--follow --columns 60") == 0
     return writer
 
@@ -87,7 +87,7 @@ class TestFollow:
                 raise KeyboardInterrupt
             path.write_bytes(lines[0])
 
-        monkeypatch.setattr(view_follow.time, "sleep", begin_anew)
+        monkeypatch.setattr(live_view.time, "sleep", begin_anew)
         assert run("view", folder, "-f --columns 60") == 0
         assert shown(capsys)[-1] == f"1/{LAST}"
 

@@ -262,6 +262,9 @@ def test_nvcc_of_cuda_home_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path
     nvcc.parent.mkdir()
     nvcc.write_text("#!/bin/sh\nprintf 'nvcc: NVIDIA\\nBuild cuda_99.1\\n'\n")
     nvcc.chmod(0o755)
+    for name in ("include/cuda_runtime.h", "lib64/libcudart_static.a"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert looked(doctor._nvcc)["nvcc"] == Check("nvcc", "ok", f"Build cuda_99.1 ({nvcc})")
 

@@ -10,8 +10,7 @@ from itertools import islice
 import pytest
 
 from megatron_sparse.bench.study import convergence
-from megatron_sparse.bench.study.options import ConvergenceOptions
-from megatron_sparse.bench.study.settings import DENSE
+from megatron_sparse.bench.study.options import DENSE, ConvergenceOptions
 from megatron_sparse.megatron import corpus_text
 
 # Two trainings, a minute in all on an idle machine.

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketCase
+from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, virtual_groups
 from megatron_sparse.bench.exchange.options import CollectiveSweep
-from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
 from megatron_sparse.config.level import RANK

@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketCase
+from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, virtual_groups
 from megatron_sparse.bench.exchange.options import CollectiveSweep
-from megatron_sparse.bench.exchange.path import BucketPath, virtual_groups
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import NODE, RANK

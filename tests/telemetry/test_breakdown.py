@@ -12,11 +12,11 @@ from megatron_sparse.recording import BUCKET_STAGES, INSIDE_TIER, STAGES, WAITS,
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
     bucket_line,
+    dense_iteration_s,
     in_flight_s,
     iteration_breakdown,
 )
 from megatron_sparse.telemetry.dashboard import ITERATION_PARTS
-from megatron_sparse.telemetry.dense_estimate import dense_iteration_s
 from megatron_sparse.telemetry.metrics import bucket_scalars
 from tests.records import bucket_record as record
 

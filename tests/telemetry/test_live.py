@@ -16,8 +16,8 @@ from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import PHASES
-from megatron_sparse.telemetry.isolated import Isolated
 from megatron_sparse.telemetry.live import (
+    Isolated,
     LiveView,
     PlainView,
     RunProgress,

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-from megatron_sparse.bench.calibrate.options import CalibrationOptions, CalibrationPlace
-from megatron_sparse.bench.calibrate.table import draw_curves, print_cluster, print_curves
 from megatron_sparse.bench.calibrate.threshold_sweep import (
     THRESHOLDS,
     RingRuns,
@@ -24,19 +23,20 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     sweep_virtual,
     swept,
 )
-from megatron_sparse.bench.exchange.frame import start_ranks
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad
-from megatron_sparse.bench.rank_group import RankGroup, as_rank
-from megatron_sparse.bench.table import torch_threads
+from megatron_sparse.bench.exchange.frame import Bench, as_rank, start_ranks
+from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, print_table, torch_threads
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import ConfigError, DependencyError
+from megatron_sparse.extras import require_figures
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
-from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks, slurm
-from megatron_sparse.simulate.figures import MODEL
+from megatron_sparse.simulate import figures
+from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
@@ -45,7 +45,10 @@ COPIED_BYTES = 8
 """Read and written for each fp32 element of a copy."""
 VIRTUAL_NUMEL = 2**16
 """At most as many elements are simulated; they stand for the bucket's."""
+SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
+"""Densities of the codec's table; the file has more."""
 
+FIGURE_TITLE = "Thresholds of the adaptive ring, one swept at a time (SpCCL, figure 2)"
 ADDED = "thresholds:"
 NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measure again"
 
@@ -54,8 +57,8 @@ type Curves = tuple[Thresholds, list[SweepPoint]]
 type Swept = tuple[dict[str, Thresholds], list[SweepPoint]]
 
 
-def check_out(request: CalibrationOptions, *, adds: bool) -> None:
-    """Refuses to replace a file.
+def check_out(request: CalibrationOptions, *, adds: bool) -> ClusterModel | None:
+    """Refuses to replace a file; returns the cluster that results are added to, if there is one.
 
     Args:
         request: names the file.
@@ -65,7 +68,7 @@ def check_out(request: CalibrationOptions, *, adds: bool) -> None:
         ConfigError: the file exists, or it is not a cluster to which results can be added.
     """
     if request.out is None or not request.out.exists() or request.force:
-        return
+        return None
     if not adds:
         raise ConfigError(
             f"{request.out} exists already",
@@ -73,7 +76,7 @@ def check_out(request: CalibrationOptions, *, adds: bool) -> None:
             got=request.out,
             remedy="give another --output, or --force to measure it anew",
         )
-    ClusterModel.load(request.out)
+    return ClusterModel.load(request.out)
 
 
 def sweep_case(request: CalibrationOptions, world_size: int) -> SweepCase:
@@ -157,25 +160,22 @@ def run_virtual(request: CalibrationOptions, cluster_name: str, ranks: int) -> N
         densities, where = cluster.ring_densities | found, ["--virtual", f"--ranks={ranks}"]
         comment = _comment(request, [*where, f"--cluster={cluster_name}"])
         replace(cluster, ring_densities=densities).save(request.out, comment)
-    _report(request, first, points, found, f"cluster {cluster.name}, {ranks} virtual ranks", MODEL)
+    of = f"cluster {cluster.name}, {ranks} virtual ranks"
+    _report(request, first, points, found, of, figures.MODEL)
 
 
-class _CalibrationRank(RankGroup):
+class _CalibrationRank(Bench[CalibrationOptions]):
     """This rank of the group that is measured."""
-
-    def __init__(self, request: CalibrationOptions, store: Any, rank: int, world_size: int) -> None:
-        self._request = request
-        super().__init__(request.timeout_s, store, rank, world_size)
 
     def run(self) -> None:
         """Runs the requested measurements; rank 0 prints and writes."""
-        request = self._request
+        request = self._cases
         is_there, cluster = self._existing()
         if not is_there:
             effort = QUICK if request.quick else FULL
             name = "cluster" if request.out is None else request.out.stem
             for line in check_launch(self._transport, host_clock(self._device)):
-                self._say(line)
+                self._tell(line, sys.stdout)
             load = HostLoad()
             cluster = calibrate(self._transport, self._progress, effort, name, self._tell)
             share = self._foreign_load(load)
@@ -193,51 +193,49 @@ class _CalibrationRank(RankGroup):
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
-        request, found = self._request, None
-        if self.rank == 0:
-            check_out(request, adds=request.sweep)
-            if request.out is not None and request.out.exists() and not request.force:
-                found = ClusterModel.load(request.out)
-                found.check_fingerprint(fingerprint(self._transport))
+        found = check_out(self._cases, adds=self._cases.sweep) if self.rank == 0 else None
+        if found is not None:
+            found.check_fingerprint(fingerprint(self._transport))
         rows = complete(gather_rows([float(found is not None)], self._transport))
         return bool(rows[0, 0]), found
 
     def _sweep(self) -> Swept:
-        case = sweep_case(self._request, self.world_size)
+        case = sweep_case(self._cases, self.world_size)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
 
         def sweep(form: str) -> Curves:
             self._tell(f"measuring: thresholds for {form}")
             return complete(sweep_thresholds(form, runs, self._transport, case))
 
-        return _sweep_formats(self._request.formats, sweep)
+        return _sweep_formats(self._cases.formats, sweep)
 
     def _write(self, cluster: ClusterModel, noise: str) -> None:
-        if self._request.out is not None:
+        if self._cases.out is not None:
             comment = self._comment()
-            cluster.save(self._request.out, f"{comment}\n{noise}" if noise else comment)
-            print(f"# written: {self._request.out}")
+            cluster.save(self._cases.out, f"{comment}\n{noise}" if noise else comment)
+            print(f"# written: {self._cases.out}")
         if noise:
             print(f"# {noise}")
 
     def _add(self, cluster: ClusterModel) -> None:
         """Replaces the file that the thresholds are added to; keeps its comment."""
-        if self._request.out is not None:
-            lines = self._request.out.read_text("utf-8").splitlines()
+        if self._cases.out is not None:
+            lines = self._cases.out.read_text("utf-8").splitlines()
             kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
             kept = [line for line in kept if not line.startswith(ADDED)]
             added = f"{ADDED} {self._comment().splitlines()[0]}"
-            cluster.save(self._request.out, "\n".join([*kept, added]))
-            print(f"# thresholds added: {self._request.out}")
+            cluster.save(self._cases.out, "\n".join([*kept, added]))
+            print(f"# thresholds added: {self._cases.out}")
 
     def _comment(self) -> str:
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
         where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
-        return _comment(self._request, where)
+        return _comment(self._cases, where)
 
-    def _say(self, what: str) -> None:
+    def _tell(self, what: str, file: IO[str] | None = None) -> None:
+        """Rank 0 says it, on standard error by default."""
         if self.rank == 0:
-            print(f"# {what}", flush=True)
+            print(f"# {what}", file=file or sys.stderr, flush=True)
 
 
 def _sweep_formats(formats: Sequence[str], sweep: Callable[[str], Curves]) -> Swept:
@@ -270,3 +268,87 @@ def _report(
 def _comment(request: CalibrationOptions, where: Sequence[str]) -> str:
     command = shlex.join(["megatron-sparse", "calibrate", *where, *request.arguments()])
     return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"
+
+
+def print_cluster(cluster: ClusterModel) -> None:
+    """Prints links, host and codec rates."""
+    print(
+        f"cluster {cluster.name}: {cluster.device}, nodes of {', '.join(map(str, cluster.nodes))} "
+        f"ranks, a port for each {cluster.nic}; "
+        + "; ".join(f"{key}: {value}" for key, value in cluster.fingerprint.items())
+    )
+    print(f"\n{'':<7}{'alpha (us)':>12}{'Gbit/s':>10}")
+    for kind, link, what in (
+        ("intra", cluster.intra, "within a node"),
+        ("inter", cluster.inter, "between nodes"),
+        ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
+    ):
+        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"
+        print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{rate:>10}  {what}")
+    print(
+        f"\nhost: {cluster.host_s_per_message * 1e6:.1f} us a message, "
+        f"{cluster.host_s_per_bucket * 1e6:.1f} us a bucket"
+    )
+    by_call: dict[tuple[str, str], list[CodecRate]] = {}
+    for rate in cluster.codec:
+        by_call.setdefault((rate.op, rate.format), []).append(rate)
+    densities = [d for d in SHOWN if d in {rate.density for rate in cluster.codec}]
+    print("codec: ns an element, by density; the file has more densities\n")
+    shown = "".join(f"{density:>9.1%}" for density in densities)
+    print(f"{'codec':<18}{'format':<12}{'us a call':>10}{shown}")
+    for (op, form), rates in sorted(by_call.items()):
+        ns = {rate.density: f"{rate.seconds_per_element * 1e9:.3g}" for rate in rates}
+        most_us = max(rate.seconds_per_call for rate in rates) * 1e6
+        shown = "".join(f"{ns.get(density, ''):>9}" for density in densities)
+        print(f"{op:<18}{form:<12}{most_us:>10.1f}{shown}".rstrip())
+
+
+def print_curves(
+    points: Sequence[SweepPoint], found: Mapping[str, tuple[float, float, float]]
+) -> None:
+    """Prints each curve, the value that was taken marked, and the result."""
+    print_table(points, None)
+    for form, densities in found.items():
+        named = zip(THRESHOLDS, densities, strict=True)
+        keys = " ".join(f"scheme.ring_{name}_density={value:g}" for name, value in named)
+        print(f"scheme.format={form} {keys}")
+
+
+def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Path) -> list[Path]:
+    """Writes the curves as CSV and, where matplotlib is installed, as PNG.
+
+    A missing picture is a warning on standard error: the thresholds are the result.
+
+    Args:
+        points: of all curves.
+        what: was swept where.
+        label: says in the title whether it was measured.
+        folder: made if missing.
+
+    Returns:
+        The files.
+    """
+    rows = [asdict(point) | {"series": point.format} for point in points]
+    figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, label)
+    try:
+        require_figures()
+    except DependencyError as error:
+        print(f"warning: the curves are not drawn: {error}", file=sys.stderr)
+        folder.mkdir(parents=True, exist_ok=True)
+        table = folder / f"{figure.name}.csv"
+        figures.write_csv(rows, table)
+        return [table]
+    return figure.make(folder, fast=False)
+
+
+def _draw(rows: list[Row], canvas: Canvas) -> None:
+    styles, panels = figures.styles_of(rows), figures.groups(rows, "threshold")
+    axes_of = canvas.subplots(1, len(panels), squeeze=False, sharey=False)[0]
+    for axes, (threshold, part) in zip(axes_of, panels.items(), strict=True):
+        figures.draw_lines(axes, part, "density", "time_us", styles)
+        best = [(row["density"], row["time_us"]) for row in part if row["best"]]
+        axes.plot(*zip(*best, strict=True), "k*", markersize=10)
+        axes.set_title(threshold, fontsize=9)
+        axes.set_xlabel("density from which sums go dense")
+    axes_of[0].set_ylabel("time (us)")
+    axes_of[-1].legend(fontsize=8)

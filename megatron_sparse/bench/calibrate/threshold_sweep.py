@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_sparse.bench.row import CellRow, cell
+from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps

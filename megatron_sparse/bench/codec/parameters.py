@@ -24,8 +24,7 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES, differing, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.row import CellRow, cell
-from megatron_sparse.bench.table import Action, local, show_progress
+from megatron_sparse.bench.table import Action, CellRow, cell, local, show_progress
 from megatron_sparse.extras import is_installed
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle

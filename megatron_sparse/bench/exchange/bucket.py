@@ -36,8 +36,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
-from megatron_sparse.bench.row import CellRow, cell, optional
-from megatron_sparse.bench.table import copy_action, local, show_progress
+from megatron_sparse.bench.table import CellRow, cell, copy_action, local, optional, show_progress
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.job import Pending
 

@@ -1,29 +1,44 @@
-"""A case of `bench collectives`: a collective on one size and density, and its inputs.
+"""A case of `bench collectives`: a collective on one size and density, its inputs and its way.
 
 Two inputs for each case. Small integers serve to count `#wrong`: as many peaks as the case's
 density selects, and plus or minus one elsewhere. They are so small that every sum of them is exact
 in the gradient's dtype, in any order. Values that travel in few bits are no integers: their sum may
 be off by the rounding of the additions, whose order is the scheme's. Normal values, independent on
 each rank, serve for timing: selection keeps elements at independent uniform positions.
+
+The way is the reducer of training. Between processes a progress thread drives it; virtual ranks are
+driven step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 
 from megatron_sparse.bench.exchange.options import WHOLE_BITS, CollectiveSweep
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input, Scheme, check
+from megatron_sparse.collectives.base import without
+from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.bits import AUTO_SUM_BITS
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
-from megatron_sparse.config.level import RANK
+from megatron_sparse.config.level import NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
+from megatron_sparse.planner import Planner
+from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
+from megatron_sparse.reduction.job import Gate
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.level_parts import in_place
+from megatron_sparse.reduction.progress import Progress
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.transport import Transport, VirtualCluster
 
 CHECK_STEPS = 2
 """The second step has a residual, and buffers that are not new."""
@@ -242,3 +257,99 @@ def _sum_bits(
     has_residual = is_sparse and not scheme.takes_inner
     can = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
     return given if can and given != WHOLE_BITS else None
+
+
+class LastRecord(NullSink):
+    """Keeps the records of the last bucket and of the last gather."""
+
+    bucket: BucketRecord
+    gather: GatherRecord
+
+    def record_bucket(self, record: BucketRecord) -> None:
+        """See `RecordSink`."""
+        self.bucket = record
+
+    def record_gather(self, record: GatherRecord) -> None:
+        """See `RecordSink`."""
+        self.gather = record
+
+
+class BucketPath:
+    """One rank's reducer, with residuals that begin at zero and selections that all count.
+
+    Args:
+        case: what is synchronised.
+        sweep: how.
+        groups: of the rank.
+        progress: drives the reducer; None for virtual ranks, which call `steps`.
+    """
+
+    def __init__(
+        self,
+        case: BucketCase,
+        sweep: CollectiveSweep,
+        groups: Groups,
+        progress: Progress | None = None,
+    ) -> None:
+        config = case.config(sweep, groups.data_parallel.world_size)
+        self._sink = LastRecord()
+        self.residuals = ResidualStore(torch.float32)
+        self.reducer = GradientReducer(
+            config,
+            groups,
+            Planner(config.compression, config.scheme),
+            self.residuals,
+            self._sink,
+            progress,  # type: ignore[arg-type] - virtual ranks launch nothing
+        )
+
+    def run(self, bucket: Bucket, step: int) -> BucketRecord:
+        """Synchronises a bucket as training does."""
+        self.reducer.start(bucket, step).wait()
+        return self._sink.bucket
+
+    def steps(
+        self, bucket: Bucket, step: int, timer: StageTimer | None = None
+    ) -> Generator[Any, None, BucketRecord]:
+        """Synchronises a bucket on a virtual rank; driven by the cluster."""
+        job = self.reducer.job(bucket, step)
+        job.record.timer = timer or job.record.timer
+        yield from without(self.reducer.synchronise(job), Gate)
+        return job.record
+
+    def residual(self, bucket: Bucket) -> torch.Tensor:
+        """A copy of what the rank holds, fp32 [N], at its places in the bucket."""
+        part = self.reducer.part(bucket)
+        if part.name not in self.residuals:
+            return torch.zeros(bucket.numel, device=bucket.grad_N.device)
+        return in_place(self.residuals.begin(part), part, bucket)
+
+
+def groups_of_nodes(
+    choice: LevelChoice, rank: int, make: Callable[[Sequence[int]], Transport]
+) -> LevelGroups | None:
+    """The node and the lane of a rank; None at level `rank`.
+
+    Args:
+        choice: the level.
+        rank: the rank.
+        make: makes a group's transport; called for the two groups of the rank.
+    """
+    if choice.level != NODE:
+        return None
+    return LevelGroups(make(choice.inside(rank)), make(choice.across(rank)))
+
+
+def virtual_groups(cluster: VirtualCluster, choice: LevelChoice) -> list[Groups]:
+    """The groups of each rank of a cluster."""
+    made = {
+        ranks: dict(zip(ranks, cluster.group(ranks), strict=True))
+        for ranks in [*choice.nodes, *zip(*choice.nodes, strict=True)]
+    }
+    return [
+        Groups(
+            transport,
+            level=groups_of_nodes(choice, rank, lambda ranks, rank=rank: made[tuple(ranks)][rank]),
+        )
+        for rank, transport in enumerate(cluster.transports)
+    ]

@@ -24,15 +24,21 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.case import CHECK_STEPS, CHUNK, BucketCase, cases_of, left_out
-from megatron_sparse.bench.exchange.frame import Bench, each_case
+from megatron_sparse.bench.exchange.case import (
+    CHECK_STEPS,
+    CHUNK,
+    BucketCase,
+    BucketPath,
+    cases_of,
+    groups_of_nodes,
+    left_out,
+    virtual_groups,
+)
+from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
-from megatron_sparse.bench.exchange.path import BucketPath, groups_of_nodes, virtual_groups
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
-from megatron_sparse.bench.host_load import free_memory_bytes
-from megatron_sparse.bench.rank_group import typed
-from megatron_sparse.bench.row import CellRow
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, CellRow, free_memory_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
@@ -58,7 +64,8 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
-        self._place = {"transport": self.backend, "mbit": sweep.mbit}
+        late_us = sweep.delay_ms * 1e3
+        self._place = {"transport": self.backend, "mbit": sweep.mbit, "delay_us": late_us}
         self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
 
@@ -86,8 +93,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         wire_rate = self._wire_rate()
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
-            place = self._place | _cells(case, self._cases)
-            row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **place)
+            row = CollectiveRow.of(case, carried_by, self.world_size, wrong, **self._place)
             if not wrong:
                 self._time(case, row, wire_rate)
             yield row
@@ -101,7 +107,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         for case in each_case(made):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
-            place = {"transport": VIRTUAL, "modelled": True, **_cells(case, cases)}
+            place = {"transport": VIRTUAL, "modelled": True, "delay_us": cases.delay_ms * 1e3}
             row = CollectiveRow.of(case, ranks.carried_by, n, wrong, **place)
             if not wrong:
                 _model(case, row, cases, topology)
@@ -111,19 +117,15 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """Payload bytes a second that each rank's link carries, measured unless it is known."""
         if self._cases.mbit is not None:
             return payload_rate(self._cases.mbit)
-        return LINK_BYTES / self._round_us(LINK_BYTES, LINK_ROUNDS) * 1e6
-
-    def _round_us(self, nbytes: int, rounds: int) -> float:
-        """Median microseconds in which all ranks send so many bytes round the ring."""
         n, rank = self.world_size, self.rank
-        sent = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        sent = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self._device)
         sends = [((rank + 1) % n, sent)] if n > 1 else []
         receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
 
         def action() -> None:
             self._transport.exchange(sends, receives, 1).finish()
 
-        return self._median_us([self._timed(action) for _ in range(rounds)])
+        return LINK_BYTES / self._median_us([self._timed(action) for _ in range(LINK_ROUNDS)]) * 1e6
 
     def _check(self, case: BucketCase) -> tuple[int, str]:
         """Elements, on all ranks, that differ from the sum of what was sent of small integers.
@@ -182,7 +184,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
         figures, share = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
         dense_nR, copy_nR = (each.squeeze(-1) for each in figures[1:])
         row.measured(case, figures[0], dense_nR, copy_nR, wire_rate)
-        row.set_load(share)
+        row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
 
     def _since_last(self, action: Callable[[], object]) -> float:
         """This rank's microseconds from the last rank's arrival on."""
@@ -218,10 +220,6 @@ class CollectiveBench(Bench[CollectiveSweep]):
         else:
             own_M = values_N[case.owned(self.rank, self.world_size)]
             typed(lambda: _reduce_scatter(own_M, values_N))
-
-
-def _cells(case: BucketCase, sweep: CollectiveSweep) -> dict[str, Any]:
-    return {"level": case.level, "delay_us": sweep.delay_ms * 1e3}
 
 
 def _model(

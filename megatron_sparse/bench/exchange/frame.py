@@ -2,29 +2,52 @@
 
 The ranks are processes of this machine over loopback, hosts of the network test bed, those of an
 existing launch (torchrun, srun), or virtual. Rank 0 prints and writes. If several ranks find an
-error, the first of them reports it.
+error, the first of them reports it. On CUDA devices the backend is NCCL; that has not been run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
-from megatron_sparse.bench.exchange.options import Place, Rounds
-from megatron_sparse.bench.rank_group import RankGroup, as_rank
-from megatron_sparse.bench.row import CellRow
-from megatron_sparse.bench.table import print_rows, show_progress, torch_threads
-from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import local_ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from megatron_sparse.bench.exchange.options import CalibrationOptions, Place, Rounds
+from megatron_sparse.bench.table import (
+    CellRow,
+    HostLoad,
+    foreign_share,
+    print_rows,
+    show_progress,
+    torch_threads,
+)
+from megatron_sparse.calibration.launch_check import meet, open_store
+from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
+from megatron_sparse.reduction.progress import progress_on
+from megatron_sparse.run import local_ranks, slurm
 from megatron_sparse.run.json_lines import write_rows
-from megatron_sparse.transport import Link, Topology
-from megatron_sparse.transport.netbed import BedLinks, netbed_mbit
+from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
+from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
+
+LINGER_S = 5.0
+
+Turn = Callable[[int], Sequence[float]]
+"""One action of a round, called with the round's number; returns this rank's figures of it."""
 
 
-class Bench[Cases: Rounds](RankGroup):
+class Bench[Cases: Rounds | CalibrationOptions]:
     """A bench, and one rank's part of it between real ranks.
+
+    A context manager that ends this rank's threads and its group.
 
     Args:
         cases: its options, the same on every rank.
@@ -35,13 +58,41 @@ class Bench[Cases: Rounds](RankGroup):
 
     Raises:
         CommunicationError: the ranks cannot reach one another.
+        ConfigError: the engine without a GPU.
     """
 
     def __init__(
         self, cases: Cases, store: Any, rank: int, world_size: int, *, nccl_engine: bool = False
     ) -> None:
-        self._cases = cases
-        super().__init__(cases.timeout_s, store, rank, world_size, nccl_engine=nccl_engine)
+        self._cases, self.rank, self.world_size = cases, rank, world_size
+        on_cuda = torch.cuda.is_available()
+        self.backend = "nccl" if on_cuda else "gloo"
+        self._device = torch.device("cpu")
+        if on_cuda:
+            self._device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self._device)
+        dist.init_process_group(
+            self.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=cases.timeout_s),
+        )
+        world = dist.group.WORLD
+        assert world is not None, "just made"
+        self._transport = ProcessGroupTransport(
+            world, cases.timeout_s, self._device, nccl_engine=nccl_engine
+        )
+        self._progress = progress_on(self._device, cases.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._progress.close()
+        self._transport.close(broken=kind is not None)
+        if kind is None:
+            dist.destroy_process_group()
 
     def rows(self) -> Iterator[CellRow]:
         """Every case, on every rank; the rows are the same on all.
@@ -65,6 +116,151 @@ class Bench[Cases: Rounds](RankGroup):
     @classmethod
     def check(cls, cases: Cases, ranks: int, *, virtual: bool) -> None:
         """Raises if the ranks do not fit the cases, before anything starts."""
+
+    @property
+    def nodes(self) -> set[int]:
+        """The hosts, by the first rank on each."""
+        return set(self._transport.nodes)
+
+    def _in_turn(
+        self, turns: Sequence[Turn], warmup: int, iters: int
+    ) -> tuple[list[torch.Tensor], float]:
+        """Runs every action once a round, so that a slowdown of the machine affects all of them.
+
+        Each round begins with another action than the round before.
+
+        Returns:
+            For each action the figures of all ranks in the rounds that count, fp64 [n, R, M]; and
+            the share of the machine that other programs took in these rounds.
+        """
+        rounds: list[list[Sequence[float]]] = [[] for _ in turns]
+        load = HostLoad()
+        for number in range(warmup + iters):
+            if number == warmup:
+                load = HostLoad()
+            for place in range(len(turns)):
+                index = (place + number) % len(turns)
+                rounds[index].append(turns[index](number))
+        share = self._foreign_load(load)
+        figures = [torch.tensor(each[warmup:], dtype=torch.float64) for each in rounds]
+        return [self._gather(each) for each in figures], share
+
+    def _median_us(self, times_us: Sequence[float]) -> float:
+        """The median over the rounds of the slowest rank's time."""
+        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
+        return median(slowest.tolist())
+
+    def _timed(self, action: Callable[[], object]) -> float:
+        """This rank's microseconds; all ranks begin together."""
+        self._meet()
+        start_s = time.perf_counter()
+        action()
+        self._wait_for_device()
+        return (time.perf_counter() - start_s) * 1e6
+
+    def _meet(self) -> None:
+        """Returns on all ranks at about the same time, with nothing left to do."""
+        self._wait_for_device()
+        typed(dist.barrier)
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, stacked, where `own` is."""
+        sent = own.to(self._device).contiguous()
+        gathered = sent.new_empty(self.world_size, *sent.shape)
+        self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
+        return gathered.to(own.device)
+
+    def _count(self, own: int) -> int:
+        """The sum of all ranks' counts."""
+        return int(self._gather(torch.tensor([own], dtype=torch.float64)).sum())
+
+    def _foreign_load(self, load: HostLoad) -> float:
+        """The share of the machines that other programs took since `load` was made."""
+        spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
+        # Hosts of the test bed have names of their own and are one machine all the same.
+        machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
+        return foreign_share(
+            float(spent[:, 0].mean()) * machines,
+            float(spent[:, 1].mean()) * machines,
+            float(spent[:, 2].sum()),
+        )
+
+
+def typed(operation: Callable[[], object]) -> None:
+    """Runs one of torch's own collectives.
+
+    Raises:
+        CommunicationError: a rank is gone, or time is up.
+    """
+    try:
+        operation()
+    except RuntimeError as error:
+        raise CommunicationError(
+            "the bench's ranks lost one another",
+            expected="every rank takes part within --timeout",
+            got=str(error).splitlines()[0],
+            remedy="look at what the other ranks have printed",
+        ) from error
+
+
+def as_rank[Group: Bench[Any], Result](
+    make: Callable[[Any, int, int], Group],
+    action: Callable[[Group], Result],
+    *,
+    timeout_s: float = default_pg_timeout.total_seconds(),
+) -> Result:
+    """Runs one rank's part; RANK and WORLD_SIZE must be set.
+
+    A typed error ends the process with its exit code. If several ranks find it, only the first of
+    them prints it.
+
+    Args:
+        make: the group of this process, from the store, its rank and the number of ranks.
+        action: what to do in it.
+        timeout_s: for all ranks to meet.
+
+    Raises:
+        CommunicationError: rank 0 cannot be reached.
+    """
+    torch.set_num_threads(1)
+    store, rank, world_size = open_store(timeout_s)
+    try:
+        meet(store, rank, world_size, timeout_s, slurm.host_of_each_rank(os.environ))
+        with make(store, rank, world_size) as group:
+            return action(group)
+    except MegatronSparseError as error:
+        code = _said_already(store, rank, world_size, error.exit_code)
+        if code is None:
+            print(f"error: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The error holds on to the group, whose threads abort a process that ends in the usual way.
+        os._exit(error.exit_code if code is None else code)
+
+
+def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int | None:
+    """The exit code of another rank that has an error to print, None if this one is the first.
+
+    What one finds makes all fail, mostly with another error: they leave with the same code. Rank 0,
+    where the store is, stays until all have asked or `LINGER_S` are over.
+    """
+    key = "megatron_sparse/bench_failed"
+    code = None
+    try:
+        if store.add(key, 1) == 1:
+            store.set(f"{key}/code", str(own_code))
+        else:
+            code = int(store.get(f"{key}/code"))
+        deadline_s = time.monotonic() + (LINGER_S if rank == 0 else 0.0)
+        while store.add(key, 0) < world_size and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    except RuntimeError:
+        return own_code  # the store went with rank 0, which said so or was killed
+    return code
 
 
 def run[Cases: Rounds](

@@ -21,18 +21,19 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.codec.parameters import synthetic
+from megatron_sparse.bench.exchange.case import LastRecord
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import GatherSweep
-from megatron_sparse.bench.exchange.path import LastRecord
 from megatron_sparse.bench.options import check_arguments
-from megatron_sparse.bench.row import CellRow, cell, ratio
+from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.price import several_levels
 from megatron_sparse.reduction.progress import HeldProgress
 from megatron_sparse.reduction.progress import Progress as JobProgress
+from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
 FLAT, PER_NODE = "flat", "per-node"

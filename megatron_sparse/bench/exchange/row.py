@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.bench.exchange.case import BucketCase
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD
-from megatron_sparse.bench.row import CellRow, Columns, cell, optional
+from megatron_sparse.bench.table import CellRow, Columns, cell, optional
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import RANK
@@ -128,7 +127,7 @@ class CollectiveRow(CellRow):
             wrong: see the attributes.
             more: other attributes.
         """
-        copied = ("scheme", "dtype", "density", "value_bits", "sum_bits")
+        copied = ("scheme", "dtype", "density", "value_bits", "sum_bits", "level")
         named: dict[str, Any] = {name: getattr(case, name) for name in copied}
         named |= {"op": str(case.op), "count": case.numel, "bytes": case.nbytes}
         given = {"carried_by": carried_by, "world_size": world_size, "wrong": wrong}
@@ -139,10 +138,6 @@ class CollectiveRow(CellRow):
         """The scheme, and what carried it if that is another one."""
         same = self.carried_by == self.scheme
         return self.scheme if same else f"{self.scheme}:{self.carried_by}"
-
-    def set_load(self, share: float) -> None:
-        """Notes how much of the machine other programs took while the row was timed."""
-        self.foreign_load, self.noisy = share, share > MOST_FOREIGN_LOAD
 
     def measured(
         self,

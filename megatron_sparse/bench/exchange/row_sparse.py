@@ -17,11 +17,10 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.frame import Bench
+from megatron_sparse.bench.exchange.frame import Bench, Turn
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import RowSparseSweep
-from megatron_sparse.bench.rank_group import Turn
-from megatron_sparse.bench.row import CellRow, cell, optional
+from megatron_sparse.bench.table import CellRow, cell, optional
 from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives.row_sparse import RowSparseWay
 from megatron_sparse.recording import NullSink

@@ -1,4 +1,4 @@
 """The benches that train whole runs: `training`, `time-to-loss`, `convergence` and `overhead`.
 
-`frame` carries out runs and keeps their results; `settings` and `options` import nothing heavy.
+`frame` carries out runs and keeps their results; `options` imports nothing heavy.
 """

@@ -11,18 +11,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Picture, Run, RunResult, line_panels, picked
-from megatron_sparse.bench.study.options import BATCH, ConvergenceOptions
-from megatron_sparse.bench.study.settings import CONVERGENCE, CORPORA, Setting, by_name, schedule
+from megatron_sparse.bench.study.frame import Picture, Run, RunResult, picked
+from megatron_sparse.bench.study.options import (
+    BATCH,
+    CONVERGENCE,
+    CORPORA,
+    ConvergenceOptions,
+    Setting,
+    by_name,
+    schedule,
+)
+from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SETTINGS = by_name(CONVERGENCE)
 VOCAB_SIZE = 1024
@@ -202,13 +206,13 @@ def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> l
     return [*drawn, (BITS, bits, _draw_bits, 4.8)] if bits else drawn
 
 
-def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
+def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
     keys = ("model", "series", "iteration")
     means = [
         dict(zip(keys, at, strict=True)) | {"loss": mean(row["loss"] for row in seeds)}
         for at, seeds in figures.groups(rows, *keys).items()
     ]
-    for model, axes in line_panels(canvas, means, "model", "iteration", "loss").items():
+    for model, axes in figures.line_panels(canvas, means, "model", "iteration", "loss").items():
         lowest = min(row["loss"] for row in means if row["model"] == model)
         # With the first drop in the picture, the differences between settings would not be visible.
         axes.set_ylim(lowest - 0.05, lowest + 1.0)
@@ -216,7 +220,7 @@ def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
     canvas.suptitle("Validation loss by setting, measured on two CPU ranks", fontsize=9)
 
 
-def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
+def _draw_final(rows: list[figures.Row], canvas: figures.Canvas) -> None:
     left, right = canvas.subplots(1, 2)
     order = list(SETTINGS)
     compared = [row for row in rows if row["to_dense"] is not None]
@@ -253,7 +257,7 @@ def _draw_final(rows: list[figures.Row], canvas: Canvas) -> None:
     )
 
 
-def _draw_bits(rows: list[figures.Row], canvas: Canvas) -> None:
+def _draw_bits(rows: list[figures.Row], canvas: figures.Canvas) -> None:
     styles = figures.styles_of(rows)
     panels = canvas.subplots(1, 2, sharey=True)
     spans = {"bits_target": "at the target density", "bits": "over the whole run"}

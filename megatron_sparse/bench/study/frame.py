@@ -19,21 +19,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
-from megatron_sparse.bench.host_load import MOST_FOREIGN_LOAD, HostLoad, foreign_share
-from megatron_sparse.bench.row import CellRow
-from megatron_sparse.bench.table import describe_cpu, print_table
+from megatron_sparse.bench.table import (
+    MOST_FOREIGN_LOAD,
+    CellRow,
+    HostLoad,
+    describe_cpu,
+    foreign_share,
+    print_table,
+)
 from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.simulate import figures
+from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.transport.netbed import BedLinks
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
 ITERATION = re.compile(
     r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)"
@@ -44,7 +46,7 @@ VALIDATION = re.compile(
 TAIL_LINES = 30
 OUTCOME_FILE = "outcome.json"
 
-type Picture = tuple[str, list[figures.Row], Callable[[list[figures.Row], Canvas], None], float]
+type Picture = tuple[str, list[figures.Row], figures.Draw, float]
 """Its name, the rows of its CSV, what draws them, and its height in inches."""
 
 
@@ -188,7 +190,7 @@ class RunResult:
 
     def summary(self) -> dict[str, Any]:
         """The plugin's own; plain Megatron writes none."""
-        return json.loads((self.run.folder / "summary.json").read_text("utf-8"))
+        return load_summary(self.run.folder)
 
     def breakdown(self, iterations: int) -> list[dict[str, Any]]:
         """The plugin's lines of the last iterations."""
@@ -315,15 +317,3 @@ def report[Row: CellRow](
 def picked(source: object, *names: str) -> figures.Row:
     """Some attributes, as columns of a picture's CSV."""
     return {name: getattr(source, name) for name in names}
-
-
-def line_panels(
-    canvas: Canvas, rows: list[figures.Row], by: str, x: str, y: str, *, sharey: bool = False
-) -> dict[Any, Axes]:
-    """A panel of lines for each value of a column, and one legend; returns the panels."""
-    styles, members = figures.styles_of(rows), figures.groups(rows, by)
-    panels = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
-    for axes, part in zip(panels, members.values(), strict=True):
-        figures.draw_lines(axes, part, x, y, styles)
-    figures.shared_legend(canvas, panels)
-    return dict(zip(members, panels, strict=True))

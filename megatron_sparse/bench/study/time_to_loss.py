@@ -15,26 +15,24 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_sparse.bench.row import CellRow, cell, ratio
 from megatron_sparse.bench.study import frame
-from megatron_sparse.bench.study.frame import Picture, Run, RunResult, line_panels, picked
-from megatron_sparse.bench.study.options import RaceOptions
-from megatron_sparse.bench.study.settings import (
+from megatron_sparse.bench.study.frame import Picture, Run, RunResult, picked
+from megatron_sparse.bench.study.options import (
     PLAIN,
     TIME_TO_LOSS,
     VALIDATIONS,
+    RaceOptions,
     Setting,
     by_name,
     schedule,
 )
+from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.megatron import corpus
 from megatron_sparse.simulate import figures
+from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport.netbed import BedLinks
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Canvas
 
 SETTINGS = by_name(TIME_TO_LOSS)
 CORPUS, VOCAB_SIZE = "prose", 8192
@@ -287,14 +285,14 @@ def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> li
     return [(*picture, HEIGHT_IN) for picture in drawn]
 
 
-def _draw_curves(rows: list[figures.Row], canvas: Canvas) -> None:
-    for mbit, axes in line_panels(canvas, rows, "mbit", "seconds", "loss").items():
+def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    for mbit, axes in figures.line_panels(canvas, rows, "mbit", "seconds", "loss").items():
         figures.log_axis(axes, "x")
         axes.set(title=_where(mbit), xlabel="seconds of training", ylabel="validation loss")
 
 
-def _draw_bytes(rows: list[figures.Row], canvas: Canvas) -> None:
-    panels = line_panels(canvas, rows, "mbit", "wire_ratio", "to_plain", sharey=True)
+def _draw_bytes(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    panels = figures.line_panels(canvas, rows, "mbit", "wire_ratio", "to_plain", sharey=True)
     for mbit, axes in panels.items():
         figures.log_axis(axes, "x")
         axes.axhline(0, color="black", linestyle="--", linewidth=1)

@@ -13,11 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_sparse.bench.row import CellRow, cell
 from megatron_sparse.bench.study.frame import Run, begin
-from megatron_sparse.bench.study.options import TrainingOptions
-from megatron_sparse.bench.study.settings import PLAIN
-from megatron_sparse.bench.table import print_table
+from megatron_sparse.bench.study.options import PLAIN, TrainingOptions
+from megatron_sparse.bench.table import CellRow, cell, print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SparseConfig
