@@ -14,7 +14,6 @@ from megatron_sparse.cuda_ext.slots import TABLES, Slots
 from megatron_sparse.wire import FORMAT_RICE
 
 
-
 def slots_of(
     offsets_S: torch.Tensor, keep_S: torch.Tensor, capacity_S: torch.Tensor, spec: RecordSpec
 ) -> Slots:

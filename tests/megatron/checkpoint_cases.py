@@ -1,4 +1,4 @@
-"""Shared parts of the checkpoint tests: checkpoints of small models, and their content."""
+"""Shared parts of the checkpoint tests: the plugin's state alone, and what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -9,31 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-
-from megatron_sparse.megatron import cpu_mode
-from tests.megatron.train_ranks import AT_TARGET, logged
-
-MODES = ("full", "sum", "none")
-STEPS = 3
-OPTIONS = AT_TARGET | {"density": 0.05, "scheme": "agsparse"}
-
-
-def attached(bucket_size=40_000, **options):
-    """A fresh model on this rank, and its attachment."""
-    cpu_mode.enable()
-    from megatron_sparse.megatron import attach
-    from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
-
-    model = SmallGPT(SmallGPTConfig(bucket_size=bucket_size, overlap=True))
-    return model, attach(model.ddp, model.optimizer, **(OPTIONS | options))
-
-
-def pruned_stores(attachment):
-    """Copies of the residuals, by parameter."""
-    return {
-        f"residual.{parameter}": view.clone()
-        for parameter, view in attachment.residuals.by_parameter()
-    }
 
 
 def save(attachment, folder, mode="full"):
@@ -46,34 +21,6 @@ def save(attachment, folder, mode="full"):
     folder.mkdir(exist_ok=True, parents=True)
     dist.barrier()
     dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(folder))
-
-
-def gradient_numel(attachment):
-    """Elements of all parameters of all buckets."""
-    return sum(p.stop - p.start for bucket in attachment.buckets for p in bucket.parameters)
-
-
-def load_and_go_on(folder, **options):
-    """Loads into a fresh model; returns the restored state, the log, and one more step's result."""
-    model, attachment = attached(**options)
-    from megatron_sparse.errors import CheckpointError
-    from megatron_sparse.megatron import checkpoint, detach
-
-    with logged() as messages:
-        try:
-            checkpoint.load(attachment, folder, iteration=77)
-        except CheckpointError as error:
-            return {"error": str(error)}
-    result = {
-        "step": attachment.step,
-        "norms": list(attachment.usual_norm.norms),
-        "stores": pruned_stores(attachment),
-        "messages": messages,
-        "goes on": model.step()[1],
-        "after": pruned_stores(attachment),
-    }
-    detach(attachment)
-    return result
 
 
 def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:

@@ -4,8 +4,13 @@ import gc
 import os
 from importlib import import_module
 
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
 # Who has asked CUDA for its devices cannot use it after a fork, and the CPU mode asks.
 os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+# An assertion that fails in a rank shows its values, as in a test.
+install_importhook(get_config())
 import_module("tests.imported_package")
 import_module("megatron_sparse.megatron.cpu_mode").enable()
 for name in ("megatron.training.training", "tests.megatron.train_ranks"):

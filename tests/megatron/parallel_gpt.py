@@ -403,10 +403,14 @@ class ParallelGPT:
         return loss.item()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters by chunk and name, copied, after a pending all-gather."""
+        """This rank's parameters, as `held` does, after a pending all-gather."""
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+        return self.held()
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters by chunk and name, copied, without a gather."""
         return {
             f"{number}.{name}": parameter.detach().clone()
             for number, chunk in enumerate(self.chunks)

@@ -3,111 +3,111 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.errors import CommunicationError, ConfigError, SelectionError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.megatron.train_ranks import (
     AT_TARGET,
     SPARSE,
     equal,
-    poison,
+    of_all_ranks,
+    on_ranks,
     running,
-    spoilt_step,
     train,
-    train_ranks,
 )
+from tests.straggler.settings import section_for
 
 STEPS = 5
-COMBINATIONS = list(itertools.product((False, True), (False, True)))
+WHOLE = AT_TARGET | {"density": 1.0}
+SETTINGS = [
+    SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
+    for overlap, distributed in itertools.product((False, True), repeat=2)
+]
 
 
-def _matrix(rank):
-    results = {}
-    for overlap, distributed in COMBINATIONS:
-        setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-        warmup = {"scheme": "agsparse", "value_bits": None, "warmup_iters": 100, "ramp_iters": 0}
-        runs = {
-            "megatron": (STEPS, {}),
-            "dense": (STEPS, {"scheme": "dense", **AT_TARGET}),
-            "warmup": (STEPS, warmup),
-            "whole": (STEPS, SPARSE | {"density": 1.0}),
-            "sparse": (STEPS, SPARSE),
-            "again": (STEPS, SPARSE),
-            "one": (1, SPARSE),
-            "bf16 wire": (STEPS, SPARSE | {"wire_dtype": "bf16"}),
-        }
-        results[overlap, distributed] = {}
-        for name, (steps, options) in runs.items():
-            run = train(setting, steps, **options)
-            found = run["losses"], run["weights"], run["residuals"]
-            results[overlap, distributed][name] = found
-    return results
+@on_ranks(2)
+def test_dense_is_bit_for_bit_megatron(rank):
+    """Under the dense plan, and in the warm-up of another."""
+    warmup = {"scheme": "agsparse", "value_bits": None, "warmup_iters": 100, "ramp_iters": 0}
+    for setting in SETTINGS:
+        plain = train(setting, STEPS)
+        for options in (AT_TARGET | {"scheme": "dense"}, warmup):
+            run = train(setting, STEPS, **options)
+            assert run["losses"] == plain["losses"]
+            assert torch.equal(run["weights"], plain["weights"])
+            assert not any(view.any() for view in run["residuals"].values())
 
 
-@pytest.fixture(scope="module")
-def matrix():
-    return train_ranks(_matrix, 2)
+@on_ranks(2)
+def test_density_one_is_bit_for_bit_megatron(rank):
+    """Also where the reducer divides before it selects, as with `average_in_collective`.
+
+    With two ranks halves are exact, and two numbers have one sum.
+    """
+    for setting in SETTINGS:
+        plain = train(setting, STEPS)
+        for average, scheme in ((False, "agsparse"), (True, "direct"), (True, "dense")):
+            averaged = replace(setting, average_in_collective=average)
+            whole = train(averaged, STEPS, **WHOLE, scheme=scheme)
+            assert whole["losses"] == plain["losses"]
+            assert torch.equal(whole["weights"], plain["weights"])
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-class TestMatrix:
-    """One training of every kind for each combination of overlap and distributed optimizer."""
-
-    def test_dense_is_bit_for_bit_megatron(self, matrix, combination):
-        for rank in matrix:
-            losses, weights, _ = rank[combination]["megatron"]
-            for kind in ("dense", "warmup"):
-                assert rank[combination][kind][0] == losses
-                assert torch.equal(rank[combination][kind][1], weights)
-
-    def test_density_one_is_megatron_up_to_the_order_of_addition(self, matrix, combination):
-        for rank in matrix:
-            expected = torch.tensor(rank[combination]["megatron"][0])
-            got = torch.tensor(rank[combination]["whole"][0])
-            # With 2 ranks fp32 addition commutes, so gradients agree to the bit; 1e-6 leaves room
-            # for a backend that adds in another order.
-            torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-
-    def test_sparse_training_learns_and_keeps_ranks_identical(self, matrix, combination):
-        for kind in ("sparse", "bf16 wire"):
-            losses, weights, residual = matrix[0][combination][kind]
-            assert losses[-1] < losses[0]
-            assert torch.equal(weights, matrix[1][combination][kind][1])
-            assert sum(float(value.abs().sum()) for value in residual.values()) > 0
-
-    def test_a_repeated_run_is_bit_exact(self, matrix, combination):
-        for rank in matrix:
-            first, again = rank[combination]["sparse"], rank[combination]["again"]
-            assert first[0] == again[0]
-            assert equal(first[2], again[2])
+@on_ranks(2)
+def test_every_scheme_trains_a_megatron_model_to_the_same_bits(rank):
+    """At density 1 residuals stay empty, and the sum of two numbers has only one rounding."""
+    for op in CollectiveOp:
+        sharded = op is CollectiveOp.REDUCE_SCATTER
+        setting = SmallGPTConfig(overlap=True, distributed_optimizer=sharded)
+        plain = train(setting, 2)["weights"]
+        for name, scheme in SCHEMES.items():
+            options = WHOLE | {"scheme": name, "straggler": section_for(name)}
+            if op not in scheme.ops:
+                with pytest.raises(ConfigError, match=f"{name} cannot do the {op}"):
+                    train(setting, 2, **options)
+                continue
+            weights = train(setting, 2, **options)["weights"]
+            if scheme.sends_whole:
+                # Rounded gradients: where they become 0, weights lag behind by a step of Adam.
+                lag = float((weights - plain).abs().mean())
+                assert lag < 0.5 * 1e-2, (op, name, lag)
+            else:
+                assert torch.equal(weights, plain), (op, name, weights)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_selection_is_the_same_with_overlap_on_and_off(matrix, distributed):
+@on_ranks(2)
+def test_sparse_training_learns_keeps_ranks_identical_and_repeats(rank):
+    for setting, wire_dtype in itertools.product(SETTINGS, ("fp32", "bf16")):
+        run, again = (train(setting, STEPS, **SPARSE, wire_dtype=wire_dtype) for _ in range(2))
+        assert run["losses"][-1] < run["losses"][0]
+        assert run["losses"] == again["losses"] != train(setting, STEPS)["losses"]
+        assert equal(run["residuals"], again["residuals"])
+        assert any(view.any() for view in run["residuals"].values())
+        assert all(torch.equal(run["weights"], other) for other in of_all_ranks(run["weights"]))
+
+
+@on_ranks(2)
+def test_selection_is_the_same_with_overlap_on_and_off(rank):
     """threshold_scope=parameter: the cut into buckets does not change the selection.
 
     One step, because with the distributed optimizer Megatron itself adds up the gradient norm in
     another order when the buckets change, and the weights of later steps differ in the last bit.
     """
-    off, on = matrix[0][False, distributed]["one"], matrix[0][True, distributed]["one"]
-    assert off[0] == on[0]
-    assert equal(off[2], on[2])
+    for setting in SETTINGS[:2]:
+        off, on = (train(replace(setting, overlap=overlap), 1, **SPARSE) for overlap in (0, 1))
+        assert off["losses"] == on["losses"]
+        assert equal(off["residuals"], on["residuals"])
 
 
-def _events(rank):
-    """Skipped and repeated steps, NaN, the running switch, detach."""
-    report = {("skip", distributed): _skip(rank, distributed) for distributed in (False, True)}
-
-    # fp32 without a NaN check: the NaN is sent, as by Megatron.
-    with running(SmallGPTConfig(), **SPARSE) as run:
-        poison(run.model, rank, float("nan"))
-        run.step()
-        report["nan travels"] = bool(run.model.weights().isnan().any())
-        report["residual finite"] = all(v.isfinite().all() for v in run.residuals().values())
-
-    # A repeated step: same gradients and residual, as if the first had not happened.
+@on_ranks(2)
+def test_a_repeated_step_does_not_update_the_residual_twice(rank):
+    """Same gradients and residual, as if the first had not happened."""
     with running(SmallGPTConfig(), undo="always", **SPARSE) as run:
         run.step()
         tokens, found = run.model.batch(), []
@@ -115,135 +115,55 @@ def _events(rank):
             run.model.gradients(tokens)
             gradients = {b.name: b.grad_N.clone() for b in run.attachment.buckets}
             found.append((gradients, run.residuals()))
-        report["repeat"] = all(map(equal, *found))
-        run.model.optimizer.step()
-        # The switch: the next step sends everything and empties the residual.
-        run.attachment.enabled = False
-        run.step()
-        report["emptied"] = not any(v.any() for v in run.residuals().values())
-        run.attachment.enabled = True
-        run.step()
-        report["refilled"] = any(v.any() for v in run.residuals().values())
-    report["detached"] = "step" not in run.model.optimizer.__dict__ and run.step()[1]
-    report |= _change_density(rank)
-    report["trials"] = _try_presets()
+        assert all(map(equal, *found))
 
-    # Without an undo copy a repeated synchronisation is an error, not a wrong residual.
+
+@on_ranks(2)
+def test_a_repeat_without_undo_copy_is_a_typed_error(rank):
     with running(SmallGPTConfig(), **SPARSE) as run:
         run.step()
         run.model.gradients(run.model.batch())
-        try:
+        with pytest.raises(SelectionError, match=r"compression\.undo=always"):
             run.model.gradients(run.model.batch())
-        except Exception as error:
-            report["no undo"] = f"{type(error).__name__}: {error}"
-    return report
 
 
-def _skip(rank, distributed):
-    """fp16: an Inf in one rank's gradient skips the step on every rank and leaves the residual."""
-    setting = SmallGPTConfig(fp16=True, distributed_optimizer=distributed)
-    return spoilt_step(setting, SPARSE, rank, float("inf"), whole=True)
+@on_ranks(2)
+def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(rank):
+    with running(SmallGPTConfig(), **SPARSE) as run:
+        for enabled in (True, False, True):
+            run.attachment.enabled = enabled
+            run.step()
+            assert any(view.any() for view in run.residuals().values()) is enabled
+    assert "step" not in run.model.optimizer.__dict__
+    assert run.step()[1]
 
 
-def _change_density(rank):
-    """What is sent before and after `set_density`, and the error of ranks that disagree."""
+@on_ranks(2)
+def test_set_density_holds_from_the_next_step_on_and_ranks_that_disagree_change_nothing(rank):
     with running(SmallGPTConfig(), **SPARSE) as run:
         run.step()
-        try:
+        with pytest.raises(CommunicationError, match="ranks want different densities") as caught:
             run.attachment.set_density(0.1 + 0.1 * rank)
-        except Exception as error:
-            density = run.attachment.config.compression.density
-            disagree = f"{type(error).__name__}: {error}", density
+        assert "rank 0: 0.1, rank 1: 0.2" in str(caught.value)
+        assert run.attachment.config.compression.density == 0.05
         run.attachment.set_density(0.25)
         run.step()
-    return {"disagree": disagree, "densities": _by_step(run.records.buckets)}
+    steps = [[r for r in run.records.buckets if r.step == step] for step in range(2)]
+    assert [{r.density for r in step} for step in steps] == [{0.05}, {0.25}]
+    first, second = (sum(r.nnz for r in step) for step in steps)
+    assert second > 2 * first
 
 
-def _try_presets():
-    """What `density=auto` has run by step, what it took, and the state that a checkpoint keeps."""
+@on_ranks(2)
+def test_presets_are_tried_and_every_rank_takes_the_same(rank):
     with running(SmallGPTConfig(), config="auto", warmup_iters=2, ramp_iters=2) as run:
         for _ in range(30):
             run.step()
-        phases = {r.step: (str(r.phase), r.density) for r in run.records.buckets}
         state = run.attachment.trials.state_dict()
-        try:
+        with pytest.raises(ConfigError, match="name a density at the start"):
             run.attachment.set_density(0.1)
-        except Exception as error:
-            refused = str(error)
-        sent = sum(r.nnz for r in run.records.buckets if r.step == 29)
-    with running(SmallGPTConfig(), config="auto") as again:
-        again.attachment.trials.load_state_dict(state, 30)
-        goes_on = again.attachment.trials.chosen
-    return phases, state, refused, sent, goes_on
-
-
-def _by_step(records):
-    """By step, the densities asked for and the fraction of all elements that was sent."""
-    found = {}
-    for step in {r.step for r in records}:
-        of_step = [r for r in records if r.step == step]
-        sent = sum(r.nnz for r in of_step) / sum(r.numel for r in of_step)
-        found[step] = {r.density for r in of_step}, sent
-    return found
-
-
-@pytest.fixture(scope="module")
-def events():
-    return train_ranks(_events, 2)
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_an_overflow_in_one_rank_skips_the_step_everywhere_and_restores_the_residual(
-    events, distributed
-):
-    for report in events:
-        skip = report["skip", distributed]
-        assert skip["taken"] == (False, False)
-        assert skip["weights kept"]
-        assert skip["restored"]
-        assert skip["scales"][0] == skip["scales"][1]
-        assert skip["goes on"] is True
-
-
-def test_nan_travels_and_the_residual_stays_finite(events):
-    assert all(report["nan travels"] and report["residual finite"] for report in events)
-
-
-def test_a_repeated_step_does_not_update_the_residual_twice(events):
-    assert all(report["repeat"] for report in events)
-
-
-def test_a_repeat_without_undo_copy_is_a_typed_error(events):
-    for report in events:
-        assert report["no undo"].startswith("SelectionError")
-        assert "compression.undo=always" in report["no undo"]
-
-
-def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(events):
-    for report in events:
-        assert report["emptied"]
-        assert report["refilled"]
-        assert report["detached"]
-
-
-def test_set_density_holds_from_the_next_step_on(events):
-    for report in events:
-        (asked_first, sent_first), (asked, sent) = report["densities"].values()
-        assert (asked_first, asked) == ({0.05}, {0.25})
-        assert sent > 2 * sent_first
-
-
-def test_ranks_that_disagree_about_the_density_change_nothing(events):
-    for report in events:
-        error, density = report["disagree"]
-        assert error.startswith("CommunicationError: ranks want different densities")
-        assert "rank 0: 0.1, rank 1: 0.2" in error
-        assert density == 0.05
-
-
-def test_presets_are_tried_and_every_rank_takes_the_same(events):
-    (phases, state, refused, sent, goes_on), other = (report["trials"] for report in events)
-    assert (phases, state) == other[:2]
+    phases = {r.step: (str(r.phase), r.density) for r in run.records.buckets}
+    assert of_all_ranks((phases, state)) == [(phases, state)] * 2
     assert phases[10] == ("trial", 0.22)
     # The others were tried unless the one before took too long.
     tried = list(state["times_ms"])
@@ -253,6 +173,7 @@ def test_presets_are_tried_and_every_rank_takes_the_same(events):
     assert state["times_ms"][state["chosen"]] <= 1.02 * best_ms
     ended = {"lossless": ("off", 1.0), "quantised": ("target", 1.0), "safe": ("target", 0.22)}
     assert phases[29] == ended[state["chosen"]]
-    assert sent
-    assert "name a density at the start" in refused
-    assert goes_on == state["chosen"]
+    assert sum(r.nnz for r in run.records.buckets if r.step == 29)
+    with running(SmallGPTConfig(), config="auto") as again:
+        again.attachment.trials.load_state_dict(state, 30)
+        assert again.attachment.trials.chosen == state["chosen"]

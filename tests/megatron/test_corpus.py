@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs tokenizers and megatron-core: pip install 'megatron-sparse[train]'",
 )
 
+Documents = list[tuple[str, str]]
 # Enough text for the smallest vocabulary; the last document contains the end-of-document token.
 DOCUMENTS = [
     *(
@@ -36,7 +37,7 @@ DOCUMENTS = [
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def small(monkeypatch: pytest.MonkeyPatch) -> Documents:
     """Replaces the standard library by DOCUMENTS; the list that is returned is read each time."""
     documents = list(DOCUMENTS)
     monkeypatch.setattr(corpus_text, "code", lambda track: iter(track(documents, "documents")))
@@ -48,7 +49,7 @@ def prepare(folder: Path, vocab_size: int = 512) -> corpus.Corpus:
     return corpus.prepare("code", folder, vocab_size, progress=False)
 
 
-def test_megatron_reads_back_every_document(tmp_path: Path, small: list[tuple[str, str]]) -> None:
+def test_megatron_reads_back_every_document(tmp_path: Path, small: Documents) -> None:
     from tokenizers import Tokenizer
 
     made = prepare(tmp_path / "code")
@@ -68,7 +69,7 @@ def test_megatron_reads_back_every_document(tmp_path: Path, small: list[tuple[st
 
 
 def test_null_tokenizer_of_megatron_agrees_on_size_and_end(
-    tmp_path: Path, small: list[tuple[str, str]]
+    tmp_path: Path, small: Documents
 ) -> None:
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
@@ -100,7 +101,7 @@ def test_same_sources_give_the_same_bytes_in_another_process(tmp_path: Path) -> 
 
 
 def test_matching_corpus_is_reused_and_other_sources_replace_it(
-    tmp_path: Path, small: list[tuple[str, str]]
+    tmp_path: Path, small: Documents
 ) -> None:
     folder = tmp_path / "code"
     prepare(folder)
@@ -118,9 +119,7 @@ def test_matching_corpus_is_reused_and_other_sources_replace_it(
     assert prepare(folder, 600).vocab_size == 600
 
 
-def test_damaged_corpus_is_refused_and_made_again(
-    tmp_path: Path, small: list[tuple[str, str]]
-) -> None:
+def test_damaged_corpus_is_refused_and_made_again(tmp_path: Path, small: Documents) -> None:
     folder = tmp_path / "code"
     made = prepare(folder)
     data = bytearray((folder / "text.bin").read_bytes())
@@ -147,7 +146,7 @@ def test_missing_corpus_says_how_to_make_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("point", ["_train_tokenizer", "_write_dataset"])
 def test_interrupted_run_leaves_nothing(
-    tmp_path: Path, small: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, point: str
+    tmp_path: Path, small: Documents, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     folder = tmp_path / "data" / "code"
 
@@ -170,7 +169,7 @@ def test_interrupted_run_leaves_nothing(
     assert list(folder.parent.iterdir()) == [folder]
 
 
-def test_other_files_are_never_replaced(tmp_path: Path, small: list[tuple[str, str]]) -> None:
+def test_other_files_are_never_replaced(tmp_path: Path, small: Documents) -> None:
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "chapter.txt").write_text("years of work")
@@ -194,7 +193,7 @@ def test_other_files_are_never_replaced(tmp_path: Path, small: list[tuple[str, s
     ],
 )
 def test_refusals(
-    tmp_path: Path, small: list[tuple[str, str]], kind: str, vocab_size: int, message: str
+    tmp_path: Path, small: Documents, kind: str, vocab_size: int, message: str
 ) -> None:
     with pytest.raises(DatasetError, match=message):
         corpus.prepare(kind, tmp_path / "code", vocab_size, progress=False)  # type: ignore[arg-type]
@@ -202,7 +201,7 @@ def test_refusals(
 
 
 def test_command_line_prints_json_and_no_traceback(
-    tmp_path: Path, small: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, small: Documents, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--kind", "code", "--output", str(tmp_path / "code"), "--vocab-size", "512"]
     assert corpus.main(arguments) == 0

@@ -16,8 +16,8 @@ import torch
 from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
+from tests.megatron.train_ranks import on_ranks
 from tests.programs import ended, with_variables
-from tests.ranks import MEGATRON, run_ranks
 
 STEPS = 3
 
@@ -185,31 +185,10 @@ def test_only_the_state_of_sgd_is_made(groups, made):
         assert repaired(megatrons) == made
 
 
-def _resume_each_way(rank, world_size, folder):
-    """Resumes a run on the distributed optimizer with all repairs, and with each one left out.
-
-    Returns for each repair that was left out ("nothing" too): the weights of the undisturbed run,
-    those of the resumed one, and the error that resuming raised, if any.
-    """
-    cpu_mode.enable()
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    host = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
-    results = {}
-    for left_out in ("nothing", "with_state", "without_grad", "with_own_steps"):
-        DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict = host
-        repair = getattr(repairs, left_out, None)
-        if repair is not None:
-            setattr(repairs, left_out, lambda function: function)
-        repairs.apply()
-        results[left_out] = _resume(rank, f"{folder}/{left_out}")
-        if repair is not None:
-            setattr(repairs, left_out, repair)
-    return results
-
-
-def _resume(rank, folder):
-    """Trains, saves, trains on; then resumes from the checkpoint, in a new model."""
+@pytest.mark.parametrize("left_out", [None, "with_state", "without_grad", "with_own_steps"])
+@on_ranks(2)
+def test_resuming_the_distributed_optimizer_needs_each_repair(rank, left_out, tmp_path):
+    """With torch's Adam: right with the three of them, wrong without any one."""
     from megatron.core import dist_checkpointing
 
     from megatron_sparse.megatron.small_gpt import SmallGPT
@@ -220,55 +199,33 @@ def _resume(rank, folder):
         optimizer = toy.optimizer.sharded_state_dict(model, is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
 
-    if rank == 0:
-        Path(folder).mkdir()
-    torch.distributed.barrier()
+    def resume():
+        state = dist_checkpointing.load(sharded(resumed, True), str(tmp_path))
+        resumed.ddp.module.load_state_dict(state["model"])
+        resumed.optimizer.load_state_dict(state["optimizer"])
+
+    if left_out is not None:
+        pytest.MonkeyPatch().setattr(repairs, left_out, lambda function: function)
+    repairs.apply()
     setting = SmallGPTConfig(distributed_optimizer=True)
     toy = SmallGPT(setting)
     for _ in range(STEPS):
         toy.step()
-    dist_checkpointing.save(sharded(toy, False), folder)
+    dist_checkpointing.save(sharded(toy, False), str(tmp_path))
     batches = [toy.batch() for _ in range(STEPS)]
     for batch in batches:
         toy.step(batch)
 
     resumed = SmallGPT(setting, seed=8)
-    try:
-        state = dist_checkpointing.load(sharded(resumed, True), folder)
-        resumed.ddp.module.load_state_dict(state["model"])
-        resumed.optimizer.load_state_dict(state["optimizer"])
-    except (AssertionError, RuntimeError) as error:
-        return None, None, f"{type(error).__name__}: {error}"
+    # A fresh optimizer cannot load; gradients' leaves cannot be written.
+    errors = {"with_state": (AssertionError, ""), "without_grad": (RuntimeError, "leaf Variable")}
+    if left_out in errors:
+        kind, words = errors[left_out]
+        with pytest.raises(kind, match=words):
+            resume()
+        return
+    resume()
     for batch in batches:
         resumed.step(batch)
-    return toy.weights(), resumed.weights(), None
-
-
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("saved"))
-    return run_ranks(_resume_each_way, 2, folder, timeout_s=280, imported=MEGATRON)
-
-
-class TestDistributedOptimizer:
-    """Resuming with torch's Adam: right with the three repairs, wrong without any one of them."""
-
-    def test_a_resumed_run_has_the_same_weights_bit_for_bit(self, resumed):
-        for rank in resumed:
-            whole, again, error = rank["nothing"]
-            assert error is None
-            assert torch.equal(whole, again)
-
-    def test_without_state_a_fresh_optimizer_cannot_load(self, resumed):
-        for rank in resumed:
-            assert rank["with_state"][2].startswith("AssertionError")
-
-    def test_with_gradients_leaves_cannot_be_written(self, resumed):
-        for rank in resumed:
-            assert "leaf Variable" in rank["without_grad"][2]
-
-    def test_with_a_shared_step_the_weights_differ(self, resumed):
-        for rank in resumed:
-            whole, again, error = rank["with_own_steps"]
-            assert error is None
-            assert not torch.equal(whole, again)
+    same = torch.equal(toy.weights(), resumed.weights())
+    assert same is (left_out is None), "with a shared step the weights differ"

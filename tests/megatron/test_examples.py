@@ -21,19 +21,9 @@ MODEL = (
 )
 CPU = (ROOT / "docs" / "cpu.md").read_text().partition("```\n--")[2].partition("```")[0]
 """The flags that the page names, without the first two dashes."""
-
-
 EXAMPLE = ROOT / "examples" / "pretrain_gpt.py"
 OWN_LINES = ("# line 1", "# line 2")
-
-
-HYBRID = (
-    "--hybrid-layer-pattern",
-    "*-*-",
-    "--spec",
-    "megatron_sparse.megatron.local_hybrid",
-    "local_stack_spec",
-)
+HYBRID = "--hybrid-layer-pattern *-*- --spec megatron_sparse.megatron.local_hybrid local_stack_spec"
 
 
 def run(script: Path, *flags: str) -> str:
@@ -95,7 +85,7 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
 
 @pytest.mark.timeout(500)
 def test_the_two_lines_with_a_hybrid_model():
-    output = run(EXAMPLE, *HYBRID)
+    output = run(EXAMPLE, *HYBRID.split())
     assert "comm/wire_ratio" in output
     assert len(losses(output)) == 4
     assert "GPTModel IS DEPRECATED" not in output, "Megatron prints it for the other model"

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.megatron.parallel_gpt import OVERLAP, SEQUENCE, SHARDED, Layout, ParallelGPT
-from tests.megatron.test_parallel import AT_TARGET, WORLD_SIZE
-from tests.megatron.train_ranks import in_each_layout, running, train_ranks
+from tests.megatron.parallel_gpt import OVERLAP, SEQUENCE, SHARDED, Layout, parallel_state_of
+from tests.megatron.test_parallel import AT_TARGET, SPARSE, WORLD_SIZE
+from tests.megatron.train_ranks import on_ranks, running
 
 COUNTS = (SEQUENCE, SEQUENCE, 1, 0, SEQUENCE, SEQUENCE)
 """Tokens of a sequence that count, by step."""
@@ -26,7 +26,6 @@ def _train(layout, **plugin):
     """Each step's norm, gradients and residuals."""
     steps = []
     with running(layout, **(AT_TARGET | plugin if plugin else {})) as run:
-        assert isinstance(run.model, ParallelGPT)
         for group in run.model.optimizer.param_groups:
             group["lr"] = 0.0
         for run.model.counted in COUNTS:
@@ -43,36 +42,22 @@ def _train(layout, **plugin):
     return steps
 
 
-def _report(layout):
-    plain = _train(layout)
-    sparse = _train(layout, scheme="direct", density=0.1, level="rank")
-    return {"plain": plain, "sparse": sparse}
-
-
-def _all(rank):
-    return in_each_layout(LAYOUTS, _report)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return train_ranks(_all, WORLD_SIZE, timeout_s=500.0)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(ranks, layout):
-    for rank in ranks:
-        plain, sparse = rank[layout]["plain"], rank[layout]["sparse"]
-        assert sparse[1]["norm"] != pytest.approx(plain[1]["norm"], rel=1e-3)  # it is pruned
-        assert any(residual.any() for residual in sparse[1]["residuals"].values())
-        for step in (2, 3):
-            # Two ranks' residuals of about the gradient's size are added and taken away again.
-            assert sparse[step]["norm"] == pytest.approx(plain[step]["norm"], rel=1e-5, abs=1e-5)
-        if not layout.endswith("s"):
-            for got, expected in zip(sparse[2]["gradients"], plain[2]["gradients"], strict=True):
-                torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-            for name, residual in sparse[step]["residuals"].items():
-                before = sparse[1]["residuals"][name]
-                torch.testing.assert_close(residual, before, rtol=1e-5, atol=1e-6)
-        for step in (4, 5):
-            # In the unit of the step without tokens, residuals would count hundreds of times.
-            assert sparse[step]["norm"] < 10 * plain[step]["norm"]
+@on_ranks(WORLD_SIZE)
+def test_few_tokens_have_megatrons_gradient_and_leave_residuals_alone(rank, layout):
+    with parallel_state_of(LAYOUTS[layout]):
+        plain, sparse = _train(LAYOUTS[layout]), _train(LAYOUTS[layout], **SPARSE, level="rank")
+    assert sparse[1]["norm"] != pytest.approx(plain[1]["norm"], rel=1e-3)  # it is pruned
+    assert any(residual.any() for residual in sparse[1]["residuals"].values())
+    for step in (2, 3):
+        # Two ranks' residuals of about the gradient's size are added and taken away again.
+        assert sparse[step]["norm"] == pytest.approx(plain[step]["norm"], rel=1e-5, abs=1e-5)
+    if not layout.endswith("s"):
+        for got, expected in zip(sparse[2]["gradients"], plain[2]["gradients"], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+        for name, residual in sparse[step]["residuals"].items():
+            before = sparse[1]["residuals"][name]
+            torch.testing.assert_close(residual, before, rtol=1e-5, atol=1e-6)
+    for step in (4, 5):
+        # In the unit of the step without tokens, residuals would count hundreds of times.
+        assert sparse[step]["norm"] < 10 * plain[step]["norm"]

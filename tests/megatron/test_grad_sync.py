@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.megatron.train_ranks import train_ranks
+from tests.megatron.train_ranks import on_ranks
 
 WIDTH, LAYERS = 23, 6
 SMALL_BUCKETS = 1000
@@ -99,8 +99,8 @@ def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
     return found
 
 
-def _compare_all(rank):
-    """The mismatches of all cases, in words; and the number of buckets of the last one."""
+@on_ranks(2)
+def test_every_element_of_the_buffer_is_megatrons(rank):
     from megatron.core import parallel_state
 
     from megatron_sparse.megatron import attach, detach
@@ -117,15 +117,10 @@ def _compare_all(rank):
                 wrong = (expected != found).nonzero().flatten().tolist()
                 if wrong:
                     mismatches.append(
-                        f"rank {rank}, {setting}, step {step}, buffer {number}: {len(wrong)} of "
+                        f"{setting}, step {step}, buffer {number}: {len(wrong)} of "
                         f"{expected.numel()} elements differ, the first at {wrong[0]}: "
                         f"{found[wrong[0]]} instead of {expected[wrong[0]]}"
                     )
         detach(attachment)
-    return mismatches, most_buckets
-
-
-def test_every_element_of_the_buffer_is_megatrons():
-    for mismatches, most_buckets in train_ranks(_compare_all, 2):
-        assert not mismatches, "\n".join(mismatches)
-        assert most_buckets > 2, "the small buckets are several"
+    assert not mismatches, "\n".join(mismatches)
+    assert most_buckets > 2, "the small buckets are several"

@@ -5,6 +5,7 @@ On 2 gloo ranks a sum has only one order, so results are compared bit for bit.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
+from tests.megatron.train_ranks import AT_TARGET, of_all_ranks, on_ranks, running
 
 TIMEOUT_S = 600
 """Limit in seconds for a loaded machine; an idle one takes ten."""
@@ -27,28 +28,19 @@ FORMS = {
 
 
 def _train(rank, setting, **options):
-    """The embedding's gradient after the first synchronisation (its own shard's part), and so on.
-
-    Returns:
-        That gradient, the weights after all steps, the embedding's residual, whether any other
-        residual is not zero, and the bytes sent.
-    """
+    """Weights, residuals and bytes sent; the first gradient of the embedding's summed part."""
     with running(setting, **(PRUNED | options)) as run:
-        gradient = None
-        for _ in range(STEPS):
-            run.model.gradients(run.model.batch())
-            if gradient is None:
-                gradient = torch.cat(list(_own_parts(run.attachment, rank))).clone()
-            run.model.optimizer.step()
-        residuals = run.residuals()
-    embedding = residuals.pop(NAME, torch.zeros(0))
-    return (
-        gradient,
-        run.model.weights(),
-        int(embedding.count_nonzero()),
-        any(bool(view.any()) for view in residuals.values()),
-        run.records.wire_bytes,
-    )
+        run.model.gradients(run.model.batch())
+        gradient = torch.cat(list(_own_parts(run.attachment, rank)))
+        run.model.optimizer.step()
+        for _ in range(STEPS - 1):
+            run.step()
+        return SimpleNamespace(
+            gradient=gradient,
+            weights=run.model.weights(),
+            residuals=run.residuals(),
+            wire_bytes=run.records.wire_bytes,
+        )
 
 
 def _own_parts(attachment, rank):
@@ -60,56 +52,39 @@ def _own_parts(attachment, rank):
                 yield bucket.grad_N[max(piece.start, own.start) : min(piece.stop, own.stop)]
 
 
-def _body(rank):
-    results: dict[str, Any] = {}
-    for form, setting in FORMS.items():
-        results[form] = {
-            "dense": _train(rank, setting, scheme="dense"),
-            "kept": _train(rank, setting, scheme="direct", keep_patterns=["word_embeddings"]),
-            "lossless": _train(
-                rank, setting, scheme="direct", lossless_patterns=["word_embeddings"]
-            ),
-            "all": _train(rank, setting, scheme="direct", lossless_patterns=["."]),
-        }
-    both = {"keep_patterns": ["word_"], "lossless_patterns": ["embedding"]}
-    with pytest.raises(ConfigError) as refused, running(setting, **both):
-        pass
-    results["refused"] = str(refused.value)
-    return results
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return train_ranks(_body, 2, timeout_s=TIMEOUT_S)
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_the_embeddings_gradient_is_denses_and_costs_less(ranks, form):
-    found = [results[form] for results in ranks]
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_the_embeddings_gradient_is_denses_and_costs_less(rank, form):
+    setting, named = FORMS[form], ["word_embeddings"]
+    dense = _train(rank, setting, scheme="dense")
+    kept = _train(rank, setting, scheme="direct", keep_patterns=named)
+    lossless = _train(rank, setting, scheme="direct", lossless_patterns=named)
     # With the distributed optimizer it may lie in one rank's shard alone.
-    assert any(rank["dense"][0].any() for rank in found)
-    for rank in found:
-        assert torch.equal(rank["dense"][0], rank["lossless"][0])
-        assert rank["lossless"][2] == 0, "what the embedding's residual holds"
-        assert rank["lossless"][3], "the others are pruned"
+    assert any(gradient.any() for gradient in of_all_ranks(dense.gradient))
+    assert torch.equal(dense.gradient, lossless.gradient)
+    assert not lossless.residuals.pop(NAME, torch.zeros(1)).any()
+    assert any(view.any() for view in lossless.residuals.values()), "the others are pruned"
     # The batches of both ranks use about 34 of 512 rows; the rest of the messages is the same.
     embedding_bytes = 4 * VOCABULARY * 64
     there_and_back = 1 if form == "reduce_scatter" else 2
-    saved = sum(rank["kept"][4] - rank["lossless"][4] for rank in found)
+    saved = sum(of_all_ranks(kept.wire_bytes - lossless.wire_bytes))
     # Dense, each of two ranks sends half of it to the other, and half of the sum back.
     assert saved > 0.7 * STEPS * there_and_back * embedding_bytes
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_with_everything_lossless_training_is_denses_bit_for_bit(ranks, form):
-    for results in ranks:
-        dense, everything = results[form]["dense"], results[form]["all"]
-        assert torch.equal(dense[1], everything[1])
-        assert not everything[2]
-        assert not everything[3]
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_with_everything_lossless_training_is_denses_bit_for_bit(rank, form):
+    dense = _train(rank, FORMS[form], scheme="dense")
+    everything = _train(rank, FORMS[form], scheme="direct", lossless_patterns=["."])
+    assert torch.equal(dense.weights, everything.weights)
+    assert not any(view.any() for view in everything.residuals.values())
 
 
-def test_a_name_that_both_lists_find_is_refused(ranks):
-    for results in ranks:
-        assert NAME in results["refused"]
-        assert "not by both" in results["refused"]
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_a_name_that_both_lists_find_is_refused(rank):
+    both = {"keep_patterns": ["word_"], "lossless_patterns": ["embedding"]}
+    refused = pytest.raises(ConfigError, match="not by both")
+    with refused as caught, running(FORMS["all_reduce"], **PRUNED, **both):
+        pass
+    assert NAME in str(caught.value)

@@ -7,6 +7,7 @@ without its own counts: by the storages of all tensors that can be reached from 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.train_ranks import AT_TARGET, running, train_ranks
+from tests.megatron.train_ranks import AT_TARGET, on_ranks, running
 
 TIMEOUT_S = 900
 """Limit in seconds for a loaded machine; an idle one takes 15."""
@@ -25,8 +26,6 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS = 3
 """Warm-up, ramp and target. Undo copies are made in the second step."""
 OPTIONS = AT_TARGET | {"density": 0.05, "samples": 20_000}
-BUCKETS = list(itertools.product((False, True), (False, True)))
-"""Overlap, which cuts the gradients into several buckets; the distributed optimizer."""
 PLUGINS: dict[str, dict[str, Any]] = {
     "sizes exchanged": {"scheme": "direct", "capacity": None},
     "fixed sizes": {"scheme": "direct", "capacity": 1.5},
@@ -69,7 +68,7 @@ def _reachable_bytes(roots: list[Any], excluded: list[torch.Tensor]) -> int:
     return sum(storages.values())
 
 
-def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> dict[str, Any]:
+def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> SimpleNamespace:
     with running(setting, **(OPTIONS | options)) as run:
         attachment = run.attachment
         account = attachment.memory_account()
@@ -77,89 +76,68 @@ def _measure(setting: SmallGPTConfig, options: dict[str, Any]) -> dict[str, Any]
             run.step()
         gradients = [bucket.grad_N for bucket in attachment.buckets]
         roots = [attachment.residuals, *attachment._reducers.values(), *attachment.buckets]
-        return {
-            "account": account.nbytes,
-            "parameters": account.parameters,
-            "line": account.line(),
-            "held": attachment.memory_report(),
-            "reachable": _reachable_bytes(roots, gradients),
-            "undo": attachment.residuals.undo,
-            "buckets": [_shape(bucket) for bucket in attachment.buckets],
-            "names": [p.name for bucket in attachment.buckets for p in bucket.parameters],
-        }
+        return SimpleNamespace(
+            account=account.nbytes,
+            parameters=account.parameters,
+            line=account.line(),
+            held=attachment.memory_report(),
+            reachable=_reachable_bytes(roots, gradients),
+            undo=attachment.residuals.undo,
+        )
 
 
-def _shape(bucket: Bucket) -> tuple[int, str, list[tuple[int, int, bool]]]:
-    """Size, operation and cuts."""
-    return (bucket.numel, str(bucket.op), [(p.start, p.stop, p.keep) for p in bucket.parameters])
+def _shape(bucket: Bucket) -> tuple[Any, ...]:
+    """Size, operation, names and cuts."""
+    parameters = [(p.name, p.start, p.stop, p.keep) for p in bucket.parameters]
+    return bucket.numel, str(bucket.op), parameters
 
 
-def _all(rank: int) -> dict[Any, dict[str, Any]]:
-    results = {}
-    for overlap, distributed in BUCKETS:
-        setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-        for name, options in PLUGINS.items():
-            results[name, overlap, distributed] = _measure(setting, options)
-    return results
+each_cut = pytest.mark.parametrize(
+    ("overlap", "distributed"), list(itertools.product((False, True), repeat=2))
+)
+"""Overlap, which cuts the gradients into several buckets; the distributed optimizer."""
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[Any, dict[str, Any]]]:
-    return train_ranks(_all, 2, timeout_s=TIMEOUT_S)
-
-
-CASES = [(name, *buckets) for name in PLUGINS for buckets in BUCKETS]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_account_is_what_is_held(ranks, case):
+@each_cut
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_the_account_is_what_is_held(rank: int, overlap: bool, distributed: bool) -> None:
     """To the byte where sizes are fixed; else to within the samples' error."""
-    for rank in ranks:
-        found = rank[case]
-        account, held = found["account"], {k: v for k, v in found["held"].items() if v}
-        tables = account.pop("tables", 0)
-        assert account.keys() == held.keys()
+    setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
+    found = {name: _measure(setting, options) for name, options in PLUGINS.items()}
+    for name, each in found.items():
+        held = {item: nbytes for item, nbytes in each.held.items() if nbytes}
+        tables = each.account.pop("tables", 0)
+        assert each.account.keys() == held.keys()
         for item, nbytes in held.items():
-            if item == "received" and case[0] == "sizes exchanged":
+            if item == "received" and name == "sizes exchanged":
                 # 20,000 samples at 5 %: three standard deviations of the kept count are 9 %.
-                assert account[item] == pytest.approx(nbytes, rel=0.15)
+                assert each.account[item] == pytest.approx(nbytes, rel=0.15)
             else:
-                assert account[item] == nbytes, item
-        assert found["reachable"] == pytest.approx(sum(held.values()) + tables, rel=SMALL)
+                assert each.account[item] == nbytes, (name, item)
+        assert each.reachable == pytest.approx(sum(held.values()) + tables, rel=SMALL)
+    with_undo, fixed = found["undo"], found["fixed sizes"]
+    assert (with_undo.undo, fixed.undo) == (True, False)
+    assert with_undo.held["undo"] == with_undo.held["residual"] > 0
+    assert fixed.held["undo"] == fixed.account.get("undo", 0) == 0
+    if overlap and not distributed:
+        assert with_undo.line.startswith("memory of the plugin: ")
+        assert "residual 4.00, undo 4.00" in with_undo.line
+        # At 5 % and a factor of 1.5, a message takes 8 bytes for 7.5 % of the elements.
+        dense = 4 * fixed.parameters
+        assert fixed.held["messages"] < 0.2 * dense
+        assert fixed.held["sums"] < 0.4 * dense
+        assert found["sizes exchanged"].held["messages"] > dense
 
 
-@pytest.mark.parametrize(("overlap", "distributed"), BUCKETS)
-def test_an_undo_copy_exists_only_where_it_is_asked_for(ranks, overlap, distributed):
-    for rank in ranks:
-        with_undo = rank["undo", overlap, distributed]
-        without = rank["fixed sizes", overlap, distributed]
-        assert with_undo["undo"] is True
-        assert without["undo"] is False
-        assert with_undo["held"]["undo"] == with_undo["held"]["residual"] > 0
-        assert without["held"]["undo"] == 0
-        assert without["account"].get("undo", 0) == 0
-
-
-def test_fixed_sizes_need_no_buffer_of_the_bucket_s_size(ranks):
-    """At 5 % and a factor of 1.5, a message takes 8 bytes for 7.5 % of the elements."""
-    for rank in ranks:
-        found = rank["fixed sizes", True, False]
-        dense = 4 * found["parameters"]
-        assert found["held"]["messages"] < 0.2 * dense
-        assert found["held"]["sums"] < 0.4 * dense
-        assert rank["sizes exchanged", True, False]["held"]["messages"] > dense
-
-
-def test_the_line_names_bytes_a_parameter(ranks):
-    line = ranks[0]["undo", True, False]["line"]
-    assert line.startswith("memory of the plugin: ")
-    assert "residual 4.00, undo 4.00" in line
-
-
-@pytest.mark.parametrize(("overlap", "distributed"), BUCKETS)
-def test_buckets_are_predicted_as_megatron_makes_them(ranks, overlap, distributed):
+@each_cut
+@on_ranks(2)
+def test_buckets_are_predicted_as_megatron_makes_them(
+    rank: int, overlap: bool, distributed: bool
+) -> None:
     """Sizes, cuts and kept parameters, from the configuration of a run alone."""
-    setting = SmallGPTConfig()
+    setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
+    with running(setting, **OPTIONS, scheme="direct") as run:
+        made = [_shape(bucket) for bucket in run.attachment.buckets]
     config = RunConfig(
         model=ModelConfig(
             num_layers=setting.layers,
@@ -178,6 +156,4 @@ def test_buckets_are_predicted_as_megatron_makes_them(ranks, overlap, distribute
     )
     config.compression.keep_below_numel = OPTIONS["keep_below_numel"]
     predicted = predicted_buckets(config, setting.vocabulary)
-    made = ranks[0]["fixed sizes", overlap, distributed]
-    assert made["buckets"] == [_shape(bucket) for bucket in predicted]
-    assert made["names"] == [p.name for bucket in predicted for p in bucket.parameters]
+    assert made == [_shape(bucket) for bucket in predicted]

@@ -9,16 +9,12 @@ import pytest
 import torch
 
 from megatron_sparse.megatron import cpu_mode
-from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.megatron.parallel_gpt import Layout, parallel_state_of
-from tests.megatron.train_ranks import SPARSE, Run, equal, installed_plugin, running, train_ranks
+from tests.megatron.train_ranks import SPARSE, Run, equal, installed_plugin, on_ranks, running
 
 NEVER, ALWAYS = 1e9, 0.0
 """Norms to skip at; both are finite, so a step may be skipped."""
-SETTINGS = {
-    "fp32": SmallGPTConfig(),
-    "bf16, distributed": SmallGPTConfig(bf16=True, distributed_optimizer=True),
-}
 
 
 def _skip_above(optimizer: Any, norm: float) -> None:
@@ -33,65 +29,57 @@ def _weights(run: Run) -> dict[str, torch.Tensor]:
     return found if isinstance(found, dict) else {"": found}
 
 
-def _report(run: Run) -> dict[str, Any]:
-    """A step, one that Megatron skips, and another."""
+def _assert_skips(run: Run, optimizers: int = 1) -> None:
+    """A step, one that Megatron skips and that leaves residual and weights, and another."""
     optimizer = run.model.optimizer
+    assert len(optimizer.chained_optimizers) == optimizers
     run.step()
     before, weights = run.residuals(), _weights(run)
+    assert any(view.any() for view in before.values())
     _skip_above(optimizer, ALWAYS)
     run.step()
-    kept = {"residual": equal(before, run.residuals()), "weights": equal(weights, _weights(run))}
+    assert equal(before, run.residuals())
+    assert equal(weights, _weights(run))
     _skip_above(optimizer, NEVER)
     run.step()
-    return kept | {
-        "optimizers": len(optimizer.chained_optimizers),
-        "moved": any(view.any() for view in before.values()) and not equal(weights, _weights(run)),
-    }
+    assert not equal(weights, _weights(run))
 
 
-def _attached(setting: SmallGPTConfig | Layout) -> dict[str, Any]:
+def _assert_skips_attached(setting: SmallGPTConfig | Layout, optimizers: int = 1) -> None:
     from megatron_sparse.megatron import attach
 
     with running(setting) as run:
         _skip_above(run.model.optimizer, NEVER)
         chunks = run.model.chunks if isinstance(setting, Layout) else [run.model.ddp]
         run.attachment = attach(chunks, run.model.optimizer, **SPARSE)
-        return _report(run)
+        _assert_skips(run, optimizers)
 
 
-def _installed() -> dict[str, Any]:
+@pytest.mark.parametrize("distributed", [False, True])
+@on_ranks(2)
+def test_with_attach(rank: int, distributed: bool) -> None:
+    _assert_skips_attached(SmallGPTConfig(bf16=distributed, distributed_optimizer=distributed))
+
+
+@on_ranks(2)
+def test_with_experts(rank: int) -> None:
+    cpu_mode.enable_training()  # an all-to-all needs its stand-ins
+    experts = Layout(expert=2, experts=4, dispatcher="alltoall")
+    with parallel_state_of(experts):
+        _assert_skips_attached(experts, optimizers=2)
+
+
+@on_ranks(2)
+def test_with_install(rank: int) -> None:
     with running(SmallGPTConfig()) as run, installed_plugin(3, **SPARSE) as installed:
         import megatron.training.training as host
         from megatron.core.optimizer import OptimizerConfig
 
-        model: SmallGPT = run.model
         settings = OptimizerConfig(lr=0.01, grad_norm_skip_threshold=NEVER)
-        chunks = installed.post_wrap_hook([model.ddp])
-        model.optimizer = host.get_megatron_optimizer(settings, chunks)
+        chunks = installed.post_wrap_hook([run.model.ddp])
+        run.model.optimizer = host.get_megatron_optimizer(settings, chunks)
         run.attachment = installed.attachment
         try:
-            return _report(run)
+            _assert_skips(run)
         finally:
             run.attachment = None
-
-
-def _all(rank: int) -> dict[str, Any]:
-    cpu_mode.enable_training()  # an all-to-all needs its stand-ins
-    experts = Layout(expert=2, experts=4, dispatcher="alltoall")
-    with parallel_state_of(experts):
-        found = {"experts": _attached(experts)}
-    found |= {name: _attached(setting) for name, setting in SETTINGS.items()}
-    return found | {"install": _installed()}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> list[Any]:
-    return train_ranks(_all, 2)
-
-
-@pytest.mark.parametrize("case", ["experts", *SETTINGS, "install"])
-def test_a_skipped_step_leaves_residual_and_weights(ranks, case):
-    for rank in ranks:
-        expected = {"residual": True, "weights": True, "moved": True}
-        assert expected.items() <= rank[case].items()
-        assert rank[case]["optimizers"] == (2 if case == "experts" else 1)

@@ -13,17 +13,29 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from tests.megatron import train_ranks as harness
 from tests.megatron.parallel_gpt import (
+    HIDDEN,
     OVERLAP,
     PRUNED_FROM,
+    SEQUENCE,
     SHARDED,
+    VOCABULARY,
     Layout,
     ParallelGPT,
     parallel_state_of,
 )
-from tests.megatron.train_ranks import in_each_layout, running, train, train_ranks
+from tests.megatron.train_ranks import (
+    equal,
+    in_each_layout,
+    of_all_ranks,
+    on_ranks,
+    running,
+    train,
+    train_ranks,
+)
 
 STEPS = 3
 WORLD_SIZE = 4
+SPARSE = {"scheme": "direct", "density": 0.1}
 AT_TARGET = harness.AT_TARGET | {"keep_below_numel": PRUNED_FROM}
 
 LAYOUTS = {
@@ -104,17 +116,6 @@ FROZEN = Layout(
     ),
 )
 """One chunk of four is trained, under the DDP settings of Megatron-Bridge's recipes."""
-FORCED = [Layout(ddp=OVERLAP), Layout(ddp=SHARDED), Layout(ddp=SHARDED | OVERLAP)]
-
-
-def _train(layout, **plugin):
-    run = train(layout, STEPS, **(AT_TARGET | plugin if plugin else {}))
-    run["pruned"] = {name for name, residual in run["residuals"].items() if residual.any()}
-    return run
-
-
-def _bytes(run):
-    return run["records"].wire_bytes, run["records"].dense_bytes
 
 
 def _copies(model):
@@ -137,109 +138,35 @@ def _copies(model):
     return keys
 
 
-def _with_keys(run):
-    keys = _copies(run["model"])
-    return {name: (keys[name], weight) for name, weight in run["weights"].items()}
+def run_of(layout, **plugin):
+    """One run: `copies` has each parameter's key and weight, `pruned` those with a residual."""
+    run = train(layout, STEPS, **(AT_TARGET | plugin if plugin else {}))
+    keys = _copies(run.pop("model"))
+    run["copies"] = {name: (keys[name], weight) for name, weight in run.pop("weights").items()}
+    run["pruned"] = {name for name, held in run.pop("residuals").items() if held.any()}
+    return run
 
 
-def _report(layout):
-    """The results of one layout's runs on this rank."""
-    plain = _train(layout)
-    dense = _train(layout, scheme="dense")
-    whole = {name: _train(layout, scheme=name, density=1.0) for name in ("agsparse", "direct")}
-    sparse = _train(layout, scheme="direct", density=0.1)
-    bits = _train(layout, scheme="direct", density=0.1, value_bits=3, sum_bits=4)
+def report(layout, **plugin):
+    """The results of one layout's runs on this rank, with these options of the plugin."""
     return {
-        "plain": plain["losses"],
-        "dense": dense["losses"],
-        "differing": [n for n, w in plain["weights"].items() if not w.equal(dense["weights"][n])],
-        "whole": {name: run["losses"] for name, run in whole.items()},
-        "sparse": sparse["losses"],
-        "pruned": sparse["pruned"],
-        "bytes": _bytes(sparse),
-        "dense bytes": _bytes(dense),
-        "copies": _with_keys(sparse),
-        "copies of few bits": _with_keys(bits),
+        "plain": run_of(layout),
+        "dense": run_of(layout, **plugin, scheme="dense"),
+        "whole": [
+            run_of(layout, **plugin, scheme=scheme, density=1.0)["losses"]
+            for scheme in ("agsparse", "direct")
+        ],
+        "sparse": run_of(layout, **plugin, **SPARSE),
+        "bits": run_of(layout, **plugin, **SPARSE, value_bits=3, sum_bits=4),
+        # Sums of the same numbers: one rounding in 2^24 apart in fp32, and in bf16 one in 2^8,
+        # where Megatron itself rounds after every addition. Adam divides by the gradient's size, so
+        # two steps later the loss is apart by that, times the learning rate of 1e-2.
+        "rtol": 1e-5 if layout.precision == "fp32" else 5e-3,
     }
 
 
-def _thresholds(scope):
-    """This rank's tensor-parallel rank, thresholds of the pruned ranges by step, and weights."""
-    from megatron.core import parallel_state
-
-    run = _train(TENSOR, scheme="direct", density=0.1, threshold_scope=scope)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    records = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
-    pruned = [thresholds_R[thresholds_R > KEEP_ALL].unique().tolist() for thresholds_R in records]
-    return rank, pruned, _with_keys(run)
-
-
-def _one_rank(layout):
-    """A data-parallel group of one rank, where `auto` has nothing to send."""
-    plain, attached = _train(layout), _train(layout, scheme="auto", density=0.1)
-    return plain["losses"], attached["losses"], attached["pruned"], _bytes(attached)[0]
-
-
-def _forced(layout):
-    """A pruned step, a step as with --save-wgrads-interval, and a pruned one again."""
-
-    def held():
-        return torch.cat([residual for _, residual in sorted(run.residuals().items())])
-
-    with running(layout, scheme="direct", density=0.1, **AT_TARGET) as run:
-        run.step()
-        residuals = [held()]
-        run.model.gradients(force_all_reduce=True)
-        gradients = torch.cat([bucket.grad_N.clone() for bucket in run.attachment.buckets])
-        residuals.append(held())
-        run.model.optimizer.step()
-        run.step()
-        residuals.append(held())
-    return residuals, gradients
-
-
-def _without_global_groups(layout):
-    """Which parameters are kept whole, before and after Megatron forgets its global groups.
-
-    With Bridge's `use_decentralized_pg` there are none: the DDP wrap alone has the groups.
-    """
-    from megatron.core import parallel_state
-
-    from megatron_sparse.megatron.buckets import collect
-
-    model = ParallelGPT(layout)
-    config = SparseConfig.from_overrides(keep_below_numel=PRUNED_FROM)
-
-    def kept():
-        buckets = [bucket for group in collect(model.chunks, config) for bucket in group.buckets]
-        return {piece.name for bucket in buckets for piece in bucket.parameters if piece.keep}
-
-    before = kept()
-    parallel_state.destroy_model_parallel()
-    return before, kept()
-
-
-def _frozen(layout):
-    """Losses, weights and pruned parameters: of Megatron alone, and through the plugin."""
-    runs = {"plain": _train(layout), "dense": _train(layout, scheme="dense")}
-    runs["sparse"] = _train(layout, scheme="direct", density=0.1)
-    return {name: (run["losses"], _with_keys(run), run["pruned"]) for name, run in runs.items()}
-
-
 def _matrix(rank):
-    reports = in_each_layout(LAYOUTS, _report)
-    with parallel_state_of(TENSOR):
-        reports["thresholds"] = {s: _thresholds(s) for s in ("tp_group", "bucket")}
-    with parallel_state_of(ONE_RANK):
-        reports["one rank"] = _one_rank(ONE_RANK)
-    with parallel_state_of(TENSOR):
-        reports["without global groups"] = _without_global_groups(TENSOR)
-    with parallel_state_of(FROZEN):
-        reports["frozen"] = _frozen(FROZEN)
-    for layout in FORCED:
-        with parallel_state_of(layout):
-            reports.setdefault("forced", []).append(_forced(layout))
-    return reports
+    return in_each_layout(LAYOUTS, report)
 
 
 @pytest.fixture(scope="module")
@@ -247,122 +174,193 @@ def matrix():
     return train_ranks(_matrix, WORLD_SIZE, timeout_s=800)
 
 
+@pytest.fixture
+def reports(matrix, name):
+    """Those of one layout, by rank."""
+    return [rank[name] for rank in matrix]
+
+
 # The fixture trains every layout on four ranks, which takes a busy machine minutes.
 pytestmark = pytest.mark.timeout(1000)
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 
 
+def _assert_same_weights(one, other):
+    assert equal(*({name: w for name, (_, w) in run["copies"].items()} for run in (one, other)))
+
+
 @each_layout
-def test_dense_is_megatron(matrix, name):
+def test_dense_is_megatron(reports):
     """Bit for bit, losses and weights."""
-    for rank in matrix:
-        assert rank[name]["dense"] == rank[name]["plain"]
-        assert rank[name]["differing"] == []
-        assert len(set(rank[name]["plain"])) == STEPS, "the model does not learn anything"
+    for rank in reports:
+        assert rank["dense"]["losses"] == rank["plain"]["losses"]
+        _assert_same_weights(rank["plain"], rank["dense"])
+        assert len(set(rank["plain"]["losses"])) == STEPS, "the model does not learn anything"
 
 
 @each_layout
-def test_density_one_is_megatron(matrix, name):
+def test_density_one_is_megatron(reports):
     """Up to the order of addition."""
-    # Sums of the same numbers: one rounding in 2^24 apart in fp32, and in bf16 one in 2^8, where
-    # Megatron itself rounds after every addition. Adam divides by the gradient's size, so two
-    # steps later the loss is apart by that, times the learning rate of 1e-2.
-    rtol = 1e-5 if LAYOUTS[name].precision == "fp32" else 5e-3
-    for rank in matrix:
-        for losses in rank[name]["whole"].values():
-            assert losses == pytest.approx(rank[name]["plain"], rel=rtol)
+    for rank in reports:
+        for losses in rank["whole"]:
+            assert losses == pytest.approx(rank["plain"]["losses"], rel=rank["rtol"])
 
 
-def _assert_equal_copies(ranks):
+def assert_equal_copies(runs):
+    """Of all ranks: those that hold a parameter, or the same shard of it, hold the same bits."""
     first = {}
-    for copies in ranks:
+    for copies in (run["copies"] for run in runs):
         for parameter, (key, weight) in copies.items():
             copy = first.setdefault((parameter, key), weight)
             assert torch.equal(copy, weight), f"{parameter} of {key}"
-    assert len(first) < sum(map(len, ranks))
+    assert len(first) < sum(len(run["copies"]) for run in runs)
 
 
 @each_layout
-def test_copies_stay_equal(matrix, name):
-    """Pruned: all ranks that hold a parameter, or the same shard of it, hold the same bits."""
-    _assert_equal_copies([rank[name]["copies"] for rank in matrix])
-    _assert_equal_copies([rank[name]["copies of few bits"] for rank in matrix])
+def test_copies_stay_equal_and_pruned_values_are_held_back(reports):
+    for kind in ("sparse", "bits"):
+        assert_equal_copies([rank[kind] for rank in reports])
+    for rank in reports:
+        assert rank["sparse"]["losses"] != rank["plain"]["losses"]
+        assert any("mlp" in parameter for parameter in rank["sparse"]["pruned"])
 
 
 @each_layout
-def test_pruned_values_are_held_back(matrix, name):
-    for rank in matrix:
-        assert rank[name]["sparse"] != rank[name]["plain"]
-        assert any("mlp" in parameter for parameter in rank[name]["pruned"])
-        wire, dense = rank[name]["bytes"]
-        assert 0 < wire < dense
+def test_fewer_bytes_are_sent(reports):
+    for rank in reports:
+        sparse, dense = (rank[kind]["records"] for kind in ("sparse", "dense"))
+        assert 0 < sparse.wire_bytes < sparse.dense_bytes
         # A ring's bytes, rounded down bucket by bucket.
-        assert rank[name]["dense bytes"][0] == pytest.approx(rank[name]["dense bytes"][1], rel=1e-3)
+        assert dense.wire_bytes == pytest.approx(dense.dense_bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["expert", "expert_and_tensor", "instances_expert"])
-def test_experts_are_pruned(matrix, name):
-    for rank in matrix:
-        assert any("experts" in parameter for parameter in rank[name]["pruned"])
+def test_experts_are_pruned(reports):
+    for rank in reports:
+        assert any("experts" in parameter for parameter in rank["sparse"]["pruned"])
 
 
 def test_tied_embeddings_stay_tied(matrix):
-    first, last = (matrix[rank]["tied_embeddings"]["copies"] for rank in (0, 2))
+    first, last = (matrix[rank]["tied_embeddings"]["sparse"]["copies"] for rank in (0, 2))
     (embedding,) = [weight for n, (_, weight) in first.items() if "word_embeddings" in n]
     (output,) = [weight for n, (_, weight) in last.items() if "output_layer" in n]
     assert torch.equal(embedding, output)
 
 
-def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(matrix):
+@on_ranks(WORLD_SIZE)
+def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(rank):
     """With threshold_scope=bucket each rank has its own; with tp_group they share one."""
+    from megatron.core import parallel_state
+
     for scope, shared in (("tp_group", True), ("bucket", False)):
-        ranks, thresholds, copies = zip(*(r["thresholds"][scope] for r in matrix), strict=True)
-        assert ranks == (0, 1, 0, 1)
+        with parallel_state_of(TENSOR):
+            run = run_of(TENSOR, **SPARSE, threshold_scope=scope)
+            assert parallel_state.get_tensor_model_parallel_rank() == rank % 2
+        found = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
+        thresholds = of_all_ranks([each[each > KEEP_ALL].unique().tolist() for each in found])
         assert all(len(of_bucket) == 1 for step in thresholds for of_bucket in step)
         assert len(thresholds[0]) == STEPS, "one bucket, without overlap"
         for first, second in ((0, 1), (2, 3)):
             assert (thresholds[first] == thresholds[second]) is shared
         assert thresholds[0] != thresholds[2], "another tensor-parallel group"
         # Even with their own thresholds, ranks must not prune parameters that they hold copies of.
-        _assert_equal_copies(copies)
+        assert_equal_copies(of_all_ranks(run))
 
 
-def test_frozen_weights_and_ranks_without_gradients(matrix):
+@on_ranks(WORLD_SIZE)
+def test_frozen_weights_and_ranks_without_gradients(rank):
     """As with LoRA: only one chunk of the first stage has buckets."""
-    pruned = {f"{kind}_embeddings.weight" for kind in ("word", "position")}
-    for number, rank in enumerate(matrix):
-        plain, dense, sparse = (rank["frozen"][kind] for kind in ("plain", "dense", "sparse"))
-        assert dense[0] == plain[0] != sparse[0]
-        for name, (_, weight) in plain[1].items():
-            assert torch.equal(weight, dense[1][name][1])
-            assert "embedding" in name or torch.equal(weight, sparse[1][name][1])
-        first_stage = number < 2
-        assert {n.rpartition("embedding.")[2] for n in sparse[2]} == (
-            pruned if first_stage else set()
-        )
-    _assert_equal_copies([rank["frozen"]["sparse"][1] for rank in matrix])
+    with parallel_state_of(FROZEN):
+        plain, dense = run_of(FROZEN), run_of(FROZEN, scheme="dense")
+        sparse = run_of(FROZEN, **SPARSE)
+    assert dense["losses"] == plain["losses"] != sparse["losses"]
+    _assert_same_weights(plain, dense)
+    for name, (_, weight) in plain["copies"].items():
+        assert "embedding" in name or torch.equal(weight, sparse["copies"][name][1])
+    pruned = {f"{kind}_embeddings.weight" for kind in ("word", "position") if rank < 2}
+    assert {name.rpartition("embedding.")[2] for name in sparse["pruned"]} == pruned
+    assert_equal_copies(of_all_ranks(sparse))
 
 
-def test_replicated_parameters_are_kept_whole_without_global_groups(matrix):
-    for rank in matrix:
-        before, after = rank["without global groups"]
-        assert after == before
-        assert any("position_embeddings" in name for name in before), "large, but replicated"
+@on_ranks(WORLD_SIZE)
+def test_replicated_parameters_are_kept_whole_without_global_groups(rank):
+    """Before and after Megatron forgets its global groups.
+
+    With Bridge's `use_decentralized_pg` there are none: the DDP wrap alone has the groups.
+    """
+    from megatron.core import parallel_state
+
+    from megatron_sparse.megatron.buckets import collect
+
+    config = SparseConfig.from_overrides(keep_below_numel=PRUNED_FROM)
+
+    def kept():
+        buckets = [bucket for group in collect(model.chunks, config) for bucket in group.buckets]
+        return {piece.name for bucket in buckets for piece in bucket.parameters if piece.keep}
+
+    with parallel_state_of(TENSOR):
+        model = ParallelGPT(TENSOR)
+        before = kept()
+        parallel_state.destroy_model_parallel()
+        assert kept() == before
+    assert any("position_embeddings" in name for name in before), "large, but replicated"
 
 
-def test_a_data_parallel_group_of_one_rank_is_left_alone(matrix):
-    for rank in matrix:
-        plain, attached, pruned, wire = rank["one rank"]
-        assert attached == plain
-        assert not pruned
-        assert wire == 0
+@on_ranks(WORLD_SIZE)
+def test_a_data_parallel_group_of_one_rank_is_left_alone(rank):
+    """There `auto` has nothing to send."""
+    with parallel_state_of(ONE_RANK):
+        plain, attached = run_of(ONE_RANK), run_of(ONE_RANK, scheme="auto", density=0.1)
+    assert attached["losses"] == plain["losses"]
+    assert not attached["pruned"]
+    assert attached["records"].wire_bytes == 0
 
 
-def test_forced_all_reduce_is_megatrons_and_leaves_the_residual(matrix):
-    for forced in zip(*(rank["forced"] for rank in matrix), strict=True):
-        for residuals, gradients in forced:
-            assert residuals[0].any()
-            assert torch.equal(residuals[0], residuals[1])
-            assert not torch.equal(residuals[1], residuals[2])
+@on_ranks(WORLD_SIZE)
+def test_forced_all_reduce_is_megatrons_and_leaves_the_residual(rank):
+    """A pruned step, a step as with --save-wgrads-interval, and a pruned one again."""
+    for ddp in (OVERLAP, SHARDED, SHARDED | OVERLAP):
+        layout = Layout(ddp=ddp)
+        with parallel_state_of(layout), running(layout, **AT_TARGET, **SPARSE) as run:
+            run.step()
+            before = run.residuals()
+            assert any(view.any() for view in before.values())
+            run.model.gradients(force_all_reduce=True)
+            gradients = torch.cat([bucket.grad_N.clone() for bucket in run.attachment.buckets])
             # The whole sum everywhere, with the distributed optimizer too: it is an all-reduce.
-            assert torch.equal(gradients, forced[0][1])
+            assert all(torch.equal(gradients, other) for other in of_all_ranks(gradients))
+            assert equal(before, run.residuals())
+            run.model.optimizer.step()
+            run.step()
+            assert not equal(before, run.residuals())
+
+
+COUNTED = {
+    "data": Layout(tied=True),
+    "tensor": Layout(tensor=2, tied=True),
+    "pipeline, with a copy of the embedding on the last stage": Layout(pipeline=2, tied=True),
+    "tensor and pipeline": Layout(tensor=2, pipeline=2, tied=True),
+    "experts": Layout(experts=4),
+    "experts on several ranks": Layout(experts=4, expert=2),
+    "experts and tensor": Layout(experts=4, expert=2, tensor=2, expert_tensor=1),
+}
+
+
+def _count(layout):
+    from megatron_sparse.megatron.built_model import count_parameters
+
+    model = ParallelGPT(layout)  # takes its chunks apart when it goes
+    return count_parameters(model.chunks)
+
+
+@on_ranks(WORLD_SIZE)
+def test_the_banner_counts_each_element_once(rank):
+    """All ranks get the same number."""
+    attention = 4 * (HIDDEN * HIDDEN + HIDDEN)
+    mlp = 8 * HIDDEN * HIDDEN + 5 * HIDDEN
+    dense = (VOCABULARY + SEQUENCE) * HIDDEN + 2 * (attention + mlp + 4 * HIDDEN) + 2 * HIDDEN
+    # Experts have no bias, nor has their attention; a router has a row for each of them.
+    expert_layer = 4 * HIDDEN * HIDDEN + 4 * 8 * HIDDEN * HIDDEN + 4 * HIDDEN + 4 * HIDDEN
+    experts = (2 * VOCABULARY + SEQUENCE) * HIDDEN + 2 * expert_layer + 2 * HIDDEN
+    expected = {name: experts if layout.experts else dense for name, layout in COUNTED.items()}
+    assert in_each_layout(COUNTED, _count) == expected

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,72 +20,31 @@ from tests.doc_tables import untrue_rows
 from tests.megatron.train_ranks import (
     SPARSE,
     equal,
-    loss_scale,
-    poison,
+    on_ranks,
     running,
-    spoilt_step,
-    train_ranks,
 )
 
 TIMEOUT_S = 500.0
 """A test machine may be many times slower than a quiet one."""
 SMALL = {"layers": 1, "hidden": 32, "sequence": 16, "micro_batch": 2}
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": True}}
-INJECTIONS = list(itertools.product(PRECISIONS, ("nan", "inf"), ("one", "all")))
-CHECKED = list(itertools.product(("fp32", "bf16"), ("nan", "inf")))
 COUNTS = ((16, 4), (3, 5), (12, 16), (1, 2), (16, 16), (0, 0), (13, 7), (8, 7))
 """Tokens of each sequence that count, by step and rank; of four ranks two have the same."""
 FEW = (1, 3, 5)
 """Steps with less than half of the tokens of the step before."""
-AT_NODE = {"level": "node"}
 
 
-def _running(attached=True, plugin=None, **setting):
-    options = SPARSE | (plugin or {}) if attached else {}
-    return running(SmallGPTConfig(**SMALL | setting), **options)
+def _running(attached=True, **setting):
+    return running(SmallGPTConfig(**SMALL | setting), **(SPARSE if attached else {}))
 
 
-def _inject(rank, precision, value, extent):
-    setting = PRECISIONS[precision] | {"distributed_optimizer": precision == "bf16"}
-    whole = extent == "all"
-    return spoilt_step(SmallGPTConfig(**SMALL | setting), SPARSE, rank, float(value), whole=whole)
-
-
-def _checked(rank, precision, value):
-    """Megatron's own check of each rank's gradient, which raises before anything is sent.
-
-    Only the rank with the spoilt gradient runs, as the other would wait for it.
-    """
-    setting, errors = PRECISIONS[precision] | {"check_for_nan": True}, []
-    with _running(attached=False, **setting) as plain, _running(**setting) as run:
-        run.step()
-        before = run.residuals()
-        for model in (plain.model, run.model):
-            poison(model, rank, float(value), whole=False)
-            if rank == 1:
-                with pytest.raises(RuntimeError, match="in local grad norm") as raised:
-                    model.gradients(model.batch())
-                errors.append(str(raised.value))
-        report = {"errors": errors, "intact": equal(before, run.residuals())}
-        dist.barrier()
-    return report
-
-
-def _growth():
-    """The loss scale doubles after two good steps; the residual is as it was, in the new unit."""
-    with _running(fp16=True, loss_scale_window=2) as run:
-        run.step()
-        run.model.gradients(run.model.batch())
-        before, scale = run.residuals(), loss_scale(run)
-        run.model.optimizer.step()
-        factor = loss_scale(run) / scale
-        scaled = {name: view * factor for name, view in before.items()}
-        return {
-            "factor": factor,
-            "rescaled": equal(scaled, run.residuals()),
-            "unscaled": run.attachment.residual_norm() * run.attachment.unit.loss_scale,
-            "norm": float(run.attachment.residuals.norm()),
-        }
+@contextmanager
+def _running_at(level, rank, **setting):
+    """At this level, where two consecutive ranks are a node."""
+    os.environ[NODE_VARIABLE] = str(rank // 2)
+    with running(SmallGPTConfig(**SMALL | setting), **SPARSE, level=level) as run:
+        said = any("level node: 2 nodes of 2 ranks" in line for line in run.attachment.lines)
+        assert said is (level == "node")
+        yield run
 
 
 def _rerun_step(model, rank, reject):
@@ -107,21 +67,6 @@ def _rerun_step(model, rank, reject):
     machine.should_checkpoint_and_exit()
     model.optimizer.step()
     return runs
-
-
-def _rerun(rank, plugin=None):
-    """Three steps in Megatron's rerun mode, the second of them repeated, or none."""
-    from megatron.core import rerun_state_machine as rerun
-
-    results = []
-    for repeated in (None, 1):
-        rerun.destroy_rerun_state_machine()
-        rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
-        with _running(plugin=plugin) as run:
-            runs = [_rerun_step(run.model, rank, step == repeated) for step in range(3)]
-            results.append((runs, run.model.weights(), run.residuals()))
-    rerun.destroy_rerun_state_machine()
-    return results
 
 
 def _sum(tensors):
@@ -187,129 +132,149 @@ def _residual_by_bucket(attachment):
     return result
 
 
-def _per_token_steps(rank, overlap, plugin=None):
-    """A report of each step, and the state at the end."""
-    setting = {"overlap": overlap, "bucket_size": 8_000, "loss_per_token": True}
-    with _running(plugin=plugin, **setting) as run:
-        attachment = run.attachment
-        reports = [_per_token_step(run.model, attachment, counts[rank % 2]) for counts in COUNTS]
-        state = attachment.residuals.undo, float(attachment.unit.gradient_factor)
-    return reports, (*state, "scale_gradients" not in vars(run.model.ddp))
-
-
-def _per_token(rank):
-    from megatron_sparse.megatron import attach
-
-    reports = {}
+def _per_token_steps(rank, level, ranks):
+    """A report of each step, without overlap and with it; checks the state at the end."""
+    reports = []
     for overlap in (False, True):
-        reports[overlap], reports["state"] = _per_token_steps(rank, overlap)
-    with (
-        _running(attached=False, loss_per_token=True) as run,
-        pytest.raises(ConfigError) as refused,
-    ):
-        attach(run.model.ddp, config=None, **SPARSE)
-    reports["no optimizer"] = str(refused.value)
+        setting = {"overlap": overlap, "bucket_size": 8_000, "loss_per_token": True}
+        with _running_at(level, rank, **setting) as run:
+            attachment = run.attachment
+            counts = [of_ranks[rank % 2] for of_ranks in COUNTS]
+            reports.append([_per_token_step(run.model, attachment, count) for count in counts])
+            assert attachment.residuals.undo is True
+            factor = float(attachment.unit.gradient_factor)
+            assert factor == pytest.approx(1 / (ranks * sum(COUNTS[-1])), rel=1e-6)  # fp32
+        assert "scale_gradients" not in vars(run.model.ddp)
     return reports
 
 
-def _on_two_nodes(rank):
-    os.environ[NODE_VARIABLE] = str(rank // 2)
-    with _running(plugin=AT_NODE) as run:
-        lines = run.attachment.lines
-    return {
-        "lines": lines,
-        "rerun": _rerun(rank, AT_NODE),
-        "per token": {
-            overlap: _per_token_steps(rank, overlap, AT_NODE)[0] for overlap in (False, True)
-        },
-    }
+INJECTIONS = [*itertools.product(("nan", "inf"), (False, True))]
+"""The value, and whether the whole gradient has it."""
 
 
-def _all(rank):
-    return {
-        "injected": {case: _inject(rank, *case) for case in INJECTIONS},
-        "checked": {case: _checked(rank, *case) for case in CHECKED},
-        "growth": _growth(),
-        "rerun": _rerun(rank),
-        "per token": _per_token(rank),
-    }
+def _poison(model, rank, value, *, whole):
+    """The next backward pass of rank 1 leaves `value` in one gradient: all over it, or once."""
+    if rank != 1:
+        return
+    parameter = next(p for p in model.ddp.parameters() if p.dim() == 2)
+
+    def spoil(gradient):
+        handle.remove()
+        spoilt = gradient.clone()
+        (spoilt if whole else spoilt.view(-1)[:1]).fill_(value)
+        return spoilt
+
+    handle = parameter.register_hook(spoil)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return train_ranks(_all, 2, timeout_s=TIMEOUT_S)
+def _loss_scale(run):
+    return float(run.model.optimizer.get_loss_scale())
 
 
-@pytest.fixture(scope="module")
-def nodes():
-    """Four ranks, two on each node."""
-    return train_ranks(_on_two_nodes, 4, timeout_s=TIMEOUT_S)
+def _spoilt_steps(rank, **setting):
+    """For each injection, a run without the plugin and one with it, before such a step."""
+    for value, whole in INJECTIONS:
+        with _running(attached=False, **setting) as plain, _running(**setting) as run:
+            for each in (plain, run):
+                each.step()
+                _poison(each.model, rank, float(value), whole=whole)
+            yield plain, run
 
 
-@pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] == "fp16"])
-def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(ranks, case):
-    for rank in ranks:
-        report = rank["injected"][case]
-        assert report["taken"] == (False, False)
-        assert report["scales"][0] == report["scales"][1]
-        assert report["weights kept"]
-        assert report["restored"]
+@pytest.mark.parametrize("distributed", [False, True])
+@on_ranks(2)
+def test_with_loss_scaling_every_rank_skips_the_step_and_restores_the_residual(rank, distributed):
+    for plain, run in _spoilt_steps(rank, fp16=True, distributed_optimizer=distributed):
+        before, weights, scale = run.residuals(), run.model.weights(), _loss_scale(run)
+        assert (run.step()[1], plain.step()[1]) == (False, False)
+        assert _loss_scale(run) == _loss_scale(plain)
+        assert torch.equal(weights, run.model.weights())
+        factor = _loss_scale(run) / scale
+        assert equal({name: view * factor for name, view in before.items()}, run.residuals())
+        assert run.step()[1] is True
 
 
-@pytest.mark.parametrize("case", [case for case in INJECTIONS if case[0] != "fp16"])
-def test_without_loss_scaling_the_same_weights_become_nan_as_without_the_plugin(ranks, case):
-    for rank in ranks:
-        report = rank["injected"][case]
-        assert report["taken"] == (True, True)
-        assert report["nan"][1].any()
-        assert torch.equal(*report["nan"])
-        assert report["finite"]
+@pytest.mark.parametrize("bf16", [False, True])
+@on_ranks(2)
+def test_without_loss_scaling_the_same_weights_become_nan_as_without_the_plugin(rank, bf16):
+    for plain, run in _spoilt_steps(rank, bf16=bf16, distributed_optimizer=bf16):
+        assert (run.step()[1], plain.step()[1]) == (True, True)
+        expected = plain.model.weights().isnan()
+        assert expected.any()
+        assert torch.equal(run.model.weights().isnan(), expected)
+        assert all(view.isfinite().all() for view in run.residuals().values())
 
 
-@pytest.mark.parametrize("case", CHECKED)
-def test_megatrons_check_of_each_gradient_raises_its_own_error(ranks, case):
-    assert ranks[0]["checked"][case]["errors"] == []
-    plain, plugin = ranks[1]["checked"][case]["errors"]
-    assert plugin == plain
-    assert f"found {'NaN' if case[1] == 'nan' else 'Inf'}" in plain
-    assert all(rank["checked"][case]["intact"] for rank in ranks)
+@pytest.mark.parametrize("bf16", [False, True])
+@on_ranks(2)
+def test_megatrons_check_of_each_gradient_raises_its_own_error(rank, bf16):
+    """Before anything is sent.
+
+    Only the rank with the spoilt gradient runs, as the other would wait for it.
+    """
+    setting = {"bf16": bf16, "check_for_nan": True}
+    for value, named in (("nan", "NaN"), ("inf", "Inf")):
+        with _running(attached=False, **setting) as plain, _running(**setting) as run:
+            run.step()
+            before, errors = run.residuals(), set()
+            for model in (plain.model, run.model) if rank == 1 else ():
+                _poison(model, rank, float(value), whole=False)
+                with pytest.raises(
+                    RuntimeError, match=f"found {named} in local grad norm"
+                ) as raised:
+                    model.gradients(model.batch())
+                errors.add(str(raised.value))
+            assert len(errors) == rank, "the same with the plugin and without"
+            assert equal(before, run.residuals())
+            dist.barrier()
 
 
-def test_the_residual_follows_a_loss_scale_that_grows(ranks):
-    for rank in ranks:
-        assert rank["growth"]["factor"] == 2.0
-        assert rank["growth"]["rescaled"]
+@on_ranks(2)
+def test_the_residual_follows_a_loss_scale_that_grows(rank):
+    """The loss scale doubles after two good steps; the residual is as it was, in the new unit."""
+    with _running(fp16=True, loss_scale_window=2) as run:
+        run.step()
+        run.model.gradients(run.model.batch())
+        before, scale = run.residuals(), _loss_scale(run)
+        run.model.optimizer.step()
+        assert _loss_scale(run) == 2 * scale
+        assert equal({name: 2 * view for name, view in before.items()}, run.residuals())
+        # The alarm compares norms without the scale, a power of two: exact.
+        unscaled = run.attachment.residual_norm() * run.attachment.unit.loss_scale
+        assert unscaled == float(run.attachment.residuals.norm()) > 0
 
 
-def test_the_alarm_compares_norms_without_the_loss_scale(ranks):
-    for rank in ranks:
-        # The scale is a power of two: exact.
-        assert rank["growth"]["unscaled"] == rank["growth"]["norm"] > 0
+each_level = pytest.mark.parametrize(
+    ("level", "ranks"), [("rank", 2), ("node", 4)], ids=["rank", "node"]
+)
+"""Of four ranks, two are on each node."""
 
 
-def test_the_four_ranks_compress_per_node(nodes):
-    for rank in nodes:
-        assert any("level node: 2 nodes of 2 ranks" in line for line in rank["lines"])
+@each_level
+@on_ranks("ranks", timeout_s=TIMEOUT_S)
+def test_rerun_mode_does_not_update_the_residual_twice(rank, level, ranks):
+    """Three steps in Megatron's rerun mode, the second of them repeated, or none."""
+    from megatron.core import rerun_state_machine as rerun
+
+    found = []
+    for repeated in (None, 1):
+        rerun.destroy_rerun_state_machine()
+        rerun.initialize_rerun_state_machine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+        with _running_at(level, rank) as run:
+            runs = [_rerun_step(run.model, rank, step == repeated) for step in range(3)]
+            assert runs == [1, 1 if repeated is None else 2, 1]
+            found.append({"weights": run.model.weights()} | run.residuals())
+    assert equal(*found)
 
 
-@pytest.mark.parametrize("group", ["ranks", "nodes"])
-def test_rerun_mode_does_not_update_the_residual_twice(group, request):
-    for rank in request.getfixturevalue(group):
-        (once, weights, residuals), (repeated, weights_too, residuals_too) = rank["rerun"]
-        assert once == [1, 1, 1]
-        assert repeated == [1, 2, 1]
-        assert torch.equal(weights, weights_too)
-        assert equal(residuals, residuals_too)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("group", ["ranks", "nodes"])
+@each_level
+@on_ranks("ranks", timeout_s=TIMEOUT_S)
 def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes(
-    group, overlap, request
+    rank, level, ranks
 ):
     """Old residuals + gradients = Megatron's result + new residuals, each in its own unit."""
-    for rank in request.getfixturevalue(group):
-        for step, report in enumerate(rank["per token"][overlap]):
+    for reports in _per_token_steps(rank, level, ranks):
+        for step, report in enumerate(reports):
             error = report["old"] + report["computed"] - report["got"] - report["new"]
             largest = float(max(report[name].abs().max() for name in ("computed", "old")))
             # Each of a dozen fp32 operations rounds by at most 6e-8 of the largest value in it.
@@ -319,29 +284,28 @@ def test_with_a_loss_per_token_nothing_is_lost_when_the_number_of_tokens_changes
                 assert ignored > 1e-3 * largest
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("group", ["ranks", "nodes"])
-def test_a_step_with_few_tokens_is_that_of_its_gradients_alone(group, overlap, request):
+@each_level
+@on_ranks("ranks", timeout_s=TIMEOUT_S)
+def test_a_step_with_few_tokens_is_that_of_its_gradients_alone(rank, level, ranks):
     """Residuals of earlier steps would count as many times as there are fewer tokens."""
-    for rank in request.getfixturevalue(group):
+    for reports in _per_token_steps(rank, level, ranks):
         for step in FEW:
-            report = rank["per token"][overlap][step]
+            report = reports[step]
             largest = float(max(report[name].abs().max() for name in ("computed", "old")))
             for sent, expected in (("got", "computed"), ("new", "old")):
                 error = float((report[sent] - report[expected]).abs().max())
                 assert error < 1e-6 * largest, (step, sent)  # as above
 
 
-def test_a_loss_per_token_keeps_undo_copies_and_its_factor(ranks):
-    for rank in ranks:
-        undo, factor, detached = rank["per token"]["state"]
-        assert undo is True
-        assert factor == pytest.approx(1 / (2 * sum(COUNTS[-1])), rel=1e-6)  # fp32
-        assert detached
+@on_ranks(2)
+def test_a_loss_per_token_without_the_optimizer_is_refused(rank):
+    from megatron_sparse.megatron import attach
 
-
-def test_a_loss_per_token_without_the_optimizer_is_refused(ranks):
-    assert all("needs the optimizer" in rank["per token"]["no optimizer"] for rank in ranks)
+    with (
+        _running(attached=False, loss_per_token=True) as run,
+        pytest.raises(ConfigError, match="needs the optimizer"),
+    ):
+        attach(run.model.ddp, config=None, **SPARSE)
 
 
 @pytest.mark.parametrize("page", ["docs/precision.md", "docs/checkpoints.md"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,10 +55,14 @@ def train(folder: Path, name: str, *overrides: str, check: bool = True) -> Path:
     return folder / name
 
 
+def lines(run: Path, name: str) -> list[dict[str, Any]]:
+    """The lines of one of a run's files, `NAME.jsonl`."""
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
 def losses(run: Path) -> dict[int, float]:
     """Loss of every iteration, at full precision."""
-    lines = [json.loads(line) for line in (run / "breakdown.jsonl").read_text().splitlines()]
-    return {line["iteration"]: line["loss"] for line in lines}
+    return {line["iteration"]: line["loss"] for line in lines(run, "breakdown")}
 
 
 def _flags(overlap: bool, distributed: bool) -> tuple[str, str]:
@@ -90,10 +95,10 @@ def test_training_and_resuming_is_bit_exact(tmp_path, overlap, distributed):
     assert 0 < target["wire_bytes"] < 0.25 * target["dense_bytes"]
     # Encoding is fused into pruning on a CPU.
     assert all(summary["stage_ms_mean"][s] > 0 for s in ("threshold", "prune", "decode"))
-    buckets = {json.loads(line)["bucket"] for line in (whole / "buckets.jsonl").open()}
-    assert len(buckets) == (len(json.loads((whole / "plan.json").read_text())["buckets"]))
+    buckets = {line["bucket"] for line in lines(whole, "buckets")}
+    assert len(buckets) == len(json.loads((whole / "plan.json").read_text())["buckets"])
     assert (len(buckets) > 1) is overlap
-    last = json.loads((whole / "breakdown.jsonl").read_text().splitlines()[-1])
+    last = lines(whole, "breakdown")[-1]
     assert last["learning_rate"] > 0
     assert last["grad_norm"] > 0
 

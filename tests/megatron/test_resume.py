@@ -10,8 +10,9 @@ import json
 
 import pytest
 
-from tests.megatron.checkpoint_cases import saved_tensors
-from tests.megatron.test_pretrain import ITERATIONS, PRUNED, losses, train
+from megatron_sparse.planner.plan_state import read_plan
+from tests.megatron.checkpoint_cases import saved_object, saved_tensors
+from tests.megatron.test_pretrain import ITERATIONS, PRUNED, lines, losses, train
 from tests.megatron.train_ranks import equal
 
 SAVED_AT = 3
@@ -98,17 +99,33 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     masters = [name for name in tensors if ".master." in name]
     assert bool(masters) is ("lossy" in layout)
     if masters:
-        methods = [
-            json.loads(line)["param_gathers"] for line in (resumed / "breakdown.jsonl").open()
-        ]
+        methods = [line["param_gathers"] for line in lines(resumed, "breakdown")]
         assert all(set(counts) <= {"lossy"} for counts in methods)
     if "fp16" in layout:
-        lines = [json.loads(line) for line in (whole / "breakdown.jsonl").open()]
-        assert {line["skipped"] for line in lines} == {False, True}
+        assert {line["skipped"] for line in lines(whole, "breakdown")} == {False, True}
     if "planned" in layout:
         plans = [json.loads((run / "plan.json").read_text()) for run in (whole, resumed)]
         assert plans[0] == plans[1]
         assert any(row["profile"] for row in plans[0]["buckets"])
+
+
+@pytest.mark.slow
+def test_a_plan_by_predicted_time_is_in_the_files_and_can_be_pinned(tmp_path):
+    whole = train(tmp_path, "whole", *TARGET, *PLANNED)
+    rows = read_plan(whole)
+    assert {line["bucket"] for line in lines(whole, "buckets")} == set(rows)
+    for line in lines(whole, "buckets"):
+        assert (line["predicted_us"] is None) == (line["phase"] == "warmup")
+        assert line["measured_us"] > 0
+    for row in rows.values():
+        assert set(row["predicted_us"]) == {"dense", "direct", "ssar_rd"}
+    assert any(row["chosen"] != "dense" for row in rows.values())
+    saved = saved_object(whole, SAVED_AT, "megatron_sparse.state.tp0.pp0/shard_0_2")
+    assert set(saved["planner"]["buckets"]) == set(rows)
+    pinned = train(tmp_path, "pinned", *TARGET, *PLANNED[3:], f"planner.pin={whole}")
+    targets = [line for line in lines(pinned, "buckets") if line["phase"] == "target"]
+    assert targets
+    assert all(line["scheme"] == rows[line["bucket"]]["chosen"] for line in targets)
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""A gradient far above what is usual does not come back from the residual."""
+"""A gradient far above what is usual does not come back; a residual that outgrows it is named."""
 
 from __future__ import annotations
 
+import logging
+import math
 from statistics import median
 from types import SimpleNamespace
 
@@ -10,8 +12,8 @@ import pytest
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.megatron.spiked_loss import SPIKES, loss_factor
-from megatron_sparse.megatron.spikes import FACTOR, FEWEST, WINDOW, UsualNorm
-from tests.megatron.train_ranks import SPARSE, running, train_ranks
+from megatron_sparse.megatron.spikes import FACTOR, FEWEST, WINDOW, UsualNorm, warn_if_large
+from tests.megatron.train_ranks import SPARSE, on_ranks, running
 
 SMALL = SmallGPTConfig(layers=1, hidden=32, sequence=16, micro_batch=2)
 
@@ -49,7 +51,7 @@ class Counted(UsualNorm):
         return found
 
 
-def _norms(rank, *, guarded, undo):
+def _norms(*, guarded, undo):
     """Norms of 25 usual steps, and of 8 after a step whose gradient is 1000 times too large."""
     with running(SMALL, **SPARSE, undo=undo) as run:
         norms = []
@@ -64,32 +66,16 @@ def _norms(rank, *, guarded, undo):
         return norms[:25], norms[25], norms[26:], run.attachment.usual_norm.spikes
 
 
-def _all(rank):
-    return {
-        (guarded, undo): _norms(rank, guarded=guarded, undo=undo)
-        for guarded, undo in ((True, "always"), (False, "always"), (True, "auto"))
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return train_ranks(_all, 2, timeout_s=500.0)
-
-
-def test_a_spike_does_not_come_back(ranks):
-    for rank in ranks:
-        before, spike, after, spikes = rank[True, "always"]
-        assert spike > 100 * median(before)
-        assert max(after) < FACTOR * median(before)
-        assert spikes == 1
-        assert before == rank[False, "always"][0]  # bit for bit, as nothing was a spike
-
-
-@pytest.mark.parametrize("run", [(False, "always"), (True, "auto")])
-def test_it_would_without_the_guard_and_does_without_an_undo_copy(ranks, run):
-    for rank in ranks:
-        before, _, after, spikes = rank[run]
-        assert max(after) > 20 * median(before)
+@on_ranks(2)
+def test_a_spike_does_not_come_back(rank):
+    before, spike, after, spikes = _norms(guarded=True, undo="always")
+    assert spike > 100 * median(before)
+    assert max(after) < FACTOR * median(before)
+    assert spikes == 1
+    for guarded, undo in ((False, "always"), (True, "auto")):
+        usual, _, after, spikes = _norms(guarded=guarded, undo=undo)
+        assert usual == before, "bit for bit, as nothing was a spike"
+        assert max(after) > 20 * median(before), "without the guard or an undo copy it does"
         assert spikes == 0
 
 
@@ -108,3 +94,15 @@ def test_injected_spikes_are_drawn_alike_in_every_run(monkeypatch):
         at(1)
     monkeypatch.delenv(SPIKES)
     assert at(1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "warned"), [(3.0, False), (30.0, False), (30.1, True), (math.nan, True)]
+)
+def test_only_a_residual_beyond_the_limit_is_named(norm, warned, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron_sparse"), "propagate", True)
+    with caplog.at_level(logging.WARNING, "megatron_sparse"):
+        warn_if_large(700, norm, grad_norm=3.0, limit=10.0)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == warned
+    assert all("step 700" in line and "residual_alarm=10" in line for line in found)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_sparse.cli import main
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
-from tests.megatron.test_pretrain import losses, train
+from tests.megatron.test_pretrain import lines, losses, train
 
 SLOW_MS = 400.0
 """More than the difference between ranks on a loaded machine."""
@@ -28,8 +28,7 @@ def _pinned(rank):
 
 
 def _schemes(run):
-    lines = [json.loads(line) for line in (run / "buckets.jsonl").read_text().splitlines()]
-    return {(line["scheme"], line["straggler"]) for line in lines}
+    return {(line["scheme"], line["straggler"]) for line in lines(run, "buckets")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,14 +49,13 @@ def observed(tmp_path_factory):
 def test_delays_are_in_the_run(observed, tmp_path, capsys):
     summary = json.loads((observed / "summary.json").read_text())["stragglers"]
     assert summary["max_ms"] > SLOW_MS / 2
-    lines = [json.loads(line) for line in (observed / "readiness.jsonl").read_text().splitlines()]
+    delays = lines(observed, "readiness")
     # Of five iterations the first three are known to all; the first bucket waits for the sleeper.
-    first = [line for line in lines if line["bucket"] == lines[0]["bucket"]]
+    first = [line for line in delays if line["bucket"] == delays[0]["bucket"]]
     assert [line["iteration"] for line in first] == [1, 2, 3]
     # The first iteration also loads and allocates, which takes ranks differently long.
     assert all(line["waited_ms"][2] == 0 for line in first[1:])
-    breakdown = [json.loads(line) for line in (observed / "breakdown.jsonl").open()]
-    assert breakdown[-1]["extra"]["straggler/delay_ms"] > SLOW_MS / 2
+    assert lines(observed, "breakdown")[-1]["extra"]["straggler/delay_ms"] > SLOW_MS / 2
 
     picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
     arguments = ["stragglers", str(observed), "--output", str(picture), "--output", str(table)]
@@ -66,7 +64,7 @@ def test_delays_are_in_the_run(observed, tmp_path, capsys):
     assert ended.value.code == 0
     assert "persistence" in capsys.readouterr().out
     assert picture.stat().st_size > 0
-    assert len(list(csv.DictReader(table.open()))) == len(lines)
+    assert len(list(csv.DictReader(table.open()))) == len(delays)
 
 
 def test_skipping_the_last_rank_gives_the_same_bits(observed, tmp_path):

@@ -14,7 +14,7 @@ from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.dashboard import SECTIONS
 from megatron_sparse.telemetry.metrics import METRICS, PLAN, PLAN_COLUMNS, known
-from tests.megatron.test_pretrain import train
+from tests.megatron.test_pretrain import lines, train
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 ITERATIONS, EVERY = 8, 2
@@ -59,10 +59,6 @@ def run(tmp_path_factory) -> Path:
         )
 
 
-def lines(run: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
-
-
 def ours(names) -> set[str]:
     """Without those of Megatron, which have no slash, and of W&B."""
     return {name for name in names if "/" in name and name != PLAN}
@@ -72,7 +68,7 @@ def test_wandb_has_the_values_of_the_files(run):
     rows = {row["iteration"]: row for row in wandb_history(run)}
     assert list(rows) == list(range(1, ITERATIONS + 1))
     assert all(row["_step"] == iteration for iteration, row in rows.items())
-    for line in lines(run, "breakdown.jsonl"):
+    for line in lines(run, "breakdown"):
         # Both received the same double.
         scalars = IterationBreakdown.of_line(line).scalars()
         expected = {name: value for name, value in scalars.items() if name not in OF_MEGATRON}
@@ -83,7 +79,7 @@ def test_wandb_has_the_values_of_the_files(run):
         assert row["lm loss"] == pytest.approx(scalars["train/loss"])
         assert row["comm/wire_ratio"] == pytest.approx(scalars["comm/wire_ratio"], rel=1e-6)
     checked = set()
-    for line in lines(run, "buckets.jsonl"):
+    for line in lines(run, "buckets"):
         row, prefix = rows[line["iteration"]], f"bucket/{line['bucket']}"
         if line["iteration"] % EVERY:
             assert f"{prefix}/wire_bytes" not in row
@@ -114,9 +110,9 @@ def test_wandb_has_the_values_of_the_files(run):
 
 def test_the_waits_for_the_buckets_add_up_to_the_exposed_time(run):
     waits_ms = dict.fromkeys(range(1, ITERATIONS + 1), 0.0)
-    for line in lines(run, "buckets.jsonl"):
+    for line in lines(run, "buckets"):
         waits_ms[line["iteration"]] += line["exposed_us"] / 1e3
-    for line in lines(run, "breakdown.jsonl"):
+    for line in lines(run, "breakdown"):
         assert waits_ms[line["iteration"]] == pytest.approx(line["stage_ms"]["host_wait"], abs=1e-2)
 
 
@@ -129,7 +125,7 @@ def test_what_dense_would_have_taken_is_estimated_from_the_cluster(run):
     assert found["saved_hours"] == pytest.approx(found["dense_hours"] - found["measured_hours"])
     # The warm-up is dense, and the first gather raw: that estimate is what was measured. The second
     # iteration's gathers are exact.
-    first, second = lines(run, "breakdown.jsonl")[:2]
+    first, second = lines(run, "breakdown")[:2]
     assert first["dense_iteration_ms"] == first["iteration_ms"]
     assert second["dense_iteration_ms"] != second["iteration_ms"]
     last = wandb_history(run)[-1]
@@ -209,7 +205,7 @@ def test_the_configuration_is_in_wandb_without_secrets(run):
 
 def test_no_file_of_the_run_has_a_secret(run):
     """Of this package, Megatron, torch, TensorBoard and W&B; W&B keeps Slurm's variables."""
-    (start,) = lines(run, "starts.jsonl")
+    (start,) = lines(run, "starts")
     assert start["environment"]["SLURM_JOB_ID"] == "7"
     assert not {*PLANTED, "HOME", "PATH"} & set(start["environment"])
     files = [path for path in run.parent.rglob("*") if path.is_file()]

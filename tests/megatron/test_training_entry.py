@@ -17,8 +17,8 @@ from megatron_sparse.megatron.arguments import OWNED_FLAGS, model_flags, owned_e
 from megatron_sparse.megatron.predicted_buckets import predicted_parameters
 from megatron_sparse.run import launch, preparation
 from megatron_sparse.run.composition import compose, group_options
+from tests.megatron.train_ranks import on_ranks
 from tests.programs import ROOT, SMALL_RUN, Done, ended
-from tests.ranks import MEGATRON, run_ranks
 
 TRAIN = str(ROOT / "scripts/train.py")
 VOCABULARY = 8192
@@ -295,9 +295,9 @@ def test_loss_is_the_sum_over_tokens_that_count():
     assert losses.grad.tolist() == mask.tolist()
 
 
-def _real_counts(rank, world_size):
-    """Parameters of Megatron's own models, which are made on the meta device."""
-    cpu_mode.enable()
+@on_ranks(1)
+def test_predicted_parameters_are_those_of_megatrons_models(rank):
+    """Every model of `configs/model`, the big ones too, which are made on the meta device."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_args, validate_args
@@ -309,22 +309,12 @@ def _real_counts(rank, world_size):
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     # Parameters that Megatron makes on the GPU go to the meta device: 3.3 B take no memory.
     cpu_mode._CPU = torch.device("meta")
-    counts = {}
     for name in group_options("model"):
-        config = compose(
-            [
-                f"model={name}",
-                "cluster.device=cpu",
-                "cluster.ranks_per_node=1",
-                "training.precision=fp32",
-                "tracking=off",
-            ]
-        )
+        decided = ["cluster.device=cpu", "cluster.ranks_per_node=1", "training.precision=fp32"]
+        config = compose([f"model={name}", *decided, "tracking=off"])
+        vocab_size = config.model.vocab_size or VOCABULARY
         derived = arguments.derived_flags(
-            config,
-            Path("unused"),
-            vocab_size=config.model.vocab_size or VOCABULARY,
-            data_prefix=None,
+            config, Path("unused"), vocab_size=vocab_size, data_prefix=None
         )
         sys.argv[1:] = arguments.command_line(derived, {}, arguments.megatron_parser())
         parsed = parse_args()
@@ -332,19 +322,10 @@ def _real_counts(rank, world_size):
         model_config = model_config_of(parsed)
         builder = model_config.get_builder_cls()(model_config)
         model = builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
-        counts[name] = count_parameters([model])
+        predicted = predicted_parameters(config, vocab_size)
+        assert count_parameters([model]) == sum(each.numel for each in predicted), name
         hybrid = config.model.hybrid_layer_pattern is not None
         assert type(model).__name__ == ("HybridModel" if hybrid else "GPTModel")
-    return counts
-
-
-def test_predicted_parameters_are_those_of_megatrons_models():
-    """Every model of `configs/model`, the big ones too."""
-    (counts,) = run_ranks(_real_counts, 1, imported=MEGATRON)
-    for name in group_options("model"):
-        config = compose([f"model={name}"])
-        predicted = predicted_parameters(config, config.model.vocab_size or VOCABULARY)
-        assert counts[name] == sum(each.numel for each in predicted), name
 
 
 def run(*command: str) -> Done:

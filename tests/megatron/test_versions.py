@@ -6,23 +6,22 @@ The newer one is what all other tests here run on.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, ended, with_variables
+from megatron_sparse.doctor import checks
+from megatron_sparse.errors import HostError
+from megatron_sparse.megatron import cpu_mode
+from tests.megatron import test_attach_core
+from tests.programs import ended
+from tests.ranks import PACKAGE, run_ranks
 
 # For loaded machines; an idle one takes ten seconds.
 pytestmark = pytest.mark.timeout(900)
 OLDEST = "0.16.1"
-COMBINATIONS = [
-    f"overlap={overlap}, distributed={distributed}"
-    for overlap in (False, True)
-    for distributed in (False, True)
-]
 
 
 @pytest.fixture(scope="session")
@@ -47,45 +46,45 @@ def oldest_core() -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def ranks(oldest_core) -> list[dict]:
-    """The results of each rank of `core_versions`."""
-    module = ["-m", "tests.megatron.core_versions", str(oldest_core)]
-    command = [sys.executable, "-W", "ignore", *module]
-    done = ended(command, 800, env=with_variables(PYTHONPATH=str(ROOT)))
-    assert done.returncode == 0, done.stderr[-5000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def _take_from(folder):
+    """Makes `megatron` resolve to `folder` only.
+
+    It is a namespace package: otherwise modules that an older version lacks would be imported from
+    the installed newer one.
+    """
+    sys.path.insert(0, folder)
+    import megatron
+
+    megatron.__path__ = [path for path in megatron.__path__ if path.startswith(folder)]
 
 
-def test_it_is_the_oldest_version_and_not_the_installed_one(ranks):
-    assert [rank["version"] for rank in ranks] == [OLDEST, OLDEST]
-    assert importlib.metadata.version("megatron-core") != OLDEST
+def _on_oldest(rank, world_size, folder):
+    """Trains; then what `install` and the doctor say."""
+    cpu_mode.enable()
+    _take_from(folder)
+    assert importlib.metadata.version("megatron-core") == OLDEST
+    for test in (
+        test_attach_core.test_dense_is_bit_for_bit_megatron,
+        test_attach_core.test_sparse_training_learns_keeps_ranks_identical_and_repeats,
+    ):
+        test.__wrapped__(rank)
+    with pytest.raises(HostError) as refused:
+        from megatron_sparse.megatron import install  # noqa: F401
+    return str(refused.value), {check.name: check for check in checks._megatron()}
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_dense_is_bit_for_bit_megatron(ranks, combination):
-    for rank in ranks:
-        runs = rank["runs"][combination]
-        assert runs["dense"] == runs["megatron"] | {"residual": 0}
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_sparse_training_learns_and_keeps_ranks_identical(ranks, combination):
-    first, second = (rank["runs"][combination]["sparse"] for rank in ranks)
-    assert first["losses"][-1] < first["losses"][0]
-    assert first["weights"] == second["weights"]
-    assert first["losses"] != ranks[0]["runs"][combination]["megatron"]["losses"]
-    assert first["residual"] > 0
-    assert second["residual"] > 0
-
-
-def test_missing_functions_are_named(ranks):
+def test_attach_trains_and_missing_functions_are_named(oldest_core):
     """By the error of `install` and by the doctor, each with the version that has it."""
-    assert "megatron.training.models.gpt.GPTModelConfig" in ranks[0]["install"]
-    assert "megatron-core>=0.19" in ranks[0]["install"]
-    found = ranks[0]["doctor"]
-    assert found["megatron-core"] == ["ok", OLDEST]
-    assert found["Megatron functions for attach"][0] == "ok"
-    status, detail = found["Megatron functions for install"]
-    assert status == "fail"
-    assert "megatron.training.training.train_step: No module named 'megatron.training'" in detail
+    assert importlib.metadata.version("megatron-core") != OLDEST
+    # One process cannot import two versions: these ranks have imported none.
+    ranks = run_ranks(_on_oldest, 2, str(oldest_core), timeout_s=800, imported=PACKAGE)
+    for refusal, found in ranks:
+        assert "megatron.training.models.gpt.GPTModelConfig" in refusal
+        assert "megatron-core>=0.19" in refusal
+        core = found["megatron-core"]
+        assert (core.status, core.detail) == ("ok", OLDEST)
+        assert found["Megatron functions for attach"].status == "ok"
+        missing = found["Megatron functions for install"]
+        assert missing.status == "fail"
+        first = "megatron.training.training.train_step: No module named 'megatron.training'"
+        assert first in missing.detail

@@ -6,14 +6,17 @@ Megatron's layouts of `ParallelGPT`, with the plugin if options are given; `trai
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
@@ -41,14 +44,47 @@ def _in_cpu_mode(rank: int, world_size: int, body: Callable[..., Any], *argument
     return body(rank, *arguments)
 
 
+def on_ranks(world_size: int | str, timeout_s: float = DEADLINE_S) -> Callable[..., Any]:
+    """Makes a test of a function, which then runs on each of so many ranks, as in `train_ranks`.
+
+    The function's first argument is the rank; pytest gives the others, which must pickle. One of
+    them may be the number of ranks: `world_size` is then its name.
+    """
+
+    def test_of(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(**given: Any) -> None:
+            size = given[world_size] if isinstance(world_size, str) else world_size
+            # Pickled by its name, which is the test's; the ranks take the function out of it.
+            train_ranks(_body_of_test, size, test, given, timeout_s=timeout_s)
+
+        signature = inspect.signature(body)
+        _, *others = signature.parameters.values()
+        vars(test)["__signature__"] = signature.replace(parameters=others)
+        return test
+
+    return test_of
+
+
+def _body_of_test(rank: int, test: Any, given: Mapping[str, Any]) -> None:
+    test.__wrapped__(rank, **given)
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The value of each rank, in rank order."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def in_each_layout(
-    layouts: Mapping[str, Layout], report: Callable[..., Any], *arguments: Any
+    layouts: Mapping[str, Layout], report: Callable[[Layout], Any]
 ) -> dict[str, Any]:
     """Calls a function for each layout, in Megatron's process groups for it; by name."""
     found = {}
     for name, layout in layouts.items():
         with parallel_state_of(layout):
-            found[name] = report(layout, *arguments)
+            found[name] = report(layout)
     return found
 
 
@@ -148,71 +184,34 @@ def running(setting: SmallGPTConfig | Layout, **options: Any) -> Iterator[Run]:
 
 
 def train(setting: SmallGPTConfig | Layout, steps: int, **options: Any) -> dict[str, Any]:
-    """Takes steps. Returns losses, weights, residuals, records, and the model."""
+    """Takes steps. Returns losses, weights, residuals, records, and the model.
+
+    With the plugin also the memory that it holds and its account, in bytes, the lines of its start,
+    and the elements of all buckets.
+    """
     with running(setting, **options) as run:
         for _ in range(steps):
             run.step()
-        return {
+        found = {
             "losses": run.losses,
             "weights": run.model.weights(),
             "residuals": run.residuals(),
             "records": run.records,
             "model": run.model,
         }
+        if run.attachment is not None:
+            found |= {
+                "memory": run.attachment.memory_report(),
+                "account": run.attachment.memory_account().nbytes,
+                "lines": run.attachment.lines,
+                "numel": sum(bucket.numel for bucket in run.attachment.buckets),
+            }
+        return found
 
 
 def equal(first: Mapping[Any, torch.Tensor], second: Mapping[Any, torch.Tensor]) -> bool:
     """Whether both have the same keys with the same tensors, bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
-
-def poison(model: Any, rank: int, value: float, *, whole: bool = True) -> None:
-    """The next backward pass of rank 1 leaves `value` in one gradient: all over it, or once."""
-    if rank != 1:
-        return
-    parameter = next(p for p in model.ddp.parameters() if p.dim() == 2)
-
-    def spoil(gradient: torch.Tensor) -> torch.Tensor:
-        handle.remove()
-        spoilt = gradient.clone()
-        (spoilt if whole else spoilt.view(-1)[:1]).fill_(value)
-        return spoilt
-
-    handle = parameter.register_hook(spoil)
-
-
-def loss_scale(run: Run) -> float:
-    """Of the run's optimizer."""
-    return float(run.model.optimizer.get_loss_scale())
-
-
-def spoilt_step(
-    setting: SmallGPTConfig, options: Mapping[str, Any], rank: int, value: float, *, whole: bool
-) -> dict[str, Any]:
-    """One good step and one with a spoilt gradient, with the plugin and without.
-
-    Returns:
-        `taken`, `nan` and `scales`: the second step's result, NaN among the weights, and the loss
-        scale, each with the plugin and without; of the plugin whether the residual is `finite` and
-        `restored`, whether the `weights kept` their bits, and a third step's result: `goes on`.
-    """
-    with running(setting) as plain, running(setting, **options) as run:
-        for each in (plain, run):
-            each.step()
-        before, weights, scale = run.residuals(), run.model.weights(), loss_scale(run)
-        for each in (plain, run):
-            poison(each.model, rank, value, whole=whole)
-        taken = run.step()[1], plain.step()[1]
-        after, factor = run.residuals(), loss_scale(run) / scale
-        return {
-            "taken": taken,
-            "nan": (run.model.weights().isnan(), plain.model.weights().isnan()),
-            "scales": (loss_scale(run), loss_scale(plain)),
-            "finite": all(view.isfinite().all() for view in after.values()),
-            "restored": equal({name: view * factor for name, view in before.items()}, after),
-            "weights kept": torch.equal(weights, run.model.weights()),
-            "goes on": run.step()[1],
-        }
 
 
 @contextmanager

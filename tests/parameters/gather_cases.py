@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
+from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.reduction.progress import HeldProgress
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
@@ -97,6 +100,55 @@ class Group:
     def methods(self):
         """How the ranks gathered the last time."""
         return {record.method for record in self.last}
+
+
+class LossyGroup(Group):
+    """As `Group`; beside it the masters, as an optimizer without the plugin would have them."""
+
+    kind, way = LossyGather, LossyWay
+
+    def __init__(self, bits=4, **options):
+        super().__init__(torch.float32, coder=bits, **options)
+        self.masters = [self.own(rank).clone() for rank in range(len(self.values))]
+
+    @contextmanager
+    def update(self, *, accepted=True):
+        """In the block, the optimizer writes the ranks' shards."""
+        for gather in self.gathers:
+            gather.begin_step()
+        yield
+        for gather in self.gathers:
+            gather.end_step(accepted=accepted)
+
+    def move(self, size=1e-4, *, accepted=True):
+        """One step of the optimizer on every rank; checks that it finds its master."""
+        with self.update(accepted=accepted):
+            for rank, master in enumerate(self.masters):
+                own = self.own(rank)
+                assert torch.equal(own, master)
+                if accepted:
+                    own += torch.randn(own.numel(), generator=self.generator) * size
+                    master.copy_(own)
+
+    def advance(self):
+        """A step, and the gather that follows it."""
+        self.move()
+        self.gather()
+
+    def check(self):
+        self.gather()
+        self.replica()
+
+    def replica(self):
+        """What all ranks hold; checks that it is the same."""
+        first, *others = self.values
+        for values in others:
+            assert torch.equal(values, first)
+        return first.clone()
+
+    def withheld(self):
+        """Master - replica, in exact arithmetic."""
+        return torch.cat(self.masters).double() - self.replica().double()
 
 
 def bits(values):

@@ -1,4 +1,7 @@
-"""The exact gather of one bucket, on virtual ranks: the bits of a raw gather, and every refusal."""
+"""The exact gather of one bucket, on virtual ranks: the bits of a raw gather, and every refusal.
+
+With `kind`, the same of the lossy gather.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import pytest
 import torch
 
 from megatron_sparse.errors import CommunicationError, ReplicaError, WireFormatError
-from megatron_sparse.parameters import gather
-from tests.parameters.gather_cases import DTYPES, SHARD, Group, N, bits
+from megatron_sparse.parameters import gather, lossy
+from megatron_sparse.parameters.lossy import SWAPPED_NUMEL
+from tests.parameters.gather_cases import DTYPES, SHARD, Group, LossyGroup, N, bits
 
 
 @pytest.mark.parametrize("coder", ["rans", "packed"])
@@ -22,10 +26,14 @@ def test_every_rank_gets_the_bits_of_a_raw_gather(dtype, coder):
         assert group.methods == {"exact"}
 
 
+both_kinds = pytest.mark.parametrize("kind", [Group, LossyGroup])
+
+
 @pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("shard", [1, 7])
-def test_any_number_of_ranks_and_elements(n, shard):
-    group = Group(n=n, shard=shard)
+@pytest.mark.parametrize("shard", [1, 7, 130, SWAPPED_NUMEL + 7])
+@both_kinds
+def test_any_number_of_ranks_and_elements(n, shard, kind):
+    group = kind.started(n=n, shard=shard)
     for _ in range(3):
         group.move()
         group.check()
@@ -104,15 +112,17 @@ def test_after_forget_the_gather_is_raw():
     assert group.gathers[0].nbytes == 2 * SHARD
 
 
-def test_ranks_that_disagree_about_raw_or_exact_are_told():
-    group = Group.started()
+@both_kinds
+def test_ranks_that_disagree_about_raw_or_not_are_told(kind):
+    group = kind.started()
     group.gathers[2].forget()
+    group.move(0.0)
     with pytest.raises(CommunicationError) as caught:
         group.gather()
     text = str(caught.value)
     assert "in another manner" in text
     assert "raw, gather number 1" in text
-    assert "exact, gather number 1" in text
+    assert ("exact" if kind is Group else "lossy") + ", gather number 1" in text
 
 
 def test_ranks_that_disagree_about_the_number_of_gathers_are_told():
@@ -130,15 +140,14 @@ def test_ranks_that_disagree_about_the_step_are_told():
     assert "step" in str(caught.value)
 
 
-def test_a_replica_that_was_written_is_found_before_the_next_step():
-    group = Group.started()
+@both_kinds
+def test_a_replica_that_was_written_is_found_before_the_next_step(kind):
+    group = kind.started()
     group.values[3].view(N, -1)[1, 5] += 1
     group.move()
-    with pytest.raises(ReplicaError) as caught:
+    told = "rank 3 of the group holds other parameters than their owner, rank 1"
+    with pytest.raises(ReplicaError, match=told):
         group.gather()
-    assert "rank 3 of the group holds other parameters than their owner, rank 1" in str(
-        caught.value
-    )
 
 
 def test_hashes_are_compared_every_so_many_gathers():
@@ -164,24 +173,26 @@ def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("place", [0, 17, -1])
-def test_a_damaged_record_names_rank_and_field_and_changes_nothing(monkeypatch, place):
-    original = gather.encode_moves
-    group = Group.started(verify_every=100)
+@both_kinds
+def test_a_damaged_record_names_its_field_and_changes_nothing(monkeypatch, place, kind):
+    at = (gather, "encode_moves") if kind is Group else (lossy, "encode_difference")
+    original = getattr(*at)
+    group = kind.started(verify_every=100)
     group.move()
     mine = group.own(1).clone()
 
-    def damaged(old, new, **options):
-        record = original(old, new, **options)
-        if torch.equal(bits(new), bits(mine)):
+    def damaged(*values, **options):
+        record = original(*values, **options).clone()
+        if any(torch.equal(bits(each), bits(mine)) for each in values):
             record[place] ^= 0x40
         return record
 
     before = [values.view(N, -1)[1].clone() for values in group.values]
-    monkeypatch.setattr(gather, "encode_moves", damaged)
-    with pytest.raises(WireFormatError, match=r"rank 1: field"):
+    monkeypatch.setattr(*at, damaged)
+    with pytest.raises(WireFormatError, match="rank 1: field" if kind is Group else "field"):
         group.gather()
-    for rank, shard in enumerate(before):
-        assert torch.equal(bits(group.values[rank].view(N, -1)[1]), bits(shard))
+    for rank in (0, 2, 3):
+        assert torch.equal(bits(group.values[rank].view(N, -1)[1]), bits(before[rank]))
 
 
 def test_a_replayed_record_is_refused(monkeypatch):
