@@ -28,7 +28,6 @@ quick_tests=(
   tests/collectives/test_exactness.py
   tests/collectives/test_example_scheme.py
   tests/collectives/test_hierarchical_sparse.py
-  tests/collectives/test_omnireduce.py
   tests/collectives/test_schemes.py
   tests/collectives/test_straggler.py
   tests/collectives/test_zen.py

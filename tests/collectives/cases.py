@@ -5,17 +5,18 @@ Legend: N elements of the bucket, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
+    WIRE_CODES,
     Message,
     MessageBuffers,
     encode,
@@ -24,6 +25,13 @@ from megatron_sparse.formats.message import (
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.wire import (
+    FORMAT_COO,
+    FORMAT_DENSE,
+    FORMAT_PICI,
+    HEADER_BYTES,
+    payload_bytes,
+)
 
 STEP = 3
 DTYPES = (("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))
@@ -54,6 +62,10 @@ class Case:
     options: SchemeConfig = OPTIONS
     straggler: int | None = 1
 
+    def __post_init__(self) -> None:
+        """A whole number of shards where the form needs it: more elements than were asked for."""
+        object.__setattr__(self, "numel", numel_for(self.n, self.numel, self.op))
+
 
 class Forwarding:
     """A transport that is another one, but for what a test gives it or overrides."""
@@ -66,16 +78,23 @@ class Forwarding:
         return getattr(self._transport, name)
 
 
-class RecordTap(Forwarding):
-    """Stores (peer, records) of all records that its rank sends."""
+class Changing(Forwarding):
+    """A transport that sends what `change(values, peer)` returns; the peer is None in a gather."""
 
-    def __init__(self, transport: Any) -> None:
-        super().__init__(transport, sent=[])
+    def __init__(
+        self, transport: Any, change: Callable[[torch.Tensor, int | None], torch.Tensor]
+    ) -> None:
+        super().__init__(transport)
+        self._change = change
+
+    def all_gather(self, gathered, own):
+        """See `Transport`."""
+        return self._transport.all_gather(gathered, self._change(own, None))
 
     def exchange(self, sends, receives, tag):
-        """Forwards everything; stores byte tensors, which are records (sizes are not bytes)."""
-        self.sent += [(peer, data) for peer, data in sends if data.dtype == torch.uint8]
-        return self._transport.exchange(sends, receives, tag)
+        """See `Transport`."""
+        changed = [(peer, self._change(values, peer)) for peer, values in sends]
+        return self._transport.exchange(changed, receives, tag)
 
 
 def parameters(numel: int) -> list[ParameterSlice]:
@@ -116,13 +135,17 @@ def make_bucket(case: Case, rank: int) -> Bucket:
 
 
 def make_message(bucket: Bucket, case: Case, buffers: MessageBuffers) -> Message:
-    """The rank's encoded contribution, cut as the planner would have it cut."""
-    scheme = SCHEMES[case.scheme]
-    layout = bucket.layout(scheme.is_sharded(case.op), scheme.extra_cuts(bucket))
-    form = scheme.own_format or "coo"
+    """The rank's encoded contribution."""
+    form = SCHEMES[case.scheme].own_format or "coo"
     block_size, checksum = case.options.block_size, case.options.checksum
     spec = record_spec(case.wire, STEP, form, block_size, checksum=checksum)
-    return encode(bucket, layout, spec, buffers)
+    return encode(bucket, layout_of(case.scheme, bucket), spec, buffers)
+
+
+def layout_of(scheme: str, bucket: Bucket) -> Layout:
+    """The records of a message, as the planner would have it cut."""
+    entry = SCHEMES[scheme]
+    return bucket.layout(entry.is_sharded(bucket.op), entry.extra_cuts(bucket))
 
 
 def run_gradients(scheme: str, gradients: list[torch.Tensor], options: SchemeConfig):
@@ -142,20 +165,24 @@ def run_tapped(
     device: torch.device | None = None,
 ):
     """As `run_gradients`: a sparse case of these gradients [N], on this device."""
-    taps, messages = {}, {}
+    sent, messages = [[] for _ in gradients], {}
 
     def start(transport):
         rank = transport.rank
-        tap = taps[rank] = RecordTap(transport)
+
+        def kept(data, peer):
+            if data.dtype == torch.uint8:  # sizes are not bytes
+                sent[rank].append((peer, data))
+            return data
+
+        tap = Changing(transport, kept)
         bucket = Bucket("b", gradients[rank].clone(), pieces, case.op, case.n)
         message = messages[rank] = make_message(bucket, case, MessageBuffers())
-        bucket.grad_N.fill_(float("nan"))
         exchange = Exchange(bucket, tap, MessageBuffers(), StageTimer(), case.options)
-        yield from SCHEMES[case.scheme].run(exchange, message)
-        return bucket.grad_N
+        return (yield from summed(case.scheme, exchange, message))[0]
 
     results = VirtualCluster(case.n, device=device).run(start)
-    return results, [taps[r].sent for r in range(case.n)], [messages[r] for r in range(case.n)]
+    return results, sent, [messages[rank] for rank in range(case.n)]
 
 
 def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tensor | None = None):
@@ -169,20 +196,25 @@ def steps_of(case: Case, transport, *, poison: bool = False, values: torch.Tenso
         bucket.grad_N.copy_(values)
     if poison:
         bucket.grad_N[7], bucket.grad_N[100] = float("nan"), float("inf")
-    scheme = SCHEMES[case.scheme]
     exchange = Exchange(bucket, transport, buffers, timer, case.options, case.straggler)
-    if scheme.takes is Input.SPARSE:
-        message = make_message(bucket, case, buffers)
+    return (yield from summed(case.scheme, exchange, *content_of(case, bucket, buffers)))
+
+
+def content_of(case: Case, bucket: Bucket, buffers: MessageBuffers) -> tuple[Any, ...]:
+    """What the case's scheme takes besides the exchange: a message, or values [N] and the step."""
+    if SCHEMES[case.scheme].takes is Input.SPARSE:
+        return (make_message(bucket, case, buffers),)
+    return bucket.grad_N.to(VALUE_DTYPES[case.wire]), STEP
+
+
+def summed(scheme: str, exchange: Exchange, content: Message | torch.Tensor, *step: int):
+    """The steps of a scheme: a generator that returns (this rank's part of the sum, bytes sent)."""
+    bucket = exchange.bucket
+    if content is not bucket.grad_N:
         # Selection may leave anything in the gradient: the message is the contribution.
         bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.run(exchange, message)
-    else:
-        dense_N = bucket.grad_N
-        if case.wire != case.dtype:
-            dense_N = bucket.grad_N.to(VALUE_DTYPES[case.wire])
-            bucket.grad_N.fill_(float("nan"))
-        sent = yield from scheme.run(exchange, dense_N, STEP)
-    own = slice(None) if case.op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
+    sent = yield from SCHEMES[scheme].run(exchange, content, *step)
+    own = bucket.shard(exchange.transport.rank) if exchange.scatters else slice(None)
     return bucket.grad_N[own].clone(), sent
 
 
@@ -211,6 +243,7 @@ def run_case(
     *,
     poisoned: int | None = None,
     values: Sequence[torch.Tensor] | None = None,
+    delays_s: Mapping[int, float] | None = None,
     message_scale: float = 1.0,
 ) -> Ran:
     """Runs a case on virtual ranks.
@@ -221,12 +254,14 @@ def run_case(
         wrap: makes each rank's transport from the cluster's.
         poisoned: see `poison` of `steps_of`: this rank's.
         values: each rank's contribution in place of the case's, in any dtype.
+        delays_s: seconds by which some ranks begin later.
         message_scale: see `VirtualCluster`.
     """
     cluster = VirtualCluster(case.n, topology, message_scale=message_scale)
 
     def start(transport):
         rank, own = transport.rank, None
+        transport.charge((delays_s or {}).get(rank, 0.0))
         if values is not None:
             own = values[rank].to(VALUE_DTYPES[case.wire]).to(VALUE_DTYPES[case.dtype])
         return steps_of(case, wrap(transport), poison=rank == poisoned, values=own)
@@ -265,3 +300,9 @@ def exact_sum(case: Case) -> torch.Tensor:
 def numel_for(n: int, numel: int, op: CollectiveOp) -> int:
     """At least `numel` elements, and a whole number of shards where the form needs it."""
     return -(-numel // n) * n if op is CollectiveOp.REDUCE_SCATTER else numel
+
+
+def record_bytes(numel: int, nnz: int, wire: str, *, dense: bool = False) -> int:
+    """A record in the smallest of dense, COO and Pici; or a dense one."""
+    forms = [FORMAT_DENSE] if dense else [FORMAT_DENSE, FORMAT_COO, FORMAT_PICI]
+    return HEADER_BYTES + min(payload_bytes(form, numel, nnz, WIRE_CODES[wire]) for form in forms)

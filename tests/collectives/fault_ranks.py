@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import Planner
+from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
-from tests.collectives.cases import NAMES
+from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.faults import (
     Fault,
     FaultyTransport,
     kill_process,
     kill_process_soon,
-    nap,
     stop_process,
 )
-from tests.collectives.over_gloo import Side
 from tests.reduction.reducers import at_target, reducer_of
 from tests.straggler.settings import section_for
 
@@ -32,12 +32,12 @@ NUMEL = 12_000
 SLOW_S = 0.5
 
 
-class Reducing(Side):
-    """One rank's reducer and thread, for one attempt.
+class Reducing:
+    """One rank's transport, thread and reducer, for one attempt.
 
     Args:
         scheme: its name.
-        timeout_s: of the transport.
+        timeout_s: of transport and thread.
         fault: the transport's fault.
         wire_dtype: see `SchemeConfig`.
         value_bits: see `CompressionConfig`.
@@ -62,11 +62,14 @@ class Reducing(Side):
             # Not rank 0: it would finish first, and it informs the others of lost ranks.
             straggler=section_for(scheme, rank=dist.get_world_size() - 1),
         )
-        super().__init__(timeout_s)
+        cpu = torch.device("cpu")
+        assert dist.group.WORLD is not None
+        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, cpu)
+        self.progress = ProgressThread(cpu, timeout_s)
         acts = {
             "kill": kill_process,
             "stop": stop_process,
-            "slow": nap(SLOW_S),
+            "slow": partial(time.sleep, SLOW_S),
             "kill while sending": kill_process_soon,
         }
         wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
@@ -76,6 +79,7 @@ class Reducing(Side):
 
     def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
         """Synchronises a bucket; returns the outcome and the time."""
+        gradients = (gradient_of(rank, bucket.numel) for rank in range(bucket.world_size))
         start_s = time.monotonic()
         try:
             self.reducer.start(bucket, step).wait()
@@ -88,8 +92,20 @@ class Reducing(Side):
             "seconds": time.monotonic() - start_s,
             "posted": self.faulty.posted,
             "struck": self.faulty.struck,
-            "right": torch.equal(bucket.grad_N, full_sum(bucket.world_size, bucket.numel)),
+            "right": torch.equal(bucket.grad_N, sum(gradients, torch.zeros(bucket.numel))),
         }
+
+    def close(self, *, broken: bool = False) -> float:
+        """Ends the thread and gives the group back; returns the time.
+
+        Args:
+            broken: the group has failed, on another rank.
+        """
+        start_s = time.monotonic()
+        broken = broken or self.progress.broken
+        self.progress.close()
+        self.transport.close(broken=broken)
+        return time.monotonic() - start_s
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
@@ -98,11 +114,6 @@ def gradient_of(rank: int, numel: int) -> torch.Tensor:
     grad_N = torch.randint(-7, 8, (numel,), generator=generator).float()
     grad_N[:1] = 7
     return grad_N
-
-
-def full_sum(world_size: int, numel: int) -> torch.Tensor:
-    """The sum of the ranks' buckets."""
-    return sum((gradient_of(rank, numel) for rank in range(world_size)), torch.zeros(numel))
 
 
 def bucket_of(rank: int, world_size: int, numel: int = NUMEL) -> Bucket:
@@ -128,7 +139,11 @@ def terminal(
 
 
 def one_after_another(
-    rank: int, world_size: int, cases: list[tuple[str, Fault]], timeout_s: float
+    rank: int,
+    world_size: int,
+    cases: list[tuple[str, Fault]],
+    timeout_s: float,
+    numel: int = NUMEL,
 ) -> list[dict[str, Any]]:
     """Runs (scheme, fault) cases of faults that a process survives; returns the rank's outcomes."""
     import torch.distributed as dist
@@ -136,7 +151,7 @@ def one_after_another(
     results = []
     for scheme, fault in cases:
         side = Reducing(scheme, timeout_s, fault)
-        results.append(side.reduce(bucket_of(rank, world_size)))
+        results.append(side.reduce(bucket_of(rank, world_size, numel)))
         # A rank that got its sum must not reuse the group, which has failed on another rank.
         spoils = fault.kind not in ("none", "slow")
         results[-1]["close_s"] = side.close(broken=spoils)
@@ -169,15 +184,3 @@ def disagree_everywhere(
 
 OTHER = {"agsparse": "direct", "direct": "dense", "dense": "dense_ring"}
 """The scheme that the last rank uses; the others use `agsparse`."""
-
-
-def trivial(rank: int, world_size: int) -> list[tuple[str, int, bool, str]]:
-    """Every scheme on an empty bucket and on one of a single element: whether the sum is right."""
-    results = []
-    for scheme in NAMES:
-        for numel in (0, 1):
-            side = Reducing(scheme, 20)
-            result = side.reduce(bucket_of(rank, world_size, numel))
-            results.append((scheme, numel, result["right"], result["text"]))
-            side.close()
-    return results

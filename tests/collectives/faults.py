@@ -26,9 +26,8 @@ class Killed(BaseException):
 class Fault:
     """A fault: its kind, the rank, and the number of the operation at which it happens.
 
-    `kind` is one of `kill`, `kill while sending` and `stop` (real processes only), `slow`,
-    `header`, `payload`, `size`, `truncate` and
-    `replay`: the peer receives the last message again.
+    `kind` is one of `kill`; `kill while sending` and `stop` (real processes only); `slow`,
+    `header`, `payload`, `size`, `truncate` and `replay`: the peer receives the last message again.
     """
 
     kind: str
@@ -138,8 +137,3 @@ def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> tor
 def _flip(data: torch.Tensor, bit: int) -> None:
     bit %= 8 * data.numel()
     data[bit // 8] ^= 1 << bit % 8
-
-
-def nap(seconds: float) -> Callable[[], None]:
-    """Being slow."""
-    return lambda: time.sleep(seconds)

@@ -20,14 +20,14 @@ from tests.collectives.cases import (
     DTYPES,
     OPTIONS,
     Case,
+    Changing,
     Forwarding,
     assert_exact,
     contribution,
-    numel_for,
     on_nodes,
     run_case,
 )
-from tests.collectives.test_sparse_costs import Oracle
+from tests.collectives.test_costs import Oracle
 from tests.headers import read_headers
 
 NEVER = 2.0
@@ -36,42 +36,30 @@ SPCCL = RING_DENSITIES["pici"]
 
 
 def _case(
-    n,
-    densities,
-    op=CollectiveOp.ALL_REDUCE,
-    kinds=("fp32", "fp32"),
-    density=0.2,
-    numel=1000,
-    **more,
+    n, densities, op=CollectiveOp.ALL_REDUCE, kinds=DTYPES[0], density=0.2, numel=1000, **more
 ):
     intra, inter, gather = densities
     options = dataclasses.replace(
         OPTIONS, ring_intra_density=intra, ring_inter_density=inter, ring_gather_density=gather
     )
-    return Case(
-        "adaptive_ring", n, op, *kinds, density, numel_for(n, numel, op), options=options, **more
-    )
+    return Case("adaptive_ring", n, op, *kinds, density, numel, options=options, **more)
 
 
-class Tapped(Forwarding):
-    """Keeps all that its rank sends."""
-
-    def exchange(self, sends, receives, tag):
-        self.sent += [values.clone() for _, values in sends]
-        return self._transport.exchange(sends, receives, tag)
-
-
-def _run(case, sizes=None, **attributes):
+def _run(case, sizes=None, nodes=None):
     """(results, the bytes of each rank's pairwise messages, the cluster)."""
-    taps = [Tapped(None, sent=[], **attributes) for _ in range(case.n)]
+    sent = [[] for _ in range(case.n)]
 
     def tapped(transport):
-        taps[transport.rank]._transport = transport
-        return taps[transport.rank]
+        def kept(values, peer):
+            if peer is not None:
+                sent[transport.rank].append(values.clone())
+            return values
+
+        return Changing(Forwarding(transport, nodes=nodes or transport.nodes), kept)
 
     ran = run_case(case, on_nodes(sizes or (case.n,)), tapped)
-    assert ran.sent == [sum(values.nbytes for values in tap.sent) for tap in taps]
-    return ran.results, [tap.sent for tap in taps], ran.cluster
+    assert ran.sent == [sum(values.nbytes for values in messages) for messages in sent]
+    return ran.results, sent, ran.cluster
 
 
 def _kinds(sent):

@@ -24,7 +24,6 @@ from tests.collectives.cases import (
     assert_exact,
     contribution,
     exact_sum,
-    numel_for,
     on_nodes,
     run_case,
 )
@@ -46,8 +45,7 @@ def test_exact_on_small_integers(name, op, n):
     kinds = [(*size, *DTYPES[i % 3]) for i, size in enumerate(sizes)]
     kinds += [(0.3, 300, *dtypes) for dtypes in DTYPES]
     for density, numel, dtype, wire in kinds:
-        count = numel_for(n, numel, op)
-        case = Case(name, n, op, dtype, wire, density, count)
+        case = Case(name, n, op, dtype, wire, density, numel)
         assert_exact(case, run_case(case).results)
 
 
@@ -79,7 +77,7 @@ def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):
     """Buffers hold garbage until a message arrives, so an early read would be found."""
     for topology in (None, on_nodes((1, n - 1))):
         for dtype, wire in DTYPES:
-            case = Case(name, n, op, dtype, wire, 0.3, numel_for(n, 300, op), floats=True)
+            case = Case(name, n, op, dtype, wire, 0.3, 300, floats=True)
             in_one_call.clear()
             ran = run_case(case, topology)
             with pytest.MonkeyPatch.context() as apart:
@@ -102,7 +100,7 @@ def test_independent_rounds_may_be_one_call(name, op, n, in_one_call):
 def test_exact_for_any_size_and_density(which, n, numel, density, dtypes):
     """Over a tile of 4096 elements too, and in fp16; no case here was chosen by hand."""
     name, op = which
-    case = Case(name, n, op, *dtypes, density, numel_for(n, numel, op))
+    case = Case(name, n, op, *dtypes, density, numel)
     assert_exact(case, run_case(case).results)
 
 
@@ -173,8 +171,8 @@ def test_hierarchies_are_exact_on_nodes_of_any_size(name, inner, op):
         numels = (300, n, 1, 0)
         kinds = itertools.product(DTYPES, numels) if is_dense else zip(turns, numels, strict=False)
         for (dtype, wire), numel in kinds:
-            count, density = numel_for(n, numel, op), 1 if is_dense else 0.2
-            case = Case(name, n, op, dtype, wire, density, count, options=options)
+            density = 1 if is_dense else 0.2
+            case = Case(name, n, op, dtype, wire, density, numel, options=options)
             assert_exact(case, run_case(case, on_nodes(sizes)).results)
 
 
@@ -195,8 +193,8 @@ AMOUNTS = [
 def test_exact_with_every_block_size_and_every_hash(name, options, op):
     """Both add in rank order, so even floats have the bits that they have by default."""
     for n, (dtype, wire), density, numel in AMOUNTS:
-        count, others = numel_for(n, numel, op), replace(OPTIONS, **options)
-        case = Case(name, n, op, dtype, wire, density, count, options=others)
+        others = replace(OPTIONS, **options)
+        case = Case(name, n, op, dtype, wire, density, numel, options=others)
         assert_exact(case, run_case(case).results)
         floats = replace(case, floats=True)
         by_default = run_case(replace(floats, options=OPTIONS)).results

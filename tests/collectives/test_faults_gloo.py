@@ -19,7 +19,6 @@ from tests.collectives.fault_ranks import (
     disagree_everywhere,
     one_after_another,
     terminal,
-    trivial,
 )
 from tests.collectives.faults import Fault
 from tests.ranks import CONTEXT, run_ranks, start_rank
@@ -184,11 +183,13 @@ def test_ranks_that_disagree_get_an_error_in_every_scheme():
                 assert result["seconds"] < 2.0 + SLACK_S, where
 
 
+@pytest.mark.parametrize("numel", [0, 1])
 @pytest.mark.parametrize("world_size", [1, N])
-def test_empty_buckets_and_a_world_of_one(world_size):
-    for results in run_ranks(trivial, world_size):
-        for scheme, numel, right, text in results:
-            assert right, (scheme, numel, text)
+def test_empty_buckets_and_a_world_of_one(world_size, numel):
+    cases = [(name, Fault("none", 0, 0)) for name in NAMES]
+    for results in run_ranks(one_after_another, world_size, cases, 20.0, numel):
+        for (scheme, _), result in zip(cases, results, strict=True):
+            assert result["right"], (scheme, result["text"])
 
 
 @pytest.mark.slow

@@ -73,9 +73,7 @@ def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("exchanges")
 def test_hierarchical_cuts_its_own_messages() -> None:
-    options = replace(OPTIONS, inner="agsparse")
-    op = CollectiveOp.ALL_REDUCE
-    case = Case("hierarchical", 8, op, "fp32", "fp32", 0.3, 4000, options=options)
+    case = Case("hierarchical", 8, numel=4000, options=replace(OPTIONS, inner="agsparse"))
     assert_exact(case, run_case(case, on_nodes((4, 4))).results)
 
 

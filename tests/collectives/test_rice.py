@@ -9,20 +9,26 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
-from megatron_sparse.cuda_ext.record_spec import Expected, Pruning
+from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.formats.message import (
     QUANTISED,
-    WIRE_CODES,
     MessageBuffers,
-    decode_add_,
     name_of,
     prune_encode,
     record_spec,
 )
 from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.sparsity.sampling import selected_values
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import OPTIONS, numel_for, parameters, same_on_all_ranks
+from tests.collectives.cases import (
+    OPTIONS,
+    layout_of,
+    numel_for,
+    parameters,
+    same_on_all_ranks,
+    summed,
+)
 
 DENSITY, NUMEL, STEP = 0.2, 9000, 3
 TAKING = [
@@ -38,8 +44,7 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, su
 
     With `sum_bits` also each rank's residual after the selection, and after the collective.
     """
-    scheme, numel = SCHEMES[name], numel_for(n, NUMEL, op)
-    options = replace(OPTIONS, sum_bits=sum_bits)
+    numel, options = numel_for(n, NUMEL, op), replace(OPTIONS, sum_bits=sum_bits)
     sent, selected, after = {}, {}, {}
 
     def start(transport):
@@ -48,7 +53,7 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, su
         residual_N = torch.randn(numel, generator=generator) / 8
         bucket = Bucket("b", grad_N, parameters(numel), op, n)
         before_N = grad_N.float() + residual_N
-        layout = bucket.layout(scheme.is_sharded(op), scheme.extra_cuts(bucket))
+        layout = layout_of(name, bucket)
         starts_R, ends_S = layout.range_offsets[:-1], layout.segment_offsets[1:]
         keep_R = layout.segment_keep[torch.bucketize(starts_R, ends_S, right=True)] != 0
         limits_R = torch.where(keep_R, -1.0, 1.28)
@@ -58,53 +63,41 @@ def run(name, n, op, value_dtype, *, grad_dtype=torch.float32, capacity=None, su
         buffers = MessageBuffers()
         message = prune_encode(bucket, layout, pruning, spec, buffers)
         message.residual_N, selected[transport.rank] = residual_N, residual_N.clone()
-        own_N = torch.empty(numel)
-        slots_S = None if message.slots is None else message.slots.offsets
-        code = WIRE_CODES[value_dtype]
-        records = message.buffer[: message.nbytes]
-        expected = Expected(layout.segment_offsets, code, STEP, 0, slots_S)
-        decode_add_(own_N, records, expected, fresh=True)
+        own_N = selected_values(bucket, message, MessageBuffers()).clone()
         sent[transport.rank] = own_N
         if grad_dtype == torch.float32:
             assert torch.equal(own_N + residual_N, before_N)
-        bucket.grad_N.fill_(float("nan"))
         exchange = Exchange(bucket, transport, buffers, StageTimer(), options, 1)
-        yield from scheme.run(exchange, message)
         after[transport.rank] = residual_N
-        own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(transport.rank)
-        return bucket.grad_N[own].clone()
+        return (yield from summed(name, exchange, message))[0]
 
     results = VirtualCluster(n).run(start)
     told = [sent] if sum_bits is None else [sent, selected, after]
     return results, *([ranks[rank] for rank in range(n)] for ranks in told)
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "capacity"),
+    [
+        *((name, n, None) for name in TAKING for n in (1, 2, 3, 4, 5, 8)),
+        *((name, 4, 0.9) for name in TAKING if SCHEMES[name].takes_slots),
+    ],
+)
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("name", TAKING)
-def test_sums_are_exact_over_what_was_sent(name, n, op):
+def test_sums_are_exact_over_what_was_sent(name, n, op, capacity):
+    """Of messages of fixed size too, of which some elements are left out."""
     if op not in SCHEMES[name].ops:
         pytest.skip("an all-reduce only")
     for value_dtype in ("fp32", *QUANTISED.values()):
-        results, sent = run(name, n, op, value_dtype)
+        results, sent = run(name, n, op, value_dtype, capacity=capacity)
         exact = torch.stack(sent).double().sum(0)
         # fp32 sums of at most 8 numbers below 16, in some order: 8 roundings of half a unit of 16.
         torch.testing.assert_close(
             same_on_all_ranks(op, results).double(), exact, rtol=0, atol=8 * 2**-20, msg=value_dtype
         )
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("name", [name for name in TAKING if SCHEMES[name].takes_slots])
-def test_messages_of_fixed_size_have_the_same_sums(name, op):
-    for value_dtype in ("fp32", "q4", "q2"):
-        results, sent = run(name, 4, op, value_dtype, capacity=0.9)
-        exact = torch.stack(sent).double().sum(0)
-        torch.testing.assert_close(
-            same_on_all_ranks(op, results).double(), exact, rtol=0, atol=8 * 2**-20
-        )
-        pruned = sum((values != 0).sum() for values in sent) / (4 * len(exact))
-        assert pruned <= 0.9 * DENSITY + 0.01
+        if capacity is not None:
+            pruned = sum((values != 0).sum() for values in sent) / (n * len(exact))
+            assert pruned <= capacity * DENSITY + 0.01
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])

@@ -5,9 +5,6 @@ Legend: n ranks, R rows of D values of which a rank has K.
 
 from __future__ import annotations
 
-import struct
-import zlib
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,6 +29,7 @@ from megatron_sparse.reduction.row_sparse import RowSparseReducer
 from megatron_sparse.reference import row_sparse as oracle
 from megatron_sparse.transport import ProcessGroupTransport, VirtualCluster
 from megatron_sparse.wire import HEADER_BYTES, pad16
+from tests import damage
 from tests.collectives.faults import Fault, FaultyTransport
 from tests.ranks import error_text, run_ranks
 
@@ -58,12 +56,16 @@ def _gradient(rank, num_rows, width, count, dtype, *, floats=False):
     return _coo(indices, rows.to(dtype), num_rows)
 
 
-def _reduce(gradients, reduction, way, cluster=None):
+def _reduce(gradients, reduction, way, cluster=None, wrap=lambda transport: transport, **options):
+    options |= {"step": STEP, "way": way}
+
     def start(transport):
         rows = RowSparse.from_coo(gradients[transport.rank])
-        return row_sparse("e", rows, reduction, transport, MessageBuffers(), step=STEP, way=way)
+        return row_sparse("e", rows, reduction, wrap(transport), MessageBuffers(), **options)
 
-    return (cluster or VirtualCluster(len(gradients))).run(start)
+    results = (cluster or VirtualCluster(len(gradients))).run(start)
+    _assert_same_on_all_ranks(results)
+    return results
 
 
 def _assert_same_on_all_ranks(results):
@@ -82,7 +84,6 @@ def test_sums_of_integers_are_exact(n, way):
         for num_rows, width, count in ((50, 3, 20), (1, 4, 3), (9, 2, 1)):
             gradients = [_gradient(r, num_rows, width, count, dtype) for r in range(n)]
             results = _reduce(gradients, Reduction.SUM, way)
-            _assert_same_on_all_ranks(results)
             expected = sum(g.to_dense().double() for g in gradients)
             reduced = results[0].gradient.to_coo()
             assert torch.equal(reduced.to_dense().double(), expected)
@@ -104,7 +105,6 @@ def test_floats_are_added_in_rank_order_in_fp32_and_rounded_once(n, reduction):
             total = total / n
         for way in (RowSparseWay.GATHER, RowSparseWay.DIRECT):
             results = _reduce(gradients, reduction, way)
-            _assert_same_on_all_ranks(results)
             assert results[0].gradient.indices_K.tolist() == rows
             assert torch.equal(results[0].gradient.rows_KD, total.to(dtype))
 
@@ -122,7 +122,6 @@ def test_ranks_without_rows_and_with_all_rows(way):
         gradients = [_coo(rows, torch.ones(rows.numel(), 2), 10) for rows in sets]
         before = [g._values().clone() for g in gradients]
         results = _reduce(gradients, Reduction.SUM, way)
-        _assert_same_on_all_ranks(results)
         expected = sum(g.to_dense() for g in gradients)
         assert torch.equal(results[0].gradient.to_coo().to_dense(), expected)
         for gradient, values in zip(gradients, before, strict=True):
@@ -137,7 +136,6 @@ def test_nan_and_infinity_travel():
     gradients = [_coo(torch.tensor([1]), rows, 3), _coo(torch.tensor([1]), torch.ones(1, 2), 3)]
     for way in (RowSparseWay.GATHER, RowSparseWay.DIRECT):
         results = _reduce(gradients, Reduction.AVG, way)
-        _assert_same_on_all_ranks(results)
         assert results[0].gradient.rows_KD[0].isnan().tolist() == [True, False]
         assert results[0].gradient.rows_KD[0, 1] == float("inf")
 
@@ -212,69 +210,48 @@ def test_a_record_holds_its_part():
 def _refused(data):
     """The field that the decoder names."""
     with pytest.raises(WireFormatError) as caught:
-        PART.decode(torch.frombuffer(data, dtype=torch.uint8), rank=2)
+        PART.decode(torch.tensor(list(data), dtype=torch.uint8), rank=2)
     return caught.value.what.removeprefix("rank 2: field ").removesuffix(" is wrong")
 
 
-def _damaged(at, form, value, *, checksum=False):
-    data = bytearray(_record()[2].numpy().tobytes())
-    struct.pack_into(form, data, at, value)
-    if checksum:
-        data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
-    return data
+GOOD = _record()[2].numpy().tobytes()
 
 
 def test_damage_is_named():
-    assert _refused(_damaged(0, "<B", 0)) == "magic"
-    assert _refused(_damaged(4, "<B", 9)) == "version"
-    assert _refused(_damaged(8, "<Q", 7)) == "checksum"
-    for at, form, value, field in (
-        (5, "<B", 1, "format"),
-        (6, "<B", 1, "dtype"),
-        (7, "<B", 1, "flags"),
-        (8, "<Q", 7, "numel"),
-        (16, "<Q", 7, "nnz"),
-        (24, "<Q", 2**40, "payload_bytes"),
-        (32, "<Q", 1, "offset"),
-        (40, "<I", 9, "step"),
+    for found in damage.headers(GOOD, PART.num_rows * PART.columns):
+        assert _refused(found.message) in found.fields, found.what
+    for at, width, value, field in (
+        (5, 1, 1, "format"),
+        (48, 8, 41, "num_rows"),
+        (56, 8, 4, "columns"),
+        (64, 8, 14, "stored rows"),
+        (64, 8, 2**63, "stored rows"),
+        (64, 8, 1, "nnz"),
+        (72, 4, 2, "part"),
+        (76, 4, 4, "parts"),
+        # Below the first, another part's, twice the same, beyond the end.
+        *(
+            (SECTIONS_AT + 4 * position, 4, value, "row indices")
+            for position, value in ((0, -2), (0, 3), (1, 1), (1, 43))
+        ),
     ):
-        assert _refused(_damaged(at, form, value, checksum=True)) == field
-    for at, form, value, field in (
-        (48, "<Q", 41, "num_rows"),
-        (56, "<Q", 4, "columns"),
-        (64, "<Q", 14, "stored rows"),
-        (64, "<Q", 2**63, "stored rows"),
-        (64, "<Q", 1, "nnz"),
-        (72, "<I", 2, "part"),
-        (76, "<I", 4, "parts"),
-    ):
-        assert _refused(_damaged(at, form, value)) == field
-    whole = _damaged(0, "<B", ord("M"))
-    assert _refused(whole[:20]) == "size"
-    assert _refused(whole[:60]) == "size"
-    assert _refused(whole[:-16]) == "size"
-    assert _refused(whole + bytes(16)) == "size"
-    # Below the first, another part's, twice the same, beyond the end.
-    for position, value in ((0, -2), (0, 3), (1, 1), (1, 43)):
-        assert _refused(_damaged(SECTIONS_AT + 4 * position, "<i", value)) == "row indices"
+        assert _refused(damage.put(GOOD, at, value, width)) == field
+    assert _refused(GOOD[:60]) == "size"
 
 
 @pytest.mark.parametrize("way", [RowSparseWay.GATHER, RowSparseWay.DIRECT])
 def test_with_the_checksum_no_flipped_bit_goes_unseen(way):
     gradients = [_gradient(rank, 50, 3, 20, torch.float32) for rank in range(3)]
-    options = {"step": STEP, "way": way, "checksum": True}
     struck = []
     for at in range(5):
         faulty = []
 
-        def reduce(transport, at=at, faulty=faulty):
-            wrapped = FaultyTransport(transport, Fault("payload", 1, at), {})
-            faulty.append(wrapped)
-            rows = RowSparse.from_coo(gradients[transport.rank])
-            return row_sparse("e", rows, Reduction.SUM, wrapped, MessageBuffers(), **options)
+        def wrapped(transport, at=at, faulty=faulty):
+            faulty.append(FaultyTransport(transport, Fault("payload", 1, at), {}))
+            return faulty[-1]
 
         try:
-            VirtualCluster(3).run(reduce)
+            _reduce(gradients, Reduction.SUM, way, wrap=wrapped, checksum=True)
             refused = False
         except WireFormatError as error:
             refused = "rank 1: field checksum" in str(error)
@@ -286,12 +263,11 @@ def test_with_the_checksum_no_flipped_bit_goes_unseen(way):
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
 def test_a_decoder_trusts_nothing(flips):
-    data = bytearray(_record()[2].numpy().tobytes())
+    data = bytearray(GOOD)
     for at, value in flips:
         data[at % len(data)] = value
-    data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
     try:
-        got = PART.decode(torch.frombuffer(data, dtype=torch.uint8), rank=0)
+        got = PART.decode(torch.tensor(list(damage.sealed(data)), dtype=torch.uint8), rank=0)
     except WireFormatError:
         return
     assert got.num_rows == 40

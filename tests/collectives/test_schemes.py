@@ -19,11 +19,16 @@ from megatron_sparse.collectives.checksummed import (
 )
 from megatron_sparse.collectives.registry import find_schemes
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import (
+    CompressionConfig,
+    SchemeConfig,
+    SparseConfig,
+    StragglerConfig,
+)
 from megatron_sparse.errors import CommunicationError, ConfigError, WireFormatError
 from megatron_sparse.planner import Planner
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import OPTIONS, SPARSE, Case, Forwarding, on_nodes, run_case, steps_of
+from tests.collectives.cases import OPTIONS, SPARSE, Case, Changing, on_nodes, run_case, steps_of
 
 
 def _bucket(op=CollectiveOp.ALL_REDUCE, name="b", numel=1000):
@@ -118,78 +123,28 @@ def test_a_rank_with_another_bucket_or_options_is_refused_before_anything_is_sen
     assert not any(size > 8 * (2 + 4) for size in cluster.link_bytes.values()), "agreements only"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in SCHEMES if n.startswith("dense_") and SCHEMES[n].takes is Input.DENSE]
-)
-def test_messages_of_dense_ranks_with_another_bucket_do_not_match(name):
-    cases = [Case(name, 3, numel=numel) for numel in (120, 120, 123)]
-    cluster = VirtualCluster(3)
-    with pytest.raises(CommunicationError, match="deadlock"):
-        cluster.run(lambda transport: steps_of(cases[transport.rank], transport))
-
-
-APART = on_nodes((1, 1, 1))
-"""Inside a node the hierarchy has dense sums, not records."""
-
-
-def _damaged(cluster, nth):
-    """Flips a bit in the header of the nth pairwise message that carries records."""
-    seen = 0
-    deliver = cluster._deliver
-
-    def tampered(send, receive, start_s, ports):
-        nonlocal seen
-        deliver(send, receive, start_s, ports)
-        data = receive.data.view(torch.uint8)
-        if data.numel() > 64:
-            seen += 1
-            if seen == nth:
-                data[20] ^= 1
-
-    cluster._deliver = tampered
-    return cluster
-
-
-@pytest.mark.parametrize("nth", [1, 2, 4])
-@pytest.mark.parametrize("name", SPARSE)
-def test_a_damaged_record_is_a_typed_error_naming_the_sender(name, nth):
-    case = Case(name, 3, density=0.1, numel=900)
-    cluster = _damaged(VirtualCluster(3, APART), nth)
-    with pytest.raises(WireFormatError, match=r"rank [012]: field checksum"):
-        cluster.run(lambda transport: steps_of(case, transport))
-
-
-class _Liar(Forwarding):
-    """A transport whose rank 1 announces sizes that are too large."""
-
-    def all_gather(self, gathered, own):
-        return self._transport.all_gather(gathered, self._changed(own))
-
-    def exchange(self, sends, receives, tag):
-        changed = [
-            (peer, self._changed(data) if data.dtype == torch.int64 else data)
-            for peer, data in sends
-        ]
-        return self._transport.exchange(changed, receives, tag)
-
-    def _changed(self, own):
-        if self.rank != 1:
-            return own
-        words = own.tolist()
-        if len(words) == 1:
-            return own.new_tensor([checksummed_size(verified_size(words[0], 1) + 2**40)])
-        meant, sizes = verified_row(words, 1)
-        lie = checksummed_row(meant, [size + 2**40 for size in sizes])
-        return own.new_tensor(lie + words[len(lie) :])
+def _lie(own, peer):
+    """A size, or a row of sizes, that is too large."""
+    if own.dtype != torch.int64:
+        return own
+    words = own.tolist()
+    if len(words) == 1:
+        return own.new_tensor([checksummed_size(verified_size(words[0], 1) + 2**40)])
+    meant, sizes = verified_row(words, 1)
+    lie = checksummed_row(meant, [size + 2**40 for size in sizes])
+    return own.new_tensor(lie + words[len(lie) :])
 
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_an_impossible_size_is_refused_before_memory_is_taken(name):
     case = Case(name, 3, density=0.1, numel=900)
+    # Inside a node the hierarchy has dense sums, not records.
     with pytest.raises(WireFormatError, match=r"rank 1 announces .* of impossible size"):
-        run_case(case, APART, _Liar)
+        run_case(case, on_nodes((1, 1, 1)), lambda t: Changing(t, _lie) if t.rank == 1 else t)
 
 
+NOT_INNER = ("dense_ring", "hierarchical", "straggler_direct", "dense_q")
+OBSERVE = StragglerConfig("observe")
 NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
 
 
@@ -197,7 +152,6 @@ NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
     ("overrides", "words"),
     [
         ({"scheme": "omnireduce", "format": "pici"}, "messages of its own format"),
-        ({"scheme": "zen", "format": "coo"}, "messages of its own format"),
         ({"block_size": 96}, r"scheme\.block_size does not fit"),
         ({"block_size": 32}, r"scheme\.block_size is out of range"),
         ({"block_size": 256.5}, r"scheme\.block_size is out of range"),
@@ -205,8 +159,32 @@ NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
         ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
         ({"ring_gather_density": -0.1}, r"scheme\.ring_gather_density"),
         *(({"capacity": factor}, r"scheme\.capacity") for factor in NO_CAPACITIES),
+        *(({"scheme": "hierarchical", "inner": name}, r"scheme\.inner") for name in NOT_INNER),
+        ({"scheme": "dense_q", "wire_dtype": "bf16"}, "dense_q sends values in few bits"),
+        ({"scheme": "direct", "nccl_engine": True, "value_bits": 4}, "no records of format rice"),
+        ({"scheme": "direct", "nccl_engine": True, "format": "rice"}, "no records of format rice"),
+        ({"scheme": "straggler"}, "needs a straggler"),
+        ({"scheme": "straggler_direct", "straggler": OBSERVE}, "needs a straggler"),
+        ({"scheme": "direct", "straggler": StragglerConfig("pinned", 0)}, "waits for every rank"),
+        ({"straggler": StragglerConfig("persistent")}, "decides from timing"),
+        ({"scheme": "straggler", "straggler": StragglerConfig("dynamic")}, "decides from timing"),
     ],
 )
-def test_a_wrong_parameter_is_one_error(overrides, words):
+def test_wrong_parameters_and_sections_that_contradict_one_another_are_one_error(overrides, words):
     with pytest.raises(ConfigError, match=words):
         check(SparseConfig.from_overrides(**overrides))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mode": "sometimes"},
+        {"mode": "pinned"},
+        {"mode": "dynamic", "rank": 1},
+        {"mode": "pinned", "rank": -1},
+        {"mode": "persistent", "min_delay_ms": -1.0},
+    ],
+)
+def test_a_wrong_straggler_section_is_one_error_that_names_the_key(values):
+    with pytest.raises(ConfigError, match=r"straggler\."):
+        StragglerConfig(**values)

@@ -15,7 +15,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.straggler import broadcast_cost, make_schedule, ring_cost, straggler_aware_cost
 from megatron_sparse.transport import Link, Topology
 from tests.collectives.cases import DTYPES, Case, make_bucket, make_message, run_case
-from tests.collectives.test_sparse_costs import Oracle
+from tests.collectives.test_costs import Oracle
 
 LINK = Link(1e-5, 1e-9)
 SCALE = 256.0
@@ -26,13 +26,8 @@ WITHIN = 0.01
 
 def _run(case, delay_s=0.0, late=None, link=LINK, scale=SCALE):
     """A run in which one rank came late."""
-
-    def arriving(transport):
-        if transport.rank == late:
-            transport.charge(delay_s)
-        return transport
-
-    return run_case(case, Topology((case.n,), link, link), arriving, message_scale=scale)
+    topology = Topology((case.n,), link, link)
+    return run_case(case, topology, delays_s={late: delay_s}, message_scale=scale)
 
 
 def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
@@ -41,9 +36,7 @@ def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
 
 
 def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
-    numel = n * (n - 1) * chunk
-    dtype, wire = dtypes
-    return Case("straggler", n, op, dtype, wire, 1.0, numel, straggler=straggler)
+    return Case("straggler", n, op, *dtypes, 1.0, n * (n - 1) * chunk, straggler=straggler)
 
 
 def _scheduled_s(case, *, worst=False):
@@ -121,18 +114,22 @@ def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
 
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("op", list(CollectiveOp))
-def test_dense_bytes_are_those_of_the_header(op, dtypes):
+def test_bytes_are_those_of_the_header(op, dtypes):
+    b, p = 4 if dtypes[1] == "fp32" else 2, 2 if dtypes == ("fp32", "bf16") else 4
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5), (8, 3)):
-        case = _dense(n, straggler, op, 64, dtypes)
-        ran = _run(case)
-        b = 4 if dtypes[1] == "fp32" else 2
-        p = 2 if dtypes == ("fp32", "bf16") else 4
-        handshake = 8 * (n + 1)
+        dense, sparse = _dense(n, straggler, op, 64, dtypes), _sparse(n, straggler, op, dtypes)
+        parts, row = _Parts(sparse, straggler), 8 * (n + 1)
+        ran, ran_sparse = _run(dense), _run(sparse, scale=1.0)
         for rank in range(n):
-            sent = _dense_bytes(case, rank, straggler, b, p)
-            assert ran.sent[rank] == sent
-            handshakes = (n - 1 if rank == straggler else 1) * handshake
-            assert ran.cluster.sent_bytes(rank) == sent + handshakes
+            late, where = rank == straggler, (n, rank)
+            assert ran.sent[rank] == _dense_bytes(dense, rank, straggler, b, p), where
+            handshakes = n - 1 if late else 1
+            assert ran.cluster.sent_bytes(rank) == ran.sent[rank] + handshakes * row, where
+            assert ran_sparse.sent[rank] == parts.sent(rank), where
+            # The early ranks' agreement is two rows to each, and all have a handshake.
+            rows = n - 1 if late else 2 * (n - 2) + 1
+            got = ran_sparse.cluster.sent_bytes(rank)
+            assert got == ran_sparse.sent[rank] + rows * row, where
 
 
 def _dense_bytes(case, rank, straggler, b, p):
@@ -161,9 +158,8 @@ def test_handshakes_do_not_grow_with_a_scaled_bucket():
 def _sparse(
     n, straggler, op=CollectiveOp.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128
 ):
-    dtype, wire = dtypes
     numel = n * (n - 1) * chunk
-    return Case("straggler_direct", n, op, dtype, wire, density, numel, straggler=straggler)
+    return Case("straggler_direct", n, op, *dtypes, density, numel, straggler=straggler)
 
 
 class _Parts:
@@ -221,21 +217,6 @@ class _Parts:
             elif self.case.op is CollectiveOp.ALL_REDUCE:
                 total += (self.n - 2) * self.early[self.early_ranks.index(rank)]
         return total
-
-
-@pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("op", list(CollectiveOp))
-def test_sparse_bytes_are_those_of_the_header(op, dtypes):
-    for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5)):
-        case = _sparse(n, straggler, op, dtypes)
-        parts = _Parts(case, straggler)
-        ran = _run(case, scale=1.0)
-        row = 8 * (n + 1)
-        for rank in range(n):
-            assert ran.sent[rank] == parts.sent(rank), (n, rank)
-            # The early ranks' agreement is two rows to each, and all have a handshake.
-            rows = n - 1 if rank == straggler else 2 * (n - 2) + 1
-            assert ran.cluster.sent_bytes(rank) == ran.sent[rank] + rows * row, (n, rank)
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))

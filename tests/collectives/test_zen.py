@@ -1,4 +1,4 @@
-"""ZEN's Balanced Parallelism: balanced if contiguous shards are not.
+"""ZEN's Balanced Parallelism, where contiguous shards are not balanced; OmniReduce's blocks.
 
 Legend: n ranks, K non-zero elements, N elements of the bucket.
 """
@@ -13,12 +13,15 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, zen
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.hierarchical_hash import entries
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_DENSE
 from tests.collectives.cases import OPTIONS, Case, make_bucket, make_message, run_gradients
+from tests.headers import read_headers
 
 HASHES = [
     dataclasses.replace(OPTIONS, partition_hash=kind, hash_rounds=rounds)
@@ -76,31 +79,15 @@ def test_push_and_pull_are_balanced_where_direct_is_not(options):
     fewest = min(int(gradient.count_nonzero()) for gradient in gradients)
     bound = 1 + 2 * math.sqrt(n * math.log(n) / fewest)
     assert bound < 1.2
-    push, pull, _ = _imbalances("zen", gradients, options)
+    push, pull, bytes_ = _imbalances("zen", gradients, options)
     assert 1 <= push <= bound
     assert 1 <= pull <= bound
-    push, pull, _ = _imbalances("direct", gradients, options)
+    # Busiest over least busy rank, sent and received; padding counts too, so a little above 1.
+    assert bytes_ < 1.1
+    push, pull, bytes_ = _imbalances("direct", gradients, options)
     assert push > 5
     assert pull > 2, "the sum has filled in, and is skewed all the same"
-
-
-def test_no_rank_carries_more_bytes_than_another():
-    """Busiest over least busy rank, sent and received; padding counts too, so a little above 1."""
-    gradients = _skewed(8, 2**17)
-    assert _imbalances("zen", gradients, OPTIONS)[2] < 1.1
-    assert _imbalances("direct", gradients, OPTIONS)[2] > 5
-
-
-def test_algorithm_1_and_the_sort_send_the_same_bytes():
-    gradients = _skewed(4, 2**13)
-    sorted_, hashed = (
-        run_gradients("zen", gradients, dataclasses.replace(OPTIONS, hash_rounds=rounds))[1]
-        for rounds in (0, 3)
-    )
-    for mine, other in zip(sorted_, hashed, strict=True):
-        for (peer, records), (peer_, records_) in zip(mine, other, strict=True):
-            assert peer == peer_
-            assert torch.equal(records, records_)
+    assert bytes_ > 5
 
 
 def test_entries_are_what_the_message_holds():
@@ -129,3 +116,58 @@ def test_unsupported_settings_are_refused_before_anything_is_sent(monkeypatch):
     monkeypatch.setattr(zen, "MAX_SEGMENT_NUMEL", 9)
     with pytest.raises(ConfigError, match="bucket 7 is too large for"):
         _start(torch.zeros(10))
+
+
+# -- OmniReduce: only non-zero blocks travel
+
+
+BLOCK = 256
+
+
+def _by_blocks(gradients):
+    return run_gradients("omnireduce", gradients, SchemeConfig())
+
+
+def _formats(sent):
+    """Of all records that the ranks have sent."""
+    messages = [data.numpy().tobytes() for rank in sent for _, data in rank]
+    return {header.format for data in messages for header in read_headers(data, rank=0)}
+
+
+def test_only_non_zero_blocks_travel_there_and_back():
+    """Two ranks, shards of 8 blocks: rank 0 has two of rank 1's, which has one of them too."""
+    gradients = [torch.zeros(16 * BLOCK) for _ in range(2)]
+    gradients[0][10 * BLOCK + 7] = 1
+    gradients[0][13 * BLOCK : 14 * BLOCK] = 2
+    gradients[1][13 * BLOCK + 5] = 3
+    results, sent, messages = _by_blocks(gradients)
+    for result in results:
+        assert torch.equal(result, gradients[0] + gradients[1])
+    # Header 48, sub-header 16, block numbers padded to 16, 1024 for each block: two blocks only.
+    empty, two = 48 + 16, 48 + 16 + 16 + 2 * 1024
+    assert [(peer, data.numel()) for peer, data in sent[0]] == [(1, two), (1, empty)]
+    assert [(peer, data.numel()) for peer, data in sent[1]] == [(0, empty), (0, two)]
+    assert _formats(sent) == {FORMAT_BLOCKS}
+    for rank, message in enumerate(messages):
+        storage = message.buffer.untyped_storage().data_ptr()
+        pushed = sent[rank][0][1]
+        assert pushed.untyped_storage().data_ptr() == storage, "the message is encoded once only"
+
+
+def test_a_block_whose_sum_is_zero_does_not_come_back():
+    ones = torch.zeros(16 * BLOCK)
+    ones[10 * BLOCK : 11 * BLOCK] = 1
+    results, sent, _ = _by_blocks([ones, -ones])
+    assert not results[0].any()
+    assert not results[1].any()
+    assert sent[0][0][1].numel() == 48 + 16 + 16 + 1024
+    assert sent[1][1][1].numel() == 48 + 16
+
+
+def test_scattered_values_travel_dense_and_never_cost_more():
+    generator = torch.Generator().manual_seed(5)
+    gradients = [(torch.rand(16 * BLOCK, generator=generator) < 0.1).float() for _ in range(2)]
+    results, sent, _ = _by_blocks(gradients)
+    assert torch.equal(results[0], gradients[0] + gradients[1])
+    assert _formats(sent) == {FORMAT_DENSE}
+    assert all(data.numel() == 48 + 8 * BLOCK * 4 for rank in sent for _, data in rank)

@@ -50,10 +50,15 @@ class Rank:
         return Bucket("b", gradient_N.clone(), self.pieces, CollectiveOp.ALL_REDUCE, 1)
 
     def send(self, gradient_N: torch.Tensor, step: int, **spec: Any) -> torch.Tensor:
-        """Selects; the values that are sent, fp32, zero elsewhere. `spec`: of `MessageSpec`."""
-        bucket = self.bucket(gradient_N)
+        """Selects; the values that are sent, fp32, zero elsewhere. `spec`: of `MessageSpec`.
+
+        On the CPU selection only reads the gradient, and measures its time.
+        """
+        bucket, timer = self.bucket(gradient_N), StageTimer()
         given = MessageSpec(**{"density": self.config.density} | spec)
-        self.message = self.selector.select(bucket, given, step=step, timer=StageTimer())
+        self.message = self.selector.select(bucket, given, step=step, timer=timer)
+        assert torch.equal(bucket.grad_N.view(torch.uint8), gradient_N.view(torch.uint8))
+        assert timer.times_us()["prune"] > 0
         return selected_values(bucket, self.message, self.selector.buffers).clone()
 
     def send_whole(self, gradient_N: torch.Tensor, step: int) -> torch.Tensor:

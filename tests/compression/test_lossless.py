@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig, SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.wire_bytes import predicted_bytes
@@ -91,33 +90,6 @@ def test_its_record_grows_with_the_non_zero_elements(rows, nbytes):
     assert message.layout.segment_lossless.tolist() == [0, 1, 0, 0]
     assert message.layout.segment_keep.tolist() == [0, 0, 1, 0]
     assert message.segment_bytes[1] == nbytes
-
-
-def test_the_filter_takes_the_name_whatever_the_size():
-    chosen = ParameterFilter(
-        CompressionConfig(keep_patterns=["router"], lossless_patterns=["word_", r"^bias$"])
-    )
-    assert chosen.slice_of("word_embeddings.weight", 3, 9, (2, 3), True) == ParameterSlice(
-        "word_embeddings.weight", 3, 9, lossless=True
-    )
-    assert chosen.slice_of("bias", 0, 7, (7,), False).lossless
-    assert chosen.slice_of("mlp.router", 0, 8192, (2, 4096), False).keep
-    assert chosen.slice_of("mlp.weight", 0, 8192, (2, 4096), False).pruned
-    with pytest.raises(ConfigError, match="not by both"):
-        chosen.slice_of("router.word_embeddings", 0, 6, (2, 3), False)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"lossless_patterns": ["("]}, "compression.lossless_patterns is not a regular expression"),
-        ({"lossless_patterns": "word_embeddings"}, "compression.lossless_patterns is not a list"),
-        ({"lossless_patterns": ["a", "b"], "keep_patterns": ["c", "b"]}, "'b' in both"),
-    ],
-)
-def test_wrong_patterns_are_refused(options, text):
-    with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
-        CompressionConfig(**options)
 
 
 def test_messages_of_fixed_size_are_refused():

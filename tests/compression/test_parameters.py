@@ -1,20 +1,16 @@
-"""Which parameters stay dense; keys of draws."""
+"""Which parameters stay dense or lossless; keys of draws."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.compression.selection import draw_key
 from megatron_sparse.config.sparse import CompressionConfig
 from megatron_sparse.errors import ConfigError
 
-
-@pytest.fixture
-def keep():
-    return ParameterFilter(
-        CompressionConfig(keep_below_numel=100, keep_patterns=["router", r"^embedding\."])
-    )
+KEEP = CompressionConfig(keep_below_numel=100, keep_patterns=["router", r"^embedding\."])
 
 
 @pytest.mark.parametrize(
@@ -31,13 +27,35 @@ def keep():
         ("output.embedding.weight", (64, 64), False, False),
     ],
 )
-def test_filter(keep, name, shape, replicated, expected):
-    assert keep.slice_of(name, 0, 1, shape, replicated).keep is expected
+def test_filter(name, shape, replicated, expected):
+    assert ParameterFilter(KEEP).slice_of(name, 0, 1, shape, replicated).keep is expected
 
 
-def test_a_bad_pattern_is_a_config_error():
-    with pytest.raises(ConfigError, match="regular expression"):
-        ParameterFilter(CompressionConfig(keep_patterns=["("]))
+def test_the_filter_takes_the_name_whatever_the_size():
+    chosen = ParameterFilter(
+        CompressionConfig(keep_patterns=["router"], lossless_patterns=["word_", r"^bias$"])
+    )
+    assert chosen.slice_of("word_embeddings.weight", 3, 9, (2, 3), True) == ParameterSlice(
+        "word_embeddings.weight", 3, 9, lossless=True
+    )
+    assert chosen.slice_of("bias", 0, 7, (7,), False).lossless
+    assert chosen.slice_of("mlp.router", 0, 8192, (2, 4096), False).keep
+    assert chosen.slice_of("mlp.weight", 0, 8192, (2, 4096), False).pruned
+    with pytest.raises(ConfigError, match="not by both"):
+        chosen.slice_of("router.word_embeddings", 0, 6, (2, 3), False)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lossless_patterns": ["("]}, "compression.lossless_patterns is not a regular expression"),
+        ({"lossless_patterns": "word_embeddings"}, "compression.lossless_patterns is not a list"),
+        ({"lossless_patterns": ["a", "b"], "keep_patterns": ["c", "b"]}, "'b' in both"),
+    ],
+)
+def test_wrong_patterns_are_refused(options, text):
+    with pytest.raises(ConfigError, match=text.replace(".", r"\.")):
+        CompressionConfig(**options)
 
 
 def test_keys_depend_on_everything_and_on_nothing_else():

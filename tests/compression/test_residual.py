@@ -32,24 +32,14 @@ def _held(value, **sizes):
     return store, bucket
 
 
-def test_rollback_restores_the_residual_before_the_selection():
-    store, bucket = _held(1.0)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize("undo", [ResidualStore.rollback, lambda store: None])
+def test_rollback_or_a_second_begin_undoes_the_first(undo, value):
+    """A store that holds nothing yet has zeros again."""
+    store, bucket = _held(value) if value else (_store(), _bucket())
     store.begin(bucket).fill_(2.0)
-    store.rollback()
-    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
-
-
-def test_rollback_of_the_very_first_selection_leaves_zero():
-    store, bucket = _store(), _bucket()
-    store.begin(bucket).fill_(3.0)
-    store.rollback()
-    assert not store.begin(bucket).any()
-
-
-def test_a_second_begin_undoes_the_first():
-    store, bucket = _held(1.0)
-    store.begin(bucket).fill_(2.0)
-    assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
+    undo(store)
+    assert torch.equal(store.begin(bucket), torch.full((bucket.numel,), value))
 
 
 def test_without_undo_a_second_begin_is_an_error_and_changes_nothing():
@@ -77,22 +67,20 @@ def test_assumed_outcome_accepts_every_selection():
     assert torch.equal(store.begin(bucket), torch.ones(bucket.numel))
 
 
-def test_one_buffer_without_undo_and_two_with_it():
-    bucket = _bucket(sizes=(1000,), padding=0)
-    single, double = _store(undo=False), _store(undo=True)
-    for store in (single, double):
-        for _ in range(2):
-            store.begin(bucket)
-            store.commit()
-    assert single.nbytes == 4000
-    assert double.nbytes == 8000
-    assert double.undo_nbytes == 4000
-
-
-def test_bf16_residuals_take_half_the_memory():
-    store = _store(undo=False, dtype=torch.bfloat16)
-    store.begin(_bucket(sizes=(1000,), padding=0))
-    assert store.nbytes == 2000
+@pytest.mark.parametrize(
+    ("undo", "dtype", "nbytes", "undo_nbytes"),
+    [
+        (False, torch.float32, 4000, 0),
+        (True, torch.float32, 8000, 4000),
+        (False, torch.bfloat16, 2000, 0),
+    ],
+)
+def test_one_buffer_without_undo_and_two_with_it(undo, dtype, nbytes, undo_nbytes):
+    store = _store(undo=undo, dtype=dtype)
+    for _ in range(2):
+        store.begin(_bucket(sizes=(1000,), padding=0))
+        store.commit()
+    assert (store.nbytes, store.undo_nbytes) == (nbytes, undo_nbytes)
 
 
 def test_state_moves_between_bucket_layouts_by_parameter_name():

@@ -1,9 +1,6 @@
-"""Where records of hash partitions lie in the tests, and records of a faulty sender."""
+"""Where records of hash partitions lie in the tests."""
 
 from __future__ import annotations
-
-import struct
-import zlib
 
 import torch
 
@@ -17,11 +14,3 @@ H = PermutationHash(1000, 3, 11)
 
 def place_of(h, partition, dtype=torch.float32):
     return PartitionRecord(h, partition, dtype, OFFSET, STEP)
-
-
-def forged(record, at, form, *values):
-    """The record with fields replaced and a valid checksum."""
-    data = bytearray(record.numpy().tobytes())
-    struct.pack_into(form, data, at, *values)
-    struct.pack_into("<I", data, 44, zlib.crc32(data[:44]))
-    return torch.frombuffer(data, dtype=torch.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import torch
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
+from tests.damage import sealed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPOCH = 7
@@ -59,8 +59,7 @@ def repaired(record):
     """With right checksums: of the header, and of the words behind it."""
     data = bytearray(record.numpy() if isinstance(record, torch.Tensor) else record)
     data[48:52] = struct.pack("<I", oracle.checksum(bytes(data[48:])))
-    data[44:48] = struct.pack("<I", zlib.crc32(data[:44]))
-    return torch.frombuffer(data, dtype=torch.uint8)
+    return torch.tensor(list(sealed(data)), dtype=torch.uint8)
 
 
 def written(record, at, value):
@@ -100,10 +99,10 @@ def check(old, new, coder, wanted, place=torch.clone, *shift):
     assert np.array_equal(bits(was.cpu()), bits(new))
 
 
-def refusal(record, held, epoch=EPOCH):
+def refusal(record, held, epoch=EPOCH, decode_=decode_moves_):
     """The error of a record that must be refused without a change of what is held."""
     before = bits(held.cpu()).copy()
-    with pytest.raises(WireFormatError) as caught:
-        decode_moves_(record, held, epoch=epoch, rank=3)
+    with pytest.raises(WireFormatError, match="rank 3: field") as caught:
+        decode_(record, held, epoch=epoch, rank=3)
     assert np.array_equal(bits(held.cpu()), before), "a refused record changed what is held"
     return str(caught.value)

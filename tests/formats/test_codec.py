@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.wire import FORMAT_BLOCKS
 from tests.codec import (
@@ -69,23 +69,13 @@ forms = pytest.mark.parametrize("form", FORMS)
 @forms
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_encode(dtype, form):
-    for number, numel in enumerate(SIZES):
-        offsets = [0, numel // 3, numel // 3, numel]
-        segments, spec = segments_of(offsets, [0, 0, numel % 2]), spec_of(number % 3, form)
-        for density in (0.0, 0.03, 0.6):
-            grad_N = cases.pruned_grad(numel, density, dtype, seed=numel)
-            check(Case(grad_N, segments, spec, what=f"{numel} {density}"))
-
-
-@pytest.mark.parametrize("value_dtype", range(3))
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_every_pair_of_dtypes(dtype, value_dtype):
-    for numel in cases.SIZES[:-1]:
-        segments = segments_of(cases.cut(numel, 4, seed=numel), [0, 1, 0, 0])
-        grads = [cases.pruned_grad(numel, p, dtype, seed=numel) for p in (0.0, 0.01, 0.2, 1.0)]
+    """Over the formats, values of each size and kind travel in every dtype."""
+    for number, numel in enumerate(SIZES, list(FORMS).index(form)):
+        segments = segments_of([0, numel // 3, numel // 3, numel], [0, 0, numel % 2])
+        grads = [cases.pruned_grad(numel, p, dtype, seed=numel) for p in (0.0, 0.03, 0.6, 1.0)]
         grads.append(cases.make("special", numel, dtype))  # rounded to nearest even, or to infinity
-        for number, grad_N in enumerate(grads):
-            check(Case(grad_N, segments, spec_of(value_dtype), what=f"{numel} {number}"))
+        for kind, grad_N in enumerate(grads, number):
+            check(Case(grad_N, segments, spec_of(kind % 3, form), what=f"{numel} {kind}"))
 
 
 @forms
@@ -357,7 +347,7 @@ BAD_RICE = {
     ],
 )
 def test_a_refused_call_changes_nothing(problem, is_rice):
-    bad = dict((BAD_RICE if is_rice else BAD_PRUNINGS)[problem])
+    bad = (BAD_RICE if is_rice else BAD_PRUNINGS)[problem]
     residual_N = torch.full((8,), 0.5)
     given = {
         "grad": torch.ones(8),
@@ -366,13 +356,15 @@ def test_a_refused_call_changes_nothing(problem, is_rice):
         "out": torch.zeros(1000 if is_rice else 80, dtype=torch.uint8),
         "scratch": torch.zeros(8192, dtype=torch.uint8),
     }
-    given |= {name: bad.pop(name) for name in list(bad) if name in given}
-    pruning = replace(pruning_of(residual_N, 0.0, key=0), **bad)
+    own = {name: value for name, value in bad.items() if name not in given}
+    pruning = replace(pruning_of(residual_N, 0.0, key=0), **own)
+    grad, *others = [bad.get(name, value) for name, value in given.items()]
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(
-            given["grad"], pruning, *(given[n] for n in ("segments", "spec", "out", "scratch"))
-        )
+        ops.prune_encode(grad, pruning, *others)
     assert bool((residual_N == 0.5).all())
+
+
+BOOLEAN = Segments(torch.tensor([0, 20]), torch.zeros(1, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -382,34 +374,32 @@ def test_a_refused_call_changes_nothing(problem, is_rice):
         ({"nnz": torch.tensor([-1])}, "nnz of segment 0 is impossible"),
         ({"nnz": torch.tensor([21])}, "nnz of segment 0 is impossible"),
         ({"out": torch.zeros(79, dtype=torch.uint8)}, "the output buffer is too small"),
-        ({"dense": torch.zeros(1, dtype=torch.bool)}, "segment_dense has the wrong dtype"),
-        ({"offsets": torch.tensor([0, 10])}, "segment_offsets does not cut"),
-        ({"value_dtype": -1}, "value_dtype is unknown"),
-        ({"record_format": 4}, "record_format is unknown"),
-        ({"record_format": -2}, "record_format is unknown"),
-        ({"block_size": 32}, "block_size does not fit"),
-        ({"block_size": 96}, "block_size does not fit"),
-        ({"block_size": 8192}, "block_size does not fit"),
+        ({"segments": BOOLEAN}, "segment_dense has the wrong dtype"),
+        ({"segments": segments_of([0, 10])}, "segment_offsets does not cut"),
+        ({"spec": spec_of(-1)}, "value_dtype is unknown"),
+        ({"spec": RecordSpec(0, STEP, 4)}, "record_format is unknown"),
+        ({"spec": RecordSpec(0, STEP, -2)}, "record_format is unknown"),
+        *(
+            (
+                {"spec": RecordSpec(0, STEP, FORMAT_BLOCKS, block_size=size)},
+                "block_size does not fit",
+            )
+            for size in (32, 96, 8192)
+        ),
         ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
         ({"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]}, "scratch buffer is not aligned"),
         ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
     ],
 )
 def test_encode_refuses(change, problem):
-    change = dict(change)
     grad_N = torch.zeros(20)
     grad_N[4:6] = 1
-    segments = segments_of([0, 20])
     given = {
+        "segments": segments_of([0, 20]),
         "nnz": torch.tensor([2]),
+        "spec": spec_of(0, "blocks64"),
         "out": torch.zeros(500, dtype=torch.uint8),
         "scratch": None,
-        "offsets": segments.offsets,
-        "dense": segments.dense,
     }
-    given |= {name: change.pop(name) for name in list(change) if name in given}
-    segments = replace(segments, offsets=given["offsets"], dense=given["dense"])
-    blocks = {} if "value_dtype" in change else {"record_format": FORMAT_BLOCKS, "block_size": 64}
-    spec = RecordSpec(**({"value_dtype": 0, "step": STEP} | blocks | change))
     with pytest.raises(ExtensionError, match=problem):
-        ops.encode(grad_N, segments, given["nnz"], spec, given["out"], given["scratch"])
+        ops.encode(grad_N, *(given | change).values())

@@ -180,39 +180,13 @@ def second_of(message: bytes) -> int:
     return HEADER_BYTES + read_headers(message, RANK)[0].payload_bytes
 
 
-# field: (offset in the header, bytes)
-FIELDS = {
-    "magic": (0, 4),
-    "version": (4, 1),
-    "format": (5, 1),
-    "dtype": (6, 1),
-    "flags": (7, 1),
-    "numel": (8, 8),
-    "nnz": (16, 8),
-    "payload_bytes": (24, 8),
-    "offset": (32, 8),
-    "step": (40, 4),
-    "checksum": (44, 4),
-}
-
-
-@pytest.mark.parametrize("segment", [0, 1])
-@pytest.mark.parametrize("field", FIELDS)
-def test_bits_of_each_header_field_are_checked(field, segment):
+@pytest.mark.parametrize(("segment", "numel"), [(0, 400), (1, 10)])
+def test_each_header_field_is_checked(segment, numel):
     good = two_records()
     assert refused(good, TWO, BASE) is None
-    record, (at, width) = segment * second_of(good), FIELDS[field]
-    for byte in range(width):
-        for bit in (0, 7):
-            if field == "nnz" and segment == 1 and byte == 0 and bit == 0:
-                continue  # a dense record's count is not decoded: any up to numel is taken
-            bad = bytearray(good)
-            bad[record + at + byte] ^= 1 << bit
-            message = bytes(bad) if field == "checksum" else sealed(bad, record)
-            assert refused(message, TWO, BASE) is not None
-            # A wrong but possible nnz or format is found by the size that follows from it.
-            named = {field, "payload_bytes"} if field in ("nnz", "format") else {field}
-            assert refusal(CPU[0], message, TWO, BASE)[1] in named
+    for found in damage.headers(good, numel, segment * second_of(good)):
+        assert refused(found.message, TWO, BASE) is not None, found.what
+        assert refusal(CPU[0], found.message, TWO, BASE)[1] in found.fields, found.what
 
 
 def test_truncated_or_too_long():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, product
 from unittest import mock
 
 import pytest
@@ -96,21 +96,29 @@ def added_one_by_one(
     return sum_M
 
 
+def check_sum(
+    acc_M: torch.Tensor, messages: list[torch.Tensor], expected: Expected, *, fresh: bool
+) -> None:
+    """On every instruction set and number of threads, the bits of one message after another."""
+    wanted_M = added_one_by_one(acc_M, messages, expected, fresh=fresh)
+    for isa, threads in product(cases.ISAS, (1, 3)):
+        got_M = cases.unaligned(acc_M)
+        with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa), on_threads(threads):
+            decode_sum_(got_M, messages, expected, range(len(messages)), fresh=fresh)
+        what = f"{len(messages)} messages, {isa}, {threads} threads"
+        cases.assert_same_bits(got_M, wanted_M, what)
+        room = got_M._base
+        assert room is not None
+        assert room[[0, -1]].isnan().all()
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("mix", MIXES)
 def test_bits_are_those_of_one_message_after_another(mix: str, fresh: bool) -> None:
     messages, expected = messages_of(mix, 5), expected_of(MIXES[mix][0])
     acc_M = cases.make("spread", NUMEL, torch.float32)
     for count in (1, 2, 5):
-        wanted_M = added_one_by_one(acc_M, messages[:count], expected, fresh=fresh)
-        for isa in cases.ISAS:
-            got_M = cases.unaligned(acc_M)
-            with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa):
-                decode_sum_(got_M, messages[:count], expected, range(count), fresh=fresh)
-            cases.assert_same_bits(got_M, wanted_M, f"{mix}, {count} messages, {isa}")
-            room = got_M._base
-            assert room is not None
-            assert room[[0, -1]].isnan().all()
+        check_sum(acc_M, messages[:count], expected, fresh=fresh)
 
 
 @pytest.mark.parametrize("log2_span", [12, 17, 18])
@@ -128,26 +136,7 @@ def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
         sizes = encode_segments(values_M, segments, None, spec, out, BUFFERS)
         messages.append(out[: int(sizes.sum())].clone())
     acc_M = cases.make("spread", numel, torch.float32)
-    wanted_M = added_one_by_one(acc_M, messages, expected, fresh=True)
-    for isa in cases.ISAS:
-        for threads in (1, 3):
-            got_M = cases.unaligned(acc_M)
-            with mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=isa), on_threads(threads):
-                decode_sum_(got_M, messages, expected, range(3))
-            cases.assert_same_bits(got_M, wanted_M, f"{isa}, {threads} threads")
-            room = got_M._base
-            assert room is not None
-            assert room[[0, -1]].isnan().all()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_do_not_change_bits(threads: int) -> None:
-    messages, expected = messages_of("fp32", 5), expected_of("coo")
-    wanted_M = added_one_by_one(torch.zeros(NUMEL), messages, expected, fresh=True)
-    got_M = torch.empty(NUMEL)
-    with on_threads(threads):
-        decode_sum_(got_M, messages, expected, range(5))
-    cases.assert_same_bits(got_M, wanted_M, f"{threads} threads")
+    check_sum(acc_M, messages, expected, fresh=True)
 
 
 def test_batches_have_the_bits_of_one_sum() -> None:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import hash_ops
 from megatron_sparse.cuda_ext.hash_ops import HashMemory
-from megatron_sparse.errors import ConfigError, ExtensionError, WireFormatError
+from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
-from megatron_sparse.formats.hierarchical_hash import accumulate_, hierarchical_hash, split
+from megatron_sparse.formats.hierarchical_hash import hierarchical_hash, split
 from megatron_sparse.reference import hash_partition as oracle
 from tests.codec import on_threads
 from tests.cuda_ext import cases
@@ -218,37 +218,6 @@ def test_empty_and_tiny(numel):
     assert got.indices_K.sort().values.tolist() == list(range(numel))
     none = hierarchical_hash(h, torch.arange(0), torch.ones(0))
     assert none.offsets == [0] * 5
-
-
-@pytest.mark.parametrize("kind", HASHES)
-def test_servers_sum_what_ranks_push(kind):
-    """Push of 3 ranks with different data: the sums, put back by element, are the dense sum."""
-    numel, partitions = 5003, 4
-    h = kind(numel, partitions, 9)
-    total = torch.zeros(numel)
-    sums = [torch.zeros(h.partition_numel(p)) for p in range(partitions)]
-    for rank in range(3):
-        indices = _entries(numel, 700, rank)[0]
-        values = torch.randint(-9, 9, (700,)).float()
-        total[indices] += values
-        pushed = hierarchical_hash(h, indices, values, seed=rank)
-        for p in range(partitions):
-            accumulate_(sums[p], h, p, *pushed.of(p), rank=rank)
-    for p in range(partitions):
-        elements = h.element_at(p, torch.arange(h.partition_numel(p)))
-        assert torch.equal(sums[p], total[elements])
-
-
-def test_a_push_to_the_wrong_server_names_the_rank():
-    h = PermutationHash(100, 2, 0)
-    acc = torch.zeros(50)
-    foreign = torch.arange(100)[h.partition_of(torch.arange(100)) == 1]
-    for indices in (foreign, torch.tensor([100]), torch.tensor([-1])):
-        with pytest.raises(WireFormatError, match="rank 3: field indices"):
-            accumulate_(acc, h, 0, indices, torch.ones(indices.numel()), rank=3)
-    assert not acc.any()
-    with pytest.raises(ExtensionError, match="wrong length"):
-        accumulate_(torch.zeros(49), h, 0, foreign, torch.ones(50), rank=3)
 
 
 X = torch.arange(4)

@@ -1,4 +1,4 @@
-"""Sizes, headers and places of messages; the choice of the smallest format in each segment.
+"""Sizes, headers and places of messages; the smallest format in each segment, or `scheme.format`.
 
 `tests/formats/test_codec.py` compares the messages with the oracle's.
 """
@@ -10,18 +10,24 @@ import zlib
 import pytest
 import torch
 
+from megatron_sparse.bucket import ParameterSlice
+from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.config.sparse import MESSAGE_FORMATS, CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected
-from megatron_sparse.errors import ExtensionError
+from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats.header import Header
+from megatron_sparse.formats.message import FORMAT_CODES
 from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
     FORMAT_COO,
     FORMAT_DENSE,
+    FORMAT_NAMES,
     FORMAT_PICI,
     HEADER_BYTES,
 )
 from tests.codec import CPU, FORMS, ORACLE, STEP, Case, one_nan, segments_of, spec_of
+from tests.compression.rank import Rank
 from tests.cuda_ext import cases
 from tests.headers import read_headers
 
@@ -106,3 +112,32 @@ def test_header_layout():
     assert packed[:8] == b"MSPG\x02\x01\x02\x00"
     assert packed[44:] == zlib.crc32(packed[:44]).to_bytes(4, "little")
     assert Header.unpack(packed, rank=0) == header
+
+
+PIECES = [ParameterSlice("w", 0, 59_000), ParameterSlice("b", 59_000, 60_000, keep=True)]
+
+
+@pytest.mark.parametrize(("density", "smallest"), [(0.01, "coo"), (0.2, "pici")])
+def test_each_format_carries_the_same(density, smallest):
+    grad_N, sent = torch.randn(60_000, generator=torch.Generator().manual_seed(1)), {}
+    for form in MESSAGE_FORMATS:
+        rank = Rank(CompressionConfig(density=density), PIECES)
+        sent[form] = rank.send(grad_N, 3, format=form, block_size=64)
+        records = rank.message.buffer[: rank.message.nbytes].numpy().tobytes()
+        headers = read_headers(records, rank=0)
+        nnz = sum(header.nnz for header in headers)
+        assert rank.message.nnz == nnz == int(sent[form].count_nonzero())
+        assert torch.equal(sent[form] + rank.residual, grad_N), "the rest is in the residual"
+        pruned, kept = [FORMAT_NAMES[header.format] for header in headers]
+        assert kept == "dense"
+        assert pruned == {"auto": smallest}.get(form, form)
+        assert torch.equal(sent[form], sent["auto"])
+
+
+def test_the_names_are_those_of_the_configuration():
+    assert set(FORMAT_CODES) == {
+        *MESSAGE_FORMATS,
+        *(s.own_format for s in SCHEMES.values() if s.own_format),
+    }
+    with pytest.raises(ConfigError, match=r"scheme\.format"):
+        SchemeConfig(format="csr")

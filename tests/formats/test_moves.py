@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 from tests.codec import on_threads
+from tests.damage import sealed
 from tests.formats import moves_cases
 from tests.formats.moves_cases import (
     DTYPES,
@@ -147,8 +146,6 @@ def test_a_record_that_is_not_meant_is_refused(coder):
     refused(record[:40].clone(), old.clone(), "size")
     refused(record[:-16].clone(), old.clone(), "payload_bytes")
     refused(record[:-1].clone(), old.clone(), "size")
-    with pytest.raises(WireFormatError, match="rank 5: field step"):
-        decode_moves_(record, old.clone(), epoch=0, rank=5)
 
 
 @pytest.mark.parametrize("coder", MOVES_CODERS)
@@ -156,20 +153,13 @@ def test_every_damaged_byte_is_noticed(coder):
     """One byte at a time, the checksum of the header repaired or not."""
     old, new = adam_like(700, torch.bfloat16)
     record = encode_moves(old, new, coder=coder, epoch=EPOCH)
-    held = old.clone()
     for at in range(record.numel()):
         damaged = record.clone()
         damaged[at] ^= 0x41
-        with pytest.raises(WireFormatError):
-            decode_moves_(damaged, held, epoch=EPOCH)
-        if at >= 48:
-            continue
-        head = bytearray(damaged.numpy().tobytes())
-        head[44:48] = struct.pack("<I", zlib.crc32(head[:44]))
-        if bytes(head) != record.numpy().tobytes():
-            with pytest.raises(WireFormatError):
-                decode_moves_(torch.frombuffer(head, dtype=torch.uint8), held, epoch=EPOCH)
-    assert torch.equal(held, old)
+        refusal(damaged, old)
+        checked = torch.tensor(list(sealed(damaged.numpy().tobytes())), dtype=torch.uint8)
+        if not torch.equal(checked, record):
+            refusal(checked, old)
 
 
 @pytest.mark.parametrize(

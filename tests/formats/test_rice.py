@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext.record_spec import Expected
 from megatron_sparse.reference import rice_values
 from megatron_sparse.reference.rice import SegmentPlace, encode
 from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
@@ -35,12 +34,11 @@ from tests.codec import (
     CPU,
     ORACLE,
     QUANTISED,
-    RANK,
     RICE,
     RICE_NAMES,
-    STEP,
     Case,
     codecs,
+    decoded,
     pruning_of,
     rice_dtypes,
     rice_spec,
@@ -55,19 +53,12 @@ TOO_LARGE = 2.0**120
 quantised = pytest.mark.parametrize("value_dtype", QUANTISED, ids=RICE_NAMES.get)
 
 
-def select(codec, grad, residual, threshold, spec, *, offsets=None, dense=None):
-    """One threshold for everything; one pruned segment by default."""
-    offsets = [0, grad.numel()] if offsets is None else offsets
-    segments = segments_of(offsets, () if dense is None else dense.tolist())
-    return codec.encode(Case(grad, segments, spec, pruning_of(residual, threshold)))
-
-
-def decoded(codec, message, numel, value_dtype, *, offsets=None):
-    """What a message adds to zeros."""
-    offsets = torch.tensor([0, numel]) if offsets is None else offsets
-    acc = torch.full((numel,), torch.nan)
-    codec.decode_(acc, message, Expected(offsets, value_dtype, STEP, RANK), fresh=True)
-    return acc
+def select(codec, grad, residual, threshold, spec, *, offsets=None, dense=()):
+    """A message by one threshold, of one segment by default, and what it decodes to."""
+    segments = segments_of([0, grad.numel()] if offsets is None else offsets, dense)
+    case = Case(grad, segments, spec, pruning_of(residual, threshold))
+    made = codec.encode(case)
+    return made, decoded(codec, made.bytes, case)
 
 
 def gradient(numel, seed=0):
@@ -82,10 +73,6 @@ def threshold_for(x, density):
     return float(x.abs().quantile(1 - density))
 
 
-def sent_mask(x, threshold):
-    return (x.abs() > threshold) & (x != 0)
-
-
 @codecs
 @rice_dtypes
 def test_a_message_and_its_residual_are_the_gradient(codec, value_dtype):
@@ -94,9 +81,8 @@ def test_a_message_and_its_residual_are_the_gradient(codec, value_dtype):
         x = grad + residual
         for density in (0, 0.001, 0.05, 0.3, 1):
             threshold = threshold_for(x, density)
-            made = select(codec, grad, residual, threshold, rice_spec(value_dtype))
-            sent = decoded(codec, made.bytes, numel, value_dtype)
-            assert bool((sent[~sent_mask(x, threshold)] == 0).all())
+            made, sent = select(codec, grad, residual, threshold, rice_spec(value_dtype))
+            assert bool((sent[(x.abs() <= threshold) | (x == 0)] == 0).all())
             if value_dtype != 2:  # fp16 holds few of these exponents; it saturates and underflows
                 assert torch.equal(sent + made.residual_N, x), f"{numel} {density}"
             else:
@@ -110,8 +96,7 @@ def test_every_element_without_indices(codec, value_dtype):
         grad, residual = gradient(numel, 1), gradient(numel, 2)
         grad[::5], residual[::5] = 0, 0
         spec = rice_spec(value_dtype, without_indices=True)
-        made = select(codec, grad, residual, -1, spec)
-        sent = decoded(codec, made.bytes, numel, value_dtype)
+        made, sent = select(codec, grad, residual, -1, spec)
         assert torch.equal(sent + made.residual_N, grad + residual)
         (header,) = read_headers(made.bytes, 0)
         assert header.payload_bytes == rice_whole_payload_bytes(numel, value_dtype, 12)
@@ -122,19 +107,16 @@ def test_every_element_without_indices(codec, value_dtype):
 @rice_dtypes
 def test_kept_segments(codec, value_dtype):
     """They are dense; in bf16 beside records of few bits."""
-    numel, offsets = 9000, torch.tensor([0, 4000, 4500, 4500, 9000])
-    dense = torch.tensor([0, 1, 0, 0], dtype=torch.uint8)
+    numel, offsets, dense = 9000, [0, 4000, 4500, 4500, 9000], [0, 1, 0, 0]
     grad, residual = torch.randn(numel), torch.zeros(numel)
     grad[:4000] *= grad[:4000].abs() > 1.5
     grad[4500:] *= grad[4500:].abs() > 1.5
-    made = select(
-        codec, grad, residual, 0, rice_spec(value_dtype, 13), offsets=offsets, dense=dense
-    )
+    spec = rice_spec(value_dtype, 13)
+    made, sent = select(codec, grad, residual, 0, spec, offsets=offsets, dense=dense)
     headers = read_headers(made.bytes, 0)
     kept_dtype = 1 if value_dtype in RICE_BITS else value_dtype
     assert (headers[1].format, headers[1].dtype) == (FORMAT_DENSE, kept_dtype)
     assert {h.format for h in (headers[0], headers[3])} == {FORMAT_RICE}
-    sent = decoded(codec, made.bytes, numel, value_dtype, offsets=offsets)
     assert torch.equal(sent + made.residual_N, grad)
 
 
@@ -144,9 +126,7 @@ def test_kept_values_of_a_quantised_message_are_rounded_one_by_one(codec):
     values = torch.tensor(
         [1 + 2.0**-8, 1 + 3 * 2.0**-8, 3.4e38, -3.4e38, math.inf, math.nan, 1e-45]
     )
-    dense = torch.ones(1, dtype=torch.uint8)
-    made = select(codec, values, torch.zeros(7), -1, rice_spec(4), dense=dense)
-    sent = decoded(codec, made.bytes, 7, 4)
+    made, sent = select(codec, values, torch.zeros(7), -1, rice_spec(4), dense=[1])
     largest = float(torch.finfo(torch.bfloat16).max)
     wanted = torch.tensor([1, 1 + 2.0**-6, largest, -largest, math.inf, math.nan, 0])
     cases.assert_same_bits(sent, wanted, "sent")
@@ -159,7 +139,7 @@ def test_a_raw_record_that_is_not_smaller_is_dense(codec, value_dtype):
     grad = torch.randn(5000)
     for density, wanted in ((1, FORMAT_DENSE), (0.5, FORMAT_RICE)):
         threshold = threshold_for(grad, density)
-        made = select(codec, grad, torch.zeros(5000), threshold, rice_spec(value_dtype))
+        made, _ = select(codec, grad, torch.zeros(5000), threshold, rice_spec(value_dtype))
         assert read_headers(made.bytes, 0)[0].format == wanted
 
 
@@ -180,8 +160,7 @@ def test_conservation_of_any_floats(codec, values, value_dtype, whole):
     whole = whole and value_dtype in (3, 4)
     grad = torch.tensor(values, dtype=torch.float32)
     spec = rice_spec(value_dtype, without_indices=whole)
-    made = select(codec, grad, torch.zeros_like(grad), -1, spec)
-    sent = decoded(codec, made.bytes, grad.numel(), value_dtype)
+    made, sent = select(codec, grad, torch.zeros_like(grad), -1, spec)
     entries = torch.arange(grad.numel()) if whole else grad.nonzero().squeeze(1)
     for begin in range(0, entries.numel(), 128):
         group = entries[begin : begin + 128]
@@ -202,8 +181,7 @@ def test_conservation_of_any_floats(codec, values, value_dtype, whole):
 def test_what_is_too_large_reaches_its_group_and_no_other(codec, value_dtype, bad):
     grad = torch.randn(400)
     grad[200] = bad
-    made = select(codec, grad, torch.zeros(400), -1, rice_spec(value_dtype))
-    sent = decoded(codec, made.bytes, 400, value_dtype)
+    made, sent = select(codec, grad, torch.zeros(400), -1, rice_spec(value_dtype))
     assert bool(sent[128:256].isnan().all())
     assert bool((made.residual_N[128:256] == 0).all())
     rest = torch.cat([torch.arange(128), torch.arange(256, 400)])
@@ -215,8 +193,7 @@ def test_what_is_too_large_reaches_its_group_and_no_other(codec, value_dtype, ba
 def test_just_below_what_is_too_large(codec, value_dtype):
     grad = torch.tensor([math.nextafter(TOO_LARGE, 0), 1.0]).float()
     grad = torch.where(grad >= TOO_LARGE, torch.tensor(TOO_LARGE * (1 - 2.0**-24)), grad)
-    made = select(codec, grad, torch.zeros(2), -1, rice_spec(value_dtype))
-    sent = decoded(codec, made.bytes, 2, value_dtype)
+    made, sent = select(codec, grad, torch.zeros(2), -1, rice_spec(value_dtype))
     assert torch.equal(sent + made.residual_N, grad)
     assert bool(sent.isfinite().all())
 
@@ -321,7 +298,7 @@ def test_the_documented_bits_are_those_of_records(line):
     assert entropy == pytest.approx(-math.log2(p) - (1 - p) / p * math.log2(1 - p), abs=0.006)
     for code, stated in zip([0, 1, *QUANTISED], by_values, strict=True):
         spec = rice_spec(code, rice_span(density))
-        made = select(CPU[0], grad_N.float(), torch.zeros(COUNT), 0.0, spec)
+        made, _ = select(CPU[0], grad_N.float(), torch.zeros(COUNT), 0.0, spec)
         assert stated == pytest.approx(8 * len(made.bytes) / entries, abs=0.006), code
         if code == 0:
             # Less the header; values and words are padded together.
@@ -357,7 +334,7 @@ def test_bits_of_a_message_are_the_oracle_s_table(codec):
     grad = torch.zeros(3 * 4096)
     grad[4096:8192:512] = torch.arange(1, 9) / 8
     grad[8191] = 2.0
-    made = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(4))
+    made, _ = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(4))
     words = np.frombuffer(made.bytes[HEADER_BYTES:], "<u4")
     gaps = np.array([0, *[511] * 7, 510])
     r = rice_parameter(4096, 9)
@@ -419,8 +396,7 @@ def test_the_span_follows_the_density():
 def test_any_span_holds_the_same_entries(codec, log2_span):
     grad = gradient(300_000)
     grad[::2] = 0
-    made = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(0, log2_span))
-    sent = decoded(codec, made.bytes, grad.numel(), 0)
+    made, sent = select(codec, grad, torch.zeros_like(grad), 0, rice_spec(0, log2_span))
     cases.assert_same_bits(sent, grad + 0.0, "sent")
     # Another decoder's messages have other spans; a receiver takes them all.
     assert made.bytes[HEADER_BYTES + 1] == log2_span
@@ -429,7 +405,6 @@ def test_any_span_holds_the_same_entries(codec, log2_span):
 def test_the_oracle_s_segments_are_those_of_one_bucket():
     """A record depends on nothing outside its segment but for its offset."""
     grad = gradient(5000)
-    offsets = torch.tensor([0, 2000, 5000])
-    both = select(ORACLE, grad, torch.zeros(5000), 0, rice_spec(5), offsets=offsets)
-    second = select(ORACLE, grad[2000:], torch.zeros(3000), 0, rice_spec(5))
+    both, _ = select(ORACLE, grad, torch.zeros(5000), 0, rice_spec(5), offsets=[0, 2000, 5000])
+    second, _ = select(ORACLE, grad[2000:], torch.zeros(3000), 0, rice_spec(5))
     assert both.records[1][HEADER_BYTES:] == second.bytes[HEADER_BYTES:]

@@ -1,4 +1,4 @@
-"""Row-sparse gradients: sums in order, exact unions and matches, and the dense sum of all ranks."""
+"""Row-sparse gradients: sums in order, exact unions and matches, errors."""
 
 from __future__ import annotations
 
@@ -114,29 +114,6 @@ def test_the_union_names_the_rank_whose_indices_are_wrong():
         with pytest.raises(WireFormatError, match="rank 1: field row indices") as error:
             row_sparse.union([good, torch.tensor(bad), good], 5)
         assert got in str(error.value)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_the_compacted_all_reduce_is_the_dense_sum(world_size):
-    """Embedding gradients of different batches; small integers, so sums are compared exactly."""
-    num_rows, width = 50, 6
-    dense, pairs = torch.zeros(num_rows, width), []
-    for rank in range(world_size):
-        generator = torch.Generator().manual_seed(rank)
-        embedding = torch.nn.Embedding(num_rows, width, sparse=True)
-        tokens = torch.randint(num_rows, (12,), generator=generator)
-        upstream = torch.randint(-8, 9, (12, width), generator=generator).float()
-        (embedding(tokens) * upstream).sum().backward()
-        gradient = embedding.weight.grad
-        assert gradient is not None
-        pairs.append(RowSparse.from_coo(gradient))
-        dense += gradient.to_dense()
-    union = row_sparse.union([pair.indices_K for pair in pairs], num_rows)
-    assert union.numel() < num_rows
-    reduced = torch.stack([pair.expand(union) for pair in pairs]).sum(0)
-    result = RowSparse(union, reduced, num_rows).to_coo()
-    assert result.is_coalesced()
-    assert torch.equal(result.to_dense(), dense)
 
 
 def test_coo_there_and_back():

@@ -1,4 +1,4 @@
-"""The torch-operation codec writes and reads the same bytes as the compiled one."""
+"""The torch-operation codec writes and reads the oracle's bytes, as the compiled one does."""
 
 from __future__ import annotations
 
@@ -7,102 +7,82 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import torch_codec
-from megatron_sparse.wire import HEADER_BYTES
+from megatron_sparse.wire import FORMAT_PICI
+from tests import damage
+from tests.codec import POISON, RANK, Case, Made, check, segments_of, spec_of
 from tests.cuda_ext import cases
 
 
-def _case(sizes, density, dtype, seed):
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
-    numel = int(offsets[-1])
-    grad = torch.randn(numel, generator=generator)
-    grad *= torch.rand(numel, generator=generator) < density
-    if numel > 4:
-        grad[1], grad[2] = float("nan"), -0.0
-    grad = grad.to(dtype)
-    keep = torch.randint(0, 2, (len(sizes),), generator=generator).to(torch.uint8)
-    return grad, offsets, keep, cases.count_nonzero(grad, offsets)
+class TorchCodec:
+    """See `Codec`."""
+
+    name = "torch"
+
+    def encode(self, case: Case) -> Made:
+        """See `Codec`."""
+        out = torch.full((case.room,), POISON, dtype=torch.uint8)
+        nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
+        sizes = torch_codec.encode(case.grad_N, case.segments, nnz_S, case.spec, out).tolist()
+        records = out[: sum(sizes)].split(sizes)
+        return Made([record.numpy().tobytes() for record in records], nnz_S.tolist())
+
+    def decode_(self, acc, message, expected, base=0, *, fresh=False) -> None:
+        """See `Codec`."""
+        data = torch.tensor(list(message), dtype=torch.uint8)
+        torch_codec.decode_add_(acc, data, expected, base, fresh=fresh)
 
 
-def _encode(codec, grad, offsets, keep, nnz, code, step=9):
-    out = torch.full((ops.message_capacity(offsets, code),), 0xAB, dtype=torch.uint8)
-    sizes = codec(grad, Segments(offsets, keep), nnz, RecordSpec(code, step), out)
-    return out[: int(sizes.sum())], sizes
+TORCH = TorchCodec()
 
 
 @settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    st.integers(0, 63),
     st.sampled_from([0.0, 0.02, 0.3, 1.0]),
     st.sampled_from(range(3)),
     st.integers(0, 1000),
 )
-def test_same_bytes_and_same_sum_as_the_compiled_codec(sizes, density, code, seed):
-    grad, offsets, keep, nnz = _case(sizes, density, cases.DTYPES[code], seed)
-    expected, expected_sizes = _encode(ops.encode, grad, offsets, keep, nnz, code)
-    got, got_sizes = _encode(torch_codec.encode, grad, offsets, keep, nnz, code)
-    assert torch.equal(got_sizes, expected_sizes)
-    assert torch.equal(got, expected)
-    start = torch.arange(grad.numel(), dtype=torch.float32)
-    for base in (0, -3):
-        sums = []
-        for decode in (ops.decode_add_, torch_codec.decode_add_):
-            acc = torch.cat([torch.zeros(-base), start])
-            decode(acc[-base:], got, Expected(offsets, code, 9, rank=0), 0)
-            sums.append(acc)
-        torch.testing.assert_close(sums[0], sums[1], rtol=0, atol=0, equal_nan=True)
+def test_same_bytes_and_same_sum_as_the_oracle(sizes, keep, density, code, seed):
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    grad_N = cases.pruned_grad(int(offsets[-1]), density, cases.DTYPES[code], seed)
+    segments = segments_of(offsets, [keep >> segment & 1 for segment in range(len(sizes))])
+    check(Case(grad_N, segments, spec_of(code)), TORCH)
 
 
 @pytest.mark.parametrize("code", [1, 2])
 @pytest.mark.parametrize("density", [0.05, 1.0])
-def test_narrowed_values_have_the_compiled_codecs_bits_also_where_they_are_nan(code, density):
-    grad, offsets, keep, nnz = _case([300, 41], density, torch.float32, 5)
+def test_narrowed_values_have_the_oracles_bits_also_where_they_are_nan(code, density):
+    grad_N = cases.pruned_grad(341, density, torch.float32, 5)
     specials = torch.tensor([0x7FC00000, -0x400000, 0x7FA5A5A5], dtype=torch.int32)
-    nonzero = grad.nonzero().flatten()
-    grad[nonzero] = specials.view(torch.float32)[torch.arange(nonzero.numel()) % 3]
-    grad[nonzero[-1]] = 1.00390625  # halfway between two values of bf16
-    expected, _ = _encode(ops.encode, grad, offsets, keep, nnz, code)
-    assert torch.equal(_encode(torch_codec.encode, grad, offsets, keep, nnz, code)[0], expected)
+    nonzero = grad_N.nonzero().flatten()
+    grad_N[nonzero] = specials.view(torch.float32)[torch.arange(nonzero.numel()) % 3]
+    grad_N[nonzero[-1]] = 1.00390625  # halfway between two values of bf16
+    check(Case(grad_N, segments_of([0, 300, 341]), spec_of(code)), TORCH)
 
 
-def _message():
-    grad, offsets, keep, nnz = _case([200, 50], 0.05, torch.float32, 3)
-    keep[:] = 0
-    return _encode(torch_codec.encode, grad, offsets, keep, nnz, 0)[0], offsets
-
-
-@pytest.mark.parametrize("byte", range(HEADER_BYTES))
-def test_a_flipped_header_byte_is_refused_and_nothing_is_added(byte):
-    message, offsets = _message()
-    message[byte] ^= 0x5A
-    acc = torch.zeros(250)
-    with pytest.raises(WireFormatError, match="rank 4"):
-        torch_codec.decode_add_(acc, message, Expected(offsets, 0, 9, rank=4), 0)
+def test_damage_is_refused_and_nothing_is_added():
+    case, good = damage.plain("coo")
+    acc = torch.zeros(case.numel)
+    for found in (*damage.headers(good, case.numel), *damage.sections("coo", good)):
+        with pytest.raises(WireFormatError, match=f"rank {RANK}: field") as caught:
+            TORCH.decode_(acc, found.message, case.expected())
+        assert any(f"field {field} is" in caught.value.what for field in found.fields), found.what
     assert not acc.any()
 
 
-@pytest.mark.parametrize("index", [-1, 200, 2**31 - 1])
-def test_an_index_out_of_range_is_refused(index):
-    message, offsets = _message()
-    message[HEADER_BYTES : HEADER_BYTES + 4].view(torch.int32)[0] = index
-    with pytest.raises(WireFormatError, match="indices"):
-        torch_codec.decode_add_(torch.zeros(250), message, Expected(offsets, 0, 9, rank=0), 0)
-
-
-def test_truncated_and_extended_messages_are_refused():
-    message, offsets = _message()
-    for damaged in (message[:-16], torch.cat([message, message[:16]]), message[:20]):
-        with pytest.raises(WireFormatError):
-            torch_codec.decode_add_(torch.zeros(250), damaged, Expected(offsets, 0, 9, rank=0), 0)
-
-
-def test_a_buffer_that_is_too_small_is_refused():
-    grad, offsets, keep, nnz = _case([200], 0.05, torch.float32, 3)
-    with pytest.raises(ExtensionError, match="too small"):
-        torch_codec.encode(
-            grad, Segments(offsets, keep), nnz, RecordSpec(0, 9), torch.empty(64, dtype=torch.uint8)
-        )
+@pytest.mark.parametrize(
+    ("spec", "room", "words"),
+    [
+        (spec_of(0), 64, "too small"),
+        (RecordSpec(0, 0, record_format=FORMAT_PICI), 2000, "torch operations do not write"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(spec, room, words):
+    grad_N = cases.pruned_grad(200, 0.05, torch.float32)
+    out = torch.empty(room, dtype=torch.uint8)
+    with pytest.raises(ExtensionError, match=words):
+        torch_codec.encode(grad_N, segments_of([0, 200]), torch.tensor([10]), spec, out)

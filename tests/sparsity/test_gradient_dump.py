@@ -47,13 +47,10 @@ def test_an_embeddings_rows_come_back_flat(tmp_path):
     rows = torch.sparse_coo_tensor(
         torch.tensor([[4, 1, 4]]), torch.tensor([[1.0, 2], [3, 4], [5, 6]]), (60, 2)
     )
-    write(tmp_path, [rows])
-    (found,) = GradientDump.open(tmp_path).read(1, "b")
-    assert torch.equal(found.to_dense(), rows.to_dense().flatten())
-    elements = rows.to_dense().to_sparse()
-    write(tmp_path, [elements])
-    (found,) = GradientDump.open(tmp_path).read(1, "b")
-    assert torch.equal(found.to_dense(), rows.to_dense().flatten())
+    for form in (rows, rows.to_dense().to_sparse()):
+        write(tmp_path, [form])
+        (found,) = GradientDump.open(tmp_path).read(1, "b")
+        assert torch.equal(found.to_dense(), rows.to_dense().flatten())
 
 
 def test_content_of_a_recording(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import SCHEMES, Exchange
+from megatron_sparse.collectives import Exchange
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.compression.selection import MessageSpec, Selector
 from megatron_sparse.config.sparse import CompressionConfig
@@ -20,16 +20,12 @@ from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.sampling import WINDOW_NUMEL, WINDOWS, SamplePlan, sample_profile
 from megatron_sparse.transport import VirtualCluster
-from tests.collectives.cases import OPTIONS, Forwarding
+from tests.collectives.cases import OPTIONS, Changing, summed
 from tests.sparsity.test_characteristics import random_gradients
 
 STEP = 7
 LARGE = 2**21
 """Elements of a bucket of which the windows are a quarter."""
-
-
-def residuals():
-    return ResidualStore(torch.float32)
 
 
 def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):
@@ -39,20 +35,17 @@ def make_bucket(grad_N, n, form=CollectiveOp.ALL_REDUCE, keep=None):
     return Bucket("b", grad_N, pieces[: 1 if keep is None else 2], form, n)
 
 
-def make_message(bucket, *, form="auto", wire="fp32", sharded=False, step=STEP, buffers=None):
-    layout = bucket.layout(sharded)
-    return encode(bucket, layout, record_spec(wire, step, form), buffers or MessageBuffers())
-
-
-def sample(gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, **message):
+def sample(
+    gradients, *, seeds=None, steps=None, wrap=lambda transport: transport, form="auto", wire="fp32"
+):
     """Every rank's result."""
     n = len(gradients)
 
     def start(transport):
         rank = transport.rank
         bucket = make_bucket(gradients[rank].clone(), n)
-        step = steps[rank] if steps else STEP
-        encoded = make_message(bucket, step=step, **message)
+        spec = record_spec(wire, steps[rank] if steps else STEP, form)
+        encoded = encode(bucket, bucket.layout(False), spec, MessageBuffers())
         seed, own = seeds[rank] if seeds else 1, wrap(transport)
         return sample_profile(bucket, encoded, own, MessageBuffers(), StageTimer(), seed=seed)
 
@@ -138,7 +131,6 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
     """The sampler uses the gradient's memory; the collective must not see that."""
     n, numel = 4, 4096
     gradients = [g.to(dtype) for g in random_gradients(n, numel, 1.0)]
-    scheme = SCHEMES["direct"]
 
     def run(samples):
         def start(transport):
@@ -146,7 +138,7 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
             buffers, timer = MessageBuffers(), StageTimer()
             spec = MessageSpec(0.05, sharded=True, capacity=capacity)
             config = CompressionConfig(density=0.05)
-            selector = Selector(config, residuals(), transport.rank, buffers)
+            selector = Selector(config, ResidualStore(torch.float32), transport.rank, buffers)
             message = selector.select(bucket, spec, step=STEP, timer=timer)
             profile = None
             if samples:
@@ -155,8 +147,8 @@ def test_between_selection_and_exchange_the_sum_stays_exact(capacity, form, dtyp
                 )
                 assert profile.density >= (0.05 * 4000 * 0.5 + 96) / numel
                 assert timer.times_us()["profile"] > 0
-            yield from scheme.run(Exchange(bucket, transport, buffers, timer, OPTIONS), message)
-            return bucket.grad_N[bucket.shard(transport.rank)], profile
+            exchange = Exchange(bucket, transport, buffers, timer, OPTIONS)
+            return (yield from summed("direct", exchange, message))[0], profile
 
         return VirtualCluster(n).run(start)
 
@@ -173,20 +165,20 @@ def test_ranks_that_disagree_get_an_error():
         sample(gradients, steps=[STEP, STEP + 1, STEP])
 
 
-class Damaging(Forwarding):
-    """A transport that flips one bit of rank 1's numbers."""
+def test_a_damaged_part_is_found():
+    """One bit of rank 1's numbers is flipped; the agreement is shorter than a part."""
 
-    def all_gather(self, gathered, own_M):
-        """The agreement is shorter than a part."""
-        if self.rank == 1 and own_M.numel() > 100:
+    def damaged(own_M, peer):
+        if peer is None and own_M.numel() > 100:
             own_M = own_M.clone()
             own_M[17] ^= 1
-        return self._transport.all_gather(gathered, own_M)
+        return own_M
 
-
-def test_a_damaged_part_is_found():
     with pytest.raises(WireFormatError, match="rank 1: its part of a sparsity profile"):
-        sample(random_gradients(2, 5000, 0.1), wrap=Damaging)
+        sample(
+            random_gradients(2, 5000, 0.1),
+            wrap=lambda t: Changing(t, damaged) if t.rank == 1 else t,
+        )
 
 
 def test_windows_are_spread_over_the_bucket_and_drawn_anew_in_each_step():
@@ -220,7 +212,7 @@ def test_what_a_sample_costs(spec, most):
     """
     gradient = torch.randn(2**22)
     bucket, buffers, timer = make_bucket(gradient.clone(), 1), MessageBuffers(), StageTimer()
-    selector = Selector(CompressionConfig(), residuals(), 0, buffers)
+    selector = Selector(CompressionConfig(), ResidualStore(torch.float32), 0, buffers)
     (transport,) = VirtualCluster(1).transports
     took_s = {"select": [], "sample": []}
     for step in range(6):

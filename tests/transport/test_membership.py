@@ -22,44 +22,35 @@ def _nodes(*ranks):
     return agreed_nodes([NodeAnswer.of(*rank).row() for rank in ranks])
 
 
-def test_host_names_decide_where_no_launcher_does():
-    assert _nodes(({}, "a"), ({}, "b"), ({}, "a")) == (0, 1, 0)
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    [
+        ([({}, "a"), ({}, "b"), ({}, "a")], (0, 1, 0)),
+        # As in containers that all have one name, or two launchers on one machine.
+        *(
+            ([*[(launcher | {variable: "0"}, "x")] * 2, *[(launcher, "x")] * 2], (0, 0, 2, 2))
+            for variable, launcher in (("GROUP_RANK", TORCHRUN), ("SLURM_NODEID", SRUN))
+        ),
+        ([({NODE_VARIABLE: str(node)} | TORCHRUN, "x") for node in (0, 0, 0, 5)], (0, 0, 0, 3)),
+    ],
+)
+def test_a_given_number_comes_before_a_launchers_node_and_that_before_host_names(ranks, nodes):
+    assert _nodes(*ranks) == nodes
 
 
 @pytest.mark.parametrize(
-    ("variable", "launcher"), [("GROUP_RANK", TORCHRUN), ("SLURM_NODEID", SRUN)]
+    ("ranks", "words"),
+    [
+        ([(TORCHRUN, "a"), ({}, "a")], r"different sources[\s\S]*rank 1: the host's name"),
+        ([(SRUN, "a"), (SRUN, "b")], "ranks of different hosts on one node"),
+        # Two launchers on one machine with the same node rank.
+        ([(TORCHRUN, "a")] * 3, "more ranks than its launcher has started"),
+        ([({NODE_VARIABLE: "first"}, "a")], f"{NODE_VARIABLE} does not say"),
+    ],
 )
-def test_a_launchers_nodes_come_before_host_names(variable, launcher):
-    """As in containers that all have one name, or two launchers on one machine."""
-    first = launcher | {variable: "0"}
-    assert _nodes((first, "x"), (first, "x"), (launcher, "x"), (launcher, "x")) == (0, 0, 2, 2)
-
-
-def test_a_given_number_comes_before_the_launchers():
-    given = [({NODE_VARIABLE: str(node)} | TORCHRUN, "x") for node in (0, 0, 0, 5)]
-    assert _nodes(*given) == (0, 0, 0, 3)
-
-
-def test_different_sources_are_refused():
-    with pytest.raises(ConfigError, match="different sources") as caught:
-        _nodes((TORCHRUN, "a"), ({}, "a"))
-    assert "rank 1: the host's name" in str(caught.value)
-
-
-def test_one_node_on_two_hosts_is_refused():
-    with pytest.raises(ConfigError, match="ranks of different hosts on one node"):
-        _nodes((SRUN, "a"), (SRUN, "b"))
-
-
-def test_more_ranks_than_the_launcher_started_are_refused():
-    """Two launchers on one machine with the same node rank."""
-    with pytest.raises(ConfigError, match="more ranks than its launcher has started"):
-        _nodes(*[(TORCHRUN, "a")] * 3)
-
-
-def test_a_variable_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match=f"{NODE_VARIABLE} does not say"):
-        NodeAnswer.of({NODE_VARIABLE: "first"}, "a")
+def test_answers_that_contradict_one_another_are_refused(ranks, words):
+    with pytest.raises(ConfigError, match=words):
+        _nodes(*ranks)
 
 
 def test_one_machine_stands_for_the_nodes_of_the_configuration():

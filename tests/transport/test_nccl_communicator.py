@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,24 +85,36 @@ def make(fake: Any, ranks: int, come: int, timeout_s: float = 30) -> list[Any]:
         except CommunicationError as error:
             return error
         made.deadlines = deadlines[rank]
+        made.is_aborted = lambda: fake.fake_nccl_is_aborted(made.words[2].item())
         return made
 
     with ThreadPoolExecutor(come) as pool:
         return list(pool.map(join, range(come)))
 
 
+@pytest.fixture
+def communicator(fake: Any) -> Iterator[Any]:
+    """Of one rank; closed as a broken one unless the test has closed it."""
+    (made,) = make(fake, 1, 1)
+    yield made
+    made.close(broken=True)
+
+
+def post(communicator: Any) -> None:
+    """A call that NCCL takes at once."""
+    with communicator.call("sum of bucket b") as require:
+        require(nccl_library.SUCCESS)
+
+
 def test_torchs_own_nccl_has_every_function() -> None:
     if not torch.distributed.is_nccl_available():
         pytest.skip("this torch has no NCCL")
     library = loaded_nccl()
-    assert library.version() == _code(*torch.cuda.nccl.version())
+    major, minor, patch = torch.cuda.nccl.version()
+    assert library.version() == 10000 * major + 100 * minor + patch
     assert all(library.addresses)
     assert len(set(library.addresses)) == len(nccl_library.POSTING)
     assert "no error" in library.words(nccl_library.SUCCESS)
-
-
-def _code(major: int, minor: int, patch: int) -> int:
-    return 10000 * major + 100 * minor + patch
 
 
 def test_a_torch_without_it_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,8 +135,7 @@ def test_all_ranks_join_and_leave(fake: Any) -> None:
     assert [each.words[:2].tolist() for each in made] == [[rank, 3] for rank in range(3)]
     assert len({each.words[2].item() for each in made}) == 3
     for each in made:
-        with each.call("sum") as require:
-            require(nccl_library.SUCCESS)
+        post(each)
         each.check()
         each.close()
         each.close()
@@ -138,16 +150,14 @@ def test_a_rank_that_does_not_join_is_an_error_in_time(fake: Any) -> None:
     assert all("all 3 ranks within scheme.timeout_s (1 s)" in str(each) for each in raised)
 
 
-def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
+def test_a_kernel_that_does_not_end_has_a_deadline(communicator: Any) -> None:
     """The host's part is done; the device waits for the peer."""
-    (communicator,) = make(fake, 1, 1)
     Event.done = False
-    with communicator.call("sum of bucket b") as require:
-        require(nccl_library.SUCCESS)
+    post(communicator)
     time.sleep(0.3)
     communicator.check()
     communicator.deadlines[0].over = True
-    until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
+    until(communicator.is_aborted)
     with pytest.raises(CommunicationError, match="sum of bucket b failed"):
         communicator.check()
     with (
@@ -155,29 +165,26 @@ def test_a_kernel_that_does_not_end_has_a_deadline(fake: Any) -> None:
         communicator.call("another"),
     ):
         pytest.fail("it is refused before anything is posted")
-    communicator.close(broken=True)
 
 
-def test_an_abort_waits_for_a_call_that_is_being_posted(fake: Any) -> None:
+def test_an_abort_waits_for_a_call_that_is_being_posted(communicator: Any) -> None:
     """Aborting frees the communicator that C++ is using."""
-    (communicator,) = make(fake, 1, 1)
     with communicator.call("sum of bucket b") as require:
         communicator.deadlines[0].over = True
         until(lambda: communicator._error is not None)
         time.sleep(0.2)
-        assert not fake.fake_nccl_is_aborted(communicator.words[2].item())
+        assert not communicator.is_aborted()
         require(nccl_library.SUCCESS)
-    until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
-    communicator.close(broken=True)
+    until(communicator.is_aborted)
 
 
-def test_an_abort_frees_a_call_that_nccl_keeps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_frees_a_call_that_nccl_keeps(
+    communicator: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nccl_communicator, "POSTING_S", 0.1)
-    (communicator,) = make(fake, 1, 1)
     with communicator.call("sum of bucket b"):
         communicator.deadlines[0].over = True
-        until(lambda: fake.fake_nccl_is_aborted(communicator.words[2].item()))
-    communicator.close(broken=True)
+        until(communicator.is_aborted)
 
 
 def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,22 +200,17 @@ def test_the_monitor_works_on_the_ranks_device(fake: Any, monkeypatch: pytest.Mo
     assert devices["megatron_sparse_nccl"] == GPU
 
 
-def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(fake: Any) -> None:
-    (communicator,) = make(fake, 1, 1)
+def test_a_device_that_fails_is_an_error_and_the_monitor_goes_on(communicator: Any) -> None:
     Event.fails = True
-    with communicator.call("sum of bucket b") as require:
-        require(nccl_library.SUCCESS)
+    post(communicator)
     until(lambda: communicator._error is not None)
     with pytest.raises(CommunicationError, match="illegal memory access"):
         communicator.check()
-    assert fake.fake_nccl_is_aborted(communicator.words[2].item())
-    communicator.close(broken=True)
+    assert communicator.is_aborted()
 
 
-def test_a_completed_call_has_no_deadline(fake: Any) -> None:
-    (communicator,) = make(fake, 1, 1)
-    with communicator.call("sum") as require:
-        require(nccl_library.SUCCESS)
+def test_a_completed_call_has_no_deadline(fake: Any, communicator: Any) -> None:
+    post(communicator)
     until(lambda: not communicator._pending)
     communicator.deadlines[0].over = True
     fake.fake_nccl_notice(communicator.words[2].item(), 6)
@@ -217,19 +219,16 @@ def test_a_completed_call_has_no_deadline(fake: Any) -> None:
     communicator.close()
 
 
-def test_closing_a_broken_group_waits_for_nothing(fake: Any) -> None:
-    (communicator,) = make(fake, 1, 1)
+def test_closing_a_broken_group_waits_for_nothing(communicator: Any) -> None:
     Event.done = False
-    with communicator.call("sum") as require:
-        require(nccl_library.SUCCESS)
+    post(communicator)
     began_s = time.monotonic()
     communicator.close(broken=True)
     assert time.monotonic() - began_s < DEADLINE_S
-    assert fake.fake_nccl_is_aborted(communicator.words[2].item())
+    assert communicator.is_aborted()
 
 
-def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(fake: Any) -> None:
-    (communicator,) = make(fake, 1, 1)
+def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(communicator: Any) -> None:
     with pytest.raises(ValueError, match="no such plan"), communicator.call("sum"):
         raise ValueError("no such plan")
     communicator.deadlines[0].over = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,6 @@ from megatron_sparse.transport.nccl_errors import (
     as_typed,
     check_environment,
 )
-from tests.waiting import DEADLINE_S
 
 CPU = torch.device("cpu")
 ErrorType = _distributed_c10d.ErrorType
@@ -83,29 +83,28 @@ def test_the_rank_that_is_gone_is_named_where_it_is_known() -> None:
         health_check(Backend(ErrorType.TIMEOUT), gone="rank 3 has died").check("a checkpoint")
 
 
-def on_ranks(calls: list[Callable[[Any], None]]) -> list[BaseException | None]:
-    """Runs each rank's part in a thread with a client of one store; returns the errors."""
+def agree(health_of: dict[int, HealthCheck], times: int = 1) -> list[Any]:
+    """These ranks of three, in threads with clients of one store, agree; returns their errors."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    raised: list[BaseException | None] = [None] * len(calls)
+    begun = threading.Barrier(len(health_of))
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> BaseException | None:
         client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        begun.wait()  # each rank has a thread of its own
         try:
-            calls[rank](client)
+            for _ in range(times):
+                health_of[rank].agree("a checkpoint", client, rank, 3)
         except BaseException as error:
-            raised[rank] = error
+            return error
+        return None
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    return raised
+    with ThreadPoolExecutor(len(health_of)) as pool:
+        return list(pool.map(run, health_of))
 
 
-@pytest.fixture
-def first_save(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The ranks of the test are threads, which share the process's count of agreements."""
+@pytest.fixture(autouse=True)
+def first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that are ranks would share the process's count of agreements."""
 
     class Numbers(threading.local):
         def __init__(self) -> None:
@@ -114,44 +113,26 @@ def first_save(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         def __next__(self) -> int:
             return next(self.numbers)
 
-    def start() -> None:
-        monkeypatch.setattr(nccl_errors, "_agreements", Numbers())
-
-    start()
-    return start
+    monkeypatch.setattr(nccl_errors, "_agreements", Numbers())
 
 
-def agreeing(rank: int, n: int, health: HealthCheck, times: int = 1) -> Callable[[Any], None]:
-    def call(store: Any) -> None:
-        for _ in range(times):
-            health.agree("a checkpoint", store, rank, n)
-
-    return call
-
-
-@pytest.mark.usefixtures("first_save")
 def test_ranks_that_are_well_save_as_often_as_they_like() -> None:
-    calls = [agreeing(rank, 3, health_check(Backend()), times=3) for rank in range(3)]
-    assert on_ranks(calls) == [None] * 3
+    assert agree({rank: health_check(Backend()) for rank in range(3)}, times=3) == [None] * 3
 
 
-@pytest.mark.usefixtures("first_save")
 def test_no_rank_saves_if_one_ranks_group_has_failed() -> None:
     """Its invalid values may have reached the others through healthy groups."""
-    ill = health_check(Backend(ErrorType.TIMEOUT))
-    well = [health_check(Backend()) for _ in range(2)]
-    raised = on_ranks([agreeing(0, 3, well[0]), agreeing(1, 3, ill), agreeing(2, 3, well[1])])
+    errors = (ErrorType.SUCCESS, ErrorType.TIMEOUT, ErrorType.SUCCESS)
+    raised = agree({rank: health_check(Backend(error)) for rank, error in enumerate(errors)})
     assert all(isinstance(error, CommunicationError) for error in raised)
     assert "NCCL group tensor0" in str(raised[1])
     for rank in (0, 2):
         assert "on rank 1: NCCL group tensor0" in str(raised[rank])
 
 
-@pytest.mark.usefixtures("first_save")
 def test_no_rank_saves_if_one_does_not_come() -> None:
-    health = [health_check(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
-    raised = on_ranks([agreeing(0, 3, health[0]), agreeing(2, 3, health[1])])
-    for error in raised:
+    late = [health_check(Backend(), gone="rank 1 has died", timeout_s=0.5) for _ in range(2)]
+    for error in agree({0: late[0], 2: late[1]}):
         assert isinstance(error, CommunicationError)
         assert "not all ranks have reached a checkpoint: rank 1 has died" in str(error)
         assert error.got == "2 ranks"
@@ -173,19 +154,32 @@ def test_groups_are_checked_after_the_device_is_idle(monkeypatch: pytest.MonkeyP
         health.agree("a checkpoint", HashStore(), 0, 1)
 
 
-@pytest.mark.parametrize("name", ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR"])
-@pytest.mark.parametrize("value", [None, "3"])
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        *(
+            (name, value, "megatron-sparse train")
+            for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_PROPAGATE_ERROR")
+            for value in (None, "3")
+        ),
+        ("TORCH_DIST_USE_NCCL2", "1", "unset TORCH_DIST_USE_NCCL2"),
+    ],
+)
 def test_an_unsuitable_environment_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None, remedy: str
 ) -> None:
+    """With the last one, NCCL is another backend."""
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
     check_environment(os.environ)
+    health_check()
     if value is None:
         monkeypatch.delenv(name)
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"nccl_errors=typed with {name}={value}") as caught:
         health_check()
-    assert "megatron-sparse train" in str(caught.value.remedy)
+    assert remedy in str(caught.value.remedy)
+    assert name != "TORCH_DIST_USE_NCCL2" or "ProcessGroupNCCL" in str(caught.value.expected)
 
 
 def test_torchs_own_error_becomes_a_typed_one() -> None:
@@ -225,22 +219,6 @@ def test_groups_of_the_cpu_are_left_out() -> None:
         assert list(nccl_errors.nccl_groups()) == []
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_an_nccl_that_is_another_backend_is_refused(
-    monkeypatch: pytest.MonkeyPatch, value: str
-) -> None:
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
-    if value == "0":
-        health_check()
-        return
-    with pytest.raises(
-        ConfigError, match="nccl_errors=typed with TORCH_DIST_USE_NCCL2=1"
-    ) as caught:
-        health_check()
-    assert "ProcessGroupNCCL" in str(caught.value.expected)
-    assert "unset TORCH_DIST_USE_NCCL2" in str(caught.value.remedy)
 
 
 class Group:

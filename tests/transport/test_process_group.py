@@ -1,28 +1,25 @@
-"""Pairwise exchange over real gloo ranks."""
+"""Over real gloo ranks: pairwise exchange, and the pool of process groups.
+
+Members of a group may be in other groups; returned groups are reused.
+"""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
 
-import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_sparse.errors import CommunicationError
 from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.transport.groups import borrow_group, return_group
 from tests.ranks import run_ranks
-from tests.waiting import DEADLINE_S
-
-
-def _transport(timeout_s=30):
-    import torch.distributed as dist
-
-    return ProcessGroupTransport(dist.group.WORLD, timeout_s, torch.device("cpu"))
 
 
 def _exchanges(rank, world_size):
     """Uneven sizes to all peers at once, every dtype, empty tensors, tags out of order."""
-    transport = _transport()
+    transport = ProcessGroupTransport(dist.group.WORLD, 30, torch.device("cpu"))
     peers = [peer for peer in range(world_size) if peer != rank]
     results = {}
     for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64):
@@ -56,25 +53,44 @@ def test_exchange_moves_the_given_tensors():
         assert nodes == (0, 0, 0), "all ranks of this test share a host"
 
 
-def _unanswered(rank, world_size):
-    import torch.distributed as dist
-
-    store = dist.distributed_c10d._get_default_store()
-    transport = _transport(timeout_s=2)
-    if rank == 1:
-        store.wait(["gave up"], timedelta(seconds=DEADLINE_S))
-        transport.close()
-        return None
-    start_s = time.monotonic()
-    with pytest.raises(CommunicationError) as caught:
-        transport.exchange([], [(1, torch.zeros(4))], tag=0).finish()
-    spent_s = time.monotonic() - start_s
-    store.set("gave up", "")
-    transport.close(broken=True)
-    return str(caught.value), spent_s
+def _lend(rank, world_size):
+    if rank == 0:  # Like a pipeline stage that is in more groups than the others.
+        dist.new_group([0], use_local_synchronization=True)
+    first, second = (borrow_group([0, 1], "gloo", 20.0) for _ in range(2))
+    sums = []
+    for group in (first, second):
+        values = torch.ones(1)
+        dist.all_reduce(values, group=group)
+        sums.append(values.item())
+    return_group(first)
+    return sums, borrow_group([0, 1], "gloo", 20.0) is first, first is second
 
 
-def test_a_peer_that_does_not_answer_is_an_error_within_the_timeout():
-    (text, seconds), _ = run_ranks(_unanswered, 2)
-    assert "exchange with ranks [1] failed" in text
-    assert 1.5 < seconds < DEADLINE_S
+def test_members_of_different_numbers_of_groups_connect_and_a_returned_group_is_reused():
+    assert run_ranks(_lend, 2) == [([2.0, 2.0], True, False)] * 2
+
+
+def _host_makes_one_afterwards(rank, world_size):
+    if rank == 0:  # Like a pipeline stage that trains parameters while the others are frozen.
+        borrow_group([0], "gloo", 20.0)
+    values = torch.ones(1)
+    dist.all_reduce(values, group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    return values.item()
+
+
+def test_groups_of_some_ranks_leave_the_names_of_later_groups_of_the_host_alone():
+    assert run_ranks(_host_makes_one_afterwards, 2) == [2.0, 2.0]
+
+
+def test_groups_of_a_default_group_that_has_ended_are_not_lent():
+    """Even if the next default group has the same address, which is common."""
+    addresses = set()
+    for _ in range(20):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        addresses.add(id(dist.group.WORLD))
+        group = borrow_group([0, 1], "fake", 20.0)
+        assert dist.get_process_group_ranks(group) == [0, 1]
+        return_group(group)
+        del group
+        dist.destroy_process_group()
+    assert len(addresses) < 20

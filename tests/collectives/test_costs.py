@@ -1,4 +1,4 @@
-"""The costs in the sparse schemes' headers, compared with the bytes on every link."""
+"""The costs in the schemes' headers, compared with the bytes on every link."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
 from megatron_sparse.transport import Link, Topology
-from megatron_sparse.wire import (
-    FORMAT_COO,
-    FORMAT_DENSE,
-    FORMAT_PICI,
-    HEADER_BYTES,
-    VALUE_BYTES,
-    blocks_payload_bytes,
-    pad16,
-    payload_bytes,
-)
+from megatron_sparse.wire import HEADER_BYTES, VALUE_BYTES, blocks_payload_bytes, pad16
 from tests.collectives.cases import (
     DTYPES,
     SPARSE,
@@ -31,7 +23,7 @@ from tests.collectives.cases import (
     contribution,
     make_bucket,
     make_message,
-    numel_for,
+    record_bytes,
     run_case,
 )
 
@@ -67,14 +59,12 @@ class Oracle:
             segments = segments[part]
         size = 0
         for (start, stop), keep in segments:
+            values = total[start:stop]
             if blocks:
-                size += HEADER_BYTES + self._blocks(total[start:stop], dtype, keep)
-                continue
-            nnz = int(total[start:stop].count_nonzero())
-            forms = [FORMAT_DENSE] if keep or dense else [FORMAT_DENSE, FORMAT_COO, FORMAT_PICI]
-            size += HEADER_BYTES + min(
-                payload_bytes(op, stop - start, nnz, WIRE_CODES[dtype]) for op in forms
-            )
+                size += self._blocks(values, dtype, keep)
+            else:
+                nnz = int(values.count_nonzero())
+                size += record_bytes(len(values), nnz, dtype, dense=keep or dense)
         return size
 
     def sums(self, **op):
@@ -82,12 +72,11 @@ class Oracle:
         return [self.sum(range(self.n), self.final, s, **op) for s in range(self.n)]
 
     def _blocks(self, values, dtype, keep):
-        size, code = self.case.options.block_size, WIRE_CODES[dtype]
-        dense = payload_bytes(FORMAT_DENSE, values.numel(), 0, code)
+        size, dense = self.case.options.block_size, record_bytes(len(values), 0, dtype, dense=True)
         if keep:
             return dense
         held = sum(bool(block.any()) for block in values.split(size))
-        return min(dense, blocks_payload_bytes(held, size, code))
+        return min(dense, HEADER_BYTES + blocks_payload_bytes(held, size, WIRE_CODES[dtype]))
 
     def partitions(self, values):
         """For each of ZEN's partitions: elements, and the number of non-zero ones."""
@@ -130,14 +119,6 @@ def _zen(o, r, reduce):
     push = [record(*part, pairs=True) for part in o.partitions(contribution(o.case, r))]
     total = sum(contribution(o.case, rank).double() for rank in range(o.n))
     return sum(push) - push[r] + (o.n - 1) * record(*o.partitions(total)[r], pairs=False)
-
-
-def _ssar_split_ag(o, r, reduce):
-    return _split(o, r) + _doubling(o.sums(), r)
-
-
-def _dsar_split_ag(o, r, reduce):
-    return _split(o, r) + _doubling(o.sums(dense=True), r)
 
 
 def _sparse_ring(o, r, reduce):
@@ -203,8 +184,16 @@ COSTS = {
     "dense_q": (partial(_direct, dense=True), _agreement_words, _paced_rounds),
     "omnireduce": (partial(_direct, blocks=True), _agreement_words, _paced_rounds),
     "zen": (_zen, lambda n, _: 2 * (2 + n), lambda n, _: 2 * n),
-    "ssar_split_ag": (_ssar_split_ag, lambda n, _: 2 * (2 + n), lambda n, _: n + 1 + _levels(n)),
-    "dsar_split_ag": (_dsar_split_ag, lambda n, _: 2 + n, lambda n, _: n + _levels(n)),
+    "ssar_split_ag": (
+        lambda o, r, _: _split(o, r) + _doubling(o.sums(), r),
+        lambda n, _: 2 * (2 + n),
+        lambda n, _: n + 1 + _levels(n),
+    ),
+    "dsar_split_ag": (
+        lambda o, r, _: _split(o, r) + _doubling(o.sums(dense=True), r),
+        lambda n, _: 2 + n,
+        lambda n, _: n + _levels(n),
+    ),
     "sparse_ring": (
         _sparse_ring,
         _agreement_words,
@@ -233,7 +222,7 @@ def test_bytes_and_rounds_are_those_of_the_header(name, op):
     for n in RANKS:
         topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
         for (dtype, wire), density in zip(DTYPES, (0.05, 0.4, 0.02), strict=True):
-            case = Case(name, n, op, dtype, wire, density, numel_for(n, 1001, op))
+            case = Case(name, n, op, dtype, wire, density, 1001)
             ran = run_case(case, topology)
             oracle = Oracle(case)
             expected = [pairwise_bytes(oracle, rank, reduce) for rank in range(n)]
@@ -254,3 +243,113 @@ def test_in_the_paced_exchanges_no_port_is_ever_shared():
     shortest = min(Oracle(case).shards[0])
     assert (n - 1) * shortest <= cluster.modelled_s - agreement <= (n - 1) * longest
     assert torch.tensor(cluster.clock_s).min() > 0
+
+
+def _pieces(case):
+    cuts = even_cuts(case.numel, case.n)
+    return [b - a for a, b in pairwise(cuts)]
+
+
+def _ring(case, p, b):
+    pieces, total = _pieces(case), case.numel
+    sent = [(total - own) * p for own in pieces]
+    rounds = case.n - 1
+    if case.op is CollectiveOp.ALL_REDUCE:
+        sent = [s + (total - pieces[(r + 1) % case.n]) * b for r, s in enumerate(sent)]
+        rounds *= 2
+    return sent, rounds
+
+
+def _rhd(case, p, b):
+    n, total, pieces = case.n, case.numel, _pieces(case)
+    active = 2 ** int(math.log2(n))
+    surplus, levels = n - active, int(math.log2(active))
+    lead_of = [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
+    block = [sum(pieces[lead_of[j] : lead_of[j + 1]]) for j in range(active)]
+    reduce = case.op is CollectiveOp.ALL_REDUCE
+    sent = [total * p] * n  # the folded ranks'
+    for j, lead in enumerate(lead_of[:-1]):
+        sent[lead] = (total - block[j]) * p
+        if reduce:
+            for d in (2**level for level in range(levels)):
+                sent[lead] += sum(block[j // d * d : (j // d + 1) * d]) * b
+        if j < surplus:
+            sent[lead] += total * b if reduce else pieces[lead + 1] * p
+    return sent, levels * (2 if reduce else 1) + (2 if surplus else 0)
+
+
+def _allpairs(case, p, b):
+    pieces, n = _pieces(case), case.n
+    sent = [(case.numel - own) * b for own in pieces]
+    if case.op is CollectiveOp.ALL_REDUCE:
+        sent = [s + (n - 1) * own * b for s, own in zip(sent, pieces, strict=True)]
+    rounds = 2 if case.op is CollectiveOp.ALL_REDUCE else 1
+    return sent, rounds if n > 1 else 0
+
+
+def _broadcast(case, p, b):
+    n, total = case.n, case.numel
+    if n == 1:
+        return [0], 0
+    cuts = even_cuts(total, n - 1)
+    ring = [y - x for x, y in pairwise(cuts)]
+    sent = [(total - ring[r]) * p + (total - ring[(r + 1) % (n - 1)]) * 4 for r in range(n - 1)]
+    sent = [*sent, 0] if n > 2 else [0, 0]
+    sent[0] += total * p
+    sent[n - 1] += total * p
+    order, holders, rounds = [0, n - 1, *range(1, n - 1)], 2, 0
+    while holders < n:
+        for sender in order[: min(holders, n - holders)]:
+            sent[sender] += total * b
+        holders, rounds = 2 * holders, rounds + 1
+    assert rounds == math.ceil(math.log2(n)) - 1
+    return sent, 2 * (n - 2) + 1 + rounds
+
+
+DENSE_COSTS = {
+    "dense_ring": _ring,
+    "dense_rhd": _rhd,
+    "dense_allpairs": _allpairs,
+    "dense_broadcast": _broadcast,
+}
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+@pytest.mark.parametrize("name", DENSE_COSTS)
+def test_dense_bytes_and_rounds_are_those_of_the_header(name, op):
+    if name == "dense_broadcast" and op is CollectiveOp.REDUCE_SCATTER:
+        op = CollectiveOp.ALL_REDUCE
+    for n in (*RANKS, 7, 16):
+        topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
+        for dtype, wire in DTYPES:
+            case = Case(name, n, op, dtype, wire, 1, 1001, straggler=None)
+            sums = 2 if (dtype, wire) == ("fp32", "bf16") else 4
+            expected, rounds = DENSE_COSTS[name](case, sums, VALUE_BYTES[WIRE_CODES[wire]])
+            ran = run_case(case, topology)
+            assert ran.sent_bytes() == ran.sent == expected, case
+            if name == "dense_broadcast" and n & (n - 1):
+                # In the last round only ranks that sent in the round before may have to send, and
+                # in the model a sender does not wait for its message to arrive.
+                assert rounds - 1 <= ran.cluster.modelled_s <= rounds, case
+            else:
+                assert ran.cluster.modelled_s == rounds, case
+
+
+@pytest.mark.parametrize("op", list(CollectiveOp))
+@pytest.mark.parametrize(("m", "k"), [(2, 4), (3, 2), (4, 1), (1, 8), (4, 4)])
+def test_the_hierarchy_sends_the_headers_bytes_between_nodes(m, k, op):
+    n, total = m * k, 3 * 4 * 4 * 16
+    inner, outer = Link(1.0, 0.0), Link(1000.0, 0.0)
+    case = Case("dense_hierarchical", n, op, density=1, numel=total)
+    ran = run_case(case, Topology((m,) * k, inner, outer))
+    assert ran.sent_bytes() == ran.sent
+    cluster = ran.cluster
+    halves = 2 if op is CollectiveOp.ALL_REDUCE else 1
+    node = cluster.topology.nodes
+    for rank in range(n):
+        links = {key: size for key, size in cluster.link_bytes.items() if key[0] == rank}
+        between = sum(size for (a, b), size in links.items() if node[a] != node[b])
+        within = sum(size for (a, b), size in links.items() if node[a] == node[b])
+        assert within == halves * (m - 1) * total * 4 // m
+        assert between == halves * (k - 1) * total * 4 // (m * k)
+    assert cluster.modelled_s == halves * ((m - 1) * 1.0 + math.log2(k) * 1000.0)
