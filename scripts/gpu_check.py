@@ -137,7 +137,7 @@ STAGES = (
             "tests/cuda_ext/test_moves_on_gpu.py",
         ),
     ),
-    Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash_formats.py", f"{TESTS}zen.py")),
+    Stage("hash-tests", (2,), 30, tests=(f"{TESTS}hash.py", f"{TESTS}zen.py")),
     Stage("hashing", (2,), 25, bench="hashing"),
     # With megatron-core, hydra-core and omegaconf only.
     Stage("training", (2,), 150, tests=("tests/run/test_training_on_gpu.py",)),

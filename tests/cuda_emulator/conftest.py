@@ -59,7 +59,7 @@ def emulated_gpu(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def on_gpu(tensor: torch.Tensor, shift: int = 0) -> torch.Tensor:
     """A copy on the GPU, `shift` elements behind an aligned address."""
     storage = torch.empty(tensor.numel() + shift, dtype=tensor.dtype, device="cuda")
-    return storage[shift:].copy_(tensor)
+    return storage[shift:].view(tensor.shape).copy_(tensor)
 
 
 @pytest.fixture(params=["emulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -1,8 +1,9 @@
-"""Run by test_triton_threshold.py, with TRITON_INTERPRET=1 set before Triton is imported."""
+"""Run by test_triton.py, with TRITON_INTERPRET=1 set before Triton is imported."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from megatron_sparse.cuda_ext import ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Pruning
+from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import threshold as oracle
 from megatron_sparse.triton_kernels import prune as triton_prune
 from megatron_sparse.triton_kernels import threshold as triton_threshold
@@ -19,20 +21,54 @@ from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, 
 
 
 def main() -> None:
-    """Compares the kernels with the oracle and the CPU's codec; prints how many were equal."""
-    done = 0
+    """Compares the kernels with oracles and the CPU's codec; prints how many cases were equal."""
+    # Nothing, less than a block, and two blocks of which one is partial.
+    sizes, pruned, sampled = (0, 17, triton_prune.BLOCK + 1), 0, 0
+    types = list(itertools.product(cases.DTYPES, cases.RESIDUAL_DTYPES))
+    for (dtype, residual_dtype), wire, numel in itertools.product(types, range(3), sizes):
+        for kind, leak, key in (("spread", 0.9, 7), ("special", 1.0, -1)):
+            check_prune(numel, kind, dtype, residual_dtype, wire, leak, key)
+            pruned += 1
     for dtype, residual_dtype in itertools.product(cases.DTYPES, (None, *cases.DTYPES)):
         for kind, numel, samples in (("spread", 4097, 700), ("special", 701, 10**6)):
             check_oracle(kind, numel, samples, dtype, residual_dtype)
-            done += 1
+            sampled += 1
     check_oracle("spread", 0, 5, torch.float32, None)
     check_oracle("equal", 17, 1, torch.float32, None)
     for numel, samples, key in ((1, 5, 3), (2**31 + 9, 300, 2**63 - 1), (2**40, 40, 2**31)):
         check_positions(numel, samples, key)
-    for dtype, residual_dtype in itertools.product(cases.DTYPES, cases.RESIDUAL_DTYPES):
+    for dtype, residual_dtype in types:
         check_selection(dtype, residual_dtype)
-        done += 1
-    print(f"{done} cases are equal")
+        sampled += 1
+    print(f"{pruned} prunings and {sampled} samplings are equal")
+
+
+def check_prune(
+    numel: int,
+    kind: str,
+    dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    wire: int,
+    leak: float,
+    key: int,
+) -> None:
+    """One call on unaligned views, with an empty range and borders inside a block."""
+    grad = cases.unaligned(cases.make(kind, numel, dtype, seed=1))
+    residual = cases.unaligned(cases.make(kind, numel, residual_dtype, seed=2))
+    offsets = cases.cut(numel, 4, seed=numel)
+    offsets[2] = offsets[1]
+    thresholds = torch.tensor([-1.0, 5.0, math.inf, 1e-3])
+    grad[1::3], residual[1::3] = -2.5, -2.5
+    grad[2::11], residual[2::11] = 0, 1e-3  # ties where the residual is fp32
+    chances = None if wire == 1 else torch.tensor([1.0, 0.4, 0.5, 0.6])
+    pruning = Pruning(residual, offsets, thresholds, leak, key, tie_chances_R=chances)
+    expected = prune_oracle.prune(grad, pruning, wire)
+    limits = (thresholds, chances)
+    nnz = triton_prune.prune_(grad, residual, offsets, limits, leak, wire, key)
+    what = f"{numel} {kind} {dtype} {residual_dtype} wire {wire} key {key}"
+    cases.assert_same_bits(grad, expected[0], f"{what}: grad")
+    cases.assert_same_bits(residual, expected[1], f"{what}: residual")
+    assert torch.equal(nnz, expected[2]), what
 
 
 def check_oracle(
