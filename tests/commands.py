@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_sparse.cli import main
+from megatron_sparse.errors import ConfigError
 
 
 def run(*words: object) -> int:
@@ -40,6 +43,17 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     error = capsys.readouterr().err
     is_one_error(error)
     return error
+
+
+def refusal(call: Callable[..., object], *args: Any, **kwargs: Any) -> str:
+    """The text of the `ConfigError` that a call raises, which says what was expected and came."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **kwargs)
+    assert caught.value.exit_code == 2
+    text = str(caught.value)
+    assert "expected:" in text
+    assert "got:" in text
+    return text
 
 
 def stand_in(path: Path, text: str) -> Path:

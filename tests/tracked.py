@@ -1,4 +1,4 @@
-"""Reads the dashboards' data back from their own files."""
+"""Reads back what programs have written: JSON lines, and the dashboards' own files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that has one on each line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def wandb_records(run_dir: Path) -> Iterator[Any]:

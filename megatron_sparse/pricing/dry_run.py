@@ -182,7 +182,7 @@ class DryRun:
         """Rounds of (step, bytes by sender, local work meanwhile), one after the other."""
         ranks = self.clocks.ranks_n
         self.clocks.in_rounds(
-            [((ranks - step) % self.n, *each) for step, *each in rounds], self.host_s
+            [((ranks - step) % self.n, sent, local) for step, sent, local in rounds], self.host_s
         )
 
     def agree(self) -> None:

@@ -208,7 +208,8 @@ class HealthCheck:
             if error.name != "SUCCESS":
                 gone = self._gone()
                 what = f"NCCL group {name} has failed before {before}"
-                got = gone or _WHAT.get(error.name, error.name)
+                code = str(error.name)
+                got = gone or _WHAT.get(code, code)
                 raise _failed(what + (f": {gone}" if gone else ""), got)
 
     def agree(self, before: str, store: Any, rank: int, world_size: int) -> None:

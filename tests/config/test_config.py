@@ -1,13 +1,15 @@
-"""The configuration's dataclasses: the values that they refuse, and their errors."""
+"""The configuration's dataclasses: values that they refuse, and what help and page say of keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
 from megatron_sparse.collectives import check
+from megatron_sparse.config import described
 from megatron_sparse.config.checks import are_patterns, divides, in_range, is_flag, one_of
 from megatron_sparse.config.compression import LONG_RAMP_ITERS, RAMP_ITERS, WARMUP_ITERS
 from megatron_sparse.config.model import ModelConfig
@@ -16,22 +18,13 @@ from megatron_sparse.config.removed import REMOVED
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.config.sparse import (
     CompressionConfig,
-    PlannerConfig,
     SchemeConfig,
     SparseConfig,
     TrackingConfig,
 )
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import _keys, compose
-
-
-def refusal(make, *args, **kwargs) -> str:
-    with pytest.raises(ConfigError) as caught:
-        make(*args, **kwargs)
-    assert caught.value.exit_code == 2
-    assert "expected:" in str(caught.value)
-    assert "got:" in str(caught.value)
-    return str(caught.value)
+from tests.commands import refusal, run
+from tests.integration.configuration_page import PAGE, page
 
 
 class TestChecks:
@@ -41,11 +34,9 @@ class TestChecks:
     def test_in_range_refuses(self, value):
         assert "key" in refusal(in_range, "key", value, 0, 1, low_open=True)
 
-    @pytest.mark.parametrize("value", [1e-30, 0.5, 1])
-    def test_in_range_takes(self, value):
-        in_range("key", value, 0, 1, low_open=True)
-
     def test_bounds_are_closed_unless_said_otherwise(self):
+        for value in (1e-30, 0.5, 1):
+            in_range("key", value, 0, 1, low_open=True)
         in_range("key", 0, 0, 1)
         assert "0 < key <= 1" in refusal(in_range, "key", 0, 0, 1, low_open=True)
         assert "0 <= key" in refusal(in_range, "key", -1, 0, math.inf)
@@ -75,7 +66,6 @@ class TestPluginSections:
         [
             ({"scheme": "ring"}, ["scheme.name ", "auto | dense | dense_ring"]),
             ({"inner": "dense"}, ["scheme.inner ", "agsparse | direct"]),
-            ({"planner": PlannerConfig(schemes=["straggler"])}, ["planner.schemes "]),
             ({"scheme": "zen", "format": "coo"}, ["scheme.name=zen", "scheme.format=auto"]),
             ({"scheme": "zen", "format": "rice"}, ["scheme.name=zen", "scheme.format=auto"]),
             (
@@ -94,9 +84,7 @@ class TestPluginSections:
             (CompressionConfig, "density", 0),
             (CompressionConfig, "density", 1.01),
             (CompressionConfig, "leak", -0.1),
-            (CompressionConfig, "value_bits", 5),
             (CompressionConfig, "value_bits", 32),
-            (CompressionConfig, "value_bits", True),
             (CompressionConfig, "samples", 0),
             (CompressionConfig, "samples", "all"),
             (CompressionConfig, "enabled", "false"),
@@ -130,15 +118,16 @@ class TestPluginSections:
                 {"value_bits": 8, "lossless_patterns": ["embed"]},
                 ["lossless_patterns", "rounding error"],
             ),
+            ({"enabled": False, "wire_dtype": "bf16"}, ["scheme.wire_dtype has no effect"]),
+            (
+                {"scheme": "direct", "capacity": 1.5, "nccl_engine": True, "checksum": True},
+                ["scheme.checksum does not reach the records of scheme.nccl_engine"],
+            ),
         ],
     )
-    def test_few_bits_refuse_options_that_contradict_them(self, overrides, words):
+    def test_options_that_contradict_each_other_are_refused(self, overrides, words):
         text = refusal(SparseConfig.from_overrides, **overrides)
         assert all(word in text for word in words), text
-
-    def test_a_dtype_of_the_wire_is_refused_where_it_has_no_effect(self):
-        text = refusal(SparseConfig.from_overrides, enabled=False, wire_dtype="bf16")
-        assert "scheme.wire_dtype has no effect" in text
 
     def test_few_bits_are_taken(self):
         for bits in (8, 4, 3, 2, None):
@@ -158,10 +147,6 @@ class TestPluginSections:
             scheme = SchemeConfig(name=name, capacity=1.5, nccl_engine=True)
             assert check(SparseConfig(scheme=scheme)).scheme.nccl_engine
 
-    def test_the_nccl_engine_sends_no_sealed_records(self):
-        said = refusal(SchemeConfig, name="direct", capacity=1.5, nccl_engine=True, checksum=True)
-        assert "scheme.checksum does not reach the records of scheme.nccl_engine" in said
-
     def test_from_overrides_sorts_keywords_into_sections(self):
         config = SparseConfig.from_overrides(density=0.5, scheme="dense", timeout_s=7)
         assert config.compression.density == 0.5
@@ -169,58 +154,83 @@ class TestPluginSections:
         assert "densty" in refusal(SparseConfig.from_overrides, densty=0.5)
 
 
-class TestModel:
-    """`ModelConfig` and its count."""
-
-    def test_nulls_stand_for_the_usual(self):
-        model = ModelConfig(hidden_size=64, num_attention_heads=4, seq_length=32)
-        assert (model.query_groups, model.ffn_width, model.positions) == (4, 256, 32)
-        given = {"num_query_groups": 2, "ffn_hidden_size": 100, "max_position_embeddings": 40}
-        grouped = dataclasses.replace(model, **given)
-        assert (grouped.query_groups, grouped.ffn_width, grouped.positions) == (2, 100, 40)
-
-    @pytest.mark.parametrize(
-        ("values", "word"),
-        [
-            ({"hidden_size": 65}, "hidden_size"),
-            ({"num_query_groups": 3}, "num_query_groups"),
-            ({"num_layers": 0}, "num_layers"),
-            ({"seq_length": 512, "max_position_embeddings": 256}, "max_position_embeddings"),
-            ({"position_embedding_type": "alibi"}, "position_embedding_type"),
-            ({"dropout": 1.5}, "dropout"),
-            ({"hybrid_layer_pattern": "M-*-"}, "pretrain_hybrid.py"),
-            ({"hybrid_layer_pattern": "-*-*"}, "* (attention) first"),
-            ({"hybrid_layer_pattern": "*-||*-"}, "hybrid_layer_pattern"),
-            ({"hybrid_layer_pattern": "*-*-*"}, "set model.num_layers=5"),
-        ],
-    )
-    def test_refusals(self, values, word):
-        assert word in refusal(ModelConfig, **values)
+def test_nulls_of_a_model_stand_for_the_usual():
+    model = ModelConfig(hidden_size=64, num_attention_heads=4, seq_length=32)
+    assert (model.query_groups, model.ffn_width, model.positions) == (4, 256, 32)
+    given = {"num_query_groups": 2, "ffn_hidden_size": 100, "max_position_embeddings": 40}
+    grouped = dataclasses.replace(model, **given)
+    assert (grouped.query_groups, grouped.ffn_width, grouped.positions) == (2, 100, 40)
 
 
-class TestData:
-    """Exactly one source of data."""
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        (ModelConfig, {"hidden_size": 65}, "hidden_size"),
+        (ModelConfig, {"num_query_groups": 3}, "num_query_groups"),
+        (ModelConfig, {"num_layers": 0}, "num_layers"),
+        (
+            ModelConfig,
+            {"seq_length": 512, "max_position_embeddings": 256},
+            "max_position_embeddings",
+        ),
+        (ModelConfig, {"position_embedding_type": "alibi"}, "position_embedding_type"),
+        (ModelConfig, {"dropout": 1.5}, "dropout"),
+        (ModelConfig, {"hybrid_layer_pattern": "M-*-"}, "pretrain_hybrid.py"),
+        (ModelConfig, {"hybrid_layer_pattern": "-*-*"}, "* (attention) first"),
+        (ModelConfig, {"hybrid_layer_pattern": "*-||*-"}, "hybrid_layer_pattern"),
+        (ModelConfig, {"hybrid_layer_pattern": "*-*-*"}, "set model.num_layers=5"),
+        # Exactly one source of data.
+        (DataConfig, {"dir": None}, "data"),
+        (DataConfig, {"dir": "a", "prefix": "b"}, "data"),
+        (DataConfig, {"dir": "a", "mock": True}, "data"),
+        (DataConfig, {"dir": "a", "vocab_size": 8}, "data"),
+        (DataConfig, {"dir": None, "prefix": "b"}, "data"),
+        (DataConfig, {"dir": None, "mock": True, "vocab_size": 1}, "data"),
+        (DataConfig, {"split": "90,10"}, "data"),
+        (DataConfig, {"split": "0,0,0"}, "data"),
+        (DataConfig, {"split": "a,b,c"}, "data"),
+        (TrainingConfig, {"iterations": 10, "lr_warmup_iters": 10}, "training"),
+        (TrainingConfig, {"lr": 1e-3, "min_lr": 1e-2}, "training"),
+        (TrainingConfig, {"precision": "fp8"}, "training"),
+        (TrainingConfig, {"seed": 0}, "training"),
+        (TrainingConfig, {"overlap_grad_reduce": "true"}, "training"),
+        (RunConfig, {"name": "a/b"}, "name"),
+        (RunConfig, {"name": ".."}, "name"),
+        (RunConfig, {"name": ""}, "name"),
+        (RunConfig, {"resume": "yes"}, "never | auto | must"),
+        (RunConfig, {"plugin": "no"}, "plugin"),
+        (RunConfig, {"training": TrainingConfig(tensor_parallel=4)}, "number of ranks"),
+        (RunConfig, {"training": TrainingConfig(global_batch_size=6)}, "global_batch_size"),
+        (
+            RunConfig,
+            {
+                "training": TrainingConfig(tensor_parallel=2),
+                "model": ModelConfig(num_query_groups=1),
+            },
+            "num_query_groups",
+        ),
+        (
+            RunConfig,
+            {
+                "training": TrainingConfig(pipeline_parallel=2),
+                "model": ModelConfig(num_layers=3),
+            },
+            "num_layers",
+        ),
+        (
+            RunConfig,
+            {"model": ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-")},
+            "set training.pipeline_parallel=2",
+        ),
+    ],
+)
+def test_a_section_refuses(section, values, words):
+    assert words in refusal(section, **values)
 
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"dir": None},
-            {"dir": "a", "prefix": "b"},
-            {"dir": "a", "mock": True},
-            {"dir": "a", "vocab_size": 8},
-            {"dir": None, "prefix": "b"},
-            {"dir": None, "mock": True, "vocab_size": 1},
-            {"split": "90,10"},
-            {"split": "0,0,0"},
-            {"split": "a,b,c"},
-        ],
-    )
-    def test_refusals(self, values):
-        refusal(DataConfig, **values)
 
-    def test_one_source(self):
-        DataConfig(dir=None, prefix="b", vocab_size=100)
-        DataConfig(dir=None, mock=True, vocab_size=100)
+def test_one_source_of_data():
+    DataConfig(dir=None, prefix="b", vocab_size=100)
+    DataConfig(dir=None, mock=True, vocab_size=100)
 
 
 class TestRun:
@@ -235,52 +245,6 @@ class TestRun:
         assert config.data_parallel == 2
         assert config.global_batch_size == 6
         assert config.sparse.parameters is config.parameters
-
-    @pytest.mark.parametrize(
-        ("values", "words"),
-        [
-            ({"name": "a/b"}, "name"),
-            ({"name": ".."}, "name"),
-            ({"name": ""}, "name"),
-            ({"resume": "yes"}, "never | auto | must"),
-            ({"plugin": "no"}, "plugin"),
-            ({"training": TrainingConfig(tensor_parallel=4)}, "number of ranks"),
-            ({"training": TrainingConfig(global_batch_size=6)}, "global_batch_size"),
-            (
-                {
-                    "training": TrainingConfig(tensor_parallel=2),
-                    "model": ModelConfig(num_query_groups=1),
-                },
-                "num_query_groups",
-            ),
-            (
-                {
-                    "training": TrainingConfig(pipeline_parallel=2),
-                    "model": ModelConfig(num_layers=3),
-                },
-                "num_layers",
-            ),
-            (
-                {"model": ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-")},
-                "set training.pipeline_parallel=2",
-            ),
-        ],
-    )
-    def test_refusals(self, values, words):
-        assert words in refusal(RunConfig, **values)
-
-    @pytest.mark.parametrize(
-        "values",
-        [
-            {"iterations": 10, "lr_warmup_iters": 10},
-            {"lr": 1e-3, "min_lr": 1e-2},
-            {"precision": "fp8"},
-            {"seed": 0},
-            {"overlap_grad_reduce": "true"},
-        ],
-    )
-    def test_training_refusals(self, values):
-        refusal(TrainingConfig, **values)
 
     @pytest.mark.parametrize(
         ("iterations", "given", "taken"),
@@ -354,3 +318,54 @@ class TestRemoved:
     def test_nothing_that_has_left_is_still_a_key(self, name):
         section, _, key = name.partition(".")
         assert not hasattr(getattr(RunConfig(), section), key)
+
+
+SECTIONS = {"": RunConfig, **described.sections(RunConfig)}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_attribute_is_described(name):
+    section = SECTIONS[name]
+    assert described.summary(section).endswith(".")
+    fields = [field.name for field in dataclasses.fields(section)]
+    assert sorted(described.attributes(section)) == sorted(fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("one", "one"),
+        ("one. two.", "one."),
+        ("as 1.25, e.g. here, i.e. now. null: two", "as 1.25, e.g. here, i.e. now."),
+    ],
+)
+def test_the_first_sentence(text, line):
+    assert described.first_sentence(text) == line
+
+
+def test_the_page_is_of_this_version():
+    """`python -m tests.integration.configuration_page` writes it anew."""
+    assert PAGE.read_text("utf-8") == page()
+
+
+def test_the_page_has_every_key_in_plain_markdown():
+    text = PAGE.read_text("utf-8")
+    for key in _keys(RunConfig):
+        (row,) = re.findall(rf"^\| `{re.escape(key)}` \| `[^|]+` \| [^|]+ \|$", text, re.MULTILINE)
+        assert row
+    for link in re.findall(r"\]\(([^)#]+)", text):
+        assert (PAGE.parent / link).is_file(), link
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_has_every_key_in_a_line_with_its_value(flag, capfd):
+    assert run(f"train {flag} compression.density=0.5 megatron.seed=7") == 0
+    text = capfd.readouterr().out
+    assert re.search(r"^  density: 0\.5 +# the fraction of each pruned range", text, re.MULTILINE)
+    assert re.search(r"^megatron: \{seed: 7\} +# any flag of Megatron-LM", text, re.MULTILINE)
+    for name, section in SECTIONS.items():
+        part = text if not name else text.partition(f"\n{name}:\n")[2]
+        for key in described.keys(section):
+            assert re.search(rf"^ *{key.name}: .*(\n +)?# .", part, re.MULTILINE), key.name
+    _, _, shown = text.partition("== Every key")
+    assert max(map(len, shown.splitlines())) <= 100

@@ -165,6 +165,19 @@ def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def extension(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, compiles: str = "", **parts: dict[str, object]
+) -> dict[str, Check]:
+    """The checks of an extension with these parts; `compiles` follows the name of one that does."""
+    stub = SimpleNamespace(
+        status=lambda: {part: state | {"path": "ops.so"} for part, state in parts.items()},
+        compiles_first=lambda part: compiles and part + compiles,
+    )
+    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    return looked(doctor._extension)
+
+
 @pytest.mark.parametrize(
     ("gpu", "part", "loaded", "status"),
     [
@@ -178,11 +191,8 @@ def test_missing_host_symbol_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extension_matters_where_it_could_run(
     monkeypatch: pytest.MonkeyPatch, gpu: bool, part: str, loaded: bool, status: str
 ) -> None:
-    state = {"built": loaded, "loaded": loaded, "path": "ops.so", "reason": "no compiler here"}
-    stub = SimpleNamespace(status=lambda: {part: state}, compiles_first=lambda part: "")
-    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    check = looked(doctor._extension)[f"extension, {part}"]
+    state = {"built": loaded, "loaded": loaded, "reason": "no compiler here"}
+    check = extension(monkeypatch, gpu, **{part: state})[f"extension, {part}"]
     assert check.status == status
     if status == "warn":
         assert check.detail.startswith("no compiler here")
@@ -191,11 +201,8 @@ def test_extension_matters_where_it_could_run(
 
 
 def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"built": True, "loaded": False, "path": "ops.so", "reason": ""}
-    stub = SimpleNamespace(status=lambda: {"cpu": state, "cuda": state | {"reason": "no symbol"}})
-    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    found = looked(doctor._extension)
+    state = {"built": True, "loaded": False, "reason": ""}
+    found = extension(monkeypatch, True, cpu=state, cuda=state | {"reason": "no symbol"})
     assert found["extension, cpu"].status == "ok"
     assert found["extension, cuda"] == Check(
         "extension, cuda",
@@ -206,12 +213,8 @@ def test_extension_that_is_loaded_on_first_use_is_fine(monkeypatch: pytest.Monke
 
 
 def test_minutes_of_compiling_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"built": False, "loaded": False, "path": "ops.so", "reason": "not built"}
-    stub = SimpleNamespace(
-        status=lambda: {"cpu": state}, compiles_first=lambda part: f"{part} takes minutes"
-    )
-    monkeypatch.setitem(sys.modules, "megatron_sparse.cuda_ext", stub)
-    check = looked(doctor._extension)["extension, cpu"]
+    state = {"built": False, "loaded": False, "reason": "not built"}
+    check = extension(monkeypatch, False, " takes minutes", cpu=state)["extension, cpu"]
     assert (check.status, check.detail) == ("warn", "not built; cpu takes minutes")
 
 

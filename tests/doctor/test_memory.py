@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_sparse.config.model import ModelConfig
@@ -18,6 +16,7 @@ from megatron_sparse.reduction.memory import ITEMS
 from megatron_sparse.run.composition import compose
 from tests.commands import run
 from tests.doctor.memory_page import PAGE, parts, table
+from tests.tracked import json_lines
 
 RUN = ("model=gpt2_xl", "data=mock", "cluster.ranks_per_node=8", "cluster.device=cuda")
 
@@ -49,15 +48,9 @@ def test_parameters_by_hand() -> None:
 
 def test_tensor_parallel_ranks_share_what_they_do_not_copy() -> None:
     """Twice a rank's own parameters are those of the model, where the copies are taken once."""
-    one = compose([*RUN, "cluster.ranks_per_node=2"])
-    two = compose(
-        [
-            *RUN,
-            "cluster.ranks_per_node=2",
-            "model.num_attention_heads=20",
-            "training.tensor_parallel=2",
-        ]
-    )
+    pair = (*RUN, "cluster.ranks_per_node=2")
+    one = compose(pair)
+    two = compose([*pair, "model.num_attention_heads=20", "training.tensor_parallel=2"])
     parts_of = predicted_parameters(two, 50304)
     copied = sum(each.numel for each in parts_of if each.replicated)
     split = sum(each.numel for each in parts_of if not each.replicated)
@@ -97,18 +90,18 @@ def test_the_command_shows_every_item(capsys, monkeypatch, tmp_path) -> None:
     found = of_run(compose(RUN))
     for item in found.nbytes:
         assert ITEMS[item].purpose in out
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {row["item"]: row["bytes"] for row in rows} == found.nbytes | {"total": found.total}
+    assert {row["item"]: row["bytes"] for row in json_lines(file)} == found.nbytes | {
+        "total": found.total
+    }
 
 
 def test_exact_gathers_keep_the_own_shard() -> None:
     exact = ["training.use_distributed_optimizer=true", "parameters.method=exact"]
     for precision, nbytes in (("bf16", 2), ("fp32", 4)):
         config = compose([*RUN, *exact, f"training.precision={precision}"])
-        shards = (
-            sum(each.numel for each in predicted_buckets(config, 50257)) // config.data_parallel
-        )
-        assert of_run(config).nbytes["parameters"] == nbytes * shards
+        whole = sum(each.numel for each in predicted_buckets(config, 50257))
+        shard = whole // config.data_parallel
+        assert of_run(config).nbytes["parameters"] == nbytes * shard
     assert "parameters" not in of_run(compose([*RUN, exact[0]])).nbytes
 
 
@@ -156,8 +149,3 @@ def test_contradictions_are_refused() -> None:
         of_run(compose([*RUN, "plugin=false"]))
     with pytest.raises(ConfigError, match="undo=never"):
         of_run(compose([*RUN, "compression.undo=never"]))
-
-
-def test_overrides_go_with_memory_only(capsys) -> None:
-    assert run("doctor model=gpt2_xl") == 2
-    assert "--memory" in capsys.readouterr().err

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import typer.main
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from megatron_sparse.cli import main
-from megatron_sparse.run import composition
+from megatron_sparse.run import application, composition
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`(megatron-sparse [^`]+)`(?!`)")
@@ -35,24 +34,9 @@ LOOKS_LIKE_ONE = re.compile(
     r"^\s*(?:\$ )?(?:sudo |[A-Z_]+=\S+ )*"
     r"(?:megatron-sparse|python|pip|bash|torchrun|srun|sbatch|git|jq|wandb|tensorboard|apt-get) "
 )
-HYDRA_FLAGS = {"--multirun", "-m", "--help", "--cfg", "job"}
 OF_A_CLUSTER = {"srun", "salloc", "squeue", "scancel", "scontrol", "sinfo", "sacct"}
-OF_THE_SHELL = {
-    "cd",
-    "export",
-    "source",
-    "ls",
-    "cat",
-    "tail",
-    "less",
-    "cp",
-    "mkdir",
-    "scp",
-    "ssh",
-    "sed",
-}
-
-
+OF_THE_SHELL = {"cd", "export", "source", "ls", "cat", "tail", "less"}
+OF_THE_SHELL |= {"cp", "mkdir", "scp", "ssh", "sed"}
 FIRST_WORDS = {
     "git": ("clone", "pull", "checkout"),
     "pre-commit": ("run", "install"),
@@ -194,20 +178,20 @@ class Checker:
             found.make_context(found.name, list(rest))
 
     def _train(self, words: list[str]) -> None:
-        flags = {word for word in words if "=" not in word}
-        assert flags <= HYDRA_FLAGS, f"unknown to Hydra: {flags - HYDRA_FLAGS}"
+        application.check_flags(words)
+        bare = {word for word in words if "=" not in word and not word.startswith("-")}
+        assert bare <= {"job"}, f"no overrides: {bare}"
         overrides = []
         for text in words:
-            if text in flags:
-                continue
             if text.startswith("hydra/launcher="):
                 folder = ROOT / "configs/hydra/launcher"
                 assert (folder / f"{text.partition('=')[2]}.yaml").exists(), text
-            elif not text.startswith("hydra."):
+            elif "=" in text and not text.startswith(("-", "hydra.")):
                 overrides.append(text)
-        swept = {"--multirun", "-m"} & flags
-        for chosen in _each_value(overrides) if swept else [overrides]:
-            composition.compose(chosen)
+        if {"--multirun", "-m"} & set(words):
+            application._check_each_run(overrides)
+        else:
+            composition.compose(overrides)
 
     def _python(self, words: list[str]) -> None:
         if words[0] == "-m":
@@ -258,9 +242,8 @@ class Checker:
 
     def _pip(self, words: list[str]) -> None:
         assert words[0] == "install"
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-            "optional-dependencies"
-        ]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        extras = project["optional-dependencies"]
         for found in re.findall(r"(?:megatron-sparse|\.)\[([^\]]+)\]", " ".join(words)):
             assert set(found.split(",")) <= set(extras), f"pyproject.toml has no extra {found}"
 
@@ -269,20 +252,3 @@ class Checker:
 
     def _tensorboard(self, words: list[str]) -> None:
         assert words[0].startswith("--logdir"), words
-
-
-def _each_value(overrides: Sequence[str]) -> list[list[str]]:
-    """For a sweep: every value once, the other keys at their first value."""
-    parsed = OverridesParser.create().parse_overrides(composition.hydra_overrides(overrides))
-    values = [
-        [f"{text.partition('=')[0]}={value}" for value in one.sweep_string_iterator()]
-        if one.is_sweep_override()
-        else [text]
-        for text, one in zip(overrides, parsed, strict=True)
-    ]
-    firsts = [choices[0] for choices in values]
-    return [firsts] + [
-        [*firsts[:i], choice, *firsts[i + 1 :]]
-        for i, choices in enumerate(values)
-        for choice in choices[1:]
-    ]

@@ -6,32 +6,24 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 
 import pytest
 import torch
 
 import megatron_sparse
+from megatron_sparse import SparseConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError, HostError
-from megatron_sparse.recording import NullSink
 from tests.programs import ROOT, output_of, with_variables
 from tests.ranks import error_text, run_ranks
+from tests.records import Kept
 from tests.waiting import DEADLINE_S
 
 AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "scheme": "direct", "timeout_s": 30.0}
 PRUNED = {**AT_ONCE, "density": 0.05, "samples": 500, "keep_below_numel": 1000}
 CAP_MB = 0.02
 """Small, so that DDP makes several buckets when it rebuilds them."""
-
-
-class Names(NullSink):
-    """Stores the buckets of each step."""
-
-    def __init__(self):
-        self.seen: dict[int, set[str]] = {}
-
-    def record_bucket(self, record):
-        self.seen.setdefault(record.step, set()).add(record.bucket)
 
 
 class Linear(torch.nn.Module):
@@ -149,7 +141,7 @@ def _conserve(rank, world_size):
 
 
 def _balances(rank, world_size, static_graph):
-    sink = Names()
+    sink = Kept()
     ddp, state = _ddp(Linear(), True, sink=sink, static_graph=static_graph, **PRUNED)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     total = [torch.zeros(shape) for shape in Linear.SHAPES]
@@ -170,7 +162,7 @@ def _balances(rank, world_size, static_graph):
         applied = [-weight.detach().clone() for weight in ddp.module.weights]
         balances.append((applied, residuals, [sum_.clone() for sum_ in total]))
     state.close()
-    return balances, sink.seen
+    return balances, {(record.step, record.bucket) for record in sink.buckets}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -178,7 +170,8 @@ def test_values_not_applied_are_in_the_residuals(world_size):
     for by_rank in zip(*run_ranks(_conserve, world_size), strict=True):
         first, seen = by_rank[0]
         assert all(other == seen for _, other in by_rank)
-        assert len(seen[3]) > len(seen[0]), "DDP made new buckets, and the residuals moved"
+        steps = Counter(step for step, _ in seen)
+        assert steps[3] > steps[0], "DDP made new buckets, and the residuals moved"
         for step, (applied, _, total) in enumerate(first):
             for index, weight in enumerate(applied):
                 left = sum(
@@ -196,6 +189,17 @@ def test_values_not_applied_are_in_the_residuals(world_size):
 
 
 # -- resume
+
+
+OTHER_STATES = {
+    "the saved state has another rank": {"rank": 5},
+    "the saved state has another world_size": {"world_size": 9},
+    "the saved state has another version": {"version": 0},
+    "the saved residual of 2.weight does not fit the model": {
+        "residuals": {"2.weight": torch.zeros(3)}
+    },
+    "the saved residual of x does not fit the model": {"residuals": {"x": torch.zeros(3)}},
+}
 
 
 def _resume(rank, world_size):
@@ -221,16 +225,9 @@ def _resume(rank, world_size):
     assert untouched.keys() == saved["residuals"].keys(), "also before the first step"
     run(resumed, resumed_state, range(3, 6))
 
-    changes = (
-        {"rank": 5},
-        {"world_size": 9},
-        {"version": 0},
-        {"residuals": {"2.weight": torch.zeros(3)}},
-        {"residuals": {"x": torch.zeros(3)}},
-    )
     errors = [
         _error(CheckpointError, lambda c=change: resumed_state.load_state_dict(saved | c)).what
-        for change in changes
+        for change in OTHER_STATES.values()
     ]
     states = [whole_state.state_dict(), resumed_state.state_dict()]
     for state in (whole_state, half_state, resumed_state):
@@ -246,13 +243,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit():
         assert any(bool(r.any()) for r in got["residuals"].values())
         got.pop("residuals")
         assert expected == got
-        assert errors == [
-            "the saved state has another rank",
-            "the saved state has another world_size",
-            "the saved state has another version",
-            "the saved residual of 2.weight does not fit the model",
-            "the saved residual of x does not fit the model",
-        ]
+        assert errors == list(OTHER_STATES)
 
 
 # -- faults
@@ -265,6 +256,23 @@ def _error(kind, call):
     return caught.value
 
 
+REFUSED = {
+    "unknown option 'densty'": {"densty": 1},
+    "compression.undo=never does not go with DDPState(..., scaler=...)": {
+        "scaler": torch.amp.GradScaler("cpu"),
+        "undo": "never",
+    },
+    "compression.residual_checkpoint=sum does not go with plain DDP": {
+        "residual_checkpoint": "sum"
+    },
+    "parameters.method=exact does not go with plain DDP": {"parameters": ParametersConfig("exact")},
+    "compression.level=node does not go with plain DDP": {"level": "node"},
+    "DDPState got both a config and single options": {"config": SparseConfig(), "density": 0.1},
+    "preset is unknown": {"config": "saef"},
+}
+"""The options that are refused, by the error."""
+
+
 def _faults(rank, world_size):
     """Refusals, and then the error of a backward pass in which rank 1 is a step ahead."""
     from torch.nn.parallel import DistributedDataParallel
@@ -272,18 +280,9 @@ def _faults(rank, world_size):
     def ddp_of(model=None):
         return DistributedDataParallel(model or Linear())
 
-    refused = (
-        {"densty": 1},
-        {"scaler": torch.amp.GradScaler("cpu"), "undo": "never"},
-        {"residual_checkpoint": "sum"},
-        {"parameters": ParametersConfig("exact")},
-        {"level": "node"},
-        {"config": megatron_sparse.SparseConfig(), "density": 0.1},
-        {"config": "saef"},
-    )
     errors = [
         _error(ConfigError, lambda o=options: megatron_sparse.DDPState(ddp_of(), **o)).what
-        for options in refused
+        for options in REFUSED.values()
     ]
     errors.append(_error(HostError, lambda: megatron_sparse.DDPState(Linear())).what)
     for dtype in (torch.float16, torch.float64):
@@ -303,13 +302,7 @@ def _faults(rank, world_size):
 def test_errors_are_typed_those_of_a_backward_pass_too():
     for rank, errors in enumerate(run_ranks(_faults, 2)):
         assert errors[:11] == [
-            "unknown option 'densty'",
-            "compression.undo=never does not go with DDPState(..., scaler=...)",
-            "compression.residual_checkpoint=sum does not go with plain DDP",
-            "parameters.method=exact does not go with plain DDP",
-            "compression.level=node does not go with plain DDP",
-            "DDPState got both a config and single options",
-            "preset is unknown",
+            *REFUSED,
             "this model was not wrapped by DDP",
             "float16 parameters do not go with plain DDP",
             "float64 parameters do not go with plain DDP",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,24 @@ AT_ONCE = {"warmup_iters": 0, "ramp_iters": 0, "keep_below_numel": 0, "scheme": 
 FIVE_PERCENT = AT_ONCE | {"density": 0.05, "value_bits": None, "timeout_s": 30.0}
 
 
+def _hooked(optimizer=torch.optim.SGD, **options):
+    """A linear model of zeros in DDP, its optimizer, and the state of its hook.
+
+    Args:
+        optimizer: of the weights, with a learning rate of 1; None for none of torch's.
+        options: of the state.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = torch.nn.Linear(SIDE, SIDE, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    ddp = DistributedDataParallel(model)
+    stepper = None if optimizer is None else optimizer(ddp.parameters(), lr=1.0)
+    state = megatron_sparse.DDPState(ddp, **options)
+    ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
+    return ddp, stepper, state
+
+
 def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
     """Trains on passes: each a factor of the gradient, and what the loop does with it.
 
@@ -28,16 +47,10 @@ def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
     Returns:
         The weights, and this rank's residual.
     """
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = torch.nn.Linear(SIDE, SIDE, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    ddp = DistributedDataParallel(model)
-    stepper = None if by_hand else torch.optim.SGD(ddp.parameters(), lr=1.0)
+    optimizer = None if by_hand else torch.optim.SGD
+    ddp, stepper, state = _hooked(optimizer, undo=undo, **FIVE_PERCENT)
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
-    state = megatron_sparse.DDPState(ddp, undo=undo, **FIVE_PERCENT)
-    ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
-    draw = torch.Generator().manual_seed(rank)
+    weight, draw = ddp.module.weight, torch.Generator().manual_seed(rank)
     for factor, use in passes:
         gradient = torch.randint(-9, 10, (SIDE, SIDE), generator=draw).float() * factor
         loss = (ddp(torch.eye(SIDE)) * gradient).sum()
@@ -49,13 +62,13 @@ def _loop(rank, passes, *, undo="auto", by_hand=False, scale=None):
         if use == "add":
             continue
         if use == "use" and stepper is None:
-            model.weight.data -= model.weight.grad
+            weight.data -= weight.grad
         elif use == "use":
             stepper.step()
         if use == "discard":
             state.discard_step()
         ddp.zero_grad(set_to_none=use != "clear")
-    return model.weight.detach().clone(), state.residuals["bucket0"].view(SIDE, SIDE).clone()
+    return weight.detach().clone(), state.residuals["bucket0"].view(SIDE, SIDE).clone()
 
 
 USED = [(1.0, "use")] * 3
@@ -123,18 +136,9 @@ def test_under_a_grad_scaler_steps_that_overflow_are_skipped(finds_inf):
 
 
 def _scaled(rank, world_size, finds_inf):
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = torch.nn.Linear(SIDE, SIDE, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    ddp = DistributedDataParallel(model)
-    if finds_inf:
-        stepper = torch.optim.Adam(ddp.parameters(), lr=1.0, fused=True)
-    else:
-        stepper = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    optimizer = partial(torch.optim.Adam, fused=True) if finds_inf else torch.optim.SGD
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    state = megatron_sparse.DDPState(ddp, scaler=scaler, **FIVE_PERCENT)
-    ddp.register_comm_hook(state, megatron_sparse.ddp_hook)
+    ddp, stepper, state = _hooked(optimizer, scaler=scaler, **FIVE_PERCENT)
     gradient = torch.arange(SIDE * SIDE).view(SIDE, SIDE).float().T
     for factor, _ in OVERFLOWS:
         scaler.scale((ddp(torch.eye(SIDE)) * gradient * factor).sum()).backward()
@@ -142,9 +146,8 @@ def _scaled(rank, world_size, finds_inf):
         scaler.update()
         stepper.zero_grad()
     assert scaler.get_scale() == 2.0**38
-    return model.weight.detach().clone(), state.residuals[
-        "bucket0"
-    ] * world_size / scaler.get_scale()
+    left = state.residuals["bucket0"] * world_size / scaler.get_scale()
+    return ddp.module.weight.detach().clone(), left
 
 
 def _refused(rank, world_size):
@@ -178,22 +181,15 @@ def test_a_loop_whose_passes_nobody_uses_is_told_once():
 
 def _copied(rank, world_size):
     """Averaged weights, a saved whole model, and a state that goes on from a copied one."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    def hooked(**state):
-        ddp = DistributedDataParallel(torch.nn.Linear(SIDE, SIDE, bias=False))
-        made = megatron_sparse.DDPState(ddp, **state)
-        ddp.register_comm_hook(made, megatron_sparse.ddp_hook)
-        return ddp, made
-
-    ddp, state = hooked(**FIVE_PERCENT)
+    ddp, _, state = _hooked(None, **FIVE_PERCENT)
+    torch.nn.init.normal_(ddp.module.weight)
     ddp(torch.eye(SIDE)).square().sum().backward()
     torch.optim.swa_utils.AveragedModel(ddp)
     torch.save(copy.deepcopy(ddp), io.BytesIO())
     copied = copy.deepcopy(state)
     with pytest.raises(HostError, match="is a copy"):
         copied.launch(None)
-    _, again = hooked(config=copied.config)
+    *_, again = _hooked(None, config=copied.config)
     again.load_state_dict(copied.state_dict())
     ddp(torch.eye(SIDE)).square().sum().backward()
     return again.step, again.state_dict()["residuals"]["weight"]

@@ -16,7 +16,6 @@ from tests.integration.doc_commands import (
     FENCE,
     PAGES,
     PROGRAM,
-    ROOT,
     Checker,
     Command,
     Uncovered,
@@ -24,7 +23,7 @@ from tests.integration.doc_commands import (
     mentions_of,
     unmarked_commands,
 )
-from tests.programs import ended, with_variables
+from tests.programs import ROOT, ended, with_variables
 from tests.report_runs import make_run
 
 CHECKER = Checker()
@@ -34,10 +33,6 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 CHEAP = ("report", "view", "plan", "stragglers", "schedule", "profile", "simulate --list")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-
-
-def named(page: Path) -> str:
-    return str(page.relative_to(ROOT))
 
 
 # What a command of the program does needs no second way on a page.
@@ -50,7 +45,7 @@ OTHER_WAYS = {
 EXCEPT = ("python -m megatron_sparse.cuda_ext.build --ptxas",)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 class TestEachPage:
     """Checks of every page."""
 
@@ -171,9 +166,7 @@ def workplace(tmp_path, monkeypatch):
                 import torch
 
                 make_run(tmp_path / word, Path(word).name, iterations=6)
-                folder = (
-                    tmp_path / word if word.startswith("recordings") else (tmp_path / word / FOLDER)
-                )
+                folder = tmp_path / word / ("" if word.startswith("recordings") else FOLDER)
                 for rank in range(2):
                     values = torch.zeros(4096)
                     values[rank::64] = 1.0
@@ -212,9 +205,6 @@ def test_the_quick_tour_as_it_is_written(tmp_path):
 class TestTroubleshooting:
     """The page has every error class, and quotes the source's messages."""
 
-    def quotes(self) -> list[str]:
-        return re.findall(r"^### `(.+)`$", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
-
     def test_every_error_class_has_a_section(self):
         text = TROUBLESHOOTING.read_text("utf-8")
         sections = set(re.findall(r"^## `(\w+)`", text, re.MULTILINE))
@@ -234,7 +224,7 @@ class TestTroubleshooting:
             for path in (ROOT / folder).rglob("*")
             if path.suffix in (".py", ".sh", ".cpp", ".h")
         ]
-        quotes = self.quotes()
+        quotes = re.findall(r"^### `(.+)`$", TROUBLESHOOTING.read_text("utf-8"), re.MULTILINE)
         assert len(quotes) >= 20
         for quote in quotes:
             parts = [re.escape(part.strip()) for part in quote.split("...") if part.strip()]

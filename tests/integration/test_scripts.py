@@ -34,9 +34,9 @@ def checkout(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout"
     (folder / "scripts").mkdir(parents=True)
     (folder / ".ci").mkdir()
-    for name in ("pyproject.toml", "scripts/env.sh", "scripts/test.sh", ".ci/run"):
+    scripts = ("scripts/env.sh", "scripts/test.sh", "scripts/quickstart.sh", ".ci/run")
+    for name in ("pyproject.toml", *scripts):
         shutil.copy(ROOT / name, folder / name)
-    shutil.copy(ROOT / "scripts/quickstart.sh", folder / "scripts")
     return folder
 
 
@@ -323,10 +323,8 @@ def test_test_script_arguments(checkout: Path, recorded: Path) -> None:
     ]
     recorded.unlink()
     run_script("test.sh tests/config -k density", checkout)
-    assert (
-        recorded.read_text().splitlines()[-1]
-        == "python -m pytest -m not slow tests/config -k density"
-    )
+    *_, tests = recorded.read_text().splitlines()
+    assert tests == "python -m pytest -m not slow tests/config -k density"
     assert "pre-commit" not in recorded.read_text()
 
 
@@ -358,29 +356,18 @@ def test_linters_that_cannot_be_installed_are_named(checkout: Path, recorded: Pa
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "train"),
+    ("arguments", "said"),
     [
-        (
-            "runs_dir=else",
-            "code",
-            "model=starcoder_tiny experiment=quickstart data=code name=quickstart runs_dir=else",
-        ),
-        ("", "code", "model=starcoder_tiny experiment=quickstart data=code name=quickstart"),
-        ("gpt", "prose", "model=gpt_tiny experiment=quickstart data=prose name=quickstart_gpt"),
-        (
-            "compression.density=0.05",
-            "code",
-            "model=starcoder_tiny experiment=quickstart data=code name=quickstart "
-            "compression.density=0.05",
-        ),
-        (
-            "name=mine",
-            "code",
-            "model=starcoder_tiny experiment=quickstart data=code name=mine name=mine",
-        ),
+        ("runs_dir=else", "name=quickstart runs_dir=else"),
+        ("", "name=quickstart"),
+        ("gpt", "name=quickstart_gpt"),
+        ("compression.density=0.05", "name=quickstart compression.density=0.05"),
+        ("name=mine", "name=mine name=mine"),
     ],
 )
-def test_quickstart(checkout: Path, recorded: Path, arguments: str, kind: str, train: str) -> None:
+def test_quickstart(checkout: Path, recorded: Path, arguments: str, said: str) -> None:
+    model, kind = ("gpt_tiny", "prose") if arguments == "gpt" else ("starcoder_tiny", "code")
+    train = f"model={model} experiment=quickstart data={kind} {said}"
     done = run_script(f"quickstart.sh {arguments}", checkout)
     assert done.returncode == 0, done.stderr
     runs = arguments.removeprefix("runs_dir=") if "runs_dir=" in arguments else "runs"
@@ -396,10 +383,9 @@ def test_quickstart(checkout: Path, recorded: Path, arguments: str, kind: str, t
 
 
 def test_the_quickstarts_install_can_write_its_report() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    names = {re.split("[>=<]", requirement)[0] for requirement in extras["train"]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = project["optional-dependencies"]["train"]
+    names = {re.split("[>=<]", requirement)[0] for requirement in needed}
     assert {"matplotlib", "jinja2"} <= names
 
 

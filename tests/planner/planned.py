@@ -18,10 +18,10 @@ NUMEL = 2**14
 SPARSE = ("agsparse", "direct", "ssar_rd")
 
 
-def a_bucket(grad_N=None, world_size=4, name="b", op=CollectiveOp.ALL_REDUCE):
-    """One pruned parameter that is the whole bucket."""
+def a_bucket(grad_N=None, world_size=4, name="b", op=CollectiveOp.ALL_REDUCE, *, keep=False):
+    """One parameter that is the whole bucket, pruned unless it is kept."""
     grad_N = torch.zeros(NUMEL) if grad_N is None else grad_N
-    pieces = [ParameterSlice("w", 0, grad_N.numel())]
+    pieces = [ParameterSlice("w", 0, grad_N.numel(), keep)]
     return Bucket(name, grad_N, pieces, op, world_size)
 
 

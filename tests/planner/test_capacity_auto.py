@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import AUTO_CAPACITY, SchemeConfig, SparseConfig, StragglerConfig
@@ -24,16 +24,15 @@ from megatron_sparse.reduction.host_state import with_agreed_capacity
 from megatron_sparse.reduction.straggler_policy import StragglerPolicy
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.device import GPU, to_gpu
+from tests.planner.planned import a_bucket
 
 CPU = torch.device("cpu")
 NAMES = [name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE]
 
 
-def bucket_on(device: torch.device, op: CollectiveOp = CollectiveOp.ALL_REDUCE) -> Bucket:
+def bucket_on(device: torch.device) -> Bucket:
     grad_N = torch.zeros(1000)
-    if device == GPU:
-        grad_N = to_gpu(grad_N)
-    return Bucket("b", grad_N, [ParameterSlice("w", 0, 1000)], op, 4)
+    return a_bucket(to_gpu(grad_N) if device == GPU else grad_N)
 
 
 def plan_of(name: str) -> Plan:
@@ -58,10 +57,8 @@ def test_a_given_capacity_does_not_depend_on_the_device(capacity: int | None) ->
 def test_bytes_are_predicted_as_they_are_sent() -> None:
     exchanged, fixed = SchemeConfig(capacity=None), SchemeConfig(capacity=AUTO_CAPACITY)
     for device, expected in ((CPU, exchanged), (GPU, fixed)):
-        bucket = bucket_on(device)
-        assert predicted_bytes(bucket, 0.01, SchemeConfig()) == predicted_bytes(
-            bucket, 0.01, expected
-        )
+        bucket, auto = bucket_on(device), SchemeConfig()
+        assert predicted_bytes(bucket, 0.01, auto) == predicted_bytes(bucket, 0.01, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if SCHEMES[name].cost is not None])
@@ -99,10 +96,8 @@ def test_a_straggler_is_skipped_unless_sizes_were_fixed_by_hand(
     config = SparseConfig(
         scheme=SchemeConfig(capacity=capacity), straggler=StragglerConfig(mode="pinned", rank=1)
     )
-    transport = VirtualCluster(4).transports[0]
-    policy = StragglerPolicy(config, transport, NullSink())
-    plan = policy.adapt(bucket_on(GPU), plan_of("direct"))
-    assert plan.scheme == scheme
+    policy = StragglerPolicy(config, VirtualCluster(4).transports[0], NullSink())
+    assert policy.adapt(bucket_on(GPU), plan_of("direct")).scheme == scheme
 
 
 @pytest.mark.parametrize("able", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -123,9 +124,8 @@ def test_a_scheme_that_is_measured_slower_than_dense_gives_way_and_gets_another_
     assert found[31:131] == ["dense"] * 100
     # The next best one is tried, stays, and dense is measured again every 100 steps.
     assert set(found[131:141]) == {"direct"}
-    assert found.count("dense") == 120 + 5 * sum(
-        found[i] == "dense" and found[i - 1] == "direct" for i in range(132, 250)
-    )
+    again = pairwise(found[131:])
+    assert found.count("dense") == 120 + 5 * sum(each == ("direct", "dense") for each in again)
     assert "agsparse took 120 us and dense 90 us, measured" in caplog.text
     states = [planner.state_dict() for planner in ranks.planners]
     assert all(state == states[0] for state in states)
@@ -149,10 +149,9 @@ def test_without_a_warmup_some_steps_are_dense_to_measure_it(prices):
 
 
 def test_half_the_density_is_a_new_chance(prices):
-    ranks = Ranks(
-        compression={"warmup_iters": 10, "ramp_iters": 40, "ramp_start_density": 0.16}, **TIMED
-    )
-    ranks.took_us = {"dense": 50.0, "agsparse": 90.0, "direct": 90.0, "ssar_rd": 90.0}
+    ramp = {"warmup_iters": 10, "ramp_iters": 40, "ramp_start_density": 0.16}
+    ranks = Ranks(compression=ramp, **TIMED)
+    ranks.took_us = {"dense": 50.0} | dict.fromkeys(SPARSE, 90.0)
     found = [ranks.step(step) for step in range(50)]
     # The density falls to half in 10 steps: agsparse fails in step 20, and is back in step 30.
     assert found[21:30] == ["dense"] * 9
@@ -266,16 +265,11 @@ def test_the_configuration_says_which_planner():
     assert type(planner_of(SparseConfig(), logs=False)) is Planner
     priced = SparseConfig.from_overrides(planner=PlannerConfig(cluster="perlmutter"))
     assert isinstance(planner_of(priced, logs=False), choice.PricedPlanner)
-    fixed = SparseConfig.from_overrides(
-        scheme="direct", planner=PlannerConfig(cluster="perlmutter")
-    )
+    fixed = SparseConfig.from_overrides(scheme="direct", planner=priced.planner)
     assert type(planner_of(fixed, logs=False)) is Planner
     both = SparseConfig.from_overrides(scheme="direct", planner=PlannerConfig(pin="p.json"))
     with pytest.raises(ConfigError, match=r"planner\.pin and scheme\.name"):
         planner_of(both, logs=False)
-    unknown = SparseConfig.from_overrides(planner=PlannerConfig(cluster="no_such_cluster"))
-    with pytest.raises(ConfigError, match="there is no cluster"):
-        planner_of(unknown, logs=False)
 
 
 def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
@@ -294,12 +288,10 @@ def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
     assert with_swept_thresholds(SparseConfig()) == SparseConfig()
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"schemes": ["magic"]}, {"schemes": []}, {"schemes": ["straggler"]}]
-)
-def test_wrong_settings_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"planner\."):
-        check(SparseConfig(planner=PlannerConfig(**wrong)))
+@pytest.mark.parametrize("schemes", [["magic"], [], ["straggler"]])
+def test_wrong_settings_are_refused(schemes):
+    with pytest.raises(ConfigError, match=r"planner\.schemes"):
+        check(SparseConfig(planner=PlannerConfig(schemes=schemes)))
 
 
 def test_only_candidates_are_chosen_and_dense_always_is_one():
@@ -312,25 +304,14 @@ def _train(rank, world_size, steps):
     """The whole data path with a model cluster on gloo: plans, predictions, sums."""
     import torch.distributed as dist
 
-    config = SparseConfig.from_overrides(
-        warmup_iters=2,
-        ramp_iters=0,
-        density=0.02,
-        deterministic=False,
-        timeout_s=30.0,
-        planner=PlannerConfig(cluster="ethernet_25gbit"),
-    )
-    planner = PricedPlanner(
-        config.compression,
-        config.scheme,
-        config.planner,
-        find("ethernet_25gbit"),
-        logs=False,
-        pace=Pace(replan_every=4, profile_iters=1),
-    )
+    section = PlannerConfig(cluster="ethernet_25gbit")
+    times = {"warmup_iters": 2, "ramp_iters": 0, "deterministic": False, "timeout_s": 30.0}
+    config = SparseConfig.from_overrides(density=0.02, planner=section, **times)
+    pace = Pace(replan_every=4, profile_iters=1)
+    sections = config.compression, config.scheme, section
+    planner = PricedPlanner(*sections, find(section.cluster), logs=False, pace=pace)
     sink, errors = Kept(), []
-    options = {"is_reported": False, "planner": planner}
-    with reducer_over_gloo(config, sink, **options) as reducer:
+    with reducer_over_gloo(config, sink, is_reported=False, planner=planner) as reducer:
         for step in range(steps):
             pending = []
             for name, numel in (("large", 2**18), ("small", 2**10)):

@@ -7,17 +7,17 @@ import math
 import pytest
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes, predicted_bytes
 from megatron_sparse.pricing.records import record_bytes
+from tests.planner.planned import a_bucket
 
 
-def _bucket(world_size=4, op=CollectiveOp.ALL_REDUCE, keep=False):
-    pieces = [ParameterSlice("w", 0, 1000, keep)]
-    return Bucket("b", torch.zeros(1000), pieces, op, world_size)
+def _bucket(world_size=4, op=CollectiveOp.ALL_REDUCE, *, keep=False):
+    return a_bucket(torch.zeros(1000), world_size, op=op, keep=keep)
 
 
 def _planner(scheme="auto", **compression):
@@ -61,9 +61,8 @@ def test_predicted_bytes():
     sum_density = 1 - 0.99**4
     direct = 0.75 * 80 + 0.75 * 1000 * (4 * sum_density + 1 / 8)
     assert dense_wire_bytes(_bucket(), 4) == 6000
-    assert predicted_bytes(_bucket(), 0.01, SchemeConfig()) == pytest.approx(
-        {"dense": 6000, "agsparse": 240, "direct": direct}
-    )
+    found = predicted_bytes(_bucket(), 0.01, SchemeConfig())
+    assert found == pytest.approx({"dense": 6000, "agsparse": 240, "direct": direct})
     scatter = predicted_bytes(_bucket(op=CollectiveOp.REDUCE_SCATTER), 0.01, SchemeConfig())
     assert scatter == {"dense": 3000, "agsparse": 60, "direct": 60}
 
@@ -92,9 +91,8 @@ def test_predicted_bytes_of_few_bits():
     assert found == pytest.approx(
         {"dense": 6000, "agsparse": 3000 * element, "direct": 0.75 * (1000 * element + sums)}
     )
-    kept = predicted_bytes(
-        _bucket(op=CollectiveOp.REDUCE_SCATTER, keep=True), 0.1, SchemeConfig(), 2
-    )
+    shards = _bucket(op=CollectiveOp.REDUCE_SCATTER, keep=True)
+    kept = predicted_bytes(shards, 0.1, SchemeConfig(), 2)
     assert kept["direct"] == pytest.approx(0.75 * 1000 * 2)
     row = _planner("direct", density=0.1, value_bits=4).report(_bucket(), 10)
     assert (row["predicted_bytes"]["direct"], row["value_bits"]) == (round(found["direct"]), 4)

@@ -12,6 +12,7 @@ from megatron_sparse.simulate.gradients import fully_overlapping
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 from tests import commands
 from tests.planner.planned import NUMEL, a_bucket, a_planner
+from tests.tracked import json_lines
 
 KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
 FEW = ("--schemes", "direct,ssar_rd,agsparse")
@@ -22,20 +23,12 @@ def run(*arguments):
     return commands.run("plan", *map(str, arguments))
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def refused(capsys, *arguments):
-    return commands.refused(capsys, "plan", *map(str, arguments))
-
-
 def test_buckets_by_size(tmp_path, capsys):
     out = tmp_path / "plan.jsonl"
     arguments = ("--bucket-bytes", "64K,16M", "--ranks", 4, "--cluster", "ethernet_25gbit")
     assert run(*arguments, "--density", 0.001, *FEW, "--json", out) == 0
     printed = capsys.readouterr().out
-    rows = rows_of(out)
+    rows = json_lines(out)
     assert [row["numel"] for row in rows] == [2**14, 2**22]
     for row in rows:
         assert row.keys() >= KEYS
@@ -54,13 +47,11 @@ def test_values_of_few_bits(tmp_path, capsys):
     rows = []
     for bits in ((), ("--value-bits", 2)):
         assert run(*arguments, *bits, "--json", tmp_path / "plan.jsonl") == 0
-        rows += rows_of(tmp_path / "plan.jsonl")
+        rows += json_lines(tmp_path / "plan.jsonl")
     assert [row["value_bits"] for row in rows] == [None, 2]
     whole, narrow = (row["predicted_us"] for row in rows)
     assert narrow["agsparse"] < 0.7 * whole["agsparse"]
     assert narrow["dense"] == whole["dense"]
-    capsys.readouterr()
-    assert "--value-bits" in refused(capsys, *arguments, "--value-bits", 5)
 
 
 def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
@@ -69,12 +60,12 @@ def test_a_run_as_recorded_and_on_another_cluster(tmp_path, capsys):
     (tmp_path / "plan.json").write_text(json.dumps({"step": 1, "buckets": written}))
     out = tmp_path / "out.jsonl"
     assert run(tmp_path, "--json", out) == 0
-    assert rows_of(out) == json.loads(json.dumps(written))
+    assert json_lines(out) == json.loads(json.dumps(written))
     printed = capsys.readouterr().out
     assert "bucket a, b:" in printed, "what is alike is shown once"
     assert "2 buckets: " in printed
     assert run(tmp_path, "--cluster", "perlmutter", "--ranks", 8, *FEW, "--json", out) == 0
-    there = rows_of(out)
+    there = json_lines(out)
     assert [row["world_size"] for row in there] == [8, 8]
     assert there[0]["predicted_us"]["dense"] != written[0]["predicted_us"]["dense"]
 
@@ -112,30 +103,9 @@ def test_a_recording(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     where = ("--recording", tmp_path, "--cluster", "ethernet_25gbit", *FEW, "--json", out)
     assert run(*where) == 0
-    (row,) = rows_of(out)
+    (row,) = json_lines(out)
     assert (row["numel"], row["world_size"]) == (NUMEL, 2)
     assert row["density"] == pytest.approx(0.02, rel=0.01)
     assert run(*where, "--density", 0.01) == 0
-    assert rows_of(out)[0]["density"] == pytest.approx(0.01, rel=0.01)
+    assert json_lines(out)[0]["density"] == pytest.approx(0.01, rel=0.01)
     assert "recorded in iteration 1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ((), "none of them"),
-        (("runs/x", "--bucket-bytes", "1M"), "RUN and --bucket-bytes"),
-        (("--bucket-bytes", "1M", "--ranks", "4"), "needs a cluster"),
-        (("--bucket-bytes", "1M", "--cluster", "perlmutter"), "number of ranks"),
-        (("--bucket-bytes", "x", "--ranks", "2", "--cluster", "perlmutter"), "not a size"),
-        (("--bucket-bytes", "1M", "--ranks", "2", "--cluster", "atlantis"), "no cluster"),
-        (("runs/x", "--ranks", "4"), "needs a cluster"),
-        (("no_such_run",), "is no plan"),
-        (("--recording", "no_such", "--cluster", "perlmutter"), "no gradient dump"),
-        (("runs/x", "--cluster", "perlmutter", "--schemes", "magic"), "planner.schemes"),
-        (("runs/x", "--op", "broadcast"), "--op"),
-    ],
-)
-def test_impossible_plans_are_one_error(capsys, tmp_path, monkeypatch, arguments, word):
-    monkeypatch.chdir(tmp_path)
-    assert word in refused(capsys, *arguments)

@@ -1,12 +1,14 @@
-"""`ClusterModel`: its prices, its files, and the errors for wrong files."""
+"""`ClusterModel`: its prices, its files, the errors for wrong files, and the links of a lane."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import (
@@ -17,9 +19,11 @@ from megatron_sparse.pricing.cluster import (
     find,
     shipped,
 )
+from megatron_sparse.pricing.levels import inside_cluster, lane_cluster
+from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import cluster_models
 from megatron_sparse.transport import Link
-from tests.commands import run
+from tests.commands import refusal
 
 RATES = (
     CodecRate(CodecOp.COPY, "dense", 1.0, 1e-6, 1e-10),
@@ -97,10 +101,9 @@ class TestFile:
         text = path.read_text()
         assert before in text
         path.write_text(text.replace(before, after, 1))
-        with pytest.raises(ConfigError) as caught:
-            ClusterModel.load(path)
-        for word in ["lab.yaml", "expected:", "got:", "remedy:", *words]:
-            assert word in str(caught.value)
+        said = refusal(ClusterModel.load, path)
+        for word in ["lab.yaml", "remedy:", *words]:
+            assert word in said
 
     def test_a_cut_file_is_found_wherever_it_ends(self, path):
         lines = path.read_text().splitlines(keepends=True)
@@ -109,14 +112,13 @@ class TestFile:
             with pytest.raises(ConfigError, match=r"lab\.yaml"):
                 ClusterModel.load(path)
 
-    @pytest.mark.parametrize("text", ["", "[1, 2", "- 1\n", "a: b: c", "\x00\x01"])
+    @pytest.mark.parametrize(
+        "text",
+        # The last one would run code.
+        ["", "[1, 2", "- 1\n", "a: b: c", "\x00\x01", "!!python/object/apply:os.getcwd []\n"],
+    )
     def test_no_yaml_of_a_cluster(self, path, text):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="cannot be read"):
-            ClusterModel.load(path)
-
-    def test_yaml_that_would_run_code_is_refused(self, path):
-        path.write_text("!!python/object/apply:os.getcwd []\n")
         with pytest.raises(ConfigError, match="cannot be read"):
             ClusterModel.load(path)
 
@@ -135,39 +137,37 @@ class TestFile:
 class TestAnswers:
     """The queries of cost models."""
 
-    def test_measured_densities(self):
-        assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.01) == pytest.approx(2e-6)
-        assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.1) == pytest.approx(5e-6)
+    @pytest.mark.parametrize(
+        ("density", "seconds"),
+        # Measured at 1 and 10 %; half-way: 1.5 us a call and 2 ns an element; beyond, the nearest.
+        [(0.01, 2e-6), (0.1, 5e-6), (0.055, 3.5e-6), (1e-6, 2e-6), (0.9, 5e-6)],
+    )
+    def test_between_measured_densities_it_is_linear(self, density, seconds):
+        found = CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, density)
+        assert found == pytest.approx(seconds)
 
-    def test_between_them_it_is_linear(self):
-        """Half-way: 1.5 us a call and 2 ns an element."""
-        found = CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.055)
-        assert found == pytest.approx(3.5e-6)
-
-    def test_beyond_them_the_nearest_counts(self):
-        for beyond, nearest in ((1e-6, 0.01), (0.9, 0.1)):
-            found = CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, beyond)
-            assert found == CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, nearest)
-
-    def test_pairs_that_become_a_bitmap_are_not_mixed_with_it(self):
-        """Pairs: 2 and 3 ns an element at 1 and 2 %; a bitmap: 20 and 30 ns at 5 and 10 %."""
+    @pytest.mark.parametrize(
+        ("ns_of", "expected_ns"),
+        [
+            # Pairs that become a bitmap, at 5 %, are not mixed with it.
+            (
+                {0.01: 2, 0.02: 3, 0.05: 20, 0.1: 30},
+                {0.015: 2.5, 0.03: 4.0, 0.04: 18.0, 0.075: 25.0, 0.5: 30.0},
+            ),
+            # With one density of a form all are on one line.
+            ({0.01: 2, 0.05: 20}, {0.03: 11.0}),
+        ],
+    )
+    def test_pairs(self, ns_of, expected_ns):
+        """Nanoseconds an element by density."""
         rates = tuple(
             CodecRate(CodecOp.ENCODE, "pairs", density, 0.0, ns * 1e-9)
-            for density, ns in ((0.01, 2), (0.02, 3), (0.05, 20), (0.1, 30))
+            for density, ns in ns_of.items()
         )
-        cluster = dataclasses.replace(CLUSTER, codec=rates)
-        for density, ns in ((0.015, 2.5), (0.03, 4.0), (0.04, 18.0), (0.075, 25.0), (0.5, 30.0)):
+        cluster = replace(CLUSTER, codec=rates)
+        for density, ns in expected_ns.items():
             found = cluster.codec_s(CodecOp.ENCODE, "pairs", 1000, density)
             assert found == pytest.approx(ns * 1e-6)
-
-    def test_with_one_density_of_a_form_all_are_on_one_line(self):
-        rates = tuple(
-            CodecRate(CodecOp.ENCODE, "pairs", density, 0.0, ns * 1e-9)
-            for density, ns in ((0.01, 2), (0.05, 20))
-        )
-        cluster = dataclasses.replace(CLUSTER, codec=rates)
-        found = cluster.codec_s(CodecOp.ENCODE, "pairs", 1000, 0.03)
-        assert found == pytest.approx(11e-6)
 
     def test_nothing_takes_no_time(self):
         assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 0, 0.1) == 0
@@ -184,7 +184,7 @@ class TestAnswers:
                 found = CLUSTER.codec_s(CodecOp.ENCODE, name, 1000, 0.1)
                 assert found == factor * CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.1)
         own = CodecRate(CodecOp.ENCODE, "rice", 0.1, 0.0, 7e-9)
-        measured = dataclasses.replace(CLUSTER, codec=(*RATES, own))
+        measured = replace(CLUSTER, codec=(*RATES, own))
         assert not measured.estimates_rice
         assert measured.codec_s(CodecOp.ENCODE, "rice", 1000, 0.1) == pytest.approx(7e-6)
 
@@ -262,17 +262,12 @@ class TestShipped:
 
     def test_every_call_of_a_collective_has_a_rate(self):
         model = find("perlmutter")
-        for op in (CodecOp.SELECT, CodecOp.ENCODE, CodecOp.DECODE, CodecOp.DECODE_ADD):
-            for form in ("dense", "coo", "pici", "blocks"):
-                assert model.codec_s(op, form, 2**20, 0.03) > 0
+        messages, both = ("dense", "coo", "pici", "blocks"), (CodecOp.ENCODE, CodecOp.DECODE_ADD)
         for op, form in (
-            (CodecOp.ADD, "dense"),
-            (CodecOp.COPY, "dense"),
+            *product((*both, CodecOp.SELECT, CodecOp.DECODE), messages),
+            *product(both, ("pairs", "hash_bitmap")),
+            *product((CodecOp.ADD, CodecOp.COPY), ("dense",)),
             (CodecOp.PARTITION, "pairs"),
-            (CodecOp.ENCODE, "pairs"),
-            (CodecOp.DECODE_ADD, "pairs"),
-            (CodecOp.ENCODE, "hash_bitmap"),
-            (CodecOp.DECODE_ADD, "hash_bitmap"),
         ):
             assert model.codec_s(op, form, 2**20, 0.03) > 0
 
@@ -282,43 +277,58 @@ class TestShipped:
                 assert f"{field.name}:" in (kind.__doc__ or "")
 
 
-class TestCommandLine:
-    """Mistakes are one message."""
-
-    @pytest.mark.parametrize(
-        ("arguments", "word"),
-        [
-            (["--ranks", "1"], "one rank has no links"),
-            (["--virtual"], "--virtual does not fit"),
-            (["--sweep", "--virtual"], "--virtual does not fit"),
-            (["--cluster", "perlmutter"], "--virtual does not fit"),
-            (["--sweep", "--virtual", "--cluster", "nowhere"], "there is no cluster 'nowhere'"),
-            (["--sweep", "--format", "zip"], "--format"),
-            (["--sweep", "--density", "2"], "--density"),
-            (["--timeout", "0"], "--timeout"),
-            (["--netbed"], "--netbed"),
-        ],
-    )
-    def test_flags_that_do_not_fit(self, tmp_path, monkeypatch, capsys, arguments, word):
-        monkeypatch.chdir(tmp_path)
-        assert run("calibrate", *arguments) == 2
-        told = capsys.readouterr().err
-        assert told.count("error:") == 1
-        assert word in told
-        assert list(tmp_path.iterdir()) == []
-
-    def test_an_existing_file_is_not_replaced(self, path, capsys):
-        before = path.read_text()
-        assert run("calibrate --output", path) == 2
-        assert "--force" in capsys.readouterr().err
-        assert path.read_text() == before
-
-    def test_a_sweep_does_not_add_to_a_damaged_file(self, path, capsys):
-        path.write_text("nodes: [1")
-        assert run("calibrate --sweep --output", path) == 2
-        assert "cannot be read" in capsys.readouterr().err
-
-
 def test_folder_is_package_data():
     """`configs` is a package whose YAML files are installed at any depth."""
     assert cluster_models.path_of("perlmutter").parent.name == cluster_files.FOLDER
+
+
+CARD = find("perlmutter")
+"""Nodes of 4 ranks that share a card."""
+OWN = replace(CARD, nic="rank")
+"""A card for each rank."""
+
+
+@pytest.mark.parametrize(
+    ("cluster", "inside", "ranks", "a_node", "sharing"),
+    [
+        (CARD, 4, 8, 1, 4),
+        (OWN, 4, 8, 1, 1),
+        # Eight lanes of instances of two nodes, of which four begin on each node.
+        (CARD, 8, 4, 1, 4),
+        # Instances of half a node have two ranks of a lane on a node.
+        (CARD, 2, 8, 2, 2),
+    ],
+)
+def test_lanes_share_the_card_of_their_nodes(cluster, inside, ranks, a_node, sharing):
+    lane = lane_cluster(cluster, inside, ranks)
+    assert lane.topology(ranks).node_sizes == (a_node,) * (ranks // a_node)
+    assert lane.inter == Link(CARD.inter.alpha_s, sharing * CARD.inter.beta_s)
+    assert lane.dense_link(ranks) == Link(CARD.dense.alpha_s, sharing * CARD.dense.beta_s)
+
+
+def test_the_backend_is_never_faster_than_the_lane():
+    striped = replace(OWN, dense=Link(1e-6, CARD.inter.beta_s / 4))
+    assert lane_cluster(striped, 4, 8).dense.beta_s == CARD.inter.beta_s
+
+
+def test_an_instance_that_cuts_a_node_has_no_price():
+    with pytest.raises(ConfigError, match="has no price"):
+        lane_cluster(CARD, 6, 4)
+
+
+def test_inside_a_node_the_backend_uses_the_nodes_links():
+    inside = inside_cluster(CARD, 4)
+    assert inside.topology(4).node_sizes == (4,)
+    assert inside.dense_link(4) == CARD.intra
+    assert inside_cluster(CARD, 8).dense_link(8) == CARD.dense
+
+
+def test_a_part_has_the_elements_and_ranks_of_a_lane():
+    part = BucketShape(1001, 10, 4, CollectiveOp.ALL_REDUCE, 8, value_bits=4).lane(4)
+    assert (part.numel, part.kept_numel, part.world_size, part.lanes) == (251, 3, 2, 4)
+    assert part.value_bits == 4
+
+
+def test_a_shape_has_a_lane_at_least():
+    with pytest.raises(ConfigError, match=r"shape\.lanes"):
+        BucketShape(8, 0, 4, CollectiveOp.ALL_REDUCE, 2, lanes=0)

@@ -103,10 +103,12 @@ def test_values_in_few_bits_have_the_same_bits_on_all_ranks(options, op):
         torch.testing.assert_close(total_N, sum(found.sent), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("op", [AR, RS])
-def test_gradients_in_bf16(op):
+@pytest.mark.parametrize(("op", "fp32_sums"), [(AR, False), (RS, False), (RS, True)])
+def test_gradients_in_bf16(op, fp32_sums):
     sizes = (2, 2)
     ranks = VirtualRanks(settings(), sizes, op, numel_of(op, sizes), torch.bfloat16)
+    for bucket in ranks.buckets:
+        bucket.fp32_sums = fp32_sums
     for step in range(3):
         check_step(ranks, step, torch.bfloat16)
 
@@ -246,11 +248,3 @@ def test_an_instance_without_shards_is_refused():
     ranks = VirtualRanks(settings(level="instance"), (2, 2), AR, 400, instances=2)
     with pytest.raises(ConfigError, match="needs shards"):
         ranks.step(gradients(ranks, 0), 0)
-
-
-def test_fp32_sums_inside():
-    ranks = VirtualRanks(settings(), (2, 2), RS, numel_of(RS, (2, 2)), torch.bfloat16)
-    for bucket in ranks.buckets:
-        bucket.fp32_sums = True
-    for step in range(2):
-        check_step(ranks, step, torch.bfloat16)

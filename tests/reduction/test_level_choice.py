@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from megatron_sparse.bucket import CollectiveOp
@@ -43,14 +41,10 @@ def test_ranks_and_lanes_follow_the_ranks_not_the_numbers_of_nodes():
 
 
 def test_several_instances():
-    config = SparseConfig.from_overrides(level="instance")
-    assert choose_level(config, (0, 0), instances=2).level == "instance"
-
-
-def test_auto_of_several_instances():
     """Prices decide if there are any; without, the links between instances count as slow."""
-    config = SparseConfig.from_overrides(level="auto")
-    assert choose_level(config, (0, 0), instances=2).level == "instance"
+    for level in ("instance", "auto"):
+        config = SparseConfig.from_overrides(level=level)
+        assert choose_level(config, (0, 0), instances=2).level == "instance"
     config = SparseConfig.from_overrides(level="auto", planner=PlannerConfig(cluster=FAST))
     choice = choose_level(config, (0, 0), instances=2)
     assert choice.level == "instance"
@@ -75,7 +69,8 @@ def test_auto_takes_the_cheaper_level(cluster, expected):
     assert choice.level == expected
     assert choice.reason.startswith("predicted: rank")
     assert choice.nodes == (() if expected == "rank" else ((0, 1), (2, 3)))
-    assert choose_level(replace_level(config, "node"), (0, 0, 1, 1)).level == "node"
+    config = SparseConfig.from_overrides(level="node", planner=PlannerConfig(cluster=cluster))
+    assert choose_level(config, (0, 0, 1, 1)).level == "node"
 
 
 def test_auto_prices_the_models_buckets():
@@ -93,11 +88,6 @@ def test_auto_has_prices_of_every_scheme(scheme):
     planner = PlannerConfig(cluster=FAST)
     config = SparseConfig.from_overrides(level="auto", scheme=scheme, planner=planner)
     assert choose_level(config, tuple(rank // 2 for rank in range(64))).level == "node"
-
-
-def replace_level(config, level):
-    """The configuration with another level."""
-    return replace(config, compression=replace(config.compression, level=level))
 
 
 def test_other_levels_are_refused():

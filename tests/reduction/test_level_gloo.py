@@ -72,27 +72,23 @@ def _in_whole(reducer, bucket):
 ALL_REDUCE, REDUCE_SCATTER = CollectiveOp
 
 
+PINNED = {"straggler": StragglerConfig(mode="pinned", rank=1)}
+DYNAMIC = {"straggler": StragglerConfig(mode="dynamic", min_delay_ms=1.0), "deterministic": False}
+
+
 @pytest.mark.parametrize(
-    ("scheme", "op", "has_gathers"),
+    ("overrides", "op", "has_gathers"),
     [
-        ("direct", ALL_REDUCE, True),
-        ("direct", ALL_REDUCE, False),
-        ("direct", REDUCE_SCATTER, False),
-        ("agsparse", ALL_REDUCE, True),
-        ("straggler", REDUCE_SCATTER, False),
-        ("dynamic", ALL_REDUCE, True),
+        ({}, ALL_REDUCE, True),
+        ({}, ALL_REDUCE, False),
+        ({}, REDUCE_SCATTER, False),
+        ({"scheme": "agsparse"}, ALL_REDUCE, True),
+        (PINNED, REDUCE_SCATTER, False),
+        (DYNAMIC, ALL_REDUCE, True),
     ],
 )
-def test_four_ranks_as_two_nodes(scheme, op, has_gathers):
-    straggler = StragglerConfig()
-    overrides = {}
-    if scheme == "straggler":
-        straggler, scheme = StragglerConfig(mode="pinned", rank=1), "direct"
-    elif scheme == "dynamic":
-        straggler, scheme = StragglerConfig(mode="dynamic", min_delay_ms=1.0), "direct"
-        overrides = {"deterministic": False}
-    overrides |= {"warmup_iters": 1, "samples": 500, "scheme": scheme, "straggler": straggler}
-    config = settings(timeout_s=30.0, **overrides)
+def test_four_ranks_as_two_nodes(overrides, op, has_gathers):
+    config = settings(timeout_s=30.0, warmup_iters=1, samples=500, **overrides)
     for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers):
         assert exact == [True] * len(NUMELS) * STEPS
         assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.reduction.level_parts import node_part
 from megatron_sparse.reduction.memory import MemoryAccount, MemoryShare, account, held
 from megatron_sparse.reduction.reducer import GradientReducer
+from tests.reduction import reducers
 
 NUMEL, RANKS = 2**20, 8
 
@@ -35,14 +37,8 @@ def bucket(name: str = "0", *, device: str = "cuda", numel: int = NUMEL) -> Buck
     return Bucket(name, grad_N, pieces, CollectiveOp.ALL_REDUCE, RANKS)
 
 
-TOPK99 = {"density": 0.01, "value_bits": None, "sum_bits": None}
-
-
-def at_target(**overrides: Any) -> SparseConfig:
-    """A configuration without warm-up and ramp."""
-    return SparseConfig.from_overrides(
-        **{"scheme": "direct", "warmup_iters": 0, "ramp_iters": 0} | TOPK99 | overrides
-    )
+at_target = partial(reducers.at_target, scheme="direct", density=0.01, sum_bits=None)
+"""A configuration without warm-up and ramp."""
 
 
 def of(config: SparseConfig, *buckets: Bucket, undo: bool = False) -> MemoryAccount:
@@ -59,10 +55,8 @@ def test_on_a_gpu_only_residuals_grow_with_the_number_of_buckets() -> None:
 
 def test_the_ramp_s_first_step_counts() -> None:
     ramp = at_target(ramp_iters=1000, ramp_start_density=0.25)
-    assert (
-        of(ramp, bucket()).nbytes["messages"]
-        == of(at_target(density=0.25), bucket()).nbytes["messages"]
-    )
+    start = at_target(density=0.25)
+    assert of(ramp, bucket()).nbytes["messages"] == of(start, bucket()).nbytes["messages"]
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -81,7 +75,7 @@ def test_at_level_node_residual_and_messages_are_those_of_a_part(op: CollectiveO
 
 
 def test_a_dense_run_holds_nothing() -> None:
-    assert of(at_target(scheme="dense"), bucket()).total == 0
+    assert not of(at_target(scheme="dense"), bucket(), undo=True).nbytes
     assert of(at_target(enabled=False), bucket(), undo=True).total == 0
 
 
@@ -101,16 +95,13 @@ def test_few_bits_take_a_workspace_with_room_for_all_values() -> None:
 
 
 def test_undo_copies_count() -> None:
-    found = of(at_target(scheme="direct"), bucket(), undo=True)
+    found = of(at_target(), bucket(), undo=True)
     assert found.nbytes["undo"] == found.nbytes["residual"] == 4 * NUMEL
-    assert not of(at_target(scheme="dense"), bucket(), undo=True).nbytes
 
 
 def test_a_scheme_that_skips_a_rank_takes_the_straggler_s_records_too() -> None:
     straggler = StragglerConfig(mode="pinned", rank=1)
-    skips, waits = (
-        of(at_target(**with_it), bucket()) for with_it in ({"straggler": straggler}, {})
-    )
+    skips, waits = of(at_target(straggler=straggler), bucket()), of(at_target(), bucket())
     assert not skips.notes
     assert skips.nbytes["received"] > waits.nbytes["received"]
 
@@ -135,8 +126,6 @@ def test_buffers_of_other_packages_schemes_count_as_messages() -> None:
     buffers = MessageBuffers()
     buffers.take("star:0", 100, torch.device("cpu"))
     buffers.take("received:0", 50, torch.device("cpu"))
-    given = SimpleNamespace(buffers=buffers)
-    reducer = cast("GradientReducer", given)
-    residuals = ResidualStore(torch.float32)
+    reducer = cast("GradientReducer", SimpleNamespace(buffers=buffers))
     expected = {"residual": 0, "undo": 0, "messages": 100, "received": 50}
-    assert held(residuals, [reducer]) == expected
+    assert held(ResidualStore(torch.float32), [reducer]) == expected

@@ -17,11 +17,13 @@ from tests.waiting import DEADLINE_S, until
 
 
 class ManualWork:
-    """A work that ends when the test says so."""
+    """A work that ends when the test says so, with an error if there is one."""
 
-    def __init__(self):
+    def __init__(self, error=None, *, ended=False):
         self.event = threading.Event()
-        self.error = None
+        self.error, self.reads = error, 0
+        if ended:
+            self.event.set()
 
     def ready(self):
         return self.event.is_set()
@@ -30,6 +32,7 @@ class ManualWork:
         """It wakes no thread: the progress thread must poll it."""
 
     def finish(self):
+        self.reads += 1
         if self.error is not None:
             raise self.error
 
@@ -52,15 +55,15 @@ def _job(name, log, works):
     log.append(f"{name} decode")
 
 
-def _submit(progress, name, job, timer=None):
+def submit(progress, name, job, timer=None):
     return progress.submit(Pending(name, job, timer or StageTimer()))
 
 
 def test_a_later_bucket_selects_but_does_not_post_before_an_earlier_one_has_posted(progress):
     log = []
     first, second = [ManualWork(), ManualWork()], [ManualWork()]
-    a = _submit(progress, "a", _job("a", log, first))
-    b = _submit(progress, "b", _job("b", log, second))
+    a = submit(progress, "a", _job("a", log, first))
+    b = submit(progress, "b", _job("b", log, second))
     second[0].event.set()
     until(lambda: "b select" in log)
     assert "b post0" not in log
@@ -85,10 +88,8 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
         yield POSTED
         yield last
 
-    a = _submit(progress, "a", job())
-    done = ManualWork()
-    done.event.set()
-    _submit(progress, "b", _job("b", log, [done])).wait()
+    a = submit(progress, "a", job())
+    submit(progress, "b", _job("b", log, [ManualWork(ended=True)])).wait()
     assert log[0] == "a shakes hands"
     assert "a posts the rest" not in log
     straggler.event.set()
@@ -111,7 +112,7 @@ def test_each_gate_is_passed_in_the_order_of_the_launch(progress):
                 yield Gate.PAST_ACROSS if stage == "across" else POSTED
             yield works[name, stage]
 
-    pending = [_submit(progress, each, job(each)) for each in "abc"]
+    pending = [submit(progress, each, job(each)) for each in "abc"]
 
     def ends(name, stage, then):
         works[name, stage].event.set()
@@ -150,7 +151,7 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
         yield work
         time.sleep(asleep_s)
 
-    pending = _submit(progress, "a", job())
+    pending = submit(progress, "a", job())
     until(lambda: posted)
     time.sleep(waited_s)
     work.event.set()
@@ -163,16 +164,15 @@ def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
 
 
 def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
-    log, work = [], ManualWork()
-    work.error = CommunicationError("peer gone")
-    failing = _submit(progress, "a", _job("a", log, [work]))
-    waiting = _submit(progress, "b", _job("b", log, [ManualWork()]))
+    log, work = [], ManualWork(CommunicationError("peer gone"))
+    failing = submit(progress, "a", _job("a", log, [work]))
+    waiting = submit(progress, "b", _job("b", log, [ManualWork()]))
     work.event.set()
     with pytest.raises(CommunicationError, match="bucket a: peer gone"):
         failing.wait()
     with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
         waiting.wait()
-    late = _submit(progress, "c", _job("c", log, []))
+    late = submit(progress, "c", _job("c", log, []))
     with pytest.raises(CommunicationError, match="bucket c was not synchronised"):
         late.wait()
     assert "c select" not in log
@@ -181,7 +181,7 @@ def test_an_error_surfaces_in_wait_and_stops_all_that_follow(progress):
 def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch):
     monkeypatch.setattr("megatron_sparse.reduction.job.DEADLINE_SLACK_S", 0.0)
     progress = ProgressThread(torch.device("cpu"), timeout_s=0.1)
-    pending = _submit(progress, "a", _job("a", [], [ManualWork()]))
+    pending = submit(progress, "a", _job("a", [], [ManualWork()]))
     with pytest.raises(CommunicationError, match="out of time"):
         pending.wait()
     progress.close()
@@ -189,7 +189,7 @@ def test_an_operation_that_never_ends_is_an_error_after_the_deadline(monkeypatch
 
 def test_network_time_is_recorded(progress):
     timer, work = StageTimer(), ManualWork()
-    pending = _submit(progress, "a", _job("a", [], [work]), timer)
+    pending = submit(progress, "a", _job("a", [], [work]), timer)
     time.sleep(0.05)
     work.event.set()
     pending.wait()
@@ -200,8 +200,8 @@ def test_close_does_not_wait_for_peers_that_never_come():
     """As on a rank that leaves a step because of an error: not the deadline of 455 s."""
     progress = ProgressThread(torch.device("cpu"), timeout_s=300)
     log = []
-    posted = _submit(progress, "a", _job("a", log, [ManualWork()]))
-    queued = _submit(progress, "b", _job("b", log, [ManualWork()]))
+    posted = submit(progress, "a", _job("a", log, [ManualWork()]))
+    queued = submit(progress, "b", _job("b", log, [ManualWork()]))
     until(lambda: "b post0" in log)
     start_s = time.monotonic()
     progress.close()
@@ -214,10 +214,9 @@ def test_close_does_not_wait_for_peers_that_never_come():
 
 
 def test_close_after_an_error_is_immediate(progress):
-    work = ManualWork()
-    work.error = CommunicationError("peer gone")
-    failing = _submit(progress, "a", _job("a", [], [work]))
-    _submit(progress, "b", _job("b", [], [ManualWork()]))
+    work = ManualWork(CommunicationError("peer gone"))
+    failing = submit(progress, "a", _job("a", [], [work]))
+    submit(progress, "b", _job("b", [], [ManualWork()]))
     work.event.set()
     with pytest.raises(CommunicationError, match="peer gone"):
         failing.wait()
@@ -228,11 +227,10 @@ def test_close_after_an_error_is_immediate(progress):
 
 def test_close_ends_the_thread_after_pending_jobs():
     progress = ProgressThread(torch.device("cpu"), timeout_s=30)
-    log, work = [], ManualWork()
-    work.event.set()
-    _submit(progress, "a", _job("a", log, [work]))
+    log = []
+    submit(progress, "a", _job("a", log, [ManualWork(ended=True)]))
     progress.close()
     assert log[-1] == "a decode"
-    late = _submit(progress, "b", _job("b", log, []))
+    late = submit(progress, "b", _job("b", log, []))
     with pytest.raises(CommunicationError, match="closed reducer"):
         late.wait()

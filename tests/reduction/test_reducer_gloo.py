@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.errors import CommunicationError
 from tests.collectives.cases import same_on_all_ranks
+from tests.planner.planned import a_bucket
 from tests.ranks import error_text, run_ranks
 from tests.records import Kept
 from tests.reduction.reducers import at_target, integers, reducer_over_gloo, residual_of
@@ -18,15 +20,8 @@ from tests.straggler.settings import section_for
 from tests.waiting import DEADLINE_S
 
 NUMEL = 12 * 1009
-CASES = list(
-    itertools.product(
-        (CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER),
-        ("fp32", "bf16"),
-        (None, "bf16"),
-        (0.01, 0.3, 1.0),
-        ("agsparse", "dense"),
-    )
-)
+DENSITIES, NAMES = (0.01, 0.3, 1.0), ("agsparse", "dense")
+CASES = list(itertools.product(CollectiveOp, ("fp32", "bf16"), (None, "bf16"), DENSITIES, NAMES))
 # The other schemes have their matrix on virtual ranks; here, a sample over real sockets.
 CASES += [
     (op, dtype, wire, density, name)
@@ -57,16 +52,9 @@ def _gradient(rank, round_, dtype):
 
 
 def _config(scheme, density, wire_dtype=None, timeout_s=30.0, capacity="auto"):
-    return at_target(
-        scheme=scheme,
-        density=density,
-        wire_dtype=wire_dtype,
-        timeout_s=timeout_s,
-        capacity=capacity,
-        samples=500,
-        leak=1.0,
-        straggler=section_for(scheme),
-    )
+    fixed = {"samples": 500, "leak": 1.0, "straggler": section_for(scheme), "scheme": scheme}
+    sent = {"density": density, "wire_dtype": wire_dtype, "capacity": capacity}
+    return at_target(timeout_s=timeout_s, **fixed, **sent)
 
 
 def two_steps(scheme, op, gradient_of, pieces, density, **options):
@@ -94,23 +82,15 @@ def two_steps(scheme, op, gradient_of, pieces, density, **options):
 def _bucket(rank, numel, world_size, name="b", seed=0):
     """One parameter."""
     generator = torch.Generator().manual_seed(1000 * rank + seed)
-    pieces = [ParameterSlice(f"w{name}", 0, numel)]
-    gradient = torch.randn(numel, generator=generator)
-    return Bucket(name, gradient, pieces, CollectiveOp.ALL_REDUCE, world_size)
+    return a_bucket(torch.randn(numel, generator=generator), world_size, name)
 
 
 def _matrix(rank, world_size, cases):
-    return [
-        two_steps(
-            scheme,
-            op,
-            lambda rank, step, dtype=dtype: _gradient(rank, step, DTYPES[dtype]),
-            _parameters(),
-            density,
-            wire_dtype=wire,
-        )
-        for op, dtype, wire, density, scheme in cases
-    ]
+    found = []
+    for op, dtype, wire, density, scheme in cases:
+        draw = partial(_gradient, dtype=DTYPES[dtype])
+        found.append(two_steps(scheme, op, draw, _parameters(), density, wire_dtype=wire))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

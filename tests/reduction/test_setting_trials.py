@@ -1,15 +1,22 @@
-"""`compression.density=auto`: what is tried, what is chosen, and when it is tried again."""
+"""Settings that change while a run goes on.
+
+`compression.density=auto`: what is tried, what is chosen, and when it is tried again; and
+`set_density`.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import ConfigError
+from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.reduction import setting_trials
+from megatron_sparse.reduction import host_state, setting_trials
 from megatron_sparse.reduction.setting_trials import (
     FEWEST_STEPS,
     LOOK_EVERY,
@@ -19,7 +26,7 @@ from megatron_sparse.reduction.setting_trials import (
     SettingTrials,
     started,
 )
-from tests.planner.planned import a_bucket
+from tests.planner.planned import a_bucket, a_planner
 
 TRIAL = SETTLE + TIMED
 FIRST_STEP = 10
@@ -125,7 +132,7 @@ def test_the_fastest_that_the_budget_allows(times_ms, budget, chosen):
 
 
 def test_the_slowest_rank_counts(ranks):
-    # safe's trial; the first steps of the one of quantised, twice looked at, and its whole; lossless
+    # safe's trial; the first steps of quantised's, looked at twice, and its whole; lossless
     ranks += [[300], *[[0]] * 6]
     run = Run(SLOW_LINK)
     run.train(FIRST_STEP + TRIAL * 3)
@@ -235,3 +242,78 @@ def test_the_given_configuration_is_not_changed():
 def test_presets_need_values_in_few_bits(settings):
     with pytest.raises(ConfigError, match="name a density"):
         SparseConfig.preset("auto", **settings)
+
+
+RAMP = {"warmup_iters": 10, "ramp_iters": 10}
+
+
+class TestChangeDensity:
+    """Its refusals, and that the planner chooses anew."""
+
+    @pytest.fixture(autouse=True)
+    def others(self, monkeypatch):
+        """Replaces the other rank, which asks for this density; None asks for the same."""
+        wanted = [None]
+
+        def all_gather(found, own, group):
+            found[0].copy_(own)
+            found[1].copy_(own if wanted[0] is None else torch.tensor([wanted[0]]))
+
+        monkeypatch.setattr(host_state.dist, "get_world_size", lambda group: 2)
+        monkeypatch.setattr(host_state.dist, "all_gather", all_gather)
+        return wanted
+
+    def changed(self, density, step=100, **settings):
+        at_once = {"density": 0.01, "warmup_iters": 0, "ramp_iters": 0}
+        config = SparseConfig.from_overrides(**{"scheme": "agsparse"} | at_once | settings)
+        planner = planner_of(config, logs=False)
+        rest = {"trials": None, "step": step, "_device": torch.device("cpu"), "_ranks": None}
+        state: Any = SimpleNamespace(config=config, planner=planner, **rest)
+        host_state.HostState.set_density(state, density)
+        return config, planner
+
+    @pytest.mark.parametrize("density", [0.0, 1.5, -0.1, float("nan"), "0.1", None, True])
+    def test_a_value_that_is_no_density(self, density):
+        with pytest.raises(ConfigError, match=r"compression\.density"):
+            self.changed(density)
+
+    @pytest.mark.parametrize(
+        ("settings", "step", "words"),
+        [
+            (RAMP, 10, "from step 20 on"),
+            (RAMP, 19, "from step 20 on"),
+            ({"scheme": "dense"}, 0, "a sparse scheme"),
+            ({"scheme": "dense_ring"}, 0, "a sparse scheme"),
+            ({"enabled": False}, 0, "compression.enabled=true"),
+        ],
+    )
+    def test_a_change_during_the_ramp_is_refused(self, settings, step, words):
+        with pytest.raises(ConfigError, match="cannot be changed now") as caught:
+            self.changed(0.1, step, **settings)
+        assert words in str(caught.value)
+
+    @pytest.mark.parametrize("step", [0, 9, 20])
+    def test_before_a_ramp_and_after_it(self, step):
+        config, planner = self.changed(0.1, step, **RAMP)
+        assert config.compression.density == 0.1
+        plan = planner.plan_for(a_bucket(), 20)
+        assert (plan.phase, plan.density) == (Phase.TARGET, 0.1)
+
+    def test_another_target_leaves_the_schedule_as_it_was(self):
+        """Also of `ramp_iters=null`, of which a low density has a longer one."""
+        config, _ = self.changed(0.3, 2800, warmup_iters=None, ramp_iters=None)
+        assert (config.compression.warmup, config.compression.ramp) == (500, 2300)
+
+    def test_another_rank_wants_another(self, others):
+        others[0] = 0.2
+        with pytest.raises(CommunicationError, match=r"rank 0: 0\.1, rank 1: 0\.2"):
+            self.changed(0.1)
+
+    def test_a_planner_that_prices_chooses_anew(self):
+        """At 1 % compression pays on this network; at 90 % dense is faster."""
+        planner, bucket = a_planner(scheme={"name": "auto"}), a_bucket(torch.zeros(2**22))
+        assert not planner.plan_for(bucket, 0).scheme.startswith("dense")
+        planner._compression.density = 0.9
+        assert not planner.plan_for(bucket, 1).scheme.startswith("dense"), "it keeps its choice"
+        planner.replan()
+        assert planner.report(bucket, 1)["chosen"].startswith("dense")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -21,11 +22,12 @@ from megatron_sparse.config.sparse import (
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import MeasuredLinks
+from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
 from megatron_sparse.straggler.critical import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, VirtualCluster
-from megatron_sparse.transport.virtual_work import VirtualWork
+from tests.planner.planned import a_bucket
 from tests.ranks import run_ranks
 from tests.records import Kept
 from tests.reduction.reducers import at_target, reducer_over_gloo
@@ -43,7 +45,7 @@ def _plan(scheme, density=1.0):
 
 
 def _bucket(op=CollectiveOp.ALL_REDUCE):
-    return Bucket("b", torch.ones(NUMEL), [ParameterSlice("w", 0, NUMEL)], op, N)
+    return a_bucket(torch.ones(NUMEL), N, op=op)
 
 
 class VirtualGroup:
@@ -71,27 +73,16 @@ class VirtualGroup:
             policy.begin_step(number)
             transport.charge(delays_s[transport.rank])
             adapted = policy.adapt(bucket, plan)
-            straggler = yield from _works(policy.decide(bucket, adapted))
+            straggler = yield from without(policy.decide(bucket, adapted), Gate)
             # Stands for the collective, after which all clocks agree.
             yield transport.all_reduce_(torch.zeros(1))
             if policy._last_step:
-                yield from _works(policy.agree())
+                yield from without(policy.agree(), Gate)
             return straggler, policy.scheme_of(adapted, straggler)
 
         decisions = set(self.cluster.run(start))
         assert len(decisions) == 1, "all ranks decide alike"
         return decisions.pop()
-
-
-def _works(steps):
-    """Passes on only markers and works of the virtual cluster, which needs no gates."""
-    while True:
-        try:
-            outcome = next(steps)
-        except StopIteration as end:
-            return end.value
-        if isinstance(outcome, VirtualWork):
-            yield outcome
 
 
 def _late(rank, delay_s):
@@ -193,12 +184,11 @@ def test_messages_with_slots_stay_with_their_scheme():
 def test_a_rank_outside_the_group_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"straggler\.rank is not in the group"):
         VirtualGroup(StragglerConfig("pinned", 4))
-    monkeypatch.setenv(SLOW_RANK, "7:100")
-    with pytest.raises(ConfigError, match=f"{SLOW_RANK} is not in the group"):
-        VirtualGroup(StragglerConfig())
-    monkeypatch.setenv(SLOW_RANK, "soon")
-    with pytest.raises(ConfigError, match="RANK:MILLISECONDS"):
-        VirtualGroup(StragglerConfig())
+    slow = {"7:100": f"{SLOW_RANK} is not in the group", "soon": "RANK:MILLISECONDS"}
+    for text, said in slow.items():
+        monkeypatch.setenv(SLOW_RANK, text)
+        with pytest.raises(ConfigError, match=said):
+            VirtualGroup(StragglerConfig())
 
 
 GRADIENTS = {
@@ -210,14 +200,9 @@ SLOW_MS = 100.0
 
 def _gloo_config(mode, scheme, timeout_s=20.0):
     rank = 1 if mode == "pinned" else None
-    return at_target(
-        scheme=scheme,
-        density=0.05,
-        samples=500,
-        deterministic=False,
-        timeout_s=timeout_s,
-        straggler=StragglerConfig(mode=mode, rank=rank, min_delay_ms=5.0),
-    )
+    straggler = StragglerConfig(mode=mode, rank=rank, min_delay_ms=5.0)
+    few = {"density": 0.05, "samples": 500, "deterministic": False}
+    return at_target(scheme=scheme, timeout_s=timeout_s, straggler=straggler, **few)
 
 
 def _gloo_bucket(rank, world_size, number):
@@ -231,12 +216,8 @@ def _train(rank, world_size):
     import threading
 
     results = {}
-    for mode, scheme in (
-        ("persistent", "straggler"),
-        ("dynamic", "straggler"),
-        ("pinned", "straggler_direct"),
-        ("pinned", "straggler_direct"),
-    ):
+    twice = [("pinned", "straggler_direct")] * 2
+    for mode, scheme in (("persistent", "straggler"), ("dynamic", "straggler"), *twice):
         sink, sums = Kept(), []
         config = _gloo_config(mode, scheme)
         with reducer_over_gloo(config, sink, is_reported=False) as reducer:
@@ -295,10 +276,8 @@ def test_on_gloo_ranks_sums_are_exact_and_the_injected_rank_is_skipped(by_rank):
             of_first = stragglers[::2]
             if mode == "persistent":
                 # Times are known two steps later.
-                known = [delays[: max(step - 1, 0)] for step in range(9)]
-                assert of_first == [
-                    persistent_straggler([each.ready_s for each in steps]) for steps in known
-                ]
+                known = [[r.ready_s for r in delays[: max(step - 1, 0)]] for step in range(9)]
+                assert of_first == [*map(persistent_straggler, known)]
                 assert 1 in of_first
             else:
                 assert Counter(of_first).most_common(1)[0][0] == 1

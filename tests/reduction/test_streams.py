@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from megatron_sparse.reduction.progress import (
 )
 from megatron_sparse.reduction.reducer import MessageTurns
 from tests.reduction.fake_cuda import DEVICE, Driver, FakeCuda, StreamWork, drivers
+from tests.reduction.test_progress import ManualWork, submit
 
 
 @pytest.fixture
@@ -31,26 +32,19 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
-class Report:
-    """A copy of reports that is on its way until the test lets it come."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.came = threading.Event()
-        self.reads = 0
-        self._error = error
-
-    def ready(self) -> bool:
-        return self.came.is_set()
-
-    def when_ready(self, wake: Callable[[], None]) -> None: ...
-
-    def finish(self) -> None:
-        self.reads += 1
-        if self._error is not None:
-            raise self._error
+@pytest.fixture
+def driver() -> Driver:
+    return InOrderProgress
 
 
-def bucket(cuda: FakeCuda, name: str, report: Report | None = None) -> Stage[None]:
+@pytest.fixture
+def progress(cuda: FakeCuda, driver: Driver) -> Iterator[Progress]:
+    made = driver(DEVICE, 30)
+    yield made
+    made.close()
+
+
+def bucket(cuda: FakeCuda, name: str, report: ManualWork | None = None) -> Stage[None]:
     """A bucket's job: select, exchange, decode, and in capacity mode a report."""
     cuda.note(f"select {name}")
     yield GATE
@@ -63,20 +57,14 @@ def bucket(cuda: FakeCuda, name: str, report: Report | None = None) -> Stage[Non
         yield report
 
 
-def launch(progress: Progress, name: str, job: Stage[None]):
-    return progress.submit(Pending(name, job, StageTimer()))
-
-
 @drivers
 def test_the_next_bucket_is_selected_beside_the_exchange_of_the_last(
-    cuda: FakeCuda, driver: Driver
+    cuda: FakeCuda, progress: Progress
 ) -> None:
-    progress = driver(DEVICE, 30)
     for name in "ab":
         cuda.note(f"gradient {name}")
-        launch(progress, name, bucket(cuda, name)).wait()
+        submit(progress, name, bucket(cuda, name)).wait()
         cuda.note(f"use of {name}")
-    progress.close()
     for name in "ab":
         order = ["gradient", "select", "post", "arrival of", "decode", "use of"]
         streams = ["launching", "codec", "network", "network", "network", "launching"]
@@ -85,10 +73,9 @@ def test_the_next_bucket_is_selected_beside_the_exchange_of_the_last(
     assert cuda.precedes("network: decode a", "network: post b")
 
 
-def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda) -> None:
-    progress = InOrderProgress(DEVICE, 30)
-    first = launch(progress, "a", bucket(cuda, "a"))
-    second = launch(progress, "b", bucket(cuda, "b"))
+def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda, progress: Progress) -> None:
+    first = submit(progress, "a", bucket(cuda, "a"))
+    second = submit(progress, "b", bucket(cuda, "b"))
     assert not cuda.precedes("network: post a", "codec: select b")
     assert cuda.precedes("codec: select a", "codec: select b")
     first.wait()
@@ -97,10 +84,10 @@ def test_a_selection_does_not_wait_for_an_exchange(cuda: FakeCuda) -> None:
 
 @drivers
 def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
-    cuda: FakeCuda, driver: Driver
+    cuda: FakeCuda, progress: Progress
 ) -> None:
-    progress, buffers = driver(DEVICE, 30), MessageBuffers()
-    turns, pending = MessageTurns(buffers), []
+    buffers, pending = MessageBuffers(), []
+    turns = MessageTurns(buffers)
     with FakeTensorMode():
         gradient = torch.empty(8, device="cuda")
         for name in "abcd":
@@ -111,7 +98,6 @@ def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
             buffers.take_own("message", launched, 100)
     for each in pending:
         each.wait()
-    progress.close()
     assert buffers.by_purpose() == {"message": 200}
     for before, after in ("ac", "bd"):
         assert cuda.precedes(f"network: decode {before}", f"codec: select {after}")
@@ -119,32 +105,34 @@ def test_a_bucket_takes_over_the_buffers_of_the_last_but_one(
         assert not cuda.precedes(f"network: post {before}", f"codec: select {after}")
 
 
-def test_a_bucket_without_buffers_waits_for_the_host_s_part_too(cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("driver", [ProgressThread])
+def test_a_bucket_without_buffers_waits_for_the_host_s_part_too(
+    cuda: FakeCuda, progress: Progress
+) -> None:
     """Where sizes are exchanged, the work of a bucket is queued bit by bit."""
-    progress, sizes = ProgressThread(DEVICE, 30), Report()
+    sizes = ManualWork()
 
     def exchanging():
         yield GATE
         yield sizes
         cuda.note("decode a")
 
-    first = launch(progress, "a", exchanging())
+    first = submit(progress, "a", exchanging())
     second = Pending("b", bucket(cuda, "b"), StageTimer())
     second.after = first
     progress.submit(second)
     assert not second.done()
-    sizes.came.set()
+    sizes.event.set()
     second.wait()
     assert cuda.precedes("network: decode a", "codec: select b")
     first.wait()
-    progress.close()
 
 
 @drivers
 def test_a_queued_bucket_can_be_used_before_its_report_has_come(
-    cuda: FakeCuda, driver: Driver
+    cuda: FakeCuda, progress: Progress
 ) -> None:
-    progress, report, ended = driver(DEVICE, 30), Report(), threading.Event()
+    report, ended = ManualWork(), threading.Event()
     pending = Pending("a", bucket(cuda, "a", report), StageTimer(), on_done=lambda _: ended.set())
     progress.submit(pending)
     pending.wait_until_queued()
@@ -153,70 +141,61 @@ def test_a_queued_bucket_can_be_used_before_its_report_has_come(
     assert not pending.done()
     assert not ended.is_set()
     assert report.reads == 0
-    report.came.set()
+    report.event.set()
     pending.confirm()
     assert report.reads == 1
     assert ended.is_set()
-    progress.close()
 
 
 @drivers
 def test_an_error_in_a_report_surfaces_when_it_is_read_and_stops_what_follows(
-    cuda: FakeCuda, driver: Driver
+    cuda: FakeCuda, progress: Progress
 ) -> None:
-    progress = driver(DEVICE, 30)
-    report = Report(WireFormatError("a bad record", expected="a good one", got="another"))
-    pending = launch(progress, "a", bucket(cuda, "a", report))
+    report = ManualWork(WireFormatError("a bad record", expected="a good one", got="another"))
+    pending = submit(progress, "a", bucket(cuda, "a", report))
     pending.wait_until_queued()
-    report.came.set()
+    report.event.set()
     with pytest.raises(WireFormatError, match="bucket a: a bad record"):
         pending.confirm()
     assert progress.broken
     with pytest.raises(CommunicationError, match="bucket b was not synchronised"):
-        launch(progress, "b", bucket(cuda, "b")).wait()
-    progress.close()
+        submit(progress, "b", bucket(cuda, "b")).wait()
 
 
-def test_the_launching_thread_launches_all_device_work_in_order(cuda: FakeCuda) -> None:
-    progress, threads = InOrderProgress(DEVICE, 30), []
+def test_the_launching_thread_launches_all_device_work_in_order(
+    cuda: FakeCuda, progress: Progress
+) -> None:
+    threads = []
 
     def job():
         threads.append(threading.current_thread())
-        yield from bucket(cuda, "a", Report())
+        yield from bucket(cuda, "a", ManualWork())
 
-    launch(progress, "a", job())
+    submit(progress, "a", job())
     assert threads == [threading.current_thread()]
     assert cuda.log[-2:] == ["network: decode a", "network: record network1"]
     cuda.note("a collective of the tensor-parallel group")
-    launch(progress, "b", bucket(cuda, "b", Report()))
+    submit(progress, "b", bucket(cuda, "b", ManualWork()))
     launches = [line for line in cuda.log if " record " not in line and " wait " not in line]
-    assert [line.split(": ")[1] for line in launches] == [
-        "select a",
-        "post a",
-        "arrival of a",
-        "decode a",
-        "a collective of the tensor-parallel group",
-        "select b",
-        "post b",
-        "arrival of b",
-        "decode b",
-    ]
+    one, other = (
+        [f"{what} {name}" for what in ("select", "post", "arrival of", "decode")] for name in "ab"
+    )
+    between = "a collective of the tensor-parallel group"
+    assert [line.split(": ")[1] for line in launches] == [*one, between, *other]
 
 
-def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda) -> None:
-    progress = InOrderProgress(DEVICE, 30)
-
+def test_an_error_while_launching_surfaces_in_the_wait(cuda: FakeCuda, progress: Progress) -> None:
     def job():
         yield GATE
         raise CommunicationError("rank 1 is gone", expected="all ranks", got="none")
 
-    pending = launch(progress, "a", job())
+    pending = submit(progress, "a", job())
     for wait in (pending.wait_until_queued, pending.confirm):
         with pytest.raises(CommunicationError, match="bucket a: rank 1 is gone"):
             wait()
     progress.close()
     with pytest.raises(CommunicationError, match="an earlier failure"):
-        launch(progress, "b", bucket(cuda, "b")).wait()
+        submit(progress, "b", bucket(cuda, "b")).wait()
 
 
 @pytest.mark.parametrize(

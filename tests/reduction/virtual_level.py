@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
+from megatron_sparse.transport.virtual import VirtualTransport
 from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
@@ -78,9 +80,9 @@ class Outcomes:
         records: of each rank.
     """
 
-    results: list[torch.Tensor] = field(default_factory=list)
-    sent: list[torch.Tensor] = field(default_factory=list)
-    records: list[BucketRecord] = field(default_factory=list)
+    results: list[torch.Tensor]
+    sent: list[torch.Tensor]
+    records: list[BucketRecord]
 
 
 class VirtualRanks:
@@ -92,7 +94,6 @@ class VirtualRanks:
         op: of the bucket.
         numel: elements of the bucket.
         dtype: of the gradient.
-        topology: None for links that take no time.
     """
 
     def __init__(
@@ -102,30 +103,18 @@ class VirtualRanks:
         op: CollectiveOp,
         numel: int,
         dtype: torch.dtype = torch.float32,
-        topology: Topology | None = None,
         reduction: Reduction = Reduction.SUM,
         instances: int = 1,
     ) -> None:
-        topology = topology or Topology(sizes, NO_TIME, NO_TIME)
+        topology = Topology(sizes, NO_TIME, NO_TIME)
         self.n = topology.world_size
         self.cluster = VirtualCluster(self.n, topology)
         self.each = self.n // instances
         self.choice = choose_level(config, topology.nodes[: self.each], instances)
         groups = groups_of(self.cluster, self.choice, instances)
-        self.reducers, self.buckets = [], []
-        for rank in range(self.n):
-            self.reducers.append(reducer_of(config, groups[rank]))
-            self.buckets.append(
-                Bucket(
-                    "0",
-                    torch.zeros(numel, dtype=dtype),
-                    parameters(numel),
-                    op,
-                    self.each,
-                    reduction,
-                    instances,
-                )
-            )
+        self.reducers = [reducer_of(config, own) for own in groups]
+        shape = parameters(numel), op, self.each, reduction, instances
+        self.buckets = [Bucket("0", torch.zeros(numel, dtype=dtype), *shape) for _ in range(self.n)]
 
     def store(self, rank: int) -> ResidualStore:
         """The residuals of a rank."""
@@ -168,19 +157,16 @@ class VirtualRanks:
             yield from without(self.reducers[transport.rank].synchronise(job), Gate)
 
         self.cluster.run(pipeline)
+        for store in map(self.store, range(self.n) if reported else ()):
+            store.commit() if accepted else store.rollback()
+        sent = []
         for rank in range(self.n):
-            if reported:
-                store = self.store(rank)
-                store.commit() if accepted else store.rollback()
-        found = Outcomes([bucket.grad_N.clone() for bucket in self.buckets])
-        found.records = [records[rank] for rank in range(self.n)]
-        for rank in range(self.n):
-            members = self._summed_first(rank)
-            node_N = sum(gradients[each].float() for each in members)
+            node_N = sum(gradients[each].float() for each in self._summed_first(rank))
             carried_N = self.whole(rank, before[rank] - self.residual(rank))
             own_N = self.whole(rank, torch.ones(before[rank].numel())) * node_N
-            found.sent.append(own_N + carried_N)
-        return found
+            sent.append(own_N + carried_N)
+        results = [bucket.grad_N.clone() for bucket in self.buckets]
+        return Outcomes(results, sent, [records[rank] for rank in range(self.n)])
 
     def _summed_first(self, rank: int) -> list[int]:
         """The ranks whose gradients are added up before the rank selects."""
@@ -203,19 +189,17 @@ def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> l
     """The groups of each rank of a cluster."""
     n = len(cluster.transports)
     each = n // instances
-    whole, inside, across, others = {}, {}, {}, {}
-    for first in range(0, n, each):
-        ranks = range(first, first + each)
-        whole |= dict(zip(ranks, cluster.group(ranks), strict=True))
-        for members in choice.nodes:
-            mine = [first + member for member in members]
-            inside |= dict(zip(mine, cluster.group(mine), strict=True))
-        for lane in zip(*choice.nodes, strict=True):
-            mine = [first + member for member in lane]
-            across |= dict(zip(mine, cluster.group(mine), strict=True))
-    for place in range(each):
-        mine = range(place, n, each)
-        others |= dict(zip(mine, cluster.group(mine), strict=True))
+
+    def made(groups: Iterable[Sequence[int]]) -> dict[int, VirtualTransport]:
+        return {
+            r: own for ranks in groups for r, own in zip(ranks, cluster.group(ranks), strict=True)
+        }
+
+    firsts, lanes = range(0, n, each), list(zip(*choice.nodes, strict=True))
+    whole = made(range(first, first + each) for first in firsts)
+    inside = made([first + r for r in node] for first in firsts for node in choice.nodes)
+    across = made([first + r for r in lane] for first in firsts for lane in lanes)
+    others = made(range(place, n, each) for place in range(each))
     found = []
     for rank in range(n):
         if choice.level == INSTANCE:

@@ -43,19 +43,17 @@ def times(
 class TestTimes:
     """The waits by bucket over the run."""
 
-    def test_shares_of_the_iteration(self):
-        shares = times({"a": [10, 20], "b": [5, 0]}).shares()
-        assert {name: share.tolist() for name, share in shares.items()} == {
-            "a": [0.1, 0.2],
-            "b": [0.05, 0.0],
-        }
-
-    def test_parameters_are_one_area_more(self):
-        shares = times({"a": [10, 20]}, param_waits_ms=[0, 8]).shares()
-        assert {name: share.tolist() for name, share in shares.items()} == {
-            exposed.PARAMETERS: [0.0, 0.08],
-            "a": [0.1, 0.2],
-        }
+    @pytest.mark.parametrize(
+        ("waits_ms", "param_waits_ms", "expected"),
+        [
+            ({"a": [10, 20], "b": [5, 0]}, None, {"a": [0.1, 0.2], "b": [0.05, 0.0]}),
+            # Parameters are one area more.
+            ({"a": [10, 20]}, [0, 8], {exposed.PARAMETERS: [0.0, 0.08], "a": [0.1, 0.2]}),
+        ],
+    )
+    def test_shares_of_the_iteration(self, waits_ms, param_waits_ms, expected):
+        shares = times(waits_ms, param_waits_ms=param_waits_ms).shares()
+        assert {name: share.tolist() for name, share in shares.items()} == expected
 
     def test_long_runs_are_averaged_without_losing_time(self):
         many = times({"a": [10.0] * 700 + [40.0] * 300})

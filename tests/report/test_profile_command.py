@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import json
 import runpy
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +17,9 @@ from megatron_sparse.simulate import profiled
 from megatron_sparse.sparsity.characteristics import largest, profile_of
 from megatron_sparse.sparsity.gradient_dump import GradientDump, GradientDumpWriter, Kind
 from tests.commands import refused, run
+from tests.programs import ROOT
+from tests.tracked import json_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKS = 4
 MODELS = {
     "embedding": models.skewed(2**14, 0.02, row_numel=16),
@@ -42,15 +41,11 @@ def recorded(tmp_path):
     return folder
 
 
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, capsys):
     assert run("profile", recorded, "--kind gradient --json", tmp_path / "p.jsonl") == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["embedding", "others", "all"]
-    lines = read_lines(tmp_path / "p.jsonl")
+    lines = json_lines(tmp_path / "p.jsonl")
     assert [(line["iteration"], line["bucket"]) for line in lines] == [
         (i, name) for i in (1, 5) for name in ("embedding", "others", "all")
     ]
@@ -72,7 +67,7 @@ def test_the_table_and_the_lines_have_the_recorded_values(recorded, tmp_path, ca
 )
 def test_recorded_and_simulated_selections(recorded, tmp_path, arguments, density):
     assert run("profile", recorded, arguments, "--json", tmp_path / "p.jsonl") == 0
-    for line in read_lines(tmp_path / "p.jsonl"):
+    for line in json_lines(tmp_path / "p.jsonl"):
         # To within an element of a bucket.
         assert line["profile"]["density"] == pytest.approx(density, abs=1 / 2**12)
 
@@ -153,7 +148,6 @@ def test_a_model_and_a_measurement_are_labelled_as_such(recorded):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("no/such/folder", ["no gradient dump", "record_gradients_iters"]),
         ("{} --kind whole", ["--kind", "gradient | selected"]),
         ("{} --density 0", ["--density"]),
         ("{} --density 0.1 --kind selected", ["--density selects from gradients"]),

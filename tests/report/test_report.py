@@ -64,6 +64,12 @@ def run(tmp_path_factory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "one", "one")
 
 
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A run to damage."""
+    return make_run(tmp_path / "run", "run")
+
+
 @pytest.fixture(scope="module")
 def two_runs(run, tmp_path_factory) -> str:
     """The page of two runs."""
@@ -209,7 +215,7 @@ def test_the_baseline_is_shown_first(run, tmp_path):
 def test_charts_of_several_runs_share_their_scales(run, tmp_path):
     slow = make_run(tmp_path / "slow", "slow", iterations=20, buckets=6)
     runs = [load_run(run, 0), load_run(slow, 1)]
-    found = {chart.name: chart for section in page.sections_of(runs) for chart in section.charts}
+    found = charts_of(*runs)
     for kind in ("exposed", "breakdown", "buckets"):
         first, second = (drawn_axes(found[f"{kind}-{key}"]) for key in "ab")
         assert first.get_xlim() == pytest.approx(second.get_xlim()), kind
@@ -221,10 +227,15 @@ def test_a_line_marks_where_the_target_density_begins(run, tmp_path):
     """In iteration 3; a run that leaves nothing out has no target."""
     dense = make_run(tmp_path / "dense", "dense", density=1.0)
     runs = [load_run(run, 0), load_run(dense, 1)]
-    found = {chart.name: chart for section in page.sections_of(runs) for chart in section.charts}
+    found = charts_of(*runs)
     for name, marks in {"loss": 1, "breakdown-a": 1, "breakdown-b": 0}.items():
         lines = [list(line.get_xdata()) for line in drawn_axes(found[name]).lines]
         assert lines.count([2.5, 2.5]) == marks, name
+
+
+def charts_of(*runs):
+    """Those of a page, by name."""
+    return {chart.name: chart for section in page.sections_of(runs) for chart in section.charts}
 
 
 def drawn_axes(chart):
@@ -244,8 +255,8 @@ def test_a_run_without_compression_asked_for_no_density(tmp_path):
 
 
 def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
-    charts = {c.name: c for s in page.sections_of([load_run(run, 0)]) for c in s.charts}
-    words = set(re.findall(r">([a-z_]+)</text>", charts["bucket-stages"].svg()))
+    drawn = charts_of(load_run(run, 0))["bucket-stages"].svg()
+    words = set(re.findall(r">([a-z_]+)</text>", drawn))
     assert words == {"one", "ms", "prune", "network"}
 
 
@@ -310,8 +321,7 @@ class TestGaps:
         for sentence in ("has not ended", "tracking.record_gradients_iters", "mode=observe"):
             assert sentence in text
 
-    def test_damaged_lines(self, tmp_path):
-        folder = make_run(tmp_path / "run", "run")
+    def test_damaged_lines(self, folder):
         for name in ("breakdown.jsonl", "buckets.jsonl"):
             lines = (folder / name).read_text().splitlines(keepends=True)
             (folder / name).write_text("".join([lines[0], "{half\n", *lines[2:], '{"iterat']))
@@ -322,13 +332,11 @@ class TestGaps:
 
     @pytest.mark.parametrize("name", ["summary.json", "plan.json", "config.yaml"])
     @pytest.mark.parametrize("content", ["", "[1", "- a\n- b\n", "7"])
-    def test_a_damaged_file(self, name, content, tmp_path):
-        folder = make_run(tmp_path / "run", "run")
+    def test_a_damaged_file(self, name, content, folder):
         (folder / name).write_text(content)
         assert any(name in gap for gap in load_run(folder, 0).gaps)
 
-    def test_a_missing_file(self, tmp_path):
-        folder = make_run(tmp_path / "run", "run")
+    def test_a_missing_file(self, folder):
         for name in ("buckets.jsonl", "config.yaml"):
             (folder / name).unlink()
         text = sentences(folder)
@@ -346,33 +354,22 @@ class TestGaps:
 
 
 class TestMistakes:
-    """Folders without iterations, and places that cannot be written; more in `mistakes`."""
+    """Folders without iterations, and places that cannot be written; more in `test_mistakes`."""
 
-    def test_no_iteration(self, tmp_path, capsys):
-        folder = make_run(tmp_path / "run", "run")
+    def test_no_iteration(self, folder, capsys):
         (folder / "breakdown.jsonl").write_text("")
         assert "an empty file" in refused(capsys, "report", folder)
         (folder / "breakdown.jsonl").write_text("{no\n" * 7)
         err = refused(capsys, "report", folder)
         assert "damaged lines left out: 1, 2, 3, 4, 5 and 2 more" in err
 
-    def test_lines_of_another_version(self, tmp_path, capsys):
-        folder = make_run(tmp_path / "run", "run")
+    def test_lines_of_another_version(self, folder, capsys):
         for name in ("breakdown.jsonl", "buckets.jsonl"):
             kept = (folder / name).read_text()
             (folder / name).write_text('{"iteration": 12}\n')
             said = f"{name} was not written by this version"
             assert said in refused(capsys, "report", folder)
             (folder / name).write_text(kept)
-
-    def test_too_many(self, run, capsys):
-        assert "1 to 8" in refused(capsys, "report", *[run] * 9)
-
-    def test_nowhere_to_write(self, run, tmp_path, capsys):
-        (tmp_path / "file").touch()
-        file, free = tmp_path / "file", tmp_path / "a.html"
-        for options in (("--output", file / "report.html"), ("--output", file, "--output", free)):
-            assert "cannot be written" in refused(capsys, "report", run, *options)
 
 
 def test_the_command_writes_page_and_pictures(run, tmp_path, capsys):

@@ -21,6 +21,11 @@ from megatron_sparse.telemetry.metrics import bucket_scalars
 from tests.records import bucket_record as record
 
 
+def of(*records, waits=None, iteration_s=1.0, **more):
+    """The breakdown of an iteration with these buckets and seconds of the training thread."""
+    return iteration_breakdown(1, records, waits or {}, iteration_s=iteration_s, **more)
+
+
 def test_sums_over_buckets():
     one, other = {"dense_bytes": 6000, "wire_bytes": 200}, {"dense_bytes": 18000, "nnz": 90}
     dense = {"scheme": "dense", "numel": 3000, "wire_bytes": 18000}
@@ -60,10 +65,9 @@ def test_overlap_counts_time_in_flight_once_and_without_the_wait():
     ]
     assert in_flight_s(records) == 3.5
     assert in_flight_s(records[::-1]) == 3.5
-    b = iteration_breakdown(1, records, {"host_wait": 1.5}, iteration_s=12.0)
-    assert b.overlapped_ms == 2000.0
+    assert of(*records, waits={"host_wait": 1.5}, iteration_s=12.0).overlapped_ms == 2000.0
     # A thread that waits longer than any bucket was in flight has no overlap, not a negative one.
-    assert iteration_breakdown(1, records, {"host_wait": 9.0}, iteration_s=12.0).overlapped_ms == 0
+    assert of(*records, waits={"host_wait": 9.0}, iteration_s=12.0).overlapped_ms == 0
     assert in_flight_s([]) == 0.0
 
 
@@ -73,24 +77,19 @@ def test_phase_is_that_of_most_elements():
         record("b", phase=Phase.OFF, numel=10),
         record("c", phase=Phase.RAMP, numel=100),
     ]
-    phase = iteration_breakdown(1, records, {}, iteration_s=1.0).phase
+    phase = of(*records).phase
     assert phase == "ramp"
     assert type(phase) is str
 
 
 def test_iteration_without_buckets():
-    b = iteration_breakdown(1, [], {}, iteration_s=0.25, skipped=True)
+    b = of(iteration_s=0.25, skipped=True)
     assert (b.phase, b.density, b.wire_ratio, b.schemes) == ("off", None, None, {})
+    of_bytes, of_time = ("dense", "wire", "inside"), ("inside", "exposed", "grad_exposed")
     assert b.scalars() == {
-        "comm/dense_bytes": 0.0,
-        "comm/wire_bytes": 0.0,
-        "comm/inside_bytes": 0.0,
-        "comm/inside_ms": 0.0,
-        "comm/exposed_ms": 0.0,
-        "comm/grad_exposed_ms": 0.0,
+        **{f"comm/{name}_bytes": 0.0 for name in of_bytes},
+        **{f"comm/{name}_ms": 0.0 for name in (*of_time, "overlapped", "host_cpu")},
         "comm/exposed_share": 0.0,
-        "comm/overlapped_ms": 0.0,
-        "comm/host_cpu_ms": 0.0,
         "breakdown/iteration_ms": 250.0,
         "breakdown/other_ms": 250.0,
         **{f"breakdown/{stage}_ms": 0.0 for stage in STAGES if stage not in WAITS},
@@ -104,13 +103,8 @@ def test_gathers_of_parameters_are_counted_beside_gradients():
         GatherRecord("b", 1, "exact", numel=1000, dense_bytes=600, wire_bytes=150),
         GatherRecord("c", 1, "exact", numel=1000, dense_bytes=600, wire_bytes=150),
     ]
-    b = iteration_breakdown(
-        1,
-        [record(dense_bytes=1200, wire_bytes=100)],
-        {"host_wait": 0.01, "param_wait": 0.02},
-        iteration_s=0.1,
-        gathers=gathers,
-    )
+    waits = {"host_wait": 0.01, "param_wait": 0.02}
+    b = of(record(dense_bytes=1200, wire_bytes=100), waits=waits, iteration_s=0.1, gathers=gathers)
     assert (b.param_dense_bytes, b.param_wire_bytes) == (1800, 900)
     assert b.param_gathers == {"raw": 1, "exact": 2}
     assert (b.wire_ratio, b.total_wire_ratio) == (100 / 1200, 1000 / 3000)
@@ -124,15 +118,10 @@ def test_gathers_of_parameters_are_counted_beside_gradients():
 
 
 def test_scalars_have_units_and_names():
-    b = iteration_breakdown(
-        1,
-        [record(dense_bytes=1000, wire_bytes=250, stage_us={"prune": 2000.0})],
-        {"optimizer": 0.01},
-        iteration_s=0.1,
-        loss=3.0,
-        extra={"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0},
-    )
-    scalars = b.scalars()
+    bucket = record(dense_bytes=1000, wire_bytes=250, stage_us={"prune": 2000.0})
+    extra = {"learning_rate": 0.5, "residual_norm": 2.0, "cluster/rtt_ms": 1.0}
+    waits = {"optimizer": 0.01}
+    scalars = of(bucket, waits=waits, iteration_s=0.1, loss=3.0, extra=extra).scalars()
     assert scalars["comm/wire_bytes"] == 250.0
     assert scalars["comm/wire_ratio"] == 0.25
     assert scalars["compression/density"] == 0.01
@@ -150,8 +139,7 @@ def test_scalars_have_units_and_names():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nan_and_infinity_become_null(value):
-    unknown = {"loss": value, "grad_norm": value, "extra": {"x": value}}
-    b = iteration_breakdown(1, [record()], {}, iteration_s=0.1, **unknown)
+    b = of(record(), loss=value, grad_norm=value, extra={"x": value})
     assert (b.loss, b.grad_norm, b.extra) == (None, None, {"x": None})
     assert IterationBreakdown.of_line(json.loads(b.line())) == b
     assert not {"train/loss", "train/grad_norm", "extra/x"} & set(b.scalars())
@@ -168,7 +156,7 @@ def test_lines_read_back():
         phase=Phase.TARGET,
         stage_us={"prune": 12.345, INSIDE_TIER: 2.5},
     )
-    b = iteration_breakdown(9, [r], {"optimizer": 0.1}, iteration_s=1.0, loss=0.1)
+    b = of(r, waits={"optimizer": 0.1}, loss=0.1)
     assert "\n" not in b.line()
     assert IterationBreakdown.of_line(json.loads(b.line())) == b
     line = bucket_line(r, 9, origin_s=5.0)
@@ -212,20 +200,19 @@ def test_the_hosts_time_is_that_of_the_progress_thread():
         assert one.finished_s == 7.0
     line = json.loads(bucket_line(records[0], 1, 0.0))
     assert (line["host_cpu_us"], line["host_wall_us"]) == (2000.0, 4000.0)
-    b = iteration_breakdown(1, records, {}, iteration_s=1.0)
-    assert b.host_cpu_ms == pytest.approx(5.5)
+    assert of(*records).host_cpu_ms == pytest.approx(5.5)
 
 
 def test_predicted_times_stand_beside_measured_ones():
     planned = [record(predicted_us=us, stage_us={"prune": 500.0}) for us in (1000.0, 2000.0)]
     line = json.loads(bucket_line(planned[0], 1, 0.0))
     assert (line["predicted_us"], line["measured_us"]) == (1000.0, 500.0)
-    b = iteration_breakdown(1, planned, {}, iteration_s=1.0)
+    b = of(*planned)
     assert b.predicted_ms == 3.0
     assert b.scalars()["planner/predicted_ms"] == 3.0
     assert b.scalars()["planner/measured_ms"] == 1.0
     # A sum of some of them would be compared with all of them.
-    mixed = iteration_breakdown(1, [*planned, record()], {}, iteration_s=1.0)
+    mixed = of(*planned, record())
     assert mixed.predicted_ms is None
     assert "planner/measured_ms" not in mixed.scalars()
 
@@ -234,7 +221,7 @@ def test_the_parts_of_an_iteration_add_up():
     """Stacked in a dashboard they are as high as the iteration."""
     steps = {"forward_backward": 0.04, "optimizer": 0.01, "host_wait": 0.02, "param_wait": 0.02}
     gathers = [GatherRecord("b0", 3, "raw", numel=1000, dense_bytes=100, wire_bytes=100)]
-    scalars = iteration_breakdown(1, [record()], steps, iteration_s=0.1, gathers=gathers).scalars()
+    scalars = of(record(), waits=steps, iteration_s=0.1, gathers=gathers).scalars()
     parts = [scalars[name] for name in ITERATION_PARTS]
     assert sum(parts) == pytest.approx(scalars["breakdown/iteration_ms"])
     assert scalars["comm/exposed_share"] == pytest.approx(0.4)
@@ -262,24 +249,18 @@ def test_no_number_has_two_names():
             exposed_s=0.023,
         )
     ]
-    b = iteration_breakdown(
-        1,
-        records,
-        {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231, "param_wait": 0.003},
-        iteration_s=0.11,
-        loss=2.5,
-        grad_norm=1.25,
-        extra={"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0},
-    )
+    waits = {"forward_backward": 0.0611, "optimizer": 0.0107, "host_wait": 0.0231}
+    extra = {"learning_rate": 1e-3, "tokens_per_s": 123.0, "model_tflop_per_s": 7.0}
+    seen = {"iteration_s": 0.11, "loss": 2.5, "grad_norm": 1.25, "extra": extra}
+    b = of(*records, waits=waits | {"param_wait": 0.003}, **seen)
     scalars = b.scalars()
     assert len(set(scalars.values())) == len(scalars), scalars
     line = json.loads(b.line())
     stage_ms = line.pop("stage_ms")
     single = [v for v in [*line.values(), *stage_ms.values()] if isinstance(v, float)]
     assert len(set(single)) == len(single), line
-    assert len(set(bucket_scalars(records, {}, []).values())) == len(
-        bucket_scalars(records, {}, [])
-    )
+    of_bucket = bucket_scalars(records, {}, [])
+    assert len(set(of_bucket.values())) == len(of_bucket)
 
 
 def bucket(launched, wait_began, exposed, dense, scheme="agsparse"):

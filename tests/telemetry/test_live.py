@@ -17,7 +17,6 @@ from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import PHASES
 from megatron_sparse.telemetry.live import (
-    Isolated,
     LiveView,
     PlainView,
     RunProgress,
@@ -56,6 +55,13 @@ def drawn(progress: RunProgress, width: int) -> list[str]:
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
 
 
+def first_view(width: int = 80, **fields) -> list[str]:
+    """The view of a run's first iteration, which has these values."""
+    progress = RunProgress("demo", 10)
+    progress.add(breakdown(1, **fields), 0.0)
+    return drawn(progress, width)
+
+
 def progressed(total: int | None = 10) -> RunProgress:
     progress = RunProgress("demo", total)
     for iteration in range(1, 5):
@@ -87,9 +93,7 @@ def test_every_phase_has_words():
     """A bare `target` behind the density reads as if a number were missing."""
     words = ("trials of presets", "dense warm-up", "ramp", "at its target", "compression off")
     for phase, said in zip(PHASES, words, strict=True):
-        progress = RunProgress("demo", 10)
-        progress.add(breakdown(1, phase=phase), 0.0)
-        assert progress.facts().endswith(f"density 1.00% ({said})")
+        assert first_view(100, phase=phase)[2].endswith(f"density 1.00% ({said})")
 
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])
@@ -98,11 +102,9 @@ def test_it_fits_the_terminal(width):
 
 
 def test_it_shows_both_halves_where_parameters_are_gathered():
-    progress = RunProgress("demo", 10)
     stage_ms = breakdown(1).stage_ms | {"param_wait": 5.0}
     gathered = {"param_dense_bytes": 2**20, "param_wire_bytes": 2**19, "stage_ms": stage_ms}
-    progress.add(breakdown(1, param_gathers={"exact": 1}, **gathered), now_s=1.0)
-    text = "\n".join(drawn(progress, 120))
+    text = "\n".join(first_view(120, param_gathers={"exact": 1}, **gathered))
     assert "wire/dense 26.56% (544.00 KiB)" in text
     assert "20.00 of 100.00 ms (gradients 15.00, parameters 5.00)" in text
     assert "param_wait" in text
@@ -113,10 +115,8 @@ def test_it_shows_both_halves_where_parameters_are_gathered():
     ("time_ms", "shown"), [(9999.99, "9999.99 ms"), (16_250.17, "16250 ms"), (1e6, "1000000 ms")]
 )
 def test_a_long_iteration_is_not_cut_off(time_ms, shown):
-    progress = RunProgress("demo", 10)
     stage_ms = dict.fromkeys(STAGES, 0.0) | {"forward_backward": time_ms}
-    progress.add(breakdown(1, stage_ms=stage_ms, iteration_ms=time_ms), 0.0)
-    lines = drawn(progress, 80)
+    lines = first_view(stage_ms=stage_ms, iteration_ms=time_ms)
     assert lines[3] == f"an iteration takes {shown}, so far"
     assert f"{shown} 100%" in lines[4]
 
@@ -237,28 +237,6 @@ def test_it_draws_a_few_times_a_second(monkeypatch):
         view.update(breakdown(iteration))
         now_s[0] += 0.0625
     assert frames == [100.0, 100.25, 100.5]
-
-
-def test_a_view_that_fails_is_off_and_training_goes_on(caplog):
-    calls = []
-
-    class Broken:
-        def update(self, breakdown):
-            calls.append("update")
-            raise BrokenPipeError("gone")
-
-        def close(self):
-            calls.append("close")
-            raise BrokenPipeError("still gone")
-
-    view = Isolated(Broken(), "the console view")
-    for iteration in (1, 2):
-        view.do(lambda view, iteration=iteration: view.update(breakdown(iteration)))
-    view.close()
-    assert calls == ["update", "close"], "the terminal is given back"
-    assert [r.getMessage() for r in caplog.records] == [
-        "the console view failed and is off for the rest of the run: BrokenPipeError: gone"
-    ]
 
 
 def test_only_the_writer_shows_something(capsys):

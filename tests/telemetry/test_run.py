@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STAGES, STEP_STAGES, GatherRecord
 from megatron_sparse.telemetry import RunTelemetry, breakdown, load_summary, run
 from tests.records import Sink, bucket_record
+from tests.tracked import json_lines
 
 QUIET = TrackingConfig(console="off")
 CONFIG = {"name": "demo", "compression": {"density": 0.01}}
@@ -49,12 +51,20 @@ def iterate(telemetry, iteration, *, loss=None, buckets=2, **keywords):
     )
 
 
-def lines(run_dir, name="breakdown.jsonl"):
-    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+def ran(run_dir, iterations, **keywords):
+    """The summary of a run of these iterations."""
+    telemetry = open_run(run_dir)
+    for iteration in iterations:
+        iterate(telemetry, iteration, **keywords)
+    return telemetry.close()
+
+
+def lines(run_dir):
+    return json_lines(run_dir / "breakdown.jsonl")
 
 
 def iterations(run_dir, name="breakdown.jsonl"):
-    return [line["iteration"] for line in lines(run_dir, name)]
+    return [line["iteration"] for line in json_lines(run_dir / name)]
 
 
 def test_files_of_a_run(tmp_path):
@@ -69,11 +79,8 @@ def test_files_of_a_run(tmp_path):
     assert [line["loss"] for line in lines(run_dir)] == list(LOSS.values())
     assert set(lines(run_dir)[0]["stage_ms"]) == set(STAGES)
     assert load_summary(run_dir) == summary
-    assert sorted(path.name for path in run_dir.iterdir()) == [
-        "breakdown.jsonl",
-        "buckets.jsonl",
-        "summary.json",
-    ]
+    files = sorted(path.name for path in run_dir.iterdir())
+    assert files == ["breakdown.jsonl", "buckets.jsonl", "summary.json"]
 
 
 def test_summary_of_a_run(tmp_path):
@@ -137,21 +144,15 @@ def test_without_a_prediction_nothing_is_saved_or_lost(tmp_path):
 
 
 def test_summary_of_no_iteration(tmp_path):
-    summary = open_run(tmp_path).close()
+    summary = ran(tmp_path, [])
     assert (summary["iterations"], summary["loss_first"], summary["phases"]) == (0, None, {})
     assert summary["iteration_ms"] is None
     json.dumps(summary, allow_nan=False)
 
 
 def test_resume_replaces_repeated_iterations(tmp_path):
-    first = open_run(tmp_path)
-    for iteration in range(1, 6):
-        iterate(first, iteration)
-    first.close()
-
-    resumed = open_run(tmp_path)
-    iterate(resumed, 4, loss=40.0)
-    assert resumed.close()["iterations"] == 4
+    ran(tmp_path, range(1, 6))
+    assert ran(tmp_path, [4], loss=40.0)["iterations"] == 4
     again = open_run(tmp_path)
     iterate(again, 5, loss=50.0)
     iterate(again, 6, loss=60.0)
@@ -170,10 +171,7 @@ def test_resume_replaces_repeated_iterations(tmp_path):
 def test_a_repeated_iteration_replaces_all_from_it_on(tmp_path):
     """In one process, and by a run that is started again from the beginning."""
     for repeated, kept in (((1, 2, 3, 2), [1, 2]), ((1,), [1])):
-        telemetry = open_run(tmp_path)
-        for iteration in repeated:
-            iterate(telemetry, iteration)
-        assert telemetry.close()["iterations"] == len(kept)
+        assert ran(tmp_path, repeated)["iterations"] == len(kept)
         assert iterations(tmp_path) == kept
         assert iterations(tmp_path, "buckets.jsonl") == [i for i in kept for _ in range(2)]
 
@@ -181,39 +179,26 @@ def test_a_repeated_iteration_replaces_all_from_it_on(tmp_path):
 @pytest.mark.parametrize("cut", [1, 40], ids=["newline lost", "object cut"])
 @pytest.mark.parametrize("name", ["breakdown.jsonl", "buckets.jsonl"])
 def test_damaged_last_line_is_dropped_with_a_warning(tmp_path, caplog, name, cut):
-    first = open_run(tmp_path)
-    for iteration in (1, 2):
-        iterate(first, iteration, buckets=1)
-    first.close()
+    ran(tmp_path, (1, 2), buckets=1)
     path = tmp_path / name
     path.write_bytes(path.read_bytes()[:-cut])
-
-    resumed = open_run(tmp_path)
+    ran(tmp_path, [3], buckets=1)
     assert [r.message for r in caplog.records] == [f"{name}: dropped a damaged line at its end"]
-    iterate(resumed, 3, buckets=1)
-    resumed.close()
     assert iterations(tmp_path, name) == [1, 3]
 
 
 def test_damaged_line_in_the_middle_is_left_out_with_its_number(tmp_path, caplog):
-    first = open_run(tmp_path)
-    for iteration in (1, 2, 3):
-        iterate(first, iteration)
-    first.close()
+    ran(tmp_path, (1, 2, 3))
     path = tmp_path / "breakdown.jsonl"
     one, two, three = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(one + b"\0" * (len(two) - 1) + b"\n" + three)
-    resumed = open_run(tmp_path)
-    assert [r.message for r in caplog.records] == [
-        "breakdown.jsonl: line 2 is damaged and left out"
-    ]
-    assert resumed.close()["iterations"] == 2
+    assert ran(tmp_path, [])["iterations"] == 2
+    (said,) = (record.message for record in caplog.records)
+    assert said == "breakdown.jsonl: line 2 is damaged and left out"
 
 
 def test_lines_of_another_version_are_a_typed_error(tmp_path):
-    telemetry = open_run(tmp_path)
-    iterate(telemetry, 1)
-    telemetry.close()
+    ran(tmp_path, [1])
     (line,) = lines(tmp_path)
     more, fewer = line | {"colour": "blue"}, {k: v for k, v in line.items() if k != "nnz"}
     for other, named in ((more, "colour"), (fewer, "nnz")):
@@ -242,16 +227,13 @@ def test_writer_prints_the_table_once_and_close_is_idempotent(tmp_path, capsys):
 
 def test_without_a_folder_there_is_a_summary_and_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    telemetry = open_run(None)
-    iterate(telemetry, 1)
-    assert telemetry.close()["wire_bytes"] == 2 * 6048
+    assert ran(None, [1])["wire_bytes"] == 2 * 6048
     assert list(tmp_path.iterdir()) == []
 
 
 def test_flush_interval(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "FLUSH_EVERY", 3)
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off"))
-    seen = []
+    telemetry, seen = open_run(tmp_path), []
     for iteration in range(1, 8):
         iterate(telemetry, iteration)
         seen.append(len(lines(tmp_path)))
@@ -282,7 +264,7 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path):
 
 def test_a_disk_that_fails_does_not_stop_training(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(run, "FLUSH_EVERY", 1)
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off"))
+    telemetry = open_run(tmp_path)
     iterate(telemetry, 1)
     (tmp_path / "breakdown.jsonl").unlink()
     (tmp_path / "breakdown.jsonl").mkdir()
@@ -298,11 +280,7 @@ def test_summary_is_replaced_whole(tmp_path, monkeypatch, caplog):
     (tmp_path / "summary.json").write_text('{"old": true}')
     telemetry = open_run(tmp_path)
     iterate(telemetry, 1)
-
-    def fsync(_):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError("no space left on device")))
     telemetry.close()
     assert load_summary(tmp_path) == {"old": True}
     assert "summary.json cannot be written" in caplog.text
@@ -318,7 +296,7 @@ def test_load_summary_of_no_run(tmp_path, content):
 
 def test_no_bucket_costs_a_system_call_or_the_general_encoder(tmp_path, monkeypatch):
     """An iteration of 100 buckets: its line is encoded once, and files are opened to flush."""
-    telemetry = open_run(tmp_path, tracking=TrackingConfig(console="off"))
+    telemetry = open_run(tmp_path)
     iterate(telemetry, 1, buckets=100)  # the names are quoted once
     telemetry.flush()
     counts = Counter()

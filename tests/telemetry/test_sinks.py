@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -27,9 +28,8 @@ def wandb(monkeypatch, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(home / "config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(home / "cache"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(home / "data"))
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(home / name.lower()))
     module.teardown()
     yield module
     module.teardown()
@@ -44,48 +44,26 @@ def train(run_dir, sinks, iterations):
 
 
 def test_a_writer_that_is_not_ours_is_flushed_and_left_open():
-    class Writer:
-        def __init__(self):
-            self.calls = []
-
-        def add_scalar(self, name, value, step):
-            self.calls.append((name, value, step))
-
-        def flush(self):
-            self.calls.append("flush")
-
-        def close(self):
-            raise AssertionError("Megatron still needs its writer")
-
-    writer = Writer()
+    writer = Mock()
     sink = TensorBoardSink(writer)
     sink.log({"a": 1.0, "b": 2.0}, 5)
     sink.close()
-    assert writer.calls == [("a", 1.0, 5), ("b", 2.0, 5), "flush"]
+    added = [call.add_scalar("a", 1.0, 5), call.add_scalar("b", 2.0, 5)]
+    assert writer.mock_calls == [*added, call.flush()], "Megatron still needs its writer"
 
 
 def test_a_run_that_is_not_ours_is_logged_to_and_left_open():
-    class Run:
-        def __init__(self):
-            self.logged, self.metrics, self.config = None, {}, {}
-
-        def define_metric(self, name, step_metric=None, hidden=False):
-            self.metrics[name] = (step_metric, hidden)
-
-        def log(self, scalars, step):
-            self.logged = (scalars, step)
-
-        def finish(self):
-            raise AssertionError("Megatron finishes its own run")
-
-    run = Run()
+    run = Mock()
     sink = WandbSink(run, {"env": {"HF_TOKEN": "planted"}})
     sink.log({"a": 1.0}, 5)
     sink.close()
-    assert run.logged == ({"a": 1.0, "iteration": 5}, 5)
-    assert run.metrics.pop("iteration") == (None, True)
-    assert run.metrics == {f"{group}/*": ("iteration", False) for group in GROUPS}
-    assert run.config["megatron_sparse"] == {"env": {"HF_TOKEN": "***"}}
+    config = {"megatron_sparse": {"env": {"HF_TOKEN": "***"}}}
+    assert run.mock_calls == [
+        call.define_metric("iteration", hidden=True),
+        *(call.define_metric(f"{group}/*", step_metric="iteration") for group in GROUPS),
+        call.config.update(config, allow_val_change=True),
+        call.log({"a": 1.0, "iteration": 5}, step=5),
+    ], "Megatron finishes its own run"
 
 
 def test_a_resumed_run_has_the_same_id(tmp_path):

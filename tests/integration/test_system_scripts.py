@@ -1,17 +1,18 @@
-"""`scripts/system_packages.sh` installs missing packages if it may, and never fails.
+"""What `scripts/system_packages.sh` installs, and which jobs `scripts/slurm_job.sh` starts again.
 
-Stand-ins for `id` and `apt-get`; nothing is installed here.
+Stand-ins for `id`, `apt-get` and Slurm; nothing is installed here.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.commands import stand_in
-from tests.programs import ROOT, ended
+from tests.programs import ROOT, ended, with_variables
 
 SCRIPT = ROOT / "scripts" / "system_packages.sh"
 TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
@@ -20,11 +21,10 @@ TOOLS = ("slurmctld", "munged", "ip", "tc", "chromium")
 @pytest.fixture
 def machine(tmp_path: Path):
     """Runs the script on a machine with these tools, as this user, with this apt-get."""
+    script = SCRIPT.read_text()
     if any(Path(folder, tool).exists() for tool in TOOLS for folder in ("/usr/sbin", "/sbin")):
         # The script looks there even if PATH lacks it.
-        script = SCRIPT.read_text().replace(":/usr/sbin:/sbin", "")
-    else:
-        script = SCRIPT.read_text()
+        script = script.replace(":/usr/sbin:/sbin", "")
     (tmp_path / "system_packages.sh").write_text(script)
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -33,15 +33,12 @@ def machine(tmp_path: Path):
         assert found
         (folder / command).symlink_to(found)
 
-    def add(name: str, text: str) -> None:
-        stand_in(folder / name, text)
-
     def run(*, tools: tuple[str, ...], user: int = 0, apt: str | None = "exit 0"):
         for tool in tools:
-            add(tool, "exit 0")
-        add("id", f"echo {user}")
+            stand_in(folder / tool, "exit 0")
+        stand_in(folder / "id", f"echo {user}")
         if apt is not None:
-            add("apt-get", f'echo "apt-get $*" >>{tmp_path}/calls; {apt}')
+            stand_in(folder / "apt-get", f'echo "apt-get $*" >>{tmp_path}/calls; {apt}')
         command = ["bash", str(tmp_path / "system_packages.sh"), str(tmp_path / "log")]
         done = ended(command, env={"PATH": str(folder)})
         calls = tmp_path / "calls"
@@ -80,3 +77,39 @@ def test_packages_that_cannot_be_installed_are_named_without_failing(
     assert f"system packages: chromium not installed ({reason}" in done.stdout
     if "no network" in str(changes):
         assert "no network" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "gone", "restarts", "state", "requeued"),
+    [
+        (0, "n1", 0, "RUNNING", False),
+        (2, "n1", 0, "RUNNING", False),  # the user's mistake
+        (3, "n1", 0, "RUNNING", True),
+        (1, "none", 0, "RUNNING", False),  # all nodes answer, so the run failed by itself
+        (1, "n1", 3, "RUNNING", False),  # the limit of restarts is reached
+        (143, "n1", 0, "COMPLETING", False),  # a rank has asked for the restart already
+    ],
+)
+def test_only_a_lost_node_starts_a_job_again(
+    tmp_path: Path, code: int, gone: str, restarts: int, state: str, requeued: bool
+) -> None:
+    stand_ins = {
+        "scontrol": f'[ "$1" = show ] && echo n0 n1 || echo "$*" >>{tmp_path}/asked',
+        "srun": f'case "$*" in *nodelist={gone}*) exit 1;; esac',
+        "squeue": f"echo {state}",
+        "sleep": ":",
+    }
+    for name, text in stand_ins.items():
+        stand_in(tmp_path / name, text)
+    variables = with_variables(
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        SLURM_JOB_ID="7",
+        SLURM_JOB_NODELIST="n[0-1]",
+        SLURM_RESTART_COUNT=str(restarts),
+    )
+    script = f". scripts/slurm_job.sh; train sh -c 'exit {code}'"
+    done = ended(["bash", "-euo", "pipefail", "-c", script], env=variables)
+    assert done.returncode == code, done.stderr
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7\n" if requeued else "")
+    assert ("no longer answer: n1" in done.stderr) is (requeued or restarts == 3)
