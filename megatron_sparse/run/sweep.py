@@ -86,7 +86,8 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
 
     Args:
         name: that of the configuration.
-        swept: from `swept_keys`; if it has the name itself, nothing is added to the name.
+        swept: from `swept_keys`. If `name` is among them, each run has a name of its own already,
+            and nothing is added.
         task_overrides: of this run, with one value each.
 
     Example:
@@ -98,9 +99,11 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
     parts = [name]
     for override in OverridesParser.create().parse_overrides(list(task_overrides)):
         if override.key_or_group in swept:
-            # `scheme=NAME` arrives as `scheme.name=NAME`.
-            key = override.key_or_group.removesuffix(".name").rpartition(".")[2]
-            value = re.sub(r"[^A-Za-z0-9.]+", "-", str(override.get_value_element_as_str()))
+            # `composition` spells `scheme=NAME` as `scheme.name=NAME`; `name` would say too little.
+            _, _, key = override.key_or_group.removesuffix(".name").rpartition(".")
+            # The name becomes a folder: no spaces, slashes, brackets or quotes; -1 is not 1.
+            text = re.sub("^-", "minus", str(override.get_value_element_as_str()))
+            value = re.sub(r"[^A-Za-z0-9.]+", "-", text)
             parts.append(f"{key}-{value.strip('-')}")
     return "_".join(parts)
 

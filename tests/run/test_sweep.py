@@ -52,6 +52,7 @@ class TestNames:
             ),
             (["megatron.lr"], ["++megatron.lr=1e-3"], "run_lr-0.001"),
             (["x"], ["x='a b/c'"], "run_x-a-b-c"),
+            (["x"], ["x=-1"], "run_x-minus1"),
             (["name"], ["name=mine"], "run"),
             ([], ["scheme=direct"], "run"),
         ],
