@@ -178,18 +178,23 @@ class Identity:
     def read_row(self, words: Sequence[int], rank: int, count: int | None = None) -> list[int]:
         """The sizes in a row that a rank has sent.
 
+        Args:
+            words: the row, as received.
+            rank: the sender, for errors.
+            count: as in `row`; the sender's must be the same.
+
         Raises:
             CommunicationError: that rank takes part in another collective.
             WireFormatError: the row is damaged.
         """
+        own = self._word(count)
         theirs, sizes = verified_row(words, rank)
-        if theirs != self._word(count):
+        if theirs != own:
             bucket = self.bucket
             raise CommunicationError(
                 f"rank {rank} of the group is not in the same collective",
                 expected=f"bucket {bucket.name}: {self.scheme} {bucket.op} of {bucket.numel} "
-                f"elements as {self.value_dtype}, step {self.step} (fingerprint "
-                f"{self._word(count):#010x})",
+                f"elements as {self.value_dtype}, step {self.step} (fingerprint {own:#010x})",
                 got=f"fingerprint {theirs:#010x} with {len(sizes)} sizes",
                 remedy="use the same configuration, model and step on every rank",
             )

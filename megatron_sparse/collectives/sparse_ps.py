@@ -98,12 +98,12 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
 
 
 def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The server's: all messages, and the encoded sum. Others receive the sum."""
-    scatter = sizes.scatters
-    cuts = sizes.shards if scatter else [sizes.whole] * sizes.ranks
+    """On the server: all messages, and the encoded sums. On another rank: the sum that it gets."""
     if sizes.rank != SERVER:
-        return sizes.of_sparse_sum({"received": cuts[sizes.rank].capacity(sizes.value_dtype)})
-    sums = cuts if scatter else cuts[:1]
+        received = sizes.shards[sizes.rank] if sizes.scatters else sizes.whole
+        return sizes.of_sparse_sum({"received": received.capacity(sizes.value_dtype)})
+    # In an all-reduce one encoded sum goes to all ranks.
+    sums = sizes.shards if sizes.scatters else [sizes.whole]
     return sizes.of_sparse_sum(
         {
             "received": sizes.ranks * sizes.message_bytes(sizes.whole),

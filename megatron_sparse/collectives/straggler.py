@@ -139,8 +139,10 @@ class _Sums:
         self.values_N, self.op = values_N, bucket.op
         self._exchange, self._timer = exchange, exchange.timer
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
-        # The rounded sums of an all-reduce travel on; those of a reduce-scatter stay here.
+        # Where complete chunks are written. Those of an all-reduce travel on, in the values' dtype;
+        # those of a reduce-scatter stay here.
         self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
+        # The early ranks' fp32 sums that `reduce_early` makes, by the first element of each part.
         self._early_sums: dict[int, torch.Tensor] = {}
 
     def reduce_early(self, shares: list[Share], group: Subgroup) -> Phase:

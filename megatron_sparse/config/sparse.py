@@ -302,14 +302,18 @@ class SparseConfig:
         self.scheme = replace(self.scheme, capacity=None)
 
     def _resolve_bits(self) -> None:
-        """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`: few, if allowed."""
+        """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`.
+
+        It stands for few bits where the other keys allow them, and for null (in full) elsewhere.
+        """
         scheme, given = self.scheme, self.compression
         if given.value_bits == "auto":
             full = bits.sends_full_values(scheme.name, self.planner.schemes) or scheme.nccl_engine
-            # Every element travels as it is, unless the user asks for few bits.
-            full = full or not given.enabled or given.given_density == 1
-            few = not full and bits.is_allowed(
+            # Unpruned elements travel as they are, unless the user asks for few bits.
+            unpruned = not given.enabled or given.given_density == 1
+            few = not (full or unpruned) and bits.is_allowed(
                 lambda: bits.check_value_bits(
+                    # `replace` checks the section again, with these bits.
                     replace(given, value_bits=bits.AUTO_VALUE_BITS),
                     scheme.format,
                     scheme.wire_dtype,
@@ -317,9 +321,11 @@ class SparseConfig:
             )
             self.compression = replace(given, value_bits=bits.AUTO_VALUE_BITS if few else None)
         if scheme.sum_bits == "auto":
-            settings = self.compression, scheme.name, scheme.format
-            few = self.compression.given_value_bits is not None and bits.is_allowed(
-                lambda: bits.check_sum_bits(*settings, bits.AUTO_SUM_BITS)
+            decided = self.compression  # its `auto` was replaced above
+            few = decided.given_value_bits is not None and bits.is_allowed(
+                lambda: bits.check_sum_bits(
+                    decided, scheme.name, scheme.format, sum_bits=bits.AUTO_SUM_BITS
+                )
             )
             self.scheme = replace(scheme, sum_bits=bits.AUTO_SUM_BITS if few else None)
 

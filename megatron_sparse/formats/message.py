@@ -115,10 +115,13 @@ class Message:
 
     @property
     def nnz(self) -> int:
-        """Non-zero elements, kept ones included. Reads the reports unless they have been read."""
+        """Non-zero elements, also of parameters that are sent whole.
+
+        In capacity mode the count is one of the reports: reads them, unless they have been read.
+        """
         if self.counted is None:
-            assert self.reports is not None, "what counts later reports"
-            self.reports.read()
+            assert self.reports is not None, "without reports the count is known at once"
+            self.reports.read()  # calls `take_counts`
         assert self.counted is not None, "the encoder's count is one of the reports"
         return self.counted
 

@@ -151,7 +151,7 @@ def from_hydra(composed: DictConfig) -> RunConfig:
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
-    """Checks nested plain values.
+    """Makes a configuration of nested plain values, and checks it.
 
     Raises:
         ConfigError: a key is unknown or a value is wrong.
@@ -167,6 +167,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> RunConfig:
         op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
         check(config.sparse, op)
     else:
+        # Plain Megatron runs no scheme. Only a name that does not exist is refused.
         check_names(config.scheme, config.planner)
     return config
 

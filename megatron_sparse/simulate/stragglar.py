@@ -95,20 +95,22 @@ def _row(
 
 
 def rows_5(fast: bool) -> list[Row]:
-    """By size, with an ideal and with the mean delay; by delay, at the largest size."""
+    """Times on one node: each size with two delays (ideal, mean), the largest with each delay."""
     sizes = [2**power * MIB for power in ((4, 12) if fast else range(4, 13))]
     delays_ms = (0, 5) if fast else (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15)
+    n = 8  # GPUs of a DGX
     rows = []
     for machine in (DGX_H100, DGX_A100):
         mean_s = MEAN_DELAYS_MS[machine.name] * 1e-3
         for scheme, name in NAMES.items():
             for size in sizes:
                 for panel, delay_s in (("ideal delay", IDEAL_S), ("mean delay", mean_s)):
-                    time_s = after_s(machine, scheme, 8, size, delay_s)
-                    rows.append(_row(panel, name, machine, 8, size, delay_s, time_s))
+                    time_s = after_s(machine, scheme, n, size, delay_s)
+                    rows.append(_row(panel, name, machine, n, size, delay_s, time_s))
             for delay_ms in delays_ms:
-                time_s = after_s(machine, scheme, 8, sizes[-1], delay_ms * 1e-3)
-                rows.append(_row("delays", name, machine, 8, sizes[-1], delay_ms * 1e-3, time_s))
+                delay_s = delay_ms * 1e-3
+                time_s = after_s(machine, scheme, n, sizes[-1], delay_s)
+                rows.append(_row("delays", name, machine, n, sizes[-1], delay_s, time_s))
     return rows
 
 

@@ -77,14 +77,17 @@ class NcclCommunicator:
         self._library = library
         self._device = device
         self._deadline = deadline
-        name = library.unique_id().hex().encode() if rank == 0 else b""
-        unique_id = bytes.fromhex(broadcast(name).decode().strip())
+        # In hexadecimal digits, because `broadcast` takes text, and pads it with spaces.
+        own_digits = library.unique_id().hex().encode() if rank == 0 else b""
+        unique_id = bytes.fromhex(broadcast(own_digits).decode().strip())
         self._communicator = self._make(unique_id, timeout_s)
         self.words = torch.tensor([rank, world_size, self._communicator, *library.addresses])
         self._pending: deque[_Call] = deque()
         self._error: CommunicationError | None = None
         self._change = threading.Condition()
-        self._posting = threading.RLock()  # a call that fails while it posts aborts by itself
+        # Held while a call is posted: an abort waits for it. Reentrant, because a thread whose own
+        # posting fails aborts while it holds the lock.
+        self._posting = threading.RLock()
         self._closing = False
         self._monitor = threading.Thread(target=self._run_monitor, name="megatron_sparse_nccl")
         self._monitor.daemon = True

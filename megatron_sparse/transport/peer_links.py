@@ -206,21 +206,22 @@ class PeerLinks:
             self._listener.close()
 
     def _serve(self) -> None:
-        beat_s = time.monotonic()
+        """The thread: reads what arrives, and sends a beat every `BEAT_S`."""
+        next_beat_s = time.monotonic()
         while not self._closing:
-            ready = self._selector.select(max(0.0, beat_s - time.monotonic()))
+            ready = self._selector.select(max(0.0, next_beat_s - time.monotonic()))
             with self._lock:
                 if self._closing:
                     break
                 for key, _ in ready:
-                    if key.data is None:
+                    if key.data is None:  # the listener; a connection's data is its `_Link`
                         self._accept()
                     else:
                         self._read(key.data)
-                if time.monotonic() >= beat_s:
+                if time.monotonic() >= next_beat_s:
                     # Only after all messages were read: a process that was itself stopped must
                     # not report the others as silent.
-                    beat_s = time.monotonic() + BEAT_S
+                    next_beat_s = time.monotonic() + BEAT_S
                     self._beat()
         self._selector.close()
 

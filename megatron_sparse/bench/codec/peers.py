@@ -48,7 +48,7 @@ def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str,
 
 
 def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Ways to get indices and values."""
+    """Ways to get the indices and values of the elements that are not zero."""
 
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)
@@ -56,7 +56,7 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
 
     peers: dict[str, Action] = {"torch nonzero": nonzero_and_index}
     peers["torch to_sparse"] = pruned_N.to_sparse
-    if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has none
+    if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has no CUDA and no bf16
         return peers
     array = pruned_N.numpy()
 
@@ -65,7 +65,7 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         return index, array[index]
 
     peers["numpy"] = numpy
-    if is_installed("scipy") and pruned_N.dtype == torch.float32:
+    if is_installed("scipy") and pruned_N.dtype == torch.float32:  # scipy has no fp16
         from scipy import sparse
 
         peers["scipy coo_array"] = lambda: sparse.coo_array(array)

@@ -235,14 +235,14 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
 
 
 def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> bool:
-    """Whether a scheme has the operation, the level, and the bits of values; None: whole ones."""
-    # Dense schemes, and those for a late rank.
-    is_for_ranks = scheme.takes is Input.DENSE or scheme.skips_straggler
-    if op not in scheme.ops or (level != RANK and is_for_ranks):
-        return False
-    if bits is not None and scheme.own_format is not None:
-        return False
-    return not scheme.sends_whole or bits in (None, *DENSE_VALUE_BITS)
+    """Whether the bench runs a scheme with this operation, level and bits; None: values in full."""
+    # A level says what is added up before the selection: dense schemes select nothing. The late
+    # rank of `BucketCase.config` is numbered among all ranks; at another level it would be a node.
+    has_level = level == RANK or not (scheme.takes is Input.DENSE or scheme.skips_straggler)
+    has_bits = bits is None or (
+        scheme.own_format is None and (not scheme.sends_whole or bits in DENSE_VALUE_BITS)
+    )
+    return op in scheme.ops and has_level and has_bits
 
 
 def _sum_bits(
