@@ -27,7 +27,6 @@ from megatron_sparse.cuda_ext import ops
 from megatron_sparse.extras import require
 from megatron_sparse.run.json_lines import append_row, write_rows
 from megatron_sparse.run.local_ranks import CHECKOUT
-from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.version import __version__
 
 MOST_FOREIGN_LOAD = 0.1
@@ -83,7 +82,8 @@ def _value(row: object, expression: str) -> Any:
     first, *below = expression.split("/")
     value = getattr(row, first)
     for part in below:
-        value = ratio(value, float(part) if part[0].isdigit() else getattr(row, part))
+        divisor = float(part) if part[0].isdigit() else getattr(row, part)
+        value = None if value is None or not divisor else value / divisor
     return value
 
 
