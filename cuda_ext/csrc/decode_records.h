@@ -13,7 +13,7 @@
 
 namespace megatron_sparse {
 
-// cuda_ext/decode_ops.py (MESSAGE_FIELDS) and decode_launch.h repeat names and order.
+// cuda_ext/decode_ops.py (refuse_message) and decode_launch.h repeat names and order.
 enum Field : int64_t {
   kFieldSize,
   kFieldMagic,

@@ -26,7 +26,7 @@ std::vector<uint32_t> moves_decoder_table(const MovesFrequencies& frequencies);
 // these.
 std::vector<uint8_t> moves_pack_table(const MovesFrequencies& frequencies);
 
-// The fields of a record that a decoder refuses; moves_ops.py names them.
+// The fields of a record that a decoder refuses; formats/moves.py names them.
 enum MovesField : int64_t {
   kFieldFine = 0,
   kFieldChecksum = 1,

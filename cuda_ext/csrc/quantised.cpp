@@ -13,7 +13,7 @@ constexpr int64_t kScalesAt = kBodyAt + sizeof(QuantisedSubHeader);
 constexpr int64_t kQuantiseChunk = int64_t{1} << 16;  // that one task converts; whole groups
 static_assert(kQuantiseChunk % kGroup == 0, "a group belongs to one task");
 
-// The fields of a record that a decoder refuses; quantised_ops.py names them.
+// The fields of a record that a decoder refuses; formats/quantised.py names them.
 enum QuantisedField : int64_t {
   kFine = 0,
   kChecksum = 1,

@@ -34,9 +34,8 @@ from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.formats.hash_record import SUB_HEADER_BYTES
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.planner.costs import predict
 from megatron_sparse.planner.levels import inside_s
-from megatron_sparse.planner.prices import candidates, prices_us
+from megatron_sparse.planner.prices import candidates, predict, prices_us
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
