@@ -275,9 +275,8 @@ def range_limits(
     device = bucket.grad_N.device
     # Kept and lossless parameters and padding have no threshold.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
-    everything = Limits.keep_all((len(pruned_P),), device)
     if density >= 1:
-        limits_P = everything
+        limits_P = Limits.keep_all((len(pruned_P),), device)
     elif agreed is None and config.threshold_scope != "bucket":
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
@@ -296,7 +295,7 @@ def range_limits(
             magnitudes_S = sampled_magnitudes(bucket, residual_N, density, step, config)
             limits = ops.threshold_of_samples(magnitudes_S, density)
         is_pruned = codec_cuda.on_device(torch.tensor(pruned_P, dtype=torch.bool), device)
-        pairs = zip(limits, everything, strict=True)
+        pairs = zip(limits, Limits.keep_all((len(pruned_P),), device), strict=True)
         limits_P = Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
     piece_R = codec_cuda.on_device(layout.range_piece, device)
     return Limits(*(each_P[piece_R] for each_P in limits_P))
