@@ -140,6 +140,7 @@ def test_a_compiler_error_names_the_command(monkeypatch, tmp_path):
     shutil.copytree(sources.SOURCES, broken)
     (broken / "isa.cpp").write_text("this is not C++;\n")
     monkeypatch.setattr(sources, "SOURCES", broken)
+    monkeypatch.setattr(sources, "CPU_BINDINGS", [broken / "isa.cpp"])
     with pytest.raises(ExtensionError, match="failed with exit code 1") as caught:
         build.build("off", tmp_path / "lib")
     assert "isa.cpp" in str(caught.value.expected)
