@@ -77,6 +77,8 @@ class Exchange:
             straggler is known. All ranks have agreed on it.
         averages: gradients have not been divided, and the backend averages them: for `dense` and a
             reduce-scatter only.
+        goes_on: compression is off and was when ranks agreed about this bucket: `dense` need not
+            agree again.
     """
 
     bucket: Bucket
@@ -86,6 +88,7 @@ class Exchange:
     options: SchemeConfig
     straggler: int | None = None
     averages: bool = False
+    goes_on: bool = False
 
     @property
     def scatters(self) -> bool:

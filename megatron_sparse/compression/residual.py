@@ -46,6 +46,7 @@ class ResidualStore:
         self._undo_copies: dict[str, torch.Tensor] = {}
         # Buckets selected in a step without an outcome yet; whether they had a residual before it.
         self._pending: dict[str, bool] = {}
+        self._emptied: set[str] = set()
         self._buckets: dict[str, Bucket] = {}
 
     def __contains__(self, bucket: str) -> bool:
@@ -77,6 +78,7 @@ class ResidualStore:
         name = bucket.name
         self._buckets[name] = bucket
         self._is_apart = False
+        self._emptied.discard(name)
         if name in self._pending and self._goes_on:
             return self._residuals[name]
         if name in self._pending:
@@ -102,6 +104,17 @@ class ResidualStore:
                     copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
                 copy_N.copy_(residual_N)
         return residual_N
+
+    def drop_later(self, bucket: Bucket) -> None:
+        """What `begin` gave is sent whole: the residual is dropped when this is final.
+
+        A run that goes on dense then pays no more for it, in time or memory. Call it with the
+        stream current that has used the residual.
+        """
+        if self.is_reported:
+            self._emptied.add(bucket.name)
+        else:
+            del self._residuals[bucket.name]
 
     def go_on(self) -> None:
         """Another pass adds to the step: the next selections come on top of the pending ones."""
@@ -158,6 +171,11 @@ class ResidualStore:
         if unit_change is not None:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)
+        elif share is None:
+            for name in self._emptied:
+                del self._residuals[name]
+                self._undo_copies.pop(name, None)
+        self._emptied.clear()
         self._pending.clear()
         self._goes_on = False
 
@@ -191,6 +209,7 @@ class ResidualStore:
             )
         for name in list(self._pending):
             self._restore(name)
+        self._emptied.clear()
         self._goes_on = self._is_apart = False
 
     def _restore(self, name: str) -> None:
@@ -254,6 +273,7 @@ class ResidualStore:
             CheckpointError: a slice's size differs from the saved one.
         """
         self._pending.clear()
+        self._emptied.clear()
         for bucket in buckets:
             pieces = [p for p in bucket.parameters if (p.name, p.offset) in saved]
             if not pieces:

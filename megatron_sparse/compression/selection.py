@@ -201,7 +201,8 @@ class Selector:
         """Adds the residual to the gradient and clears it, for a dense collective.
 
         Mutates gradient and residual. With a narrower `wire_dtype` the rounding error becomes the
-        new residual and the result is a copy in that dtype; otherwise the result is the gradient.
+        new residual and the result is a copy in that dtype. Otherwise the result is the gradient,
+        and the residual is dropped, which is 0, or with 16-bit gradients one rounding.
         """
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, wire_dtype)
         narrow = VALUE_DTYPES[value_dtype] != bucket.grad_N.dtype
@@ -223,6 +224,7 @@ class Selector:
             )
             ops.prune_(bucket.grad_N, pruning, WIRE_CODES[value_dtype])
         if not narrow:
+            self.residuals.drop_later(bucket)
             return bucket.grad_N
         with timer.stage("encode"):
             values_N = self.buffers.take_own(

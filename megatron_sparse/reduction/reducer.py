@@ -200,6 +200,8 @@ class GradientReducer:
         if groups.instances is not None:
             self._instances = SumOverInstances(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
+        self._agreed: set[str] = set()
+        """Buckets about which ranks agreed while compression was off."""
 
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
@@ -333,7 +335,12 @@ class GradientReducer:
             self._config.scheme,
             record.straggler,
             job.averages,
+            bucket.name in self._agreed,
         )
+        if self._config.compression.enabled:
+            self._agreed.clear()
+        else:
+            self._agreed.add(bucket.name)
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)
         return exchange

@@ -65,6 +65,12 @@ def test_density_one_and_dense_steps_send_the_residual_too(dense):
     sent = rank.send_whole(_gradient(1), 1) if dense else rank.send(_gradient(1), 1, density=1.0)
     assert torch.equal(sent, _gradient(1) + before)
     assert not rank.residual.any()
+    # What a dense step emptied takes no memory; a skipped one leaves it.
+    rank.residuals.rollback()
+    assert torch.equal(rank.residual, before)
+    rank.send_whole(_gradient(1), 1) if dense else rank.send(_gradient(1), 1, density=1.0)
+    rank.residuals.commit()
+    assert ("b" in rank.residuals) != dense
 
 
 def test_a_skipped_or_repeated_step_leaves_no_trace():

@@ -227,6 +227,18 @@ def test_what_is_switched_off_empties_the_residual():
         reducer.planner.enabled = False
     check_step(ranks, 1)
     assert not any(ranks.residual(rank).any() for rank in range(4))
+    assert [ranks.store(rank).nbytes for rank in range(4)] == [0] * 4
+
+
+def test_a_run_without_compression_agrees_about_a_bucket_once():
+    ranks = VirtualRanks(settings(level="rank", enabled=False), (4,), AR, 2000)
+    nbytes = []
+    for step in range(3):
+        before = ranks.cluster.link_bytes.total()
+        check_step(ranks, step)
+        nbytes.append(ranks.cluster.link_bytes.total() - before)
+    agreement = 4 * 3 * 8 * (2 + 4)
+    assert nbytes == [nbytes[1] + agreement, nbytes[1], nbytes[1]]
 
 
 @pytest.mark.parametrize("instances", [2, 3])
