@@ -28,7 +28,7 @@ the ranks that share a port in each round, and prices unequal nodes at their slo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
@@ -57,17 +57,18 @@ MOVE_BITS: Mapping[str, Mapping[torch.dtype, float]] = {
 learning rate of 3e-4; fp16's steps are 8 times finer than bf16's."""
 CODERS = tuple(MOVE_BITS)
 MARGIN = 0.1
-GATHERED_BYTES = (8, 1024, 2**14, 2**16, 2**18)
-"""Sizes of the all-gathers that measure the links, from each rank."""
-CUDA_GATHERED_BYTES = (8, 1024, 2**16, 2**18, 2**20, 2**23)
-"""The same between GPUs, whose links are so fast that only large messages show their rate."""
-MOST_GATHERED_BYTES = 2**28
-"""Of all ranks together; between very many GPUs the largest messages are left out."""
+GATHERED_BYTES = (8, 1024, 2**16, 2**18, 2**20, 2**23)
+"""Sizes of the all-gathers that measure the links, from each rank. Fast links, and ranks that share
+a processor, show their rate only in large ones."""
+FEWEST_SIZES, LONG_S, MOST_GATHERED_BYTES = 4, 0.02, 2**28
+"""So many sizes are always sent. Larger ones are left out once a gather takes so long, or where all
+ranks together would send more."""
 REPEATS = 3
 SAMPLE_NUMEL = 2**16
-CUDA_REPEATS = 64
-"""How often a GPU's sample repeats the same numbers: 2^22 are a shard of a usual bucket, 40 million
-numbers, on 8 ranks. Few numbers would show the time of launches only."""
+SAMPLE_REPEATS = {"cpu": 16, "cuda": 64}
+"""How often a sample repeats the same numbers. 2^22 are a shard of a usual bucket, 40 million
+numbers, on 8 ranks: few numbers would show the time of launches, or that of a CPU's core which the
+ranks of a machine will share."""
 WINDOWS = 3
 
 
@@ -221,12 +222,12 @@ def _per_node_s(
 
 def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
     """The links of a group, the same on all ranks; the host waits for some forty messages."""
-    dense = yield from measure_link(transport)
+    sizes, times_s = yield from gather_times(transport)
+    dense = fit_link(sizes, times_s)
     if not several_levels(transport.nodes):
         return GatherLinks(dense)
-    device = transport.device
-    sweep = LinkSweep(gathered_bytes(device, transport.world_size), REPEATS, rounds=1)
-    topology = yield from measure_topology(transport, sweep, host_clock(device))
+    sweep = LinkSweep(sizes, REPEATS, rounds=1)
+    topology = yield from measure_topology(transport, sweep, host_clock(transport.device))
     return GatherLinks(dense, topology)
 
 
@@ -235,15 +236,20 @@ def several_levels(nodes: Sequence[int]) -> bool:
     return 1 < len(set(nodes)) < len(nodes)
 
 
-def measure_link(transport: Transport) -> Measuring[Link]:
-    """The backend's all-gather as a ring's alpha and beta, the same on all ranks.
+def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]]]:
+    """Times the backend's all-gather as a ring; the same on all ranks.
 
-    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank, or
-    `CUDA_GATHERED_BYTES`.
+    The host waits for some twenty all-gathers of at most `GATHERED_BYTES` from each rank.
+
+    Returns:
+        Bytes from each rank, and seconds of one of the ring's n - 1 rounds.
     """
-    n, times_s = transport.world_size, []
-    sizes = gathered_bytes(transport.device, n)
-    for nbytes in sizes:
+    n, sizes, times_s = transport.world_size, [], []
+    for nbytes in GATHERED_BYTES:
+        if len(sizes) >= FEWEST_SIZES:
+            is_slow = times_s[-1] * (n - 1) > LONG_S
+            if is_slow or n * nbytes > MOST_GATHERED_BYTES:
+                break
         own = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
         gathered = own.new_empty(n * nbytes)
         spent = yield from timed(
@@ -252,21 +258,9 @@ def measure_link(transport: Transport) -> Measuring[Link]:
             host_clock(transport.device),
             lambda own=own, gathered=gathered: [transport.all_gather(gathered, own)],
         )
+        sizes.append(nbytes)
         times_s.append(spent / (n - 1))
-    return fit_link(sizes, times_s)
-
-
-def gathered_bytes(device: torch.device, world_size: int) -> tuple[int, ...]:
-    """The sizes of the all-gathers that measure the links.
-
-    Example:
-        >>> gathered_bytes(torch.device("cuda"), 256)
-        (8, 1024, 65536, 262144, 1048576)
-    """
-    if device.type != "cuda":
-        return GATHERED_BYTES
-    largest = max(MOST_GATHERED_BYTES // world_size, 2**18)
-    return tuple(size for size in CUDA_GATHERED_BYTES if size <= largest)
+    return sizes, times_s
 
 
 def measure_coders(
@@ -278,10 +272,7 @@ def measure_coders(
         The median rank's, the same on all.
     """
     own_s: list[float] = []
-    repeats = CUDA_REPEATS if transport.device.type == "cuda" else 1
-    old, new = (
-        each.to(transport.device).repeat(repeats) for each in sample_moves(SAMPLE_NUMEL, dtype)
-    )
+    old, new = _sample(dtype, transport.device)
     for coder in coders:
         own_s += _coder_s(old, new, coder, host_clock(transport.device))
     rows = yield from gather_rows(own_s, transport)
@@ -304,9 +295,14 @@ def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> 
 
 def coder_speed(coder: str, dtype: torch.dtype) -> tuple[float, float]:
     """Times a coder on this CPU: seconds a number of encoding, and of decoding."""
-    old, new = sample_moves(SAMPLE_NUMEL, dtype)
+    old, new = _sample(dtype, torch.device("cpu"))
     encode_s, decode_s = _coder_s(old, new, coder, host_clock(old.device))
-    return encode_s / SAMPLE_NUMEL, decode_s / SAMPLE_NUMEL
+    return encode_s / old.numel(), decode_s / old.numel()
+
+
+def _sample(dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
+    for each in sample_moves(SAMPLE_NUMEL, dtype):
+        yield each.to(device).repeat(SAMPLE_REPEATS[device.type])
 
 
 def sample_moves(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -59,9 +59,14 @@ def measured_as(result):
     return measured
 
 
+def timed_as(link):
+    sizes = [8, 1024, 2**16, 2**18]
+    return measured_as((sizes, [link.alpha_s + link.beta_s * size for size in sizes]))
+
+
 def chooser(method="auto", coder="auto", link=None, monkeypatch=None, **config):
     if link is not None:
-        monkeypatch.setattr(price, "measure_link", measured_as(link))
+        monkeypatch.setattr(price, "gather_times", timed_as(link))
     parameters = ParametersConfig(method, coder, verify_every=7)
     return GatherChooser(SparseConfig(parameters=parameters, **config), Echo())
 
@@ -113,7 +118,7 @@ def test_stated_bits_take_the_place_of_assumed_ones():
 )
 def test_once_per_node_where_it_pays(monkeypatch, nodes, setting, inside, expected):
     topology = Topology((2, 2), inside, SLOW)
-    monkeypatch.setattr(price, "measure_link", measured_as(SLOW))
+    monkeypatch.setattr(price, "gather_times", timed_as(SLOW))
     monkeypatch.setattr(price, "measure_topology", measured_as(topology))
     config = SparseConfig(parameters=ParametersConfig("exact", "rans", setting))
     way = GatherChooser(config, Echo(nodes=nodes)).choose([BUCKET])
@@ -159,14 +164,14 @@ def test_auto_stays_raw_on_a_fast_link_and_for_small_buckets(monkeypatch):
 
 
 def test_the_link_of_a_cluster_file_is_taken_without_measuring(monkeypatch):
-    monkeypatch.setattr(price, "measure_link", None)
+    monkeypatch.setattr(price, "gather_times", None)
     chosen = chooser(planner=PlannerConfig(cluster="perlmutter"))
     assert chosen.choose([BUCKET]) is None
     assert "of perlmutter" in chosen.explain()
 
 
 def test_what_is_set_is_taken_without_measuring(monkeypatch):
-    monkeypatch.setattr(price, "measure_link", None)
+    monkeypatch.setattr(price, "gather_times", None)
     monkeypatch.setattr(price, "measure_coders", None)
     way = chooser("exact", "packed").choose([BUCKET[:16]])
     assert way is not None
@@ -181,8 +186,8 @@ def test_exact_with_any_coder_takes_the_cheaper_one(monkeypatch):
 
 
 def test_measurements_are_positive():
-    link = complete(price.measure_link(Echo()))
-    assert link.beta_s > 0
+    links = complete(price.measure_gather_links(Echo()))
+    assert links.dense.beta_s > 0
     speeds = complete(price.measure_coders(Echo(), torch.bfloat16, ("rans", "packed")))
     for speed in speeds.values():
         assert 0 < speed.encode_s < 1e-4
@@ -236,10 +241,20 @@ def without_kernels(own, transport):
     return torch.tensor([own, own] if len(own) > 1 else [own, [0.0]])
 
 
-def test_gpus_are_measured_with_larger_messages():
-    cuda = torch.device("cuda")
-    assert price.gathered_bytes(torch.device("cpu"), 8) == price.GATHERED_BYTES
-    for ranks in (2, 64, 4096):
-        sizes = price.gathered_bytes(cuda, ranks)
-        assert sum(size > 2 * 1024 for size in sizes) >= 2, "a slope needs two"
-        assert max(sizes) * ranks <= max(price.MOST_GATHERED_BYTES, 2**18 * ranks)
+@pytest.mark.parametrize(
+    ("byte_s", "ranks", "largest"),
+    [(1e-10, 2, 2**23), (1e-7, 2, 2**18), (3e-9, 8, 2**20), (1e-12, 256, 2**20)],
+)
+def test_larger_messages_are_measured_until_they_take_long(monkeypatch, byte_s, ranks, largest):
+    """Seconds by a clock that only gathers move on."""
+    now_s, link = [0.0], Link(1e-6, byte_s)
+
+    class Ring(Echo):
+        def all_gather(self, gathered, own):
+            now_s[0] += (ranks - 1) * (link.alpha_s + own.nbytes * byte_s)
+            return super().all_gather(gathered, own)
+
+    monkeypatch.setattr(price, "host_clock", lambda device: lambda: now_s[0])
+    sizes, times_s = complete(price.gather_times(Ring(nodes=range(ranks))))
+    assert sizes == [size for size in price.GATHERED_BYTES if size <= largest]
+    assert price.fit_link(sizes, times_s).beta_s == pytest.approx(byte_s, rel=1e-4)
