@@ -67,6 +67,7 @@ def timed_as(link):
 def chooser(method="auto", coder="auto", link=None, monkeypatch=None, **config):
     if link is not None:
         monkeypatch.setattr(price, "gather_times", timed_as(link))
+        monkeypatch.setattr(price, "measure_coders", measured_as(SPEEDS))
     parameters = ParametersConfig(method, coder, verify_every=7)
     return GatherChooser(SparseConfig(parameters=parameters, **config), Echo())
 
