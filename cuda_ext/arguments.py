@@ -125,5 +125,6 @@ def check_code(op: str, name: str, code: int) -> None:
 
 def check_message_dtype(op: str, code: int) -> None:
     """Refuses anything but the dtype code of a message's values, of which Rice has more."""
-    if code not in RICE_BITS:
-        check_code(op, "value_dtype", code)
+    if not 0 <= code <= max(RICE_BITS):
+        expected = "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)"
+        raise refusal(op, "value_dtype is unknown", expected, code)

@@ -25,7 +25,7 @@ from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 
 _TILE, _CHUNK, _SLACK = 4096, 8 * 4096, 64
-_BF16, _Q8, _Q4 = 1, 3, 4
+_BF16 = 1
 _PAPER_ORDER = 16  # beside the format code, for the native op
 
 
@@ -113,38 +113,21 @@ def record_kind(spec: RecordSpec) -> int:
 def check_encode(
     op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
 ) -> None:
-    """Checks the arguments of all encoders."""
+    """Checks of all encoders' arguments those that the compiled op does not check on CUDA."""
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
     check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
     code, size = spec.record_format, spec.block_size
     if code == wire.FORMAT_RICE:
-        _check_rice(op, spec)
-        if grad_N.device == CPU:
-            return  # the compiled op checks the rest
-    else:
-        check_code(op, "value_dtype", spec.value_dtype)
-    if spec.step < 0:
-        raise refusal(op, "step is out of range", "0 or more", spec.step)
-    if code == wire.FORMAT_RICE:
-        return
+        return check_message_dtype(op, spec.value_dtype)
+    check_code(op, "value_dtype", spec.value_dtype)
     if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP:
         expected = "-1 (adaptive) or a format code from 0 to 3"
         raise refusal(op, "record_format is unknown", expected, code)
     if not (64 <= size <= _TILE and size.bit_count() == 1):
         raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", size)
-
-
-def _check_rice(op: str, spec: RecordSpec) -> None:
-    if not 0 <= spec.value_dtype <= max(wire.RICE_BITS):
-        expected = "0 (fp32), 1 (bf16), 2 (fp16), 3 (q8), 4 (q4), 5 (q3) or 6 (q2)"
-        raise refusal(op, "value_dtype is unknown", expected, spec.value_dtype)
-    if spec.log2_span not in wire.RICE_SPANS:
-        raise refusal(op, "log2_span is out of range", "12 to 24", spec.log2_span)
-    if spec.without_indices and spec.value_dtype not in (_Q8, _Q4):
-        what = "a value of every element needs other values"
-        raise refusal(op, what, "3 (q8) or 4 (q4)", spec.value_dtype)
+    return None
 
 
 def check_scratch(

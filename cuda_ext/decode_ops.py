@@ -149,7 +149,7 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
         return
     first, last = (*wanted.segment_offsets.tolist(), 0)[segment : segment + 2]
     numel = last - first
-    # In the order of the codes of fields: `csrc/decode_records.h`.
+    # In the order of the codes of fields: `csrc/record_check.h`.
     fields: dict[str, object] = {
         "size": "as many bytes as its records announce"
         if not has_slots

@@ -5,7 +5,8 @@ tensors of a call are 1-D, contiguous and on one device, and so are its results.
 same on every device and depend neither on the size of torch's thread pool nor on a GPU's
 scheduling. A seed is any int64. The compiled checks refuse arguments that do not fit together, so
 every wrapper raises `ExtensionError` with the expected and the actual value. On CUDA every call
-except `bitmap_pack` waits once for the device, to read whether any value was out of range.
+except `bitmap_pack` and `split` waits once for the device, to read whether any value was out of
+range.
 """
 
 from __future__ import annotations
@@ -144,8 +145,7 @@ def _by_index(
 def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A stable partition of entries: the result of a stable sort by partition.
 
-    On the CPU it is one, a radix sort where the numbers are narrow. On CUDA it counts: one pass up
-    to 256 partitions, two beyond.
+    It is one, a radix sort where the numbers are narrow.
 
     Args:
         partition_K: int64, in [0, partitions).
@@ -155,13 +155,11 @@ def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, tor
         int64 entries, partition after partition, ascending in each; and int64 offsets of the
         partitions, n + 1 of them.
     """
-    if partition_K.is_cuda:
-        return call("hash_split", partition_K, partitions)
     # A third of the time of wider integers.
     keys_K = partition_K.to(torch.uint8) if partitions <= 256 else partition_K
-    sizes = partition_K.bincount(minlength=partitions)
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    return torch.sort(keys_K, stable=True).indices, offsets
+    ordered = torch.sort(keys_K, stable=True)
+    begins = torch.arange(partitions + 1, device=partition_K.device)
+    return ordered.indices, torch.searchsorted(ordered.values.long(), begins)
 
 
 def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> int:
@@ -176,25 +174,6 @@ def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tenso
         nnz.
     """
     return int(call("hash_bitmap_pack", values_P, words, packed))
-
-
-def bitmap_elements(
-    words: torch.Tensor, nnz: int, numel: int, place: BitmapPlace
-) -> tuple[torch.Tensor, str, int]:
-    """The elements that a bitmap's set bits stand for, in the order of their positions.
-
-    Args:
-        words: uint8, 8 ceil(P / 64) bytes, not trusted.
-        nnz: how many bits must be set.
-        numel: elements of the segment.
-        place: which elements the bits stand for.
-
-    Returns:
-        int64 elements; "" or the name of the field that is wrong; and what it was instead: the
-        number of set bits for `nnz`, the partition's size for a bit beyond it in `bitmap`.
-    """
-    elements, status = call("hash_bitmap_elements", words, nnz, numel, *place)
-    return elements, *_read_status("hash_bitmap_elements", status, numel)
 
 
 def bitmap_add_(
@@ -216,19 +195,12 @@ def bitmap_add_(
         place: which elements the bits stand for.
 
     Returns:
-        "" or the name of the field that is wrong, and what it was, as of `bitmap_elements`.
+        "" or the name of the field that is wrong; and what it was instead: the number of set bits
+        for `nnz`, the partition's size for a bit beyond it in `bitmap`.
     """
-    status = call("hash_bitmap_add_", acc_M, words, values, value_dtype, nnz, *place)
-    return _read_status("hash_bitmap_add_", status, acc_M.numel())
-
-
-def _read_status(op: str, status: torch.Tensor, numel: int) -> tuple[str, int]:
-    code, found = status.tolist()
+    op = "hash_bitmap_add_"
+    code, found = call(op, acc_M, words, values, value_dtype, nnz, *place).tolist()
     if code == _INDEX_SET:  # on CUDA; the CPU's check refuses it before
-        raise refusal(
-            op,
-            f"index_set is wrong at position {found}",
-            f"ascending elements below {numel}",
-            "others",
-        )
+        what = f"index_set is wrong at position {found}"
+        raise refusal(op, what, f"ascending elements below {acc_M.numel()}", "others")
     return BITMAP_FIELDS[code], found

@@ -69,7 +69,6 @@ CUDA_UNITS = (
     "hash_bitmap",
     "moves_decode",
     "row_sparse",
-    "hash_split",
     "hash_memory",
     "hash_partition",
     "threshold",

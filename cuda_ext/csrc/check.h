@@ -26,11 +26,6 @@
 
 namespace megatron_sparse {
 
-// Refuses a call with an error text that is "what | expected | got" already.
-[[noreturn]] inline void refuse(const std::string& text) {
-  throw std::runtime_error(text);
-}
-
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
@@ -49,6 +44,11 @@ inline int dtype_code(const Tensor& tensor, std::string_view name) {
                "scalar type " << static_cast<int>(tensor.scalar_type()));
   }
   return -1;
+}
+
+// Refuses an entry outside [0, limit).
+inline void refuse_entry(const char* name, int64_t position, int64_t limit, int64_t got) {
+  MS_CHECK(false, name << " is out of range at position " << position, "0 to " << limit - 1, got);
 }
 
 inline bool is_beside(const Tensor& tensor, const Tensor& other) {

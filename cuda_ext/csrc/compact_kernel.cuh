@@ -1,6 +1,6 @@
 // The CUDA encoders' one pass over a bucket: compacts the kept elements.
 //
-// A block takes tiles of 4096 elements by ticket. Its source (encode_kernel.cuh: the gradient;
+// A block takes tiles of 4096 elements by ticket. Its source (encode.cu: the gradient;
 // prune_encode_kernel.cuh: gradient + residual, pruned) gives the tile's elements; the block turns
 // them into one bit an element and, at the place that decoupled look-back finds, the values that
 // are not zero. Both are staged, because a record's place and format depend on the counts of all

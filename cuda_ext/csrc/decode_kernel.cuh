@@ -127,10 +127,10 @@ __device__ __attribute__((noinline)) inline void write_entry_error(const DecodeA
   call.status[0] = kDecodeMessage;
   call.status[1] = segment;
   if (pici) {
-    call.status[2] = beyond_numel ? kDecodeWords : kDecodePrefix;
+    call.status[2] = beyond_numel ? kFieldWords : kFieldPrefix;
     call.status[3] = beyond_numel ? entry : indices_of(record)[entry + 1];
   } else if (record.kind != kKindRice) {
-    call.status[2] = beyond_numel ? kDecodePadding : kDecodeIndices;
+    call.status[2] = beyond_numel ? kFieldBlockPadding : kFieldIndices;
     // Indices are signed on the wire.
     call.status[3] = static_cast<int32_t>(indices_of(record)[entry]);
   }
@@ -154,15 +154,6 @@ __device__ __attribute__((noinline)) inline void report_sections(const DecodeArg
   __syncthreads();
   if (warp == 0) write_entry_error(call, work);
 }
-
-// What sum_tile finds wrong: a bit for each message, in shared memory.
-struct MarkWrong {
-  unsigned int* messages;
-
-  __device__ __forceinline__ void operator()(int k, DecodeField, int64_t) const {
-    atomicOr(messages, 1u << k);
-  }
-};
 
 // Writes a tile's sums; called by a whole block.
 __device__ __forceinline__ void store_tile(float* out, const float* sums, int length) {

@@ -7,34 +7,9 @@ namespace megatron_sparse {
 
 struct EncodeArguments;
 
-// The fields that a status names, in the order of decode_records.h.
-enum DecodeField : int64_t {
-  kDecodeSize,
-  kDecodeMagic,
-  kDecodeVersion,
-  kDecodeChecksum,
-  kDecodeFormat,
-  kDecodeDtype,
-  kDecodeFlags,
-  kDecodeStep,
-  kDecodeOffset,
-  kDecodeNumel,
-  kDecodeNnz,
-  kDecodePayloadBytes,
-  kDecodeIndices,
-  kDecodePrefix,  // does not fit the words' bit counts
-  kDecodeWords,   // bits beyond numel
-  kDecodeBlockSize,
-  kDecodeBlockCount,
-  kDecodePadding,  // the last block is not zero beyond numel
-  kDecodeChunk,    // Rice's sub-header
-  kDecodeTable,    // Rice's rows do not lead from nothing to all entries and words
-  kDecodeRice,     // a chunk's words are not those of its entries
-};
-
 enum DecodeError : int64_t {
   kDecodeOk = 0,
-  kDecodeMessage = 1,   // {1, segment, DecodeField, the value found}
+  kDecodeMessage = 1,   // {1, segment, Field (record_check.h), the value found}
   kDecodeSegments = 2,  // the caller's segment_offsets do not lie in acc: {2, segment, 0, offset}
 };
 

@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "pici_order.h"
-#include "rice_records.h"
 
 namespace megatron_sparse {
 namespace {
@@ -22,14 +21,14 @@ T read_at(const uint8_t* from, int64_t k) {
   return value;
 }
 
-int64_t units_of(const DecodeChunk& record, int64_t blocks) {
+int64_t units_of(const DecodeChunk& record) {
   switch (record.kind) {
     case kKindDense:
       return record.numel;
     case kKindCoo:
       return record.nnz;
     case kKindBlocks:
-      return blocks;
+      return record.blocks;
     case kKindRice:
       return chunks_of(record.numel, record.log2_span);
     default:
@@ -52,72 +51,9 @@ int64_t step_of(const DecodeChunk& record) {
   }
 }
 
-// Checks one header and sub-header and sets the fields that all of the record's chunks share.
-Status check_record(const Header& header, const uint8_t* payload, int64_t available,
-                    const Expected& expected, DecodeChunk& record) {
-  const auto wrong = [&record](Field field, uint64_t value) {
-    return Status{true, record.segment, field, static_cast<int64_t>(value)};
-  };
-  const int64_t offset = expected.offsets[record.segment];
-  const int64_t numel = expected.offsets[record.segment + 1] - offset;
-  if (header.magic != kMagic) return wrong(kFieldMagic, header.magic);
-  if (header.version != kVersion) return wrong(kFieldVersion, header.version);
-  const int64_t sum = expected.sums == nullptr ? 0 : expected.sums[record.segment];
-  if (header.checksum - static_cast<uint32_t>(sum) != header_checksum(header)) {
-    return wrong(kFieldChecksum, header.checksum);
-  }
-  const bool is_rice = header.format == kFormatRice;
-  if (header.format > kFormatBlocks && !is_rice) return wrong(kFieldFormat, header.format);
-  // Kept segments of a quantised message are dense.
-  const bool is_kept = header.format == kDense && is_quantised(expected.value_dtype);
-  if (header.dtype != (is_kept ? int{kBf16} : expected.value_dtype)) {
-    return wrong(kFieldDtype, header.dtype);
-  }
-  if (is_quantised(header.dtype) && !is_rice) return wrong(kFieldFormat, header.format);
-  const uint8_t known_flags = header.format == kFormatPici ? kFlagLinear : 0;
-  if ((header.flags & ~known_flags) != 0) return wrong(kFieldFlags, header.flags);
-  if (header.step != expected.step) return wrong(kFieldStep, header.step);
-  if (header.offset != static_cast<uint64_t>(offset)) return wrong(kFieldOffset, header.offset);
-  if (header.numel != static_cast<uint64_t>(numel)) return wrong(kFieldNumel, header.numel);
-  if (header.nnz > header.numel) return wrong(kFieldNnz, header.nnz);
-  record.kind = header.format;
-  if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
-  record.numel = numel;
-  record.nnz = static_cast<int64_t>(header.nnz);
-  record.payload = payload;
-  record.acc_begin = offset - expected.base;
-  record.dtype = header.dtype;
-  if (is_rice) return start_rice(header, available, record);
-  int64_t blocks = 0;
-  if (record.kind == kKindBlocks) {
-    if (header.payload_bytes < kBlocksSubheader) {
-      return wrong(kFieldPayloadBytes, header.payload_bytes);
-    }
-    if (available < kBlocksSubheader) return wrong(kFieldSize, available);
-    record.block_size = read_at<uint32_t>(payload, 0);
-    blocks = read_at<uint32_t>(payload, 1);
-    if (record.block_size == 0) return wrong(kFieldBlockSize, 0);
-    if (read_at<uint64_t>(payload, 1) != 0) {
-      return wrong(kFieldBlockSize, read_at<uint64_t>(payload, 1));
-    }
-    const int64_t most = (numel + record.block_size - 1) / record.block_size;
-    if (blocks > most || record.nnz > blocks * record.block_size) {
-      return wrong(kFieldBlockCount, blocks);
-    }
-  }
-  record.at = sections_of(record.kind, numel, record.nnz, blocks, record.block_size,
-                          dtype_bytes(header.dtype));
-  if (header.payload_bytes != static_cast<uint64_t>(record.at.payload)) {
-    return wrong(kFieldPayloadBytes, header.payload_bytes);
-  }
-  if (record.at.payload > available) return wrong(kFieldSize, kHeaderBytes + available);
-  record.units = units_of(record, blocks);
-  return {};
-}
-
 // Indices of COO entries or blocks: strictly ascending, each below `limit`.
 Status check_indices(const DecodeChunk& chunk, int64_t limit) {
-  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  const uint8_t* indices = chunk.payload + chunk.sections.indices;
   int64_t previous = chunk.begin > 0 ? read_at<int32_t>(indices, chunk.begin - 1) : -1;
   for (int64_t k = chunk.begin; k < chunk.end; ++k) {
     const int64_t index = read_at<int32_t>(indices, k);
@@ -132,7 +68,7 @@ Status check_indices(const DecodeChunk& chunk, int64_t limit) {
 // Each tile's bits against its prefix sums. The chunks together make a chain from 0 to nnz, so no
 // value lies outside the record.
 Status check_tiles(const DecodeChunk& chunk, const Kernels& kernel) {
-  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  const uint8_t* prefix = chunk.payload + chunk.sections.indices;
   if (chunk.units == 0 && read_at<uint32_t>(prefix, 0) != 0) {
     return {true, chunk.segment, kFieldPrefix, read_at<uint32_t>(prefix, 0)};
   }
@@ -165,9 +101,10 @@ Status check_blocks(const DecodeChunk& chunk, int64_t value_bytes) {
   const Status status = check_indices(chunk, limit);
   if (status.wrong || chunk.end == chunk.begin) return status;
   const int64_t k = chunk.end - 1;
-  const int64_t begin = read_at<int32_t>(chunk.payload + chunk.at.indices, k) * chunk.block_size;
+  const int64_t begin =
+      read_at<int32_t>(chunk.payload + chunk.sections.indices, k) * chunk.block_size;
   const int64_t inside = std::min(chunk.block_size, chunk.numel - begin);
-  const uint8_t* block = chunk.payload + chunk.at.values + k * chunk.block_size * value_bytes;
+  const uint8_t* block = chunk.payload + chunk.sections.values + k * chunk.block_size * value_bytes;
   for (int64_t i = inside * value_bytes; i < chunk.block_size * value_bytes; ++i) {
     if (block[i] != 0) return {true, chunk.segment, kFieldBlockPadding, block[i]};
   }
@@ -186,7 +123,7 @@ bool is_indexed(const DecodeChunk& chunk) {
 
 // An entry's element, or a block's number.
 int64_t index_of(const DecodeChunk& chunk, int64_t unit) {
-  return read_at<int32_t>(chunk.payload + chunk.at.indices, unit);
+  return read_at<int32_t>(chunk.payload + chunk.sections.indices, unit);
 }
 
 Span span_of(const DecodeChunk& chunk) {
@@ -217,11 +154,11 @@ int64_t first_unit(const DecodeChunk& record, int64_t element) {
 // In linear order a run of tiles is one long bitmap.
 void add_linear_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
                       const Kernels& kernel) {
-  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  const uint8_t* prefix = chunk.payload + chunk.sections.indices;
   const int64_t before = read_at<uint32_t>(prefix, chunk.begin);
   const int64_t count = read_at<uint32_t>(prefix, chunk.end) - before;
   const uint8_t* words = chunk.payload + chunk.begin * (kPiciTile / 8);
-  const uint8_t* values = chunk.payload + chunk.at.values + before * dtype_bytes(value_dtype);
+  const uint8_t* values = chunk.payload + chunk.sections.values + before * dtype_bytes(value_dtype);
   const Span span = span_of(chunk);
   if (count < kCrowded * (chunk.end - chunk.begin)) {
     int32_t indices[kCrowded * kTileStep];
@@ -234,7 +171,7 @@ void add_linear_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
 
 void add_paper_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
                      const Kernels& kernel) {
-  const uint8_t* prefix = chunk.payload + chunk.at.indices;
+  const uint8_t* prefix = chunk.payload + chunk.sections.indices;
   const int64_t value_bytes = dtype_bytes(value_dtype);
   for (int64_t t = chunk.begin; t < chunk.end; ++t) {
     uint64_t columns[kTileSide];
@@ -243,7 +180,7 @@ void add_paper_tiles(const DecodeChunk& chunk, int value_dtype, float* target,
     int32_t* next = indices;
     for_each_in_columns(columns, [&](int r, int c) { *next++ = kTileSide * r + c; });
     const uint8_t* values =
-        chunk.payload + chunk.at.values + read_at<uint32_t>(prefix, t) * value_bytes;
+        chunk.payload + chunk.sections.values + read_at<uint32_t>(prefix, t) * value_bytes;
     kernel.add_sparse[value_dtype](target + t * kPiciTile, indices, values, next - indices);
   }
 }
@@ -285,12 +222,18 @@ Status find_records(const uint8_t* message, int64_t message_bytes, const Expecte
     std::memcpy(&header, message + at, sizeof header);
     at += kHeaderBytes;
     DecodeChunk record = {};
+    const int64_t offset = expected.offsets[s];
+    const uint32_t sum = expected.sums == nullptr ? 0 : static_cast<uint32_t>(expected.sums[s]);
+    const FieldError error = check_header(
+        header, message + at, end - at,
+        {offset, expected.offsets[s + 1] - offset, expected.value_dtype, expected.step, sum},
+        record);
+    if (error.wrong) return {true, s, error.field, error.value};
     record.segment = s;
-    const Status status = check_record(header, message + at, end - at, expected, record);
-    if (status.wrong) return status;
-    record.end = record.units;
+    record.end = record.units = units_of(record);
+    record.acc_begin = offset - expected.base;
     records.push_back(record);
-    at = slots == nullptr ? at + record.at.payload : end;
+    at = slots == nullptr ? at + record.sections.payload : end;
   }
   if (at != message_bytes) return {true, expected.segment_count, kFieldSize, message_bytes};
   return {};
@@ -333,8 +276,8 @@ void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& 
   }
   const int value_dtype = chunk.dtype;
   const int64_t value_bytes = dtype_bytes(value_dtype), count = chunk.end - chunk.begin;
-  const uint8_t* values = chunk.payload + chunk.at.values;
-  const uint8_t* indices = chunk.payload + chunk.at.indices;
+  const uint8_t* values = chunk.payload + chunk.sections.values;
+  const uint8_t* indices = chunk.payload + chunk.sections.indices;
   switch (chunk.kind) {
     case kKindDense:
       kernel.add_dense[value_dtype](target + chunk.begin, values + chunk.begin * value_bytes,

@@ -9,34 +9,9 @@
 #include <vector>
 
 #include "kernels.h"
-#include "record.h"
+#include "record_check.h"
 
 namespace megatron_sparse {
-
-// cuda_ext/decode_ops.py (refuse_message) and decode_launch.h repeat names and order.
-enum Field : int64_t {
-  kFieldSize,
-  kFieldMagic,
-  kFieldVersion,
-  kFieldChecksum,
-  kFieldFormat,
-  kFieldDtype,
-  kFieldFlags,
-  kFieldStep,
-  kFieldOffset,
-  kFieldNumel,
-  kFieldNnz,
-  kFieldPayloadBytes,
-  kFieldIndices,
-  kFieldPrefix,     // does not fit the words' bit counts
-  kFieldWords,      // bits beyond numel
-  kFieldBlockSize,  // zero, or the sub-header's last word is not
-  kFieldBlockCount,
-  kFieldBlockPadding,  // not zero behind the segment's last element
-  kFieldChunk,         // Rice's sub-header
-  kFieldTable,         // Rice's rows do not lead from nothing to all entries and words
-  kFieldRice,          // a chunk's words are not those of its entries
-};
 
 struct Status {
   bool wrong = false;
@@ -60,21 +35,12 @@ struct Expected {
 
 // A run of one record's units: elements (dense), entries (COO), tiles (Pici), blocks or chunks
 // (Rice).
-struct DecodeChunk {
+struct DecodeChunk : DecodeRecord {
   int64_t segment;
-  uint8_t kind;
-  int64_t numel;  // of the segment
-  int64_t nnz;
-  int64_t block_size;
-  const uint8_t* payload;
-  Sections at;
   int64_t begin;
   int64_t end;
   int64_t units;      // of the record
   int64_t acc_begin;  // of the segment
-  int dtype;          // of the values; in Rice not always that of the message
-  int log2_span;      // Rice: of a chunk's elements
-  bool indices;       // Rice: whether entries have indices
 };
 
 // Checks the headers and finds the record of each segment: a chunk of all of its units.
@@ -99,6 +65,10 @@ Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel);
 // Adds a checked chunk. With `fresh` the accumulator's content is ignored and becomes the chunk's,
 // zero included; the chunks of a record then cover its segment.
 void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel);
+
+// The same for a chunk of Rice (rice_records.cpp); `target` is the segment's first element.
+Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel);
+void add_rice_chunk(const DecodeChunk& chunk, float* target, const Kernels& kernel);
 
 // Checks the chunks of a message; parallel(n, work) calls work(begin, end) on parts of [0, n).
 template <class Parallel>

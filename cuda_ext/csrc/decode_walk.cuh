@@ -3,7 +3,7 @@
 //
 // The message is untrusted. One thread follows the sizes, with a load for each record, and never
 // leaves the message; then the block checks all headers at once. The status is that of the CPU's
-// decoder: the lowest wrong segment, and of its fields the first in the order of DecodeField.
+// decoder: the lowest wrong segment, and of its fields the first in the order of Field.
 #pragma once
 
 #include "cut_tiles.cuh"
@@ -118,7 +118,7 @@ __device__ __forceinline__ void walk_message(const DecodeArguments& call,
   } else if (walked < call.segment_count || end != call.message_bytes) {
     status[0] = kDecodeMessage;
     status[1] = call.slots == nullptr ? walked : call.segment_count;
-    status[2] = kDecodeSize;
+    status[2] = kFieldSize;
     status[3] = call.message_bytes;
   }
   work.unit_begin[call.segment_count] = status[0] == kDecodeOk ? units_before : 0;

@@ -44,7 +44,7 @@ int64_t EncodeCall::most_bytes(int64_t s, int64_t entries) const {
     return plan_record(kinds[s], 0, numel(s), {entries, blocks}, block_size, value_bytes()).bytes();
   }
   const int span = static_cast<int>(log2_span);
-  const int64_t dense = dense_payload_bytes(numel(s), dtype_bytes(dtype_of(s)));
+  const int64_t dense = pad16(numel(s) * dtype_bytes(dtype_of(s)));
   if (is_kept(s)) return kHeaderBytes + dense;
   const int64_t words = without_indices ? whole_words(numel(s), dtype(), span)
                                         : most_rice_words(numel(s), entries, dtype(), span);

@@ -1,11 +1,32 @@
 // Instances of the encoder's kernels that do not depend on pruning, and their launch.
 #include "cut_tiles.cuh"
-#include "encode_kernel.cuh"
 #include "encode_steps.cuh"
 #include "place_kernel.cuh"
 
 namespace megatron_sparse {
 namespace {
+
+// The gradient as it is, 1 read of it.
+template <int GRAD>
+struct GradSource {
+  using Element = typename RawType<GRAD>::type;
+  struct Rule {};
+  static constexpr int kGrad = GRAD;
+  static constexpr int kBlocks = 4;  // 56 registers a thread
+
+  const void* grad;
+
+  __device__ __forceinline__ Rule rule_at(int64_t, int) const { return {}; }
+  __device__ __forceinline__ static bool is_uniform(const Rule&) { return true; }
+  __device__ __forceinline__ Element load(int64_t at) const {
+    return static_cast<const Element*>(grad)[at];
+  }
+  __device__ __forceinline__ bool take(const Rule&, int64_t, bool, Element in,
+                                       uint32_t& value) const {
+    value = in;
+    return __any_sync(kAllLanes, value != 0);
+  }
+};
 
 template <class Value>
 void launch_place_values(const EncodeArguments& a, const Workspace& work, cudaStream_t stream,

@@ -7,7 +7,6 @@
 
 #include <cstring>
 #include <optional>
-#include <tuple>
 #include <vector>
 
 #include "hash_launch.h"
@@ -162,29 +161,6 @@ Tensor status_of(const Counted& counted, const Tensor& like) {
   return status;
 }
 
-std::tuple<Tensor, Tensor> hash_bitmap_elements_cpu(const Tensor& words, int64_t nnz, int64_t numel,
-                                                    int64_t partition, int64_t partitions,
-                                                    int64_t seed, std::optional<Tensor> index_set) {
-  const Elements elements(numel, partition, partitions, seed, index_set, "hash_bitmap_elements");
-  const int64_t positions = elements.positions(), word_count = (positions + 63) / 64;
-  const uint8_t* bits = check_bytes(words, "hash_bitmap_elements: words", 8 * word_count);
-  MS_CHECK(nnz >= 0 && nnz <= positions, "hash_bitmap_elements: nnz is out of range",
-           "0 to " << positions, nnz);
-  const Counted counted = count_bits(bits, positions, nnz);
-  Tensor result = torch::stable::new_empty(words, {nnz}, ScalarType::Long);
-  int64_t* out = static_cast<int64_t*>(result.mutable_data_ptr());
-  if (counted.field != kFits) {
-    std::fill(out, out + nnz, -1);
-    return {result, status_of(counted, words)};
-  }
-  for_each_chunk(word_count, kChunkWords, [&](int64_t chunk, int64_t begin, int64_t end) {
-    uint32_t room[kChunkPositions];
-    const int64_t count = elements.of_words(bits, begin, end, room);
-    std::copy(room, room + count, out + counted.before[chunk]);
-  });
-  return {result, status_of(counted, words)};
-}
-
 Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor& values,
                            int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
                            int64_t seed, std::optional<Tensor> index_set) {
@@ -218,15 +194,11 @@ Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor&
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def("hash_bitmap_pack(Tensor values, Tensor(a!) words, Tensor(b!) packed) -> Tensor");
   m.def(
-      "hash_bitmap_elements(Tensor words, int nnz, int numel, int partition, int partitions, "
-      "int seed, Tensor? index_set) -> (Tensor, Tensor)");
-  m.def(
       "hash_bitmap_add_(Tensor(a!) acc, Tensor words, Tensor values, int value_dtype, int nnz, "
       "int partition, int partitions, int seed, Tensor? index_set) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
   m.impl("hash_bitmap_pack", TORCH_BOX(&megatron_sparse::hash_bitmap_pack_cpu));
-  m.impl("hash_bitmap_elements", TORCH_BOX(&megatron_sparse::hash_bitmap_elements_cpu));
   m.impl("hash_bitmap_add_", TORCH_BOX(&megatron_sparse::hash_bitmap_add_cpu));
 }

@@ -2,14 +2,14 @@
 //
 // Packing is one launch: a block takes tiles of 4096 positions by ticket, holds them in registers,
 // writes their bits, and stores the non-zero values at the place that decoupled look-back finds.
-// Reading takes two launches: the bits of all tiles are counted and compared with what is expected,
+// Adding takes two launches: the bits of all tiles are counted and compared with what is expected,
 // then each warp takes a tile, and each lane the bits of four words: the element of a set bit
 // follows from the permutation's inverse or from the index set. Positions have different elements,
 // so there are no atomics and the sums do not depend on the schedule.
 //
 // Bytes a position at density d and v bytes a value. Packing: v read, 1/8 + d v written. Adding:
-// 2/8
-// + d v read, d sectors of 32 bytes of acc read and written, because hashed elements are scattered.
+// 2/8 + d v read, d sectors of 32 bytes of acc read and written, because hashed elements are
+// scattered.
 #include "elementwise.h"
 #include "hash_launch.h"
 #include "hash_partition.h"
@@ -163,13 +163,14 @@ __device__ __forceinline__ bool bitmap_fits(const BitmapArguments& call,
   return field == kFits;
 }
 
-// Calls use(element, rank of the value) for every set bit.
-template <class Use>
-__device__ __forceinline__ void for_each_element(const BitmapArguments& call,
-                                                 const BitmapWorkspace& work,
-                                                 const Permutation& permutation, const Use& use) {
-  const int lane = threadIdx.x % 32;
+template <int VALUE>
+__global__ void __launch_bounds__(kBitmapThreads, 4)
+    bitmap_add_kernel(BitmapArguments call, BitmapWorkspace work, Permutation permutation) {
+  using Raw = typename RawType<VALUE>::type;
   const int64_t tiles = bitmap_tiles(call.positions);
+  if (!bitmap_fits(call, work, tiles)) return;
+  const Raw* values = reinterpret_cast<const Raw*>(call.values);
+  const int lane = threadIdx.x % 32;
   for (int64_t tile = first_item() / 32; tile < tiles; tile += item_stride() / 32) {
     uint32_t words[kLaneWords];
     const int count = load_lane_words(call, tile, words);
@@ -185,33 +186,10 @@ __device__ __forceinline__ void for_each_element(const BitmapArguments& call,
                 : unpermute_walk(
                       permutation,
                       unpermute_turn(permutation, static_cast<uint32_t>(call.first + position)));
-        use(element, rank++);
+        call.acc[element] += widen<ScalarLanes, VALUE>(values[rank++]);
       }
     }
   }
-}
-
-template <int VALUE>
-__global__ void __launch_bounds__(kBitmapThreads, 4)
-    bitmap_add_kernel(BitmapArguments call, BitmapWorkspace work, Permutation permutation) {
-  using Raw = typename RawType<VALUE>::type;
-  if (!bitmap_fits(call, work, bitmap_tiles(call.positions))) return;
-  const Raw* values = reinterpret_cast<const Raw*>(call.values);
-  float* acc = call.acc;
-  for_each_element(call, work, permutation, [values, acc](int64_t element, int64_t rank) {
-    acc[element] += widen<ScalarLanes, VALUE>(values[rank]);
-  });
-}
-
-__global__ void __launch_bounds__(kBitmapThreads, 4)
-    bitmap_elements_kernel(BitmapArguments call, BitmapWorkspace work, Permutation permutation) {
-  int64_t* out = call.elements;
-  if (!bitmap_fits(call, work, bitmap_tiles(call.positions))) {
-    for (int64_t i = first_item(); i < call.nnz; i += item_stride()) out[i] = -1;
-    return;
-  }
-  for_each_element(call, work, permutation,
-                   [out](int64_t element, int64_t rank) { out[rank] = element; });
 }
 
 // Clears the workspace and launches the checks.
@@ -224,16 +202,6 @@ void launch_checks(const BitmapArguments& call, const BitmapWorkspace& work, cud
   if (call.set == nullptr) return;
   const cudaLaunchConfig_t items = grid_of_items(call.positions, kBitmapThreads, stream);
   cudaLaunchKernelEx(&items, bitmap_set_kernel, call, work);
-}
-
-// Blocks for the second launch: at least one, to write the status.
-cudaLaunchConfig_t grid_of_tiles(const BitmapArguments& call, cudaStream_t stream) {
-  const int64_t tiles = bitmap_tiles(call.positions);
-  return grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);
-}
-
-Permutation permutation_of(const BitmapArguments& call) {
-  return make_permutation(call.numel, static_cast<uint64_t>(call.seed));
 }
 
 }  // namespace
@@ -262,22 +230,18 @@ void launch_hash_bitmap_add(const BitmapArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
   const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
   launch_checks(call, work, stream);
-  const cudaLaunchConfig_t all = grid_of_tiles(call, stream);
+  const Permutation permutation = make_permutation(call.numel, static_cast<uint64_t>(call.seed));
+  // At least one block, to write the status.
+  const int64_t tiles = bitmap_tiles(call.positions);
+  const cudaLaunchConfig_t all =
+      grid_of_items((tiles < 1 ? 1 : tiles) * 32, kBitmapThreads, stream);
   if (call.value_dtype == kFp32) {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp32>, call, work, permutation_of(call));
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp32>, call, work, permutation);
   } else if (call.value_dtype == kBf16) {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kBf16>, call, work, permutation_of(call));
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kBf16>, call, work, permutation);
   } else {
-    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp16>, call, work, permutation_of(call));
+    cudaLaunchKernelEx(&all, bitmap_add_kernel<kFp16>, call, work, permutation);
   }
-}
-
-void launch_hash_bitmap_elements(const BitmapArguments& call, void* stream_pointer) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const BitmapWorkspace work = lay_out_bitmap(call.workspace, call.positions);
-  launch_checks(call, work, stream);
-  const cudaLaunchConfig_t all = grid_of_tiles(call, stream);
-  cudaLaunchKernelEx(&all, bitmap_elements_kernel, call, work, permutation_of(call));
 }
 
 }  // namespace megatron_sparse

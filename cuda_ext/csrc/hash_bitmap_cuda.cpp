@@ -30,60 +30,29 @@ Tensor hash_bitmap_pack_cuda(const Tensor& values, const Tensor& words, const Te
   return nnz;
 }
 
-// Checks the arguments that both readers share, and fills in all but the outputs.
-BitmapArguments check_bitmap(const Tensor& words, int64_t nnz, int64_t numel, int64_t partition,
-                             int64_t partitions, int64_t seed,
-                             const std::optional<Tensor>& index_set, const char* op) {
-  const std::string name = op;
-  check_hash(numel, partitions, op);
-  check_partition(partition, partitions, op);
-  BitmapArguments call = {};
-  call.first = partition_begin(numel, partitions, partition);
-  call.positions = partition_begin(numel, partitions, partition + 1) - call.first;
-  if (index_set.has_value()) {
-    const std::string set = name + ": index_set";
-    check_vector(*index_set, set.c_str(), ScalarType::Int, -1);
-    check_beside(*index_set, words, set.c_str());
-    call.set = static_cast<const int32_t*>(index_set->const_data_ptr());
-    call.positions = index_set->numel();
-  }
-  const std::string bits = name + ": words";
-  check_vector(words, bits.c_str(), ScalarType::Byte, 8 * ((call.positions + 63) / 64));
-  check_alignment(words, 4, bits.c_str());
-  MS_CHECK(nnz >= 0 && nnz <= call.positions, op << ": nnz is out of range",
-           "0 to " << call.positions, nnz);
-  call.words = static_cast<const uint32_t*>(words.const_data_ptr());
-  call.nnz = nnz;
-  call.numel = numel;
-  call.seed = seed;
-  return call;
-}
-
-std::tuple<Tensor, Tensor> hash_bitmap_elements_cuda(const Tensor& words, int64_t nnz,
-                                                     int64_t numel, int64_t partition,
-                                                     int64_t partitions, int64_t seed,
-                                                     std::optional<Tensor> index_set) {
-  BitmapArguments call = check_bitmap(words, nnz, numel, partition, partitions, seed, index_set,
-                                      "hash_bitmap_elements");
-  torch::stable::accelerator::DeviceGuard guard(words.get_device_index());
-  const Tensor elements = new_words(words, nnz), status = new_words(words, 2);
-  const Tensor workspace = new_workspace(words, bitmap_workspace_bytes(call.positions));
-  call.elements = words_of(elements);
-  call.status = words_of(status);
-  call.workspace = workspace.mutable_data_ptr();
-  launch_hash_bitmap_elements(call, current_stream(words));
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return {elements, status};
-}
-
 Tensor hash_bitmap_add_cuda(const Tensor& acc, const Tensor& words, const Tensor& values,
                             int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
                             int64_t seed, std::optional<Tensor> index_set) {
   check_vector(acc, "hash_bitmap_add_: acc", ScalarType::Float, -1);
   check_beside(words, acc, "hash_bitmap_add_: words");
   check_beside(values, acc, "hash_bitmap_add_: values");
-  BitmapArguments call = check_bitmap(words, nnz, acc.numel(), partition, partitions, seed,
-                                      index_set, "hash_bitmap_add_");
+  const int64_t numel = acc.numel();
+  check_hash(numel, partitions, "hash_bitmap_add_");
+  check_partition(partition, partitions, "hash_bitmap_add_");
+  BitmapArguments call = {};
+  call.first = partition_begin(numel, partitions, partition);
+  call.positions = partition_begin(numel, partitions, partition + 1) - call.first;
+  if (index_set.has_value()) {
+    check_vector(*index_set, "hash_bitmap_add_: index_set", ScalarType::Int, -1);
+    check_beside(*index_set, acc, "hash_bitmap_add_: index_set");
+    call.set = static_cast<const int32_t*>(index_set->const_data_ptr());
+    call.positions = index_set->numel();
+  }
+  check_vector(words, "hash_bitmap_add_: words", ScalarType::Byte,
+               8 * ((call.positions + 63) / 64));
+  check_alignment(words, 4, "hash_bitmap_add_: words");
+  MS_CHECK(nnz >= 0 && nnz <= call.positions, "hash_bitmap_add_: nnz is out of range",
+           "0 to " << call.positions, nnz);
   check_dtype_code(value_dtype, "hash_bitmap_add_: value_dtype");
   const int64_t value_bytes = dtype_bytes(static_cast<int>(value_dtype));
   check_vector(values, "hash_bitmap_add_: values", ScalarType::Byte, nnz * value_bytes);
@@ -91,6 +60,10 @@ Tensor hash_bitmap_add_cuda(const Tensor& acc, const Tensor& words, const Tensor
   torch::stable::accelerator::DeviceGuard guard(acc.get_device_index());
   const Tensor status = new_words(acc, 2);
   const Tensor workspace = new_workspace(acc, bitmap_workspace_bytes(call.positions));
+  call.words = static_cast<const uint32_t*>(words.const_data_ptr());
+  call.nnz = nnz;
+  call.numel = numel;
+  call.seed = seed;
   call.values = static_cast<const uint8_t*>(values.const_data_ptr());
   call.value_dtype = static_cast<int>(value_dtype);
   call.acc = static_cast<float*>(acc.mutable_data_ptr());
@@ -106,6 +79,5 @@ Tensor hash_bitmap_add_cuda(const Tensor& acc, const Tensor& words, const Tensor
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
   m.impl("hash_bitmap_pack", TORCH_BOX(&megatron_sparse::hash_bitmap_pack_cuda));
-  m.impl("hash_bitmap_elements", TORCH_BOX(&megatron_sparse::hash_bitmap_elements_cuda));
   m.impl("hash_bitmap_add_", TORCH_BOX(&megatron_sparse::hash_bitmap_add_cuda));
 }

@@ -28,22 +28,6 @@ struct HashMapArguments {
 
 void launch_hash_map(const HashMapArguments& arguments, void* stream);
 
-// ---- hash_split.cu: a stable partition of entries without a sort ----
-
-struct HashSplitArguments {
-  const int64_t* partition_of;  // [count], in [0, partitions)
-  int64_t count;                // below 2^31
-  int64_t partitions;           // 1 to 2^16
-  int64_t* order;               // [count], written: entries by partition, ascending in each
-  int64_t* offsets;             // [partitions + 1], written
-  int64_t* status;              // [1], written: the first entry whose partition is out of range
-  void* workspace;
-};
-
-int64_t hash_split_workspace_bytes(int64_t count);
-
-void launch_hash_split(const HashSplitArguments& arguments, void* stream);
-
 // ---- hash_memory.cu: Algorithm 1 ----
 
 struct HashMemoryArguments {
@@ -89,9 +73,8 @@ struct BitmapArguments {
   const int32_t* set;     // [positions] ascending elements in place of the permutation, or null
   const uint8_t* values;  // [nnz], of value_dtype; aligned for them
   int value_dtype;
-  float* acc;         // [numel], for bitmap_add
-  int64_t* elements;  // [nnz], for bitmap_elements: written
-  int64_t* status;    // [2], written: BitmapField and what was found
+  float* acc;       // [numel]
+  int64_t* status;  // [2], written: BitmapField and what was found
   void* workspace;
 };
 
@@ -105,8 +88,5 @@ void launch_hash_bitmap_pack(const BitmapPackArguments& arguments, void* stream)
 
 // Adds the values to their elements of acc; acc is untouched unless the bitmap is right.
 void launch_hash_bitmap_add(const BitmapArguments& arguments, void* stream);
-
-// Writes the elements of the set bits by position; -1 everywhere unless the bitmap is right.
-void launch_hash_bitmap_elements(const BitmapArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

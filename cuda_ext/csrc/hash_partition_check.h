@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <atomic>
 
-#include "error_text.h"
 #include "hash_check.h"
 
 namespace megatron_sparse {
@@ -49,7 +48,7 @@ inline const int64_t* check_entries(const Tensor& tensor, const char* name, int6
   const int64_t* at = static_cast<const int64_t*>(tensor.const_data_ptr());
   const int64_t bad =
       first_bad(tensor.numel(), [&](int64_t i) { return at[i] < 0 || at[i] >= limit; });
-  if (bad != tensor.numel()) refuse(entry_error_text(name, bad, limit, at[bad]));
+  if (bad != tensor.numel()) refuse_entry(name, bad, limit, at[bad]);
   return at;
 }
 

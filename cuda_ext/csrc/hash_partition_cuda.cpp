@@ -1,8 +1,7 @@
-// The partition hash, the stable partition and Algorithm 1 on CUDA: checks, device, stream, launch.
+// The partition hash and Algorithm 1 on CUDA: checks, device, stream, launch.
 //
 // Each call waits for its launches and reads a few words: the entries found out of range.
 #include "cuda_binding.h"
-#include "error_text.h"
 #include "hash_check.h"
 #include "hash_launch.h"
 
@@ -13,7 +12,7 @@ namespace {
 void check_found(int64_t found, const int64_t* entries, int64_t limit, const char* name,
                  void* stream) {
   if (found == kNothingFound) return;
-  refuse(entry_error_text(name, found, limit, read_words(entries + found, 1, stream)[0]));
+  refuse_entry(name, found, limit, read_words(entries + found, 1, stream)[0]);
 }
 
 Tensor map_entries(HashMap map, const Tensor& entries, int64_t numel, int64_t partitions,
@@ -46,26 +45,6 @@ Tensor hash_partition_of_cuda(const Tensor& elements, int64_t numel, int64_t par
                               int64_t seed, bool general) {
   return map_entries(general ? HashMap::kGeneral : HashMap::kPartition, elements, numel, partitions,
                      seed, "hash_partition_of", "hash_partition_of: elements");
-}
-
-std::tuple<Tensor, Tensor> hash_split_cuda(const Tensor& partition_of, int64_t partitions) {
-  check_hash(0, partitions, "hash_split");
-  check_vector(partition_of, "hash_split: partition_of", ScalarType::Long, -1);
-  const int64_t count = partition_of.numel();
-  check_entry_count(count, "hash_split: partition_of");
-  torch::stable::accelerator::DeviceGuard guard(partition_of.get_device_index());
-  const Tensor order = new_words(partition_of, count);
-  const Tensor offsets = new_words(partition_of, partitions + 1);
-  const Tensor status = new_words(partition_of, 1);
-  const Tensor workspace = new_workspace(partition_of, hash_split_workspace_bytes(count));
-  void* stream = current_stream(partition_of);
-  launch_hash_split({entries_of(partition_of), count, partitions, words_of(order),
-                     words_of(offsets), words_of(status), workspace.mutable_data_ptr()},
-                    stream);
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  check_found(read_words(words_of(status), 1, stream)[0], entries_of(partition_of), partitions,
-              "hash_split: partition_of", stream);
-  return {order, offsets};
 }
 
 std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
@@ -105,7 +84,6 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
 }  // namespace megatron_sparse
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
-  m.def("hash_split(Tensor partition_of, int partitions) -> (Tensor, Tensor)");
   m.def(
       "hash_memory(Tensor indices, Tensor partition_of, int numel, int partitions, "
       "int parallel_slots, int serial_slots, int rehashes, int seed) -> (Tensor, Tensor, Tensor)");
@@ -115,6 +93,5 @@ STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
   m.impl("hash_permute", TORCH_BOX(&megatron_sparse::hash_permute_cuda));
   m.impl("hash_unpermute", TORCH_BOX(&megatron_sparse::hash_unpermute_cuda));
   m.impl("hash_partition_of", TORCH_BOX(&megatron_sparse::hash_partition_of_cuda));
-  m.impl("hash_split", TORCH_BOX(&megatron_sparse::hash_split_cuda));
   m.impl("hash_memory", TORCH_BOX(&megatron_sparse::hash_memory_cuda));
 }

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
-namespace megatron_sparse {
+#include "portability.h"
 
-enum Format : uint8_t { kDense = 0, kCoo = 1 };
+namespace megatron_sparse {
 
 struct Header {
   uint32_t magic;
@@ -30,27 +30,19 @@ inline constexpr uint8_t kVersion = 2;
 inline constexpr int64_t kHeaderBytes = sizeof(Header);
 inline constexpr int64_t kMaxSegmentNumel = (int64_t{1} << 31) - 1;
 
-inline int64_t pad16(int64_t bytes) {
-  return (bytes + 15) / 16 * 16;
+MS_INLINE int64_t pad16(int64_t bytes) {
+  return (bytes + 15) & ~int64_t{15};
 }
 
-inline int64_t dense_payload_bytes(int64_t numel, int64_t value_bytes) {
-  return pad16(numel * value_bytes);
-}
-
-inline int64_t coo_payload_bytes(int64_t nnz, int64_t value_bytes) {
-  return pad16(nnz * 4) + pad16(nnz * value_bytes);
-}
-
-// CRC-32 of IEEE 802.3 (zlib's), bit by bit, because for the 44 bytes of a header a table does not
-// pay.
-inline uint32_t header_checksum(const Header& header) {
-  unsigned char bytes[sizeof(Header)];
-  std::memcpy(bytes, &header, sizeof bytes);
+// CRC-32 of IEEE 802.3 (zlib's) of the 44 bytes before the checksum, bit by bit, because for so few
+// a table does not pay.
+MS_INLINE uint32_t checksum_of(const Header& header) {
+  uint32_t words[sizeof(Header) / 4];
+  memcpy(words, &header, sizeof words);
   uint32_t crc = 0xffffffffu;
-  for (size_t i = 0; i < sizeof bytes - sizeof header.checksum; ++i) {
-    crc ^= bytes[i];
-    for (int bit = 0; bit < 8; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0u);
+  for (int i = 0; i < 11; ++i) {
+    crc ^= words[i];
+    for (int bit = 0; bit < 32; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0u);
   }
   return ~crc;
 }

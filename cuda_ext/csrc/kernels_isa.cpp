@@ -4,7 +4,6 @@
 #include "hash_cpu.h"
 #include "kernels.h"
 #include "moves_pack_cpu.h"
-#include "prune_cpu.h"
 #include "quantise_cpu.h"
 #include "rice_cpu.h"
 #include "stage_cpu.h"
@@ -14,26 +13,30 @@
 
 namespace megatron_sparse {
 
+namespace {
+
+template <int D>
+constexpr void fill_dtype(Kernels& kernels) {
+  MS_ISA::fill_stage<D, kFp32>(kernels);
+  MS_ISA::fill_stage<D, kBf16>(kernels);
+  MS_ISA::fill_stage<D, kFp16>(kernels);
+  MS_ISA::fill_codec<D>(kernels);
+  MS_ISA::fill_moves<D>(kernels);
+}
+
+}  // namespace
+
 const Kernels& MS_GETTER(MS_ISA)() {
   static const Kernels kernels = [] {
     Kernels filled = {};
-    MS_ISA::fill_prune<kFp32>(filled);
-    MS_ISA::fill_prune<kBf16>(filled);
-    MS_ISA::fill_prune<kFp16>(filled);
+    fill_dtype<kFp32>(filled);
+    fill_dtype<kBf16>(filled);
+    fill_dtype<kFp16>(filled);
     filled.count_bits = MS_ISA::count_bits;
     filled.list_bits = MS_ISA::list_bits;
     filled.copy_past_caches = MS_ISA::copy_past_caches;
     filled.permute = MS_ISA::permute;
     filled.unpermute = MS_ISA::unpermute;
-    MS_ISA::fill_stage<kFp32>(filled);
-    MS_ISA::fill_stage<kBf16>(filled);
-    MS_ISA::fill_stage<kFp16>(filled);
-    MS_ISA::fill_codec<kFp32>(filled);
-    MS_ISA::fill_codec<kBf16>(filled);
-    MS_ISA::fill_codec<kFp16>(filled);
-    MS_ISA::fill_moves<kFp32>(filled);
-    MS_ISA::fill_moves<kBf16>(filled);
-    MS_ISA::fill_moves<kFp16>(filled);
     filled.mixed_sum = MS_ISA::mixed_sum;
     MS_ISA::fill_quantise<4>(filled);
     MS_ISA::fill_quantise<8>(filled);

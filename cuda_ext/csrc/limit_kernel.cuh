@@ -1,5 +1,5 @@
 // Capacity on CUDA, between compaction and placing: takes back the elements that a segment has
-// staged beyond its limit. capacity.h has the rule; the result has the same bits as the CPU's.
+// staged beyond its limit. prune_pass.h has the rule; the result has the same bits as the CPU's.
 //
 // A warp takes one tile after the other. Bytes: two prefixes a tile and, if a segment has too many
 // elements, 1/8 an element of bits read and written, and value and residual of the removed ones.

@@ -68,11 +68,20 @@ MS_INLINE constexpr int64_t chunk_of(int coder) {
   return coder == kMovesRans ? kRansChunk : kPackedChunk;
 }
 
+MS_INLINE constexpr int64_t chunk_count(int coder, int64_t numel) {
+  return coder == kMovesRaw ? 0 : (numel + chunk_of(coder) - 1) / chunk_of(coder);
+}
+
+MS_INLINE constexpr int64_t numbers_in_chunk(int coder, int64_t numel, int64_t chunk) {
+  const int64_t left = numel - chunk * chunk_of(coder);
+  return left < chunk_of(coder) ? left : chunk_of(coder);
+}
+
 // The bytes that an encoder needs for a record: more than the record, for coding may not pay.
 inline int64_t moves_room_bytes(int64_t numel, int64_t dtype, int64_t coder) {
   const int64_t raw = pad16(numel * dtype_bytes(static_cast<int>(dtype)));
   if (coder == kMovesRaw) return kMovesSectionsAt + raw;
-  const int64_t chunk = chunk_of(static_cast<int>(coder)), chunks = (numel + chunk - 1) / chunk;
+  const int64_t chunks = chunk_count(static_cast<int>(coder), numel);
   return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) +
          pad16(kContexts * (1 + 2 * kMaxSymbols));
 }

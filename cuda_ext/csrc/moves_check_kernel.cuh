@@ -16,18 +16,18 @@ namespace megatron_sparse {
 
 inline constexpr int kCheckThreads = 256;
 
-// In the order in which the CPU checks.
+// In the order in which the CPU checks, << 4, with the MovesField that is wrong.
 enum class MovesCheck : unsigned {
-  kNone,
-  kSubHeaderSize,
-  kZeros,
-  kChunks,
-  kNoTable,
-  kSize,
-  kTable,
-  kOffsets,
-  kChunk,
-  kChecksum,
+  kNone = 0,
+  kSubHeaderSize = 1 << 4 | kFieldSize,
+  kZeros = 2 << 4 | kFieldZeros,
+  kChunks = 3 << 4 | kFieldChunks,
+  kNoTable = 4 << 4 | kFieldTable,
+  kSize = 5 << 4 | kFieldSize,
+  kTable = 6 << 4 | kFieldTable,
+  kOffsets = 7 << 4 | kFieldOffsets,
+  kChunk = 8 << 4 | kFieldChunk,
+  kChecksum = 9 << 4 | kFieldChecksum,
 };
 
 // A fault as one number, the earlier the larger, so that zeroed memory means
@@ -77,34 +77,10 @@ inline MovesDecodeWork lay_out_decode(void* base, int64_t numel, int dtype, int 
 // The first of all faults in the words of MovesField; called by one thread.
 __device__ __forceinline__ void write_status(const MovesDecodeArguments& call,
                                              const MovesDecodeWork& work) {
+  constexpr MovesFaultKey where = (MovesFaultKey{1} << kWhereBits) - 1;
   const MovesFaultKey found = *work.fault != 0 ? *work.fault : *work.damaged;
-  call.status[0] = kFieldFine;
-  call.status[1] = 0;
-  if (found == 0) return;
-  call.status[1] = static_cast<int64_t>(~found & ((MovesFaultKey{1} << kWhereBits) - 1));
-  switch (static_cast<MovesCheck>(~found >> kWhereBits)) {
-    case MovesCheck::kZeros:
-      call.status[0] = kFieldZeros;
-      break;
-    case MovesCheck::kChunks:
-      call.status[0] = kFieldChunks;
-      break;
-    case MovesCheck::kNoTable:
-    case MovesCheck::kTable:
-      call.status[0] = kFieldTable;
-      break;
-    case MovesCheck::kOffsets:
-      call.status[0] = kFieldOffsets;
-      break;
-    case MovesCheck::kChunk:
-      call.status[0] = kFieldChunk;
-      break;
-    case MovesCheck::kChecksum:
-      call.status[0] = kFieldChecksum;
-      break;
-    default:
-      call.status[0] = kFieldSize;
-  }
+  call.status[0] = found == 0 ? kFieldFine : static_cast<int64_t>(~found >> kWhereBits & 15);
+  call.status[1] = found == 0 ? 0 : static_cast<int64_t>(~found & where);
 }
 
 // Where the sections lie. Only if `check` is kNone can they be read.
@@ -143,12 +119,11 @@ __device__ __forceinline__ MovesSections sections_of_moves(const MovesDecodeArgu
   s.offsets = reinterpret_cast<const uint32_t*>(call.body + kHead);
   s.table = call.body + kHead;
   if (call.coder != kMovesRaw) s.table += offset_table_bytes(s.chunks);
-  s.data = s.table + round_up_16(s.table_bytes);
+  s.data = s.table + pad16(s.table_bytes);
   s.data_bytes = call.body_bytes - (s.data - call.body);
   s.check = MovesCheck::kSize;
   if (s.data_bytes < 0) return s;
-  if (call.coder == kMovesRaw &&
-      s.data_bytes != round_up_16(call.numel * dtype_bytes(call.dtype))) {
+  if (call.coder == kMovesRaw && s.data_bytes != pad16(call.numel * dtype_bytes(call.dtype))) {
     return s;
   }
   s.check = MovesCheck::kNone;
@@ -237,7 +212,7 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
 __device__ __forceinline__ bool is_packed_chunk(const uint8_t* chunk, int64_t bytes, int64_t count,
                                                 int64_t value_bytes) {
   const int tiles = static_cast<int>((count + kMovesTile - 1) / kMovesTile);
-  const int64_t heads = round_up_16(2 * tiles);
+  const int64_t heads = pad16(2 * tiles);
   if (heads > bytes) return false;
   unsigned planes = 0, escapes = 0, wide = 0;
   for (int t = threadIdx.x % 32; t < tiles; t += 32) {
@@ -248,7 +223,7 @@ __device__ __forceinline__ bool is_packed_chunk(const uint8_t* chunk, int64_t by
   planes = __reduce_add_sync(kAllLanes, planes);
   escapes = __reduce_add_sync(kAllLanes, escapes);
   if (__any_sync(kAllLanes, static_cast<int>(wide))) return false;
-  return round_up_16(heads + planes * int64_t{kPlaneBytes} + escapes * (value_bytes + 1)) == bytes;
+  return pad16(heads + planes * int64_t{kPlaneBytes} + escapes * (value_bytes + 1)) == bytes;
 }
 
 // Checks the offsets and the chunks; a warp takes a chunk.
@@ -263,7 +238,7 @@ __device__ __forceinline__ void check_chunks(const MovesDecodeArguments& call,
   const int64_t value_bytes = dtype_bytes(call.dtype);
   for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
     const int64_t count = numbers_in_chunk(call.coder, call.numel, c);
-    const int64_t raw = round_up_16(count * value_bytes), bytes = s.chunk_bytes(c, raw);
+    const int64_t raw = pad16(count * value_bytes), bytes = s.chunk_bytes(c, raw);
     bool fits = true;
     if (bytes >= 0 && bytes != raw) {
       fits = call.coder == kMovesRans

@@ -78,7 +78,7 @@ struct PackedSections {
     own = t < tiles ? uint32_t{chunk[t]} << 16 | chunk[tiles + t] : 0;
     sums = warp_inclusive_sum(own);
     const uint32_t all = __shfl_sync(kAllLanes, sums, 31);
-    planes = chunk + round_up_16(2 * tiles);
+    planes = chunk + pad16(2 * tiles);
     values = reinterpret_cast<const MovesRaw<D>*>(planes + (all >> 16) * kPlaneBytes);
     positions = reinterpret_cast<const uint8_t*>(values + (all & 0xffffu));
   }
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kUnpackThreads, D == kFp32 ? 6 : 8)
     const int count = static_cast<int>(numbers_in_chunk(kMovesPacked, call.numel, c));
     const int end = min(count, first + static_cast<int>(kPackedChunk / kUnpackParts));
     if (first >= end) continue;
-    const int64_t raw = round_up_16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
+    const int64_t raw = pad16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
     const uint8_t* chunk = s.data + int64_t{s.offsets[c]} * 16;
     Raw* held = static_cast<Raw*>(call.held) + c * kPackedChunk;
     if (bytes == raw) {

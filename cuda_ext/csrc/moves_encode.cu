@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kSealThreads, 4)
   __shared__ bool is_last;
   constexpr int kItems = 16 / sizeof(MovesRaw<D>);
   const int64_t chunks = chunk_count(call.coder, call.numel);
-  const int64_t raw_bytes = round_up_16(call.numel * sizeof(MovesRaw<D>));
+  const int64_t raw_bytes = pad16(call.numel * sizeof(MovesRaw<D>));
   uint8_t* sections = call.out + kMovesSectionsAt;
   const int64_t chunks_at = chunks_of_record(call, work, chunks) - sections;
   const int64_t coded_bytes = chunks_at + 16 * prefix_after(work.ends, chunks - 1);

@@ -69,8 +69,7 @@ __device__ __forceinline__ int64_t table_bytes_of(const MovesEncodeWork& work) {
 // Where the chunks of a coded record lie.
 __device__ __forceinline__ uint8_t* chunks_of_record(const MovesEncodeArguments& call,
                                                      const MovesEncodeWork& work, int64_t chunks) {
-  return call.out + kMovesSectionsAt + offset_table_bytes(chunks) +
-         round_up_16(table_bytes_of(work));
+  return call.out + kMovesSectionsAt + offset_table_bytes(chunks) + pad16(table_bytes_of(work));
 }
 
 // Publishes the size of a chunk, writes its entry of the table of offsets, and returns where it

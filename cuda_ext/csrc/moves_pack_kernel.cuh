@@ -166,7 +166,7 @@ __device__ __forceinline__ void lay_out_chunk(PackedChunk<D>& shared, int tiles)
   const uint32_t sums = warp_inclusive_sum(own);  // at most 1024 planes and 8160 escapes
   const uint32_t all = __shfl_sync(kAllLanes, sums, 31);
   const int plane_bytes = static_cast<int>(kPlaneBytes), raw_bytes = sizeof(MovesRaw<D>);
-  const int heads = static_cast<int>(round_up_16(2 * tiles));
+  const int heads = static_cast<int>(pad16(2 * tiles));
   const int planes = static_cast<int>(all >> 16), listed = static_cast<int>(all & 0xffffu);
   const int planes_before = static_cast<int>((sums - own) >> 16);
   const int values_at = heads + planes * plane_bytes;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void lay_out_chunk(PackedChunk<D>& shared, int tiles)
   if (t == 0) {
     shared.values_at = values_at;
     shared.positions_at = positions_at;
-    shared.used = static_cast<int>(round_up_16(used));
+    shared.used = static_cast<int>(pad16(used));
   }
   if (used > static_cast<int>(sizeof shared.bytes)) return;
   uint8_t* chunk = reinterpret_cast<uint8_t*>(shared.bytes);
@@ -185,7 +185,7 @@ __device__ __forceinline__ void lay_out_chunk(PackedChunk<D>& shared, int tiles)
     chunk[t] = static_cast<uint8_t>(width);
     chunk[tiles + t] = static_cast<uint8_t>(escapes);
   }
-  if (t < round_up_16(used) - used) chunk[used + t] = 0;
+  if (t < pad16(used) - used) chunk[used + t] = 0;
 }
 
 // Writes a tile's planes, the lowest eight of which are known; called by a warp.
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kPackThreads, D == kFp32 ? 2 : 4)
   for (int64_t chunk = shared.next; chunk < chunks; chunk = shared.next) {
     const int count = static_cast<int>(numbers_in_chunk(kMovesPacked, call.numel, chunk));
     const int tiles = (count + kMovesTile - 1) / kMovesTile;
-    const int raw = static_cast<int>(round_up_16(count * sizeof(Raw)));
+    const int raw = static_cast<int>(pad16(count * sizeof(Raw)));
     uint32_t z[kWarpTiles][kLaneWords<D>];
     uint2 planes[kWarpTiles];
     if (warp < kPackWarps) {

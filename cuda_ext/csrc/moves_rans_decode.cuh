@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
       reinterpret_cast<uint16_t*>(rans_shared + kVectors) + threadIdx.x / 32 * 2 * kRingHalf;
   for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
     const int64_t count = numbers_in_chunk(kMovesRans, call.numel, c);
-    const int64_t raw = round_up_16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
+    const int64_t raw = pad16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
     const uint8_t* chunk = s.data + int64_t{s.offsets[c]} * 16;
     const Raw* held = static_cast<const Raw*>(call.held) + c * kRansChunk;
     Raw* out = static_cast<Raw*>(work.decoded) + c * kRansChunk;

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     const Raw* old = static_cast<const Raw*>(call.old) + chunk * kRansChunk;
     const Raw* now = static_cast<const Raw*>(call.now) + chunk * kRansChunk;
     // With more words the chunk is no shorter than its raw numbers.
-    const int raw_bytes = static_cast<int>(round_up_16(count * sizeof(Raw)));
+    const int raw_bytes = static_cast<int>(pad16(count * sizeof(Raw)));
     const int most = (raw_bytes - 4 * kStates) / 2;
     uint16_t* const room = work.slots + chunk * slot_words(D) + kSlotSlack;
     WordWriter words = {room + most, lower};
@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
     work.states[chunk * kStates + lane] = state;
     if (lane == 0) {
       const int count_words = static_cast<int>(room + most - words.first);
-      const bool pays =
-          words.first >= room && round_up_16(4 * kStates + 2 * count_words) < raw_bytes;
+      const bool pays = words.first >= room && pad16(4 * kStates + 2 * count_words) < raw_bytes;
       work.words[chunk] = pays ? static_cast<uint32_t>(count_words) : kRawWords;
     }
   }
@@ -152,9 +151,9 @@ __global__ void __launch_bounds__(kScanThreads, 4)
   for (int64_t chunk = take_tile(scan, work.ticket); chunk < chunks;
        chunk = take_tile(scan, work.ticket)) {
     const int64_t count = numbers_in_chunk(kMovesRans, call.numel, chunk);
-    const int64_t raw = round_up_16(count * sizeof(Raw));
+    const int64_t raw = pad16(count * sizeof(Raw));
     const uint32_t words = work.words[chunk];
-    const int64_t bytes = words == kRawWords ? raw : round_up_16(4 * kStates + 2 * int64_t{words});
+    const int64_t bytes = words == kRawWords ? raw : pad16(4 * kStates + 2 * int64_t{words});
     if (threadIdx.x < 32) {
       const int64_t before = place_chunk(call, work, chunk, chunks, bytes);
       if (threadIdx.x == 0) scan.before = before;

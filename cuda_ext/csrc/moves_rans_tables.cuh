@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
   }
   if (lane == 0) table[context] = static_cast<uint8_t>(stored[context]);
   if (threadIdx.x == 0) work.tables->table_bytes = static_cast<uint32_t>(bytes);
-  if (threadIdx.x < round_up_16(bytes) - bytes) table[bytes + threadIdx.x] = 0;
+  if (threadIdx.x < pad16(bytes) - bytes) table[bytes + threadIdx.x] = 0;
 }
 
 }  // namespace megatron_sparse

@@ -8,10 +8,6 @@
 namespace megatron_sparse {
 namespace {
 
-int64_t chunk_count(int coder, int64_t numel) {
-  return coder == kMovesRaw ? 0 : (numel + chunk_of(coder) - 1) / chunk_of(coder);
-}
-
 // The frequencies of a record; returns the first context that is wrong, or -1.
 int64_t read_table(const uint8_t* table, int64_t bytes, int symbols, MovesFrequencies& found) {
   if (bytes < kContexts) return 0;

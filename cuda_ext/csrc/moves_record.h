@@ -56,13 +56,9 @@ struct MovesRecord {
   const uint8_t* data;           // of the chunks, or of the raw numbers
 
   int64_t first(int64_t chunk) const { return chunk * chunk_of(coder); }
-  int64_t count(int64_t chunk) const {
-    const int64_t left = numel - first(chunk);
-    return left < chunk_of(coder) ? left : chunk_of(coder);
-  }
+  int64_t count(int64_t chunk) const { return numbers_in_chunk(coder, numel, chunk); }
   bool is_raw(int64_t chunk) const {
-    const int64_t bytes = offsets[chunk + 1] - offsets[chunk];
-    return bytes == (count(chunk) * dtype_bytes(dtype) + 15) / 16 * 16;
+    return offsets[chunk + 1] - offsets[chunk] == pad16(count(chunk) * dtype_bytes(dtype));
   }
 };
 

@@ -62,18 +62,9 @@ MS_INLINE uint32_t raw_bits_of(uint32_t symbol) {
   return symbol < kDirect ? 0 : (symbol >> 1) - 5;
 }
 
-MS_INLINE int64_t chunk_count(int coder, int64_t numel) {
-  return coder == kMovesRaw ? 0 : (numel + chunk_of(coder) - 1) / chunk_of(coder);
-}
-
-MS_INLINE int64_t numbers_in_chunk(int coder, int64_t numel, int64_t chunk) {
-  const int64_t left = numel - chunk * chunk_of(coder);
-  return left < chunk_of(coder) ? left : chunk_of(coder);
-}
-
 // Of the table of chunk offsets, padded.
 MS_INLINE int64_t offset_table_bytes(int64_t chunks) {
-  return round_up_16(4 * (chunks + 1));
+  return pad16(4 * (chunks + 1));
 }
 
 // Numbers [first, first + 16 / sizeof(Raw)) of an array of `count`; zeros behind its end. The array

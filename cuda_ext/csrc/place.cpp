@@ -134,7 +134,7 @@ uint8_t* write_header(const Record& record, int value_dtype, uint32_t step, uint
                    static_cast<uint64_t>(record.offset),
                    step,
                    0};
-  header.checksum = header_checksum(header);
+  header.checksum = checksum_of(header);
   std::memcpy(out, &header, sizeof header);
   return out + kHeaderBytes;
 }

@@ -42,24 +42,5 @@ int64_t prune_span(const PruneCall& call) {
   return nnz;
 }
 
-template <int GRAD, int RESIDUAL, int WIRE>
-constexpr void fill_prune(Kernels& kernels) {
-  constexpr Grid grid = GRAD == kFp32                   ? static_cast<Grid>(WIRE)
-                        : WIRE == kFp32 || WIRE == GRAD ? static_cast<Grid>(GRAD)
-                                                        : Grid::kBf16AndFp16;
-  kernels.prune[GRAD][RESIDUAL][WIRE][0] = prune_span<GRAD, RESIDUAL, grid, false>;
-  kernels.prune[GRAD][RESIDUAL][WIRE][1] = prune_span<GRAD, RESIDUAL, grid, true>;
-}
-
-template <int GRAD>
-constexpr void fill_prune(Kernels& kernels) {
-  fill_prune<GRAD, kFp32, kFp32>(kernels);
-  fill_prune<GRAD, kFp32, kBf16>(kernels);
-  fill_prune<GRAD, kFp32, kFp16>(kernels);
-  fill_prune<GRAD, kBf16, kFp32>(kernels);
-  fill_prune<GRAD, kBf16, kBf16>(kernels);
-  fill_prune<GRAD, kBf16, kFp16>(kernels);
-}
-
 }  // namespace MS_ISA
 }  // namespace megatron_sparse

@@ -26,10 +26,6 @@ inline constexpr int kPiciTile = 4096;  // elements
 inline constexpr int kTileWords = kPiciTile / 32;
 inline constexpr int64_t kBlocksSubheader = 16;  // bytes
 
-MS_INLINE int64_t round_up_16(int64_t bytes) {
-  return (bytes + 15) & ~int64_t{15};
-}
-
 MS_INLINE int64_t tiles_of(int64_t numel) {
   return (numel + kPiciTile - 1) / kPiciTile;
 }
@@ -64,30 +60,18 @@ MS_INLINE Sections sections_of(uint8_t kind, int64_t numel, int64_t nnz, int64_t
   if (kind == kKindDense) {
     values = numel;
   } else if (kind == kKindCoo) {
-    at.values = round_up_16(4 * nnz);
+    at.values = pad16(4 * nnz);
   } else if (kind == kKindBlocks) {
     at.indices = kBlocksSubheader;
-    at.values = kBlocksSubheader + round_up_16(4 * blocks);
+    at.values = kBlocksSubheader + pad16(4 * blocks);
     values = blocks * block_size;
   } else {
     at.indices = tiles_of(numel) * (kPiciTile / 8);
-    at.values = at.indices + round_up_16(4 * (tiles_of(numel) + 1));
+    at.values = at.indices + pad16(4 * (tiles_of(numel) + 1));
   }
   at.values_end = at.values + values * value_bytes;
-  at.payload = round_up_16(at.values_end);
+  at.payload = pad16(at.values_end);
   return at;
-}
-
-// CRC-32 of the 44 bytes before the checksum. header.h has the same for the host only.
-MS_INLINE uint32_t checksum_of(const Header& header) {
-  uint32_t words[sizeof(Header) / 4];
-  memcpy(words, &header, sizeof words);
-  uint32_t crc = 0xffffffffu;
-  for (int i = 0; i < 11; ++i) {
-    crc ^= words[i];
-    for (int bit = 0; bit < 32; ++bit) crc = crc >> 1 ^ (crc & 1 ? 0xedb88320u : 0u);
-  }
-  return ~crc;
 }
 
 }  // namespace megatron_sparse

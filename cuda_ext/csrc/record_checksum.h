@@ -32,7 +32,7 @@ inline void seal_record(uint8_t* record, Header header) {
   std::memcpy(body, &checksum, sizeof checksum);
   header.magic = kMagic;
   header.version = kVersion;
-  header.checksum = header_checksum(header);
+  header.checksum = checksum_of(header);
   std::memcpy(record, &header, sizeof header);
 }
 

@@ -69,12 +69,12 @@ __device__ __forceinline__ bool check_rice_chunk(const DecodeRecord& record, int
     const int64_t place = 32 * chunk.unary - 1 - __clz(static_cast<int>(last));
     const int64_t element = ((place - (entries - 1)) << r) + entries - 1 + warp_sum(rests);
     if (found != entries || last == 0) {
-      error = field_error(kDecodeRice, found);
+      error = field_error(kFieldRice, found);
     } else if (strays != 0) {
-      error = field_error(kDecodeRice,
+      error = field_error(kFieldRice,
                           __shfl_sync(kAllLanes, stray, __ffs(static_cast<int>(strays)) - 1));
     } else if (element >= chunk.numel) {
-      error = field_error(kDecodeRice, element);
+      error = field_error(kFieldRice, element);
     }
   }
   if (error.wrong && status != nullptr && lane == 0) {

@@ -1,20 +1,14 @@
-#include "rice_records.h"
-
+// Chunks of records of format Rice (rice.h), of which the decoder trusts nothing.
 #include <algorithm>
 #include <vector>
+
+#include "decode_records.h"
 
 namespace megatron_sparse {
 namespace {
 
 Status wrong(const DecodeChunk& chunk, Field field, int64_t value) {
   return {true, chunk.segment, field, value};
-}
-
-// The field that a fault of rice.h is reported as.
-Status wrong(const DecodeChunk& chunk, RiceError error) {
-  constexpr Field fields[] = {kFieldRice /* kNone */, kFieldChunk, kFieldTable,
-                              kFieldPayloadBytes,     kFieldSize,  kFieldRice};
-  return wrong(chunk, fields[static_cast<int>(error.fault)], error.value);
 }
 
 RiceRow row_at(const DecodeChunk& chunk, int64_t c) {
@@ -41,32 +35,18 @@ uint32_t word_of(const uint8_t* words, int64_t k) {
 
 }  // namespace
 
-Status start_rice(const Header& header, int64_t available, DecodeChunk& record) {
-  if (available < static_cast<int64_t>(sizeof(RiceSubHeader))) {
-    return wrong(record, kFieldSize, kHeaderBytes + available);
-  }
-  RiceSections at = {};
-  const RiceError error =
-      rice_record_error(record.payload, record.numel, record.nnz, header.dtype,
-                        static_cast<int64_t>(header.payload_bytes), available, at);
-  if (error.fault != RiceFault::kNone) return wrong(record, error);
-  RiceSubHeader head;
-  std::memcpy(&head, record.payload, sizeof head);
-  record.log2_span = head.log2_span;
-  record.indices = head.indices != 0;
-  record.units = head.chunks;
-  record.at = {at.rows, at.values, at.values_end, at.payload};
-  return {};
-}
-
 Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
   // A record of an empty segment has a chunk without a unit; the rows were compared.
-  if (!chunk.indices || chunk.begin == chunk.end) return {};
+  if (!chunk.has_indices || chunk.begin == chunk.end) return {};
   const RiceParts parts = chunk_of(chunk);
-  const RiceError error = rice_rows_error(parts, (chunk.at.values_end - chunk.at.values) / 4);
-  if (error.fault != RiceFault::kNone) return wrong(chunk, error);
+  const RiceError error =
+      rice_rows_error(parts, (chunk.sections.values_end - chunk.sections.values) / 4);
+  if (error.fault != RiceFault::kNone) {
+    const FieldError found = field_error(error);
+    return {true, chunk.segment, found.field, found.value};
+  }
   if (parts.entries == 0) return {};
-  const uint8_t* gaps = chunk.payload + chunk.at.values + 4 * (parts.before + parts.gaps);
+  const uint8_t* gaps = chunk.payload + chunk.sections.values + 4 * (parts.before + parts.gaps);
   const uint8_t* ones = gaps + 4 * parts.r * planes_of(parts.entries);
   int64_t found = kernel.count_bits(ones, parts.unary / 2);
   const uint32_t last = word_of(ones, parts.unary - 1);
@@ -89,14 +69,14 @@ Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
 void add_rice_chunk(const DecodeChunk& chunk, float* target, const Kernels& kernel) {
   if (chunk.begin == chunk.end) return;
   RiceParts parts = {};
-  if (chunk.indices) {
+  if (chunk.has_indices) {
     parts = chunk_of(chunk);
   } else {
     parts.entries = numel_of(chunk);
     parts.before = chunk.begin * value_words(chunk.dtype, int64_t{1} << chunk.log2_span);
   }
   if (parts.entries == 0) return;
-  const uint8_t* values = chunk.payload + chunk.at.values + 4 * parts.before;
+  const uint8_t* values = chunk.payload + chunk.sections.values + 4 * parts.before;
   const uint8_t* gaps = values + 4 * parts.gaps;
   int dtype = chunk.dtype;
   // Kept from call to call: fresh memory would cost more than the work.
@@ -109,7 +89,7 @@ void add_rice_chunk(const DecodeChunk& chunk, float* target, const Kernels& kern
     dtype = kFp32;
   }
   target += chunk.begin << chunk.log2_span;
-  if (!chunk.indices) {
+  if (!chunk.has_indices) {
     kernel.add_dense[dtype](target, values, parts.entries);
     return;
   }

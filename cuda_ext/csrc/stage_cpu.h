@@ -7,6 +7,7 @@
 #include "elementwise.h"
 #include "kernels.h"
 #include "lane_masks.h"
+#include "prune_cpu.h"
 
 namespace megatron_sparse {
 namespace MS_ISA {
@@ -135,23 +136,19 @@ int64_t prune_stage(const PruneCall& call, const StagedSpan& to) {
 }
 
 template <int GRAD, int RESIDUAL, int WIRE>
-constexpr void fill_prune_stage(Kernels& kernels) {
+constexpr void fill_prune(Kernels& kernels) {
   constexpr Grid grid = grid_of(GRAD, WIRE);
+  kernels.prune[GRAD][RESIDUAL][WIRE][0] = prune_span<GRAD, RESIDUAL, grid, false>;
+  kernels.prune[GRAD][RESIDUAL][WIRE][1] = prune_span<GRAD, RESIDUAL, grid, true>;
   kernels.prune_stage[GRAD][RESIDUAL][WIRE][0] = prune_stage<GRAD, RESIDUAL, WIRE, grid, false>;
   kernels.prune_stage[GRAD][RESIDUAL][WIRE][1] = prune_stage<GRAD, RESIDUAL, WIRE, grid, true>;
 }
 
-template <int GRAD>
+template <int GRAD, int VALUE>
 constexpr void fill_stage(Kernels& kernels) {
-  kernels.stage[GRAD][kFp32] = stage<GRAD, kFp32>;
-  kernels.stage[GRAD][kBf16] = stage<GRAD, kBf16>;
-  kernels.stage[GRAD][kFp16] = stage<GRAD, kFp16>;
-  fill_prune_stage<GRAD, kFp32, kFp32>(kernels);
-  fill_prune_stage<GRAD, kFp32, kBf16>(kernels);
-  fill_prune_stage<GRAD, kFp32, kFp16>(kernels);
-  fill_prune_stage<GRAD, kBf16, kFp32>(kernels);
-  fill_prune_stage<GRAD, kBf16, kBf16>(kernels);
-  fill_prune_stage<GRAD, kBf16, kFp16>(kernels);
+  kernels.stage[GRAD][VALUE] = stage<GRAD, VALUE>;
+  fill_prune<GRAD, kFp32, VALUE>(kernels);
+  fill_prune<GRAD, kBf16, VALUE>(kernels);
 }
 
 }  // namespace MS_ISA

@@ -60,16 +60,15 @@ __device__ __forceinline__ bool has_stray_bits(const TileWords& bits, uint8_t ki
   return stray;
 }
 
-template <class Report>
 __device__ __forceinline__ void find_coo_part(const DecodeRecord& record, const SumTile& tile,
                                               int k, int64_t value_bytes, TilePart& part,
-                                              const Report& report) {
+                                              const MarkWrong& report) {
   const uint32_t* indices = indices_of(record);
   const uint32_t begin = static_cast<uint32_t>(tile.begin);
   uint32_t found[2];
   count_below(indices, static_cast<uint32_t>(record.nnz), {begin, begin + kPiciTile}, found);
   if (found[0] > found[1] || (tile.is_last && found[1] != record.nnz)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeIndices, found[1]);
+    if (threadIdx.x % 32 == 0) report(k);
     return;
   }
   part.indices += found[0];
@@ -93,10 +92,9 @@ __device__ __forceinline__ bool has_wrong_padding(const DecodeRecord& record, in
 
 // A tile's blocks begin with the one that its first element is in. Those before the one that the
 // next tile's first element is in are this tile's to check; that one may reach into this tile.
-template <class Report>
 __device__ __forceinline__ void find_block_part(const DecodeRecord& record, const SumTile& tile,
                                                 int k, int64_t value_bytes, TilePart& part,
-                                                const Report& report) {
+                                                const MarkWrong& report) {
   const uint32_t* indices = indices_of(record);
   const uint32_t size = static_cast<uint32_t>(record.block_size);  // as it is in the record
   const uint32_t begin = static_cast<uint32_t>(tile.begin), tile_end = begin + kPiciTile;
@@ -114,7 +112,7 @@ __device__ __forceinline__ void find_block_part(const DecodeRecord& record, cons
     }
   }
   if (__any_sync(kAllLanes, wrong)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeIndices, found[1]);
+    if (threadIdx.x % 32 == 0) report(k);
     return;
   }
   const bool reaches_in = !tile.is_last && next * size < tile_end && found[1] < record.blocks &&
@@ -126,10 +124,9 @@ __device__ __forceinline__ void find_block_part(const DecodeRecord& record, cons
   part.kind = kKindBlocks;
 }
 
-template <class Report>
 __device__ __forceinline__ void find_pici_part(const DecodeRecord& record, const SumTile& tile,
                                                int k, int64_t value_bytes, TilePart& part,
-                                               TileWords& bits, const Report& report) {
+                                               TileWords& bits, const MarkWrong& report) {
   const int64_t number = tile.begin / kPiciTile;
   const uint32_t* prefix = indices_of(record) + number;
   const uint32_t before = prefix[0], after = prefix[1];
@@ -137,12 +134,12 @@ __device__ __forceinline__ void find_pici_part(const DecodeRecord& record, const
   const uint32_t nnz = static_cast<uint32_t>(load_tile_words(bits, words + number * kTileWords));
   if (before + nnz != after || after > record.nnz || after < before ||
       (number == 0 && before != 0) || (tile.is_last && after != record.nnz)) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodePrefix, after);
+    if (threadIdx.x % 32 == 0) report(k);
     return;
   }
   if (tile.length < kPiciTile &&
       __any_sync(kAllLanes, has_stray_bits(bits, record.kind, tile.length))) {
-    if (threadIdx.x % 32 == 0) report(k, kDecodeWords, number);
+    if (threadIdx.x % 32 == 0) report(k);
     return;
   }
   part.values += before * value_bytes;
@@ -156,9 +153,10 @@ constexpr int kDenseOf = is_quantised(VALUE) ? kBf16 : VALUE;
 
 // Finds and checks record k's part of a tile; called by a whole warp. COO's indices are checked
 // when they are added.
-template <int VALUE, class Report>
+template <int VALUE>
 __device__ __forceinline__ void find_part(const DecodeRecord& record, const SumTile& tile, int k,
-                                          TilePart& shared, TileWords& bits, const Report& report) {
+                                          TilePart& shared, TileWords& bits,
+                                          const MarkWrong& report) {
   constexpr int64_t value_bytes = sizeof(typename RawType<kDenseOf<VALUE>>::type);
   TilePart part = {record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo};
   if (record.kind == kKindDense) {

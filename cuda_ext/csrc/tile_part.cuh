@@ -21,6 +21,13 @@ struct TilePart {
   uint8_t kind;
 };
 
+// Where the records that a tile finds wrong are marked: a bit for each, in shared memory.
+struct MarkWrong {
+  unsigned int* records;
+
+  __device__ __forceinline__ void operator()(int k) const { atomicOr(records, 1u << k); }
+};
+
 // Values of a part, which is in shared memory: registers are few.
 template <int VALUE>
 struct RawValues {

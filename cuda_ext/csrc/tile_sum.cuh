@@ -10,8 +10,8 @@
 // stores a sum.
 //
 // Nothing in a record is trusted: every index, prefix and bit is checked before it is used. A wrong
-// one adds nothing, and `report(k, field, value)` gets it, where k is the record's number. Together
-// the tiles of a record check all of it.
+// one adds nothing, and `report(k)` is called, where k is the record's number. Together the tiles
+// of a record check all of it.
 //
 // Bytes an element at density d and v bytes a value, for each record: COO (4 + v) d, Pici
 // 1/8 + v d, dense v; and the searches, 2 log32 nnz loads of 32 sectors a tile. Rice:
@@ -40,24 +40,23 @@ struct SumMemory {
 };
 
 // Adds entry i of a COO part, whose index has been loaded already.
-template <class Report>
 __device__ __forceinline__ void add_entry(const TilePart& part, int i, uint32_t index, float value,
                                           const SumTile& tile, int k, float* sums,
-                                          const Report& report) {
+                                          const MarkWrong& report) {
   // An index before the tile wraps to far behind its end.
   const uint32_t at = index - static_cast<uint32_t>(tile.begin);
   if (at < static_cast<uint32_t>(tile.length) && (i == 0 || index > part.indices[i - 1])) {
     sums[at] += value;
   } else {
-    report(k, kDecodeIndices, static_cast<int32_t>(index));
+    report(k);
   }
 }
 
 // Adds every `step`th entry of a COO part from `first` on.
-template <int VALUE, class Report>
+template <int VALUE>
 __device__ __forceinline__ void add_coo_part(const TilePart& part, int first, int step,
                                              const SumTile& tile, int k, float* sums,
-                                             const Report& report) {
+                                             const MarkWrong& report) {
 #pragma unroll 1
   for (int i = first; i < part.count; i += step) {
     add_entry(part, i, part.indices[i], value_at<VALUE>(part.values, i), tile, k, sums, report);
@@ -65,10 +64,10 @@ __device__ __forceinline__ void add_coo_part(const TilePart& part, int first, in
 }
 
 // Adds up to kSumWarps parts, all COO; each thread loads its first entry of all before it adds.
-template <int VALUE, class Report>
+template <int VALUE>
 __device__ __forceinline__ void add_coo_parts(const SumMemory& memory, int count, int first,
                                               const SumTile& tile, float* sums,
-                                              const Report& report) {
+                                              const MarkWrong& report) {
   uint32_t index[kSumWarps] = {};
   float value[kSumWarps] = {};
   const int thread = threadIdx.x;
@@ -91,9 +90,9 @@ __device__ __forceinline__ void add_coo_parts(const SumMemory& memory, int count
 }
 
 // Finds and adds a COO record's part of a tile; called by a warp.
-template <int VALUE, class Report>
+template <int VALUE>
 __device__ __forceinline__ void add_coo_tile(const DecodeRecord& record, const SumTile& tile, int k,
-                                             float* sums, const Report& report) {
+                                             float* sums, const MarkWrong& report) {
   constexpr int64_t value_bytes = sizeof(typename RawType<VALUE>::type);
   TilePart part = {record.payload + record.sections.values, indices_of(record), 0, 0, kKindCoo};
   find_coo_part(record, tile, k, value_bytes, part, report);
@@ -206,9 +205,9 @@ __device__ __forceinline__ void add_bits_part(const TilePart& part, const Values
 // Adds records 0 to count - 1 of a tile's segment to `sums`, which has the tile's elements. Called
 // by a block of kSumThreads; `sums` may have been written right before, by any thread, and is
 // complete for all threads afterwards. `record_of(k)` is null for a record to leave out.
-template <int VALUE, class RecordOf, class Report>
+template <int VALUE, class RecordOf>
 __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, const SumTile& tile,
-                                         SumMemory& memory, float* sums, const Report& report) {
+                                         SumMemory& memory, float* sums, const MarkWrong& report) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int first = 0, here; first < count; first += here) {
     // Records that follow each other and either are all Rice's, or none is.
@@ -220,7 +219,7 @@ __device__ __forceinline__ void sum_tile(const RecordOf& record_of, int count, c
     const DecodeRecord* record = warp < here ? record_of(first + warp) : nullptr;
     if (rice & 1) {
       if (record != nullptr && !find_rice_part(*record, tile, memory.rice) && lane == 0) {
-        report(first + warp, kDecodeRice, tile.begin);
+        report(first + warp);
       }
       __syncthreads();
       list_places(memory.rice, 0);

@@ -11,9 +11,10 @@ struct alignas(8) TileWords {
   uint32_t before[kTileWords];
 };
 
-// Called by a whole warp, each lane with its four of 128 words; returns the number of bits set.
-__device__ __forceinline__ int hold_tile_words(TileWords& tile, uint4 four) {
+// Called by a whole warp: reads 128 words (16-byte aligned) and returns the number of bits set.
+__device__ __forceinline__ int load_tile_words(TileWords& tile, const uint32_t* words) {
   const int lane = threadIdx.x % 32;
+  const uint4 four = reinterpret_cast<const uint4*>(words)[lane];
   const int x = __popc(four.x), y = __popc(four.y), z = __popc(four.z), w = __popc(four.w);
   const int inclusive = warp_inclusive_sum(x + y + z + w);
   const int before = inclusive - (x + y + z + w);
@@ -28,11 +29,6 @@ __device__ __forceinline__ int hold_tile_words(TileWords& tile, uint4 four) {
   tile.before[4 * lane + 3] = before + x + y + z;
   __syncwarp();
   return __shfl_sync(kAllLanes, inclusive, 31);
-}
-
-// Called by a whole warp: reads 128 words (16-byte aligned) and returns the number of bits set.
-__device__ __forceinline__ int load_tile_words(TileWords& tile, const uint32_t* words) {
-  return hold_tile_words(tile, reinterpret_cast<const uint4*>(words)[threadIdx.x % 32]);
 }
 
 }  // namespace megatron_sparse

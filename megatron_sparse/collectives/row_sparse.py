@@ -37,7 +37,7 @@ from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all
 from megatron_sparse.formats.message import MessageBuffers, wire_dtype_of
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.formats.row_record import RowPart
-from megatron_sparse.formats.row_sparse import RowSparse, coalesce, match, union
+from megatron_sparse.formats.row_sparse import RowSparse, coalesce
 from megatron_sparse.transport import Transport
 from megatron_sparse.wire import wrong_field
 
@@ -232,11 +232,10 @@ class _Run:
 
     def _assemble(self, sums: list[RowSparse]) -> RowSparse:
         """Puts the parts' rows, each ascending, into one ascending order."""
-        union_U = union([each.indices_K for each in sums], self._gradient.num_rows)
-        rows = self._gradient.rows_KD.new_empty((union_U.numel(), self._parts[0].columns))
-        for each in sums:
-            rows[match(each.indices_K, union_U)] = each.rows_KD
-        return RowSparse(union_U, rows, self._gradient.num_rows)
+        # No two parts have a row in common, so coalescing only sorts them.
+        indices = torch.cat([each.indices_K for each in sums])
+        rows = torch.cat([each.rows_KD for each in sums])
+        return coalesce(indices, rows, self._gradient.num_rows)
 
     def _cut(self, purpose: str, sizes: list[int]) -> list[torch.Tensor]:
         return list(self._take(purpose, sum(sizes)).split(sizes))

@@ -61,10 +61,10 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
         >>> h = PermutationHash(numel=8, partitions=2, seed=0)
         >>> place = PartitionRecord(h, 1, torch.float32, offset=0, step=3)
         >>> record = encode(torch.tensor([0.0, 2.0, 0.0, 0.0]), place)
-        >>> element = h.element_at(1, torch.tensor([1]))
-        >>> got, values = decode(record, place, rank=0)
-        >>> bool(got == element), values
-        (True, tensor([2.]))
+        >>> acc = torch.zeros(8)
+        >>> decode_add_(acc, record, place, rank=0)
+        >>> acc[h.element_at(1, torch.tensor([1]))]
+        tensor([2.])
     """
     positions, word_bytes = place.positions, place.word_bytes
     if values_P.numel() != positions or values_P.dtype != place.value_dtype:
@@ -91,32 +91,6 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
         out[SECTIONS_AT:end] = values_P.view(torch.uint8)
         out[end:size] = 0
     return place.finish_(out[:size])
-
-
-def decode(
-    record: torch.Tensor, place: PartitionRecord, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The elements and values of a record, in the order of their positions.
-
-    Args:
-        record: uint8, exactly one record, not trusted.
-        place: what the record must say.
-        rank: the sender, for the error's text.
-
-    Returns:
-        int64 elements of the segment, distinct but not ascending; and their values, possibly a
-        view of the record.
-
-    Raises:
-        WireFormatError: names the rank and the field that is wrong.
-        ExtensionError: `record` is not a 1-D uint8 tensor.
-    """
-    words, values, nnz = _read(record, place, rank)
-    elements, field, found = hash_ops.bitmap_elements(
-        words, nnz, place.partition_hash.numel, place.bits(record.device)
-    )
-    _refuse(field, found, nnz, rank)
-    return elements, as_dtype(values, place.value_dtype)
 
 
 def decode_add_(

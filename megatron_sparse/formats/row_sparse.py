@@ -1,24 +1,12 @@
 """Row-sparse gradients: the rows of an embedding that a batch touched.
 
-The synchronisation follows "Sparse All-Reduce in PyTorch" (MacLeod): gather the row indices of all
-ranks, take their union, write the local rows into a compacted [U, D] buffer, and all-reduce this
-buffer densely. Each of n ranks has K of U rows; a row has D values of b bytes.
-
-| step | there | here |
-|---|---|---|
-| union | gathered to rank 0 with padding, `torch.unique` (a sort, O(nK log nK)), broadcast | on every rank from one all-gather: merge of sorted sets, O(nK log n) |
-| local to global | v1-v3: a loop of K kernels over U; v4: K x U comparisons and as many bytes (9.3 GB at 50,000 rows); v5, v6: K x U comparisons at worst, in tiles | a merge, O(K + U) reads |
-| compacted buffer | zeros, then scatter: (U + K) D b bytes written | with the match, in one pass: U D b bytes written |
-| wire | 8 nK bytes of indices, 2 (n-1)/n U D b of values | the same; no broadcast |
-
 Every step is deterministic, and gives the same bits on the CPU and on a CUDA device, except those
-of a NaN that is a sum. On CUDA the host waits at every step, for the check of the arguments and for sizes, and steps are searches
-instead of merges (`csrc/row_sparse.cu`).
-"""  # noqa: E501 - a table's rows are lines
+of a NaN that is a sum. On CUDA the host waits at every step, for the check of the arguments and for
+sizes. How ranks add them up is in `collectives/row_sparse.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,7 +14,6 @@ import torch
 from megatron_sparse.cuda_ext import row_sparse_ops
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.wire import wrong_field
 
 MAX_ROWS = 2**40
 
@@ -90,22 +77,6 @@ class RowSparse:
             check_invariants=False,  # done when the pairs were made
         )
 
-    def expand(self, union_U: torch.Tensor) -> torch.Tensor:
-        """The [U, D] buffer in which row i is this gradient's row `union_U[i]`, or zeros.
-
-        Args:
-            union_U: int64, strictly ascending; holds all of this gradient's rows.
-
-        Raises:
-            ExtensionError: a row of this gradient is not in the union.
-
-        Example:
-            >>> g = RowSparse(torch.tensor([3]), torch.tensor([[1.0, 2.0]]), num_rows=5)
-            >>> g.expand(torch.tensor([0, 3])).tolist()
-            [[0.0, 0.0], [1.0, 2.0]]
-        """
-        return row_sparse_ops.expand(self.indices_K, self.rows_KD, union_U)
-
 
 def check_coo(gradient: torch.Tensor) -> None:
     """Refuses a gradient that `RowSparse.from_coo` cannot take; looks at no element.
@@ -159,53 +130,6 @@ def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSpa
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return RowSparse(unique, row_sparse_ops.sum_rows(rows, order, offsets), num_rows)
-
-
-def union(index_sets: Sequence[torch.Tensor], num_rows: int) -> torch.Tensor:
-    """The sorted union of all ranks' row indices.
-
-    Args:
-        index_sets: of rank 0, 1, ...: int64, strictly ascending; not trusted.
-        num_rows: rows of the whole gradient.
-
-    Returns:
-        int64, strictly ascending; the same on all ranks.
-
-    Raises:
-        WireFormatError: names the rank whose indices do not ascend or are out of range.
-
-    Example:
-        >>> union([torch.tensor([1, 4]), torch.tensor([0, 4])], num_rows=5)
-        tensor([0, 1, 4])
-    """
-    sizes = torch.tensor([0, *(s.numel() for s in index_sets)])
-    indices = torch.cat(list(index_sets)) if index_sets else torch.empty(0, dtype=torch.int64)
-    merged, wrong = row_sparse_ops.union(indices, sizes.cumsum(0).to(indices.device), num_rows)
-    if wrong is not None:
-        rank, position, value = wrong
-        expected = f"strictly ascending row indices from 0 to {num_rows - 1}"
-        raise wrong_field(rank, "row indices", expected, f"{value} at position {position}")
-    return merged
-
-
-def match(local_K: torch.Tensor, union_U: torch.Tensor) -> torch.Tensor:
-    """Where each local row index stands in the union: the paper's `invert_index`, as a merge.
-
-    Args:
-        local_K: int64, strictly ascending.
-        union_U: int64, strictly ascending; holds all of `local_K`.
-
-    Returns:
-        int64 positions in the union.
-
-    Raises:
-        ExtensionError: a local index is not in the union, or one of the two does not ascend.
-
-    Example:
-        >>> match(torch.tensor([1, 4]), torch.tensor([0, 1, 4]))
-        tensor([1, 2])
-    """
-    return row_sparse_ops.match(local_K, union_U)
 
 
 def _ascends(indices: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 The same tests run on a GPU, if there is one, and in the emulator; the ops themselves there in
 several schedules. The CPU's are compared with slow oracles in tests/formats. Shape suffixes: K
-entries or local rows, P positions, M elements, U rows of the union, D columns.
+entries or local rows, P positions, M elements, D columns.
 """
 
 from __future__ import annotations
@@ -113,15 +113,6 @@ def test_split(scheduled: Place, count: int, partitions: int) -> None:
         same(scheduled, hash_ops.split, chosen_K, partitions)
 
 
-def test_a_partition_out_of_range_is_refused(scheduled: Place) -> None:
-    for wrong in (-1, 9, 2**40):
-        partition_K = torch.arange(9).repeat(300)
-        partition_K[100] = wrong
-        text = outcome(hash_ops.split, scheduled(partition_K), 9)
-        assert "partition_of is out of range at position 100" in text
-        assert f"got:      {wrong}" in text
-
-
 MEMORIES = [
     # entries, numel, partitions, r1, r2, rehashes
     (0, 10, 3, 1, 0, 1),
@@ -200,15 +191,13 @@ def add(acc: torch.Tensor, *given: Any) -> Sequence[Any]:
 
 @pytest.mark.parametrize("kind", HASHES)
 @dtypes
-def test_elements_and_sums(scheduled: Place, dtype: torch.dtype, kind: type) -> None:
+def test_sums_of_bitmaps(scheduled: Place, dtype: torch.dtype, kind: type) -> None:
     for numel, partitions, partition in ((1, 1, 0), (9000, 2, 1), (5000, 3, 0), (2, 5, 4)):
         h = kind(numel, partitions, 11)
         values_P = gradient(h.partition_numel(partition), 0.1, dtype, seed=numel)
         words, values = pack(*to_pack(values_P))
         nnz = values.numel() // dtype.itemsize
         where = BitmapPlace(partition, partitions, 11, h.index_set(partition, words.device))
-        elements = same(scheduled, hash_ops.bitmap_elements, words, nnz, numel, where)
-        assert elements[1:] == ("", nnz)
         acc_M = torch.randn(numel, generator=generator(3))
         given = (acc_M, words, values, DTYPE_CODES[dtype], nnz, where)
         assert same(scheduled, add, *given, is_sum=True)[0] == ("", nnz)
@@ -234,61 +223,6 @@ def test_a_bitmap_that_does_not_fit_adds_nothing(scheduled: Place) -> None:
         status = call("hash_bitmap_add_", acc_M, scheduled(words), values, 0, nnz, *where)
         assert status.tolist() == wanted
         assert bool((acc_M == 1).all())
-        elements_K, status = call("hash_bitmap_elements", scheduled(words), nnz, numel, *where)
-        assert status.tolist() == wanted
-        assert bool((elements_K == -1).all())
-
-
-def sets_of(sets: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Back to back, and their offsets."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return torch.cat([*sets, nothing]), torch.tensor([0, *map(len, sets)]).cumsum(0)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "num_rows", "most"), [(0, 5, 0), (2, 5, 0), (1, 9, 5), (3, 40, 30), (9, 9000, 900)]
-)
-def test_union_and_match(scheduled: Place, ranks: int, num_rows: int, most: int) -> None:
-    chance = generator(ranks + most)
-    sizes = torch.randint(most + 1, (ranks,), generator=chance).tolist()
-    sets = [torch.randperm(num_rows, generator=chance)[:size].sort().values for size in sizes]
-    if most:
-        sets.append(torch.empty(0, dtype=torch.int64))
-    union_U, wrong = same(scheduled, row_sparse_ops.union, *sets_of(sets), num_rows)
-    assert wrong is None
-    for local_K in sets:
-        same(scheduled, row_sparse_ops.match, local_K, union_U)
-
-
-@pytest.mark.parametrize("place", [0, 1, 250, 251, 499])
-@pytest.mark.parametrize("wrong", [-1, 1000, 2**62, "same"])
-def test_a_wrong_set_is_named(scheduled: Place, place: int, wrong: int | str) -> None:
-    entries = torch.cat([torch.arange(250), torch.arange(250) * 4])
-    offsets = torch.tensor([0, 250, 250, 500])
-    entries[place] = entries[place - 1] if wrong == "same" else wrong
-    same(scheduled, lambda *given: row_sparse_ops.union(*given)[1], entries, offsets, 1000)
-
-
-@dtypes
-@pytest.mark.parametrize("columns", [1, 3, 8, 70])
-def test_expand(scheduled: Place, columns: int, dtype: torch.dtype) -> None:
-    union_U = torch.arange(0, 130, 3)
-    for local_K in (union_U[::4].clone(), union_U, union_U[:0]):
-        rows_KD = gradient(local_K.numel() * columns, 1.0, dtype).view(-1, columns)
-        same(scheduled, row_sparse_ops.expand, local_K, rows_KD, union_U)
-
-
-def test_wrong_rows_have_the_same_errors(scheduled: Place) -> None:
-    union_U = torch.arange(0, 2000, 2)
-    missing, repeated, falling = union_U[::3].clone(), union_U[::3].clone(), union_U.clone()
-    missing[100], repeated[100], falling[0] = 601, repeated[99], -1
-    for local_K, all_U in ((missing, union_U), (repeated, union_U), (union_U[:5], falling)):
-        rows_KD = torch.ones(local_K.numel(), 4)
-        for op, *given in (
-            (row_sparse_ops.match, local_K, all_U),
-            (row_sparse_ops.expand, local_K, rows_KD, all_U),
-        ):
-            assert isinstance(same(scheduled, op, *given), str), "an error"
 
 
 @dtypes
@@ -362,7 +296,6 @@ def test_bitmaps(place: Place, dtype: torch.dtype, kind: type, density: float) -
     shifts = {9001: 3, h.partition_numel(1): 1}
     shifted = lambda tensor: place(tensor, shifts.get(tensor.numel(), 0))  # noqa: E731
     record = same(shifted, lambda values_P: hash_bitmap.encode(values_P, where), values_P)
-    same(place, lambda record: hash_bitmap.decode(record, where, rank=4), record)
     acc_M, op = torch.randn(9001), partial(added, hash_bitmap.decode_add_, where)
     same(shifted, op, acc_M, record, is_sum=True)
 
@@ -410,33 +343,23 @@ def test_pairs(place: Place, count: int, kind: type) -> None:
 @pytest.mark.parametrize("value_dtype", ["fp32", "bf16", "fp16"])
 def test_row_sparse(place: Place, value_dtype: str) -> None:
     dtype = list(DTYPE_CODES)[["fp32", "bf16", "fp16"].index(value_dtype)]
-    index_K, other_K = torch.randint(90, (60,), generator=generator(2)), torch.arange(0, 90, 4)
+    index_K = torch.randint(90, (60,), generator=generator(2))
     rows_KD = torch.randn(60, 6, generator=generator(2)).to(dtype)
     part = RowPart(90, 6, value_dtype, part=1, parts=3, step=STEP)
 
-    def everything(index_K: torch.Tensor, rows_KD: torch.Tensor, other_K: torch.Tensor) -> Any:
+    def everything(index_K: torch.Tensor, rows_KD: torch.Tensor) -> Any:
         summed = row_sparse.coalesce(index_K, rows_KD, 90)
-        union_U = row_sparse.union([summed.indices_K, other_K], 90)
-        match_K = row_sparse.match(summed.indices_K, union_U)
         positions = part.positions(summed)
         record = rows_KD.new_empty(part.record_bytes(positions.numel()), dtype=torch.uint8)
         part.encode(summed, positions, record)
-        read, wide = part.decode(record, 0), summed.expand(union_U)
+        read = part.decode(record, 0)
         record[80] = 0
         with pytest.raises(WireFormatError, match="rank 5: field row indices"):
             part.decode(record, 5)
         rows = summed.indices_K, summed.rows_KD, read.indices_K, read.rows_KD
-        return *rows, union_U, match_K, wide, record
+        return *rows, record
 
-    same(place, everything, index_K, rows_KD, other_K)
-
-
-def test_wrong_row_sets_are_named(place: Place) -> None:
-    good, wrong = torch.tensor([1, 4]), torch.tensor([3, 3])
-    text = same(place, lambda *sets: row_sparse.union(sets, 9), good, wrong)
-    assert "rank 1: field row indices" in text
-    text = same(place, row_sparse.match, good, torch.tensor([1, 5]))
-    assert "a local row is not in the union" in text
+    same(place, everything, index_K, rows_KD)
 
 
 def test_a_coo_gradient_of_a_gpu(place: Place) -> None:

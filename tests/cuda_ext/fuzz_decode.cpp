@@ -121,11 +121,11 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
     header.magic = kMagic;
     header.version = kVersion;
     if (is_quantised(control.dtype)) {
-      if (header.format != kDense) header.format = kFormatRice;
+      if (header.format != kKindDense) header.format = kFormatRice;
     } else if (header.format != kFormatRice) {
       header.format &= 3;
     }
-    const bool kept = is_quantised(control.dtype) && header.format == kDense;
+    const bool kept = is_quantised(control.dtype) && header.format == kKindDense;
     header.dtype = static_cast<uint8_t>(kept ? int{kBf16} : control.dtype);
     header.flags = header.format == kFormatPici ? header.flags & kFlagLinear : 0;
     header.numel = numel;
@@ -156,7 +156,7 @@ std::vector<uint8_t> repair(const std::vector<uint8_t>& message, const Control& 
                                  .payload;
       payload.resize(header.payload_bytes);
     }
-    header.checksum = header_checksum(header);
+    header.checksum = checksum_of(header);
     const uint8_t* bytes = reinterpret_cast<const uint8_t*>(&header);
     repaired.insert(repaired.end(), bytes, bytes + sizeof header);
     repaired.insert(repaired.end(), payload.begin(), payload.end());

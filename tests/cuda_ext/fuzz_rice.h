@@ -110,7 +110,7 @@ inline std::vector<uint8_t> message(const std::vector<float>& grad, const int64_
     for (int64_t i = 0; i < numel; ++i) nnz += x[i] != 0;
     Header header = {kMagic,
                      kVersion,
-                     shape.kept[s] ? uint8_t{kDense} : kFormatRice,
+                     shape.kept[s] ? uint8_t{kKindDense} : kFormatRice,
                      static_cast<uint8_t>(shape.kept[s] ? int{kBf16} : dtype),
                      0,
                      static_cast<uint64_t>(numel),
@@ -119,7 +119,7 @@ inline std::vector<uint8_t> message(const std::vector<float>& grad, const int64_
                      static_cast<uint64_t>(offsets[s]),
                      step,
                      0};
-    header.checksum = header_checksum(header);
+    header.checksum = checksum_of(header);
     append(bytes, &header, sizeof header);
     append(bytes, payload.data(), payload.size());
   }

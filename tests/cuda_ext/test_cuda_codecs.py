@@ -120,15 +120,10 @@ OPS = (
     "hash_permute",
     "hash_unpermute",
     "hash_partition_of",
-    "hash_split",
     "hash_memory",
     "hash_bitmap_pack",
-    "hash_bitmap_elements",
     "hash_bitmap_add_",
     "row_sparse_sum",
-    "row_sparse_union",
-    "row_sparse_match",
-    "row_sparse_expand",
     "moves_encode",
     "moves_decode_",
 )
@@ -146,7 +141,7 @@ def test_the_library_registers_all_ops_for_cuda() -> None:
 def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
     load("cuda")
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
-        torch.ops.megatron_sparse.hash_split(torch.zeros(100, dtype=torch.int64), 4)
+        torch.ops.megatron_sparse.hash_memory(*[torch.zeros(9, dtype=torch.int64)] * 2, *[1] * 6)
 
 
 @pytest.mark.gpu

@@ -53,7 +53,6 @@ def test_nothing_is_found():
         ("rice_records.cpp", "element >= parts.numel"),
         ("rice.h", "end > all_words"),
         ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
-        ("row_sparse.cpp", "set[i] >= num_rows"),
     ],
 )
 def test_a_missing_check_is_found(tmp_path, source, check):

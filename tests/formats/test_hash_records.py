@@ -55,8 +55,12 @@ def _entries(h, partition, density, dtype=torch.float32, seed=1):
     return chosen, (torch.rand(chosen.numel(), generator=generator) + 0.5).to(dtype)
 
 
-def _decode(record, h, partition, dtype, rank=0):
-    return hash_bitmap.decode(record, place_of(h, partition, dtype), rank=rank)
+def _decode(record, h, partition, dtype):
+    """The elements that a record adds to, ascending, and what it adds."""
+    acc = torch.zeros(h.numel)
+    hash_bitmap.decode_add_(acc, record, place_of(h, partition, dtype), rank=0)
+    elements = acc.nonzero().squeeze(1)
+    return elements, acc[elements]
 
 
 @settings(max_examples=80)
@@ -78,10 +82,8 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         fields = (p, partitions, seed, h.code)
         expected = oracle.encode(gradient, index_set, fields, offset=OFFSET, step=STEP)
         assert record.numpy().tobytes() == expected
-        elements, values = _decode(record, h, p, dtype)
         pairs = oracle.decode(expected, index_set, dtype)
-        assert elements.tolist() == [element for element, _ in pairs]
-        cases.assert_same_bits(values, gradient[elements], f"partition {p}")
+        assert _decode(record, h, p, dtype)[0].tolist() == sorted(element for element, _ in pairs)
         nnz = int((gradient[index_set] != 0).sum())
         assert record.numel() == place_of(h, p, dtype).nbytes(nnz, BY_POSITION)
         hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
@@ -115,11 +117,11 @@ def test_results_do_not_depend_on_threads():
             record = _pull(gradient, h, 1)
             acc = torch.zeros(numel)
             hash_bitmap.decode_add_(acc, record, place_of(h, 1), rank=0)
-            results.append((record, *_decode(record, h, 1, torch.float32), acc))
+            results.append((record, acc))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     mine = h.partition_of(torch.arange(numel)) == 1
-    assert torch.equal(results[0][3], torch.where(mine, gradient, 0))
+    assert torch.equal(results[0][1], torch.where(mine, gradient, 0))
 
 
 def test_records_may_lie_anywhere_in_a_buffer():
@@ -191,7 +193,7 @@ def _refused(record, data, fields, h=H, partition=1):
     for read in (
         [partial(hash_pairs.accumulate_, sums)]
         if record is PUSHED
-        else [hash_bitmap.decode, partial(hash_bitmap.decode_add_, acc)]
+        else [partial(hash_bitmap.decode_add_, acc)]
     ):
         with pytest.raises(WireFormatError, match=f"rank 5: field ({'|'.join(fields)}) is wrong"):
             read(data, place, rank=5)
@@ -273,12 +275,10 @@ def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
     at %= record.numel()
     record[at] ^= flip
     try:
-        elements, values = _decode(record, H, 1, torch.float32)
+        elements, _ = _decode(record, H, 1, torch.float32)
     except WireFormatError:
         return
     assert at >= 80
-    assert elements.numel() == values.numel()
-    assert elements.unique().numel() == elements.numel()
     assert bool((H.partition_of(elements) == 1).all())
 
 
@@ -302,7 +302,7 @@ def test_arguments_that_do_not_match_are_one_typed_error():
     many = hash_pairs.encode(*_entries(H, 1, 0.5), place)
     for call, arguments, words in (
         (hash_bitmap.encode, (values[1:], place), "333 values"),
-        (hash_bitmap.decode, (PULLED.view(torch.int8), place, 0), "no record"),
+        (hash_bitmap.decode_add_, (torch.zeros(1000), PULLED.char(), place, 0), "no record"),
         (hash_bitmap.decode_add_, (torch.zeros(999), PULLED, place, 0), "wrong length"),
         (hash_bitmap.decode_add_, (torch.zeros(1000).half(), PULLED, place, 0), "dtype"),
         (hash_pairs.encode, (INDICES, VALUES[1:], place), "values do not fit"),
@@ -321,7 +321,5 @@ def test_an_index_set_that_leads_outside_is_refused():
     values, acc = torch.zeros(12, dtype=torch.uint8), torch.zeros(10)
     for bad in ([0, 1, 10], [0, 1, -1], [1, 1, 2]):
         index_set = torch.tensor(bad, dtype=torch.int32)
-        with pytest.raises(ExtensionError, match="index_set is wrong at position"):
-            hash_ops.bitmap_elements(words, 3, 10, BitmapPlace(0, 2, 0, index_set))
         with pytest.raises(ExtensionError, match="index_set is wrong at position"):
             hash_ops.bitmap_add_(acc, words, values, 0, 3, BitmapPlace(0, 2, 0, index_set))

@@ -1,4 +1,4 @@
-"""Row-sparse gradients: sums in order, exact unions and matches, errors."""
+"""Row-sparse gradients: sums in order, errors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import row_sparse_ops
-from megatron_sparse.errors import ExtensionError, WireFormatError
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats import row_sparse
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.reference import row_sparse as oracle
-from tests.codec import on_threads
 from tests.cuda_ext import cases
-
-index_sets = st.lists(
-    st.sets(st.integers(0, 60)).map(lambda rows: torch.tensor(sorted(rows), dtype=torch.int64)),
-    max_size=9,
-)
 
 
 def _pairs(num_rows, count, width, dtype, seed):
@@ -62,58 +56,6 @@ def test_single_rows_keep_their_bits(dtype):
     indices = torch.arange(16).flip(0)
     got = row_sparse.coalesce(indices, special, 16)
     cases.assert_same_bits(got.rows_KD.view(-1), special.flip(0).reshape(-1), "coalesce")
-    wide = got.expand(torch.arange(16))
-    cases.assert_same_bits(wide.view(-1), got.rows_KD.view(-1), "expand")
-
-
-@settings(max_examples=80)
-@given(index_sets)
-def test_union_match_and_expand_equal_the_oracles(sets):
-    merged = row_sparse.union(sets, 61)
-    assert merged.tolist() == oracle.union([s.tolist() for s in sets])
-    for seed, local in enumerate(sets):
-        assert row_sparse.match(local, merged).tolist() == oracle.match(
-            local.tolist(), merged.tolist()
-        )
-        rows = torch.randn(local.numel(), 3, generator=torch.Generator().manual_seed(seed))
-        got = RowSparse(local, rows, 61).expand(merged)
-        assert torch.equal(got, oracle.expand(local.tolist(), rows, merged.tolist()))
-
-
-@pytest.mark.parametrize("shape", ["uniform", "one large", "clustered", "disjoint"])
-def test_large_sets_merge_in_slices_whatever_the_threads(shape):
-    generator = torch.Generator().manual_seed(0)
-    sizes = [40_000] * 4 if shape != "one large" else [90_000, 3, 0, 2000]
-    bound = 120_000 if shape == "clustered" else 10**9
-    sets = [torch.randint(bound, (size,), generator=generator).unique() for size in sizes]
-    if shape == "disjoint":
-        sets = [s // 4 + i * 250_000_000 for i, s in enumerate(sets)]
-        sets = [s.unique() for s in sets]
-    expected = torch.cat(sets).unique()
-    for count in (1, 2, 4):
-        with on_threads(count):
-            merged = row_sparse.union(sets, 10**9)
-            assert torch.equal(merged, expected)
-            for local in sets:
-                got = row_sparse.match(local, merged)
-                assert torch.equal(got, torch.searchsorted(merged, local))
-                rows = local.float().unsqueeze(1)
-                wide = RowSparse(local, rows, 10**9).expand(merged)
-                naive = torch.zeros(merged.numel(), 1).index_copy_(0, got, rows)
-                assert torch.equal(wide, naive)
-
-
-def test_the_union_names_the_rank_whose_indices_are_wrong():
-    good = torch.tensor([0, 3])
-    for bad, got in (
-        ([3, 3], "3 at position 1"),
-        ([4, 2], "2 at position 1"),
-        ([0, 5], "5 at position 1"),
-        ([-1], "-1 at position 0"),
-    ):
-        with pytest.raises(WireFormatError, match="rank 1: field row indices") as error:
-            row_sparse.union([good, torch.tensor(bad), good], 5)
-        assert got in str(error.value)
 
 
 def test_coo_there_and_back():
@@ -132,11 +74,7 @@ def test_coo_there_and_back():
 def test_empty(width):
     none = torch.empty(0, dtype=torch.int64)
     empty = row_sparse.coalesce(none, torch.empty(0, width), 0)
-    assert empty.expand(none).shape == (0, width)
-    assert empty.expand(torch.tensor([4, 9])).tolist() == [[0.0] * width] * 2
-    assert row_sparse.union([none, none], 5).numel() == 0
-    assert row_sparse.union([], 5).numel() == 0
-    assert row_sparse.match(none, torch.tensor([1])).numel() == 0
+    assert empty.rows_KD.shape == (0, width)
 
 
 I = torch.tensor([0, 2])  # noqa: E741 - the paper's name
@@ -156,10 +94,6 @@ R = torch.ones(2, 3)
         (lambda: RowSparse(I, R, -1), "num_rows"),
         (lambda: RowSparse.from_coo(R), "sparse=True"),
         (lambda: RowSparse.from_coo(R.to_sparse()), "sparse=True"),
-        (lambda: RowSparse(I, R, 5).expand(torch.tensor([0, 1])), "not in the union"),
-        (lambda: RowSparse(I, R, 5).expand(torch.tensor([2, 0])), "strictly ascending"),
-        (lambda: row_sparse.match(I, torch.tensor([0, 1])), "not in the union"),
-        (lambda: row_sparse.match(I.flip(0), I), "strictly ascending"),
         (lambda: row_sparse_ops.sum_rows(R, torch.tensor([0, 2]), torch.tensor([0, 2])), "order"),
         (lambda: row_sparse_ops.sum_rows(R, I[:1], torch.tensor([0, 0, 1])), "empty"),
         (lambda: row_sparse_ops.sum_rows(R, I[:1], torch.tensor([0, 2])), "offsets"),

@@ -2,8 +2,7 @@
 
 `hash_bitmap` and `pairs` are the records of the Pull and of the Push, for all of `PARTITIONS`
 servers one after the other; `hash_partition` cuts a rank's entries into partitions. `row_sparse`
-reads the gradient as rows of `COLUMNS` elements and touches a fraction `density` of them;
-`row_union`, `row_match` and `row_expand` are the steps between `RANKS` ranks of such rows.
+reads the gradient as rows of `COLUMNS` elements and touches a fraction `density` of them.
 
 Results are compared with the oracles on a small gradient, and with one another on the timed one. On
 a GPU a time is that between two events of the device. It includes waits for the host, because these
@@ -19,16 +18,14 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES, KEY, STEP, Case, Task, differing
 from megatron_sparse.bench.table import Action
-from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash, row_sparse
+from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.row_record import RowPart
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.reference import hash_bitmap as bitmap_oracle
-from megatron_sparse.reference import row_sparse as row_oracle
 
 PARTITIONS = 8
-RANKS = 8
 COLUMNS = 64
 SMALL_NUMEL = 2**13
 """Elements that are compared with the oracles, which work bit by bit."""
@@ -135,38 +132,20 @@ def _pair_tasks(case: Case) -> Iterator[Task]:
     yield Task("decode_add", case.form, used + 2 * touched, wrong, decode_add)
 
 
-def _row_sets(case: Case, num_rows: int) -> list[torch.Tensor]:
-    """The touched rows of each rank: a fraction of all, drawn at random."""
+def _touched_rows(case: Case, num_rows: int) -> torch.Tensor:
+    """A fraction of all rows, drawn at random."""
     generator = torch.Generator().manual_seed(num_rows)
     count = max(round(num_rows * case.density), 1)
-    drawn = [torch.randperm(num_rows, generator=generator)[:count] for _ in range(RANKS)]
-    return [rows.sort().values.to(case.device) for rows in drawn]
+    return torch.randperm(num_rows, generator=generator)[:count].sort().values.to(case.device)
 
 
 def _rows_of(case: Case, count: int) -> torch.Tensor:
     return _sparse(case, count * COLUMNS, 1.0).view(-1, COLUMNS)
 
 
-def _wrong_rows(case: Case) -> int:
-    """Indices and values that differ from the oracle's on a small gradient."""
-    num_rows = SMALL_NUMEL // COLUMNS
-    sets = _row_sets(case, num_rows)
-    rows_KD = _rows_of(case, sets[0].numel())
-    union_U = row_sparse.union(sets, num_rows)
-    lists = [indices.tolist() for indices in sets]
-    union = row_oracle.union(lists)
-    if union_U.tolist() != union:
-        return max(union_U.numel(), len(union))
-    matched = torch.tensor(row_oracle.match(lists[0], union)).to(case.device)
-    expanded = RowSparse(sets[0], rows_KD, num_rows).expand(union_U)
-    wanted = row_oracle.expand(lists[0], rows_KD.cpu(), union)
-    return _unequal(row_sparse.match(sets[0], union_U), matched) + _unequal(expanded.cpu(), wanted)
-
-
 def _row_tasks(case: Case) -> Iterator[Task]:
-    wrong, num_rows = _wrong_rows(case), max(case.numel // COLUMNS, 1)
-    sets = _row_sets(case, num_rows)
-    local_K = sets[0]
+    num_rows = max(case.numel // COLUMNS, 1)
+    local_K = _touched_rows(case, num_rows)
     rows_KD = _rows_of(case, local_K.numel())
     gradient = RowSparse(local_K, rows_KD, num_rows)
     part = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
@@ -176,30 +155,9 @@ def _row_tasks(case: Case) -> Iterator[Task]:
     encode = partial(part.encode, gradient, positions, out)
     encode()
     decoded = part.decode(out, rank=0)
-    wrong += _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
+    wrong = _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
     own_bytes = local_K.nbytes + rows_KD.nbytes
     yield Task("encode", case.form, own_bytes + out.nbytes, wrong, encode)
-
-    every, union = torch.cat(sets), partial(row_sparse.union, sets, num_rows)
-    union_U = union()
-    peers: dict[str, Action] = {"torch unique": lambda: torch.unique(every)}
-    moved = every.nbytes + union_U.nbytes
-    yield Task("row_union", case.form, moved, wrong, union, peers=peers)
-
-    match = partial(row_sparse.match, local_K, union_U)
-    peers = {"torch searchsorted": lambda: torch.searchsorted(union_U, local_K)}
-    moved = 2 * local_K.nbytes + union_U.nbytes
-    yield Task("row_match", case.form, moved, wrong, match, peers=peers)
-
-    def zeros_and_copy() -> torch.Tensor:
-        target_UD = rows_KD.new_zeros(union_U.numel(), COLUMNS)
-        return target_UD.index_copy_(0, torch.searchsorted(union_U, local_K), rows_KD)
-
-    expand = partial(gradient.expand, union_U)
-    peers = {"torch index_copy_": zeros_and_copy}
-    wrong += _unequal(expand(), zeros_and_copy())
-    moved = own_bytes + union_U.nbytes + union_U.numel() * COLUMNS * rows_KD.element_size()
-    yield Task("row_expand", case.form, moved, wrong, expand, peers=peers)
 
 
 MAKERS = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}

@@ -24,8 +24,8 @@ RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2", "dense_q4")
 """Records of format Rice; `dense_q4` holds every element in 4 bits, as those of `dense_q`."""
 FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
 OPS = (
-    *("prune_encode", "encode", "decode_add", "place", "seal", "verify", "decode_sum"),
-    *("hash_partition", "row_union", "row_match", "row_expand"),
+    *("prune_encode", "encode", "decode_add", "place", "decode_sum"),
+    *("seal", "verify", "hash_partition"),
 )
 """All operations; each format has some of them."""
 CODERS = ("rans", "packed", "zstd")
@@ -81,7 +81,7 @@ class CodecSweep(TimedSweep):
     ops: Sequence[str] = names_option(
         ",".join(OPS),
         "prune_encode | encode | decode_add | place | decode_sum | seal | verify (checksums) | "
-        "hash_partition (pairs) | row_union | row_match | row_expand (row_sparse)",
+        "hash_partition (pairs)",
         "--op",
         metavar="OP,...",
         among=OPS,
