@@ -99,6 +99,8 @@ for source in "${drivers[@]}"; do compile "$(basename "$source" .cpp)" "$source"
 while [ -n "$(jobs -rp)" ]; do wait -n || built=false; done
 $built || fail "the fuzzer cannot be built" "no error of $compiler" "see above" "fix these errors"
 "$compiler" "${sanitize[@]}" "${link[@]}" "${objects[@]}" -o "$work/fuzz"
+"$python" -m tests.cuda_ext.fuzz_corpus "$work/corpus"
+cp "$regressions"/* "$work/corpus"
 
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=0}
 # An abort is a signal; the loop's handler then writes its input to a file.
@@ -107,11 +109,10 @@ half=$(((seconds + 1) / 2))
 code=0
 echo "fuzzing the message decoder for $half s ($compiler)"
 if [ ${#link[@]} -gt 0 ]; then
-  mkdir "$work/corpus"
-  "$work/fuzz" "$work/corpus" "$regressions" "-max_total_time=$half" -max_len=1048576 -timeout=20 \
+  "$work/fuzz" "$work/corpus" "-max_total_time=$half" -max_len=1048576 -timeout=20 \
     "-artifact_prefix=$PWD/" -verbosity=1 -print_final_stats=1 || code=$?
 else
-  "$work/fuzz" --regressions "$regressions" --artifacts "$PWD" "$half" || code=$?
+  "$work/fuzz" "$work/corpus" "$PWD" "$half" || code=$?
 fi
 if [ "$code" = 0 ]; then
   CXX=$cxx "$python" -m megatron_sparse.cuda_ext.build --cuda off --sanitize --out "$work/library"

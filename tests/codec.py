@@ -10,8 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Protocol
 from unittest import mock
 
 import numpy as np
@@ -94,20 +92,17 @@ def segments_of(offsets: Sequence[int] | torch.Tensor, dense: Sequence[int] = ()
     return Segments(offsets, flags)
 
 
-BAD_RICE_SPECS = {
-    "value_dtype is unknown": rice_spec(7),
-    "log2_span is out of range": rice_spec(4, 11),
-    "a value of every element needs other values": rice_spec(5, without_indices=True),
-}
-"""By the error of an encoder."""
-
-
 def pruning_of(
-    residual_N: torch.Tensor, threshold: float, leak: float = 1.0, key: int = -1
+    residual_N: torch.Tensor,
+    threshold: float,
+    leak: float = 1.0,
+    key: int = -1,
+    chance: float | None = None,
 ) -> Pruning:
-    """One threshold for everything."""
-    whole = torch.tensor([0, residual_N.numel()])
-    return Pruning(residual_N, whole, torch.tensor([float(threshold)]), leak, key)
+    """One threshold for everything; what ties with it is kept with this chance, if there is one."""
+    whole, thresholds_R = torch.tensor([0, residual_N.numel()]), torch.tensor([float(threshold)])
+    chances_R = None if chance is None else torch.tensor([chance])
+    return Pruning(residual_N, whole, thresholds_R, leak, key, tie_chances_R=chances_R)
 
 
 @dataclass(frozen=True)
@@ -202,29 +197,13 @@ class Made:
         return b"".join(r.ljust(n, b"\xa5") for r, n in zip(self.records, rooms, strict=True))
 
 
-class Codec(Protocol):
-    """Encodes cases and decodes messages."""
-
-    name: str
-
-    def encode(self, case: Case) -> Made:
-        """The case's message; the case is left as it was."""
-        ...
-
-    def decode_(
-        self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
-    ) -> None:
-        """Adds a message to a tensor on the CPU; with `fresh`, replaces what is there."""
-        ...
-
-
 class Oracle:
     """The reference that is written for reading."""
 
     name = "oracle"
 
     def encode(self, case: Case) -> Made:
-        """As `Codec`'s."""
+        """The case's message; the case is left as it was."""
         if case.is_rice:
             return self._rice(case)
         values_N, rest_N = case.grad_N, None
@@ -251,7 +230,10 @@ class Oracle:
     def decode_(
         self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
     ) -> None:
-        """As `Codec`'s; in slots, the records must fill theirs. A bad message may be half added."""
+        """Adds a message to a tensor on the CPU; with `fresh`, replaces what is there.
+
+        In slots, the records must fill theirs. A bad message may be half added.
+        """
         if fresh:
             first, *_, last = expected.segment_offsets.tolist()
             acc[first - base : last - base] = 0
@@ -273,15 +255,13 @@ class Ops:
         self.name, self._place, self._isa = name, place, isa
 
     def encode(self, case: Case) -> Made:
-        """As `Codec`'s."""
+        """As the oracle's."""
         grad, pruning, segments = self._put(case.grad_N), case.pruning, case.segments
         given_N = case.residual_N if pruning is None else pruning.residual_N
         rest = None if given_N is None else self._put(given_N, 3)
-        out, scratch = self._bytes(case.room), None
-        options: dict[str, torch.Tensor | None] = {}
-        if self._place is None:
-            scratch = self._bytes(case.scratch_room)
-            options["scratch"] = scratch[:-MARGIN]
+        out = self._bytes(case.room)
+        scratch = self._bytes(case.scratch_room) if self._place is None else None
+        lent = None if scratch is None else scratch[:-MARGIN]
         if pruning is not None:
             assert rest is not None
             chances_R = pruning.tie_chances_R
@@ -292,7 +272,7 @@ class Ops:
                 tie_chances_R=None if chances_R is None else self._on(chances_R),
             )
         with self._isa_is_set():
-            sizes, nnz = self._call(case, grad, pruning, rest, out[: len(out) - MARGIN], options)
+            sizes, nnz = self._call(case, grad, pruning, rest, out[:-MARGIN], lent)
         where = f"{self.name} {case.what}"
         assert scratch is None or bool((scratch[-MARGIN:] == POISON).all()), where
         cases.assert_same_bits(grad.cpu(), case.grad_N, f"{where}: the gradient")
@@ -306,7 +286,7 @@ class Ops:
     def decode_(
         self, acc: torch.Tensor, message: bytes, expected: Expected, base: int = 0, *, fresh=False
     ) -> None:
-        """As `Codec`'s."""
+        """As the oracle's."""
         data = torch.tensor(list(message), dtype=torch.uint8)
         there = self._put(acc, 1)
         if self._place is None:  # a GPU wants messages aligned to 16 bytes
@@ -332,13 +312,13 @@ class Ops:
         pruning: Pruning | None,
         rest: torch.Tensor | None,
         out: torch.Tensor,
-        options: dict[str, torch.Tensor | None],
+        scratch: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if pruning is not None:
-            return ops.prune_encode(grad, pruning, case.segments, case.spec, out, **options)
+            return ops.prune_encode(grad, pruning, case.segments, case.spec, out, scratch)
         nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
         given = case.segments, None if case.is_rice else nnz_S, case.spec, out
-        return ops.encode(grad, *given, residual_N=rest, **options), nnz_S
+        return ops.encode(grad, *given, scratch, rest), nnz_S
 
     def _records(
         self, where: str, out: torch.Tensor, sizes: list[int], slots: torch.Tensor | None
@@ -376,6 +356,8 @@ class Ops:
             return nullcontext()
         return mock.patch.dict(os.environ, MEGATRON_SPARSE_ISA=self._isa)
 
+
+type Codec = Oracle | Ops
 
 ORACLE = Oracle()
 CPU = tuple(Ops(isa, isa=isa) for isa in cases.ISAS)
@@ -488,8 +470,3 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def lengths(offsets: torch.Tensor) -> list[int]:
-    """The elements of each segment."""
-    return [end - begin for begin, end in pairwise(offsets.tolist())]

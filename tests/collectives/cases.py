@@ -14,6 +14,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
 from megatron_sparse.config.sparse import SchemeConfig
+from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.formats.message import (
     VALUE_DTYPES,
     WIRE_CODES,
@@ -216,6 +217,15 @@ def summed(scheme: str, exchange: Exchange, content: Message | torch.Tensor, *st
     sent = yield from SCHEMES[scheme].run(exchange, content, *step)
     own = bucket.shard(exchange.transport.rank) if exchange.scatters else slice(None)
     return bucket.grad_N[own].clone(), sent
+
+
+def error_of(steps):
+    """Drives steps; returns their error, or None, instead of raising it."""
+    try:
+        yield from steps
+    except MegatronSparseError as error:
+        return error
+    return None
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from tests.reduction.reducers import at_target, reducer_of
 from tests.straggler.settings import section_for
 
 NUMEL = 12_000
-SLOW_S = 0.5
+SLOW_S = 0.2
 
 
 class Reducing:

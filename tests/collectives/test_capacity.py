@@ -15,7 +15,7 @@ from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.errors import ConfigError, WireFormatError
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
 from megatron_sparse.formats.message_sizes import segment_capacity
@@ -30,6 +30,7 @@ from tests.collectives.cases import (
     Case,
     Changing,
     contribution,
+    error_of,
     layout_of,
     make_bucket,
     parameters,
@@ -163,15 +164,6 @@ def damaged(records, peer):
     return records if peer else changed
 
 
-def error_of(steps):
-    """Drives steps; returns their error instead of raising it."""
-    try:
-        yield from steps
-    except WireFormatError as error:
-        return error
-    return None
-
-
 @pytest.mark.parametrize(("name", "op"), BY_FORM)
 def test_a_damaged_record_names_rank_and_field(name, op):
     """Rank 1's records to rank 0: found late, and still no rank continues with a wrong sum."""
@@ -189,82 +181,6 @@ def test_a_damaged_record_names_rank_and_field(name, op):
             assert "rank 0: field magic" in str(error)
         else:
             assert error is None
-
-
-class OnDevice(torch.Tensor):
-    """A stand-in for a CUDA tensor: counts operations that would wait for the device."""
-
-    WAITING = (
-        "cpu",
-        "item",
-        "tolist",
-        "numpy",
-        "nonzero",
-        "equal",
-        "is_nonzero",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "__array__",
-    )
-    reads = 0
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        result = super().__torch_function__(func, types, args, kwargs or {})
-        if func.__name__ == "to" and (kwargs or {}).get("non_blocking") and "cpu" in args:
-            return result.as_subclass(torch.Tensor)
-        if func.__name__ not in cls.WAITING:
-            return result
-        OnDevice.reads += 1
-        return result.as_subclass(torch.Tensor) if func.__name__ == "cpu" else result
-
-
-def test_waiting_operations_are_counted():
-    OnDevice.reads = 0
-    words = torch.cat([torch.ones(2), torch.zeros(1).as_subclass(OnDevice)])
-    assert OnDevice.reads == 0
-    assert words.cpu().tolist() == [1, 1, 0]
-    assert OnDevice.reads == 1
-    assert int(words[0]) == 1
-    assert bool(words[0] > 0)
-    assert OnDevice.reads == 3
-
-
-@pytest.mark.parametrize(("name", "op"), BY_FORM)
-def test_one_read_of_the_host_a_bucket(name, op, monkeypatch):
-    """Of all tensors that would be on a GPU, and after the last message has arrived."""
-    taken = MessageBuffers.take
-    monkeypatch.setattr(
-        MessageBuffers, "take", lambda *arguments: taken(*arguments).as_subclass(OnDevice)
-    )
-    # The CUDA encoder counts by itself; the CPU's gets counts from numpy, which would be a read.
-    monkeypatch.setattr(
-        message_module,
-        "_nonzero",
-        lambda values_N: values_N.as_subclass(torch.Tensor).count_nonzero(),
-    )
-    case, messages = Case(name, 4, op, numel=2400), []
-
-    def start(transport, limit):
-        bucket, buffers = make_bucket(case, transport.rank), MessageBuffers()
-        bucket.grad_N = bucket.grad_N.as_subclass(OnDevice)
-        residual = torch.zeros(case.numel).as_subclass(OnDevice)
-        message = message_of(case, bucket, limit, buffers, residual)
-        messages.append(message)
-        exchange = Exchange(bucket, transport, buffers, StageTimer(), OPTIONS)
-        return SCHEMES[name].run(exchange, message)
-
-    OnDevice.reads = 0
-    VirtualCluster(4).run(lambda transport: start(transport, None))
-    assert OnDevice.reads > 2 * 4, "without capacity sizes and checks are waited for"
-    messages.clear()
-    OnDevice.reads = 0
-    VirtualCluster(4).run(lambda transport: start(transport, 0.1))
-    assert OnDevice.reads == 4
-    assert all(message.nnz > 0 for message in messages)
-    assert OnDevice.reads == 4, "the count came with the same read"
 
 
 @pytest.mark.parametrize("name", ["auto", *(name for name in SCHEMES if name != "dense_q")])

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from tests.cuda_emulator import ledger
 
@@ -282,11 +282,6 @@ def _run(func, args, kwargs):
         return result
     # An operation in place returns its argument.
     own = {id(v.inner): v for v in held}
-    return tree_map(
-        lambda v: (
-            own.get(id(v), OnDevice(v) if isinstance(v, torch.Tensor) else v)
-            if isinstance(v, torch.Tensor)
-            else v
-        ),
-        result,
+    return tree_map_only(
+        torch.Tensor, lambda v: own[id(v)] if id(v) in own else OnDevice(v), result
     )

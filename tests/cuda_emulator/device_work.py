@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -232,32 +232,57 @@ python -m tests.cuda_emulator.device_work
 """
 
 
-def page(
-    counts: dict[Way, Ledger], encodings: dict[str, Ledger], moves: dict[tuple[str, str], Ledger]
-) -> str:
+class Counts(NamedTuple):
+    """What the page shows, and the emulator that counted it."""
+
+    emulator: Emulator
+    ways: dict[Way, Ledger]
+    encodings: dict[str, Ledger]
+    moves: dict[tuple[str, str], Ledger]
+
+
+def everything(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counts:
+    """Counts it all with an emulator that is compiled to count bytes, in one schedule.
+
+    Args:
+        folder: for the emulator's library, and an NCCL of the tests.
+        monkeypatch: undoes the emulation.
+    """
+    pretend_driver(monkeypatch)
+    emulator = Emulator(compile_library(folder, counts_bytes=True, name="counting"))
+    emulator.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
+    encodings, moves = encoding_work(emulator), moves_work(emulator)
+    nccl = fake_nccl.build(folder)
+    EmulatedDevice(emulator, monkeypatch)
+    with EmulatedGpu():
+        return Counts(emulator, {way: work_of(way, nccl) for way in WAYS}, encodings, moves)
+
+
+def page(counts: Counts) -> str:
     """The text of `docs/device-work.md`."""
+
+    def moved(ledger: Ledger, numel: int, floor: int) -> str:
+        read, written = ledger.bytes_read / numel, ledger.bytes_written / numel
+        total = read + written
+        return f"{read:.1f} | {written:.1f} | {total:.1f} | {total / floor:.2f} |"
+
     rows = [
         "| path | kernels | memsets | torch's | launches | read | written | bytes | by the floor |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for way, ledger in counts.items():
-        read, written = ledger.bytes_read / NUMEL, ledger.bytes_written / NUMEL
-        total = read + written
+    for way, ledger in counts.ways.items():
         rows.append(
             f"| {way} | {ledger.kernels} | {ledger.memsets} | {ledger.torch_ops} "
-            f"| {ledger.launches} | {read:.1f} | {written:.1f} | {total:.1f} "
-            f"| {total / FLOOR_BYTES:.2f} |"
+            f"| {ledger.launches} | {moved(ledger, NUMEL, FLOOR_BYTES)}"
         )
     rows.append(ENCODINGS_HEAD)
-    for name, ledger in encodings.items():
-        read, written = ledger.bytes_read / RICE_NUMEL, ledger.bytes_written / RICE_NUMEL
-        total = read + written
+    for name, ledger in counts.encodings.items():
         rows.append(
-            f"| {name} | {ledger.kernels} | {ledger.memsets} | {read:.1f} | {written:.1f} "
-            f"| {total:.1f} | {total / ENCODING_FLOOR:.2f} |"
+            f"| {name} | {ledger.kernels} | {ledger.memsets} "
+            f"| {moved(ledger, RICE_NUMEL, ENCODING_FLOOR)}"
         )
     rows.append(MOVES_HEAD)
-    for (coder, way), ledger in moves.items():
+    for (coder, way), ledger in counts.moves.items():
         read, written = ledger.bytes_read / MOVES_NUMEL, ledger.bytes_written / MOVES_NUMEL
         rows.append(
             f"| `{coder}` | {way} | {ledger.kernels} | {ledger.memsets} | {read:.1f} "
@@ -266,36 +291,10 @@ def page(
     return "\n".join([HEAD, *rows, ""])
 
 
-def counting_emulator(folder: Path) -> Emulator:
-    """The emulator, compiled to count bytes, in the one schedule of the counts."""
-    emulator = Emulator(compile_library(folder, counts_bytes=True, name="counting"))
-    emulator.schedule(IN_ORDER, 0, resident_blocks=4, multiprocessors=4)
-    return emulator
-
-
-def everything(
-    emulator: Emulator, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[Way, Ledger]:
-    """Counts every way.
-
-    Args:
-        emulator: of `counting_emulator`.
-        folder: for an NCCL of the tests.
-        monkeypatch: undoes the emulation.
-    """
-    nccl = fake_nccl.build(folder)
-    pretend_driver(monkeypatch)
-    EmulatedDevice(emulator, monkeypatch)
-    with EmulatedGpu():
-        return {way: work_of(way, nccl) for way in WAYS}
-
-
 def write_page() -> None:
     """Writes `docs/device-work.md`."""
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        emulator = counting_emulator(Path(name))
-        counts = everything(emulator, Path(name), patch)
-        text = page(counts, encoding_work(emulator), moves_work(emulator))
+        text = page(everything(Path(name), patch))
     PAGE.write_text(text, encoding="utf-8")
 
 

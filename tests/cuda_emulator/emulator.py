@@ -22,7 +22,7 @@ from tests.cuda_emulator import ledger
 from tests.cuda_emulator.device import OnDevice, to_gpu, unwrapped
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-DENSE, COO, PICI, BLOCKS, PICI_PAPER, ADAPTIVE = 0, 1, 2, 3, 0x12, 0xFF
+COO, BLOCKS = 1, 3
 IN_ORDER, REVERSED, RANDOM = range(3)
 SCHEDULES = ((IN_ORDER, 0, 4), (REVERSED, 0, 4), (RANDOM, 1, 3), (RANDOM, 2, 8))
 """Order, seed, and blocks that are resident at once."""

@@ -3,6 +3,7 @@
 // Prints "ok", or "wrong: ..." if a result is wrong, or "caught: ..." if the emulator threw.
 #include <cstdio>
 #include <cstdlib>
+#include <map>
 
 #include "cuda_runtime.h"
 
@@ -157,48 +158,32 @@ int main(int argc, char** argv) {
   std::vector<int> values(kBlocks * 256);
   for (size_t i = 0; i < values.size(); ++i) values[i] = int(i % 256);
   std::vector<unsigned> words(kBlocks + 2);
-  bool by_warp = false;
+  const bool by_warp = name == "reverse_warp" || name == "missing_warp_barrier";
   int* data = values.data();
   unsigned* word = words.data();
+  const std::map<std::string, std::function<void()>> kernels = {
+      {"reverse", [&] { run(reverse_kernel<true>, data); }},
+      {"missing_barrier", [&] { run(reverse_kernel<false>, data); }},
+      {"reverse_warp", [&] { run(reverse_warp_kernel<true>, data); }},
+      {"missing_warp_barrier", [&] { run(reverse_warp_kernel<false>, data); }},
+      {"dynamic", [&] { run(reverse_dynamic_kernel, data); }},
+      {"uninitialised", [&] { run(accumulate_uninitialised_kernel, data); }},
+      {"divergent_barrier", [&] { run(divergent_barrier_kernel, data); }},
+      {"early_exit", [&] { run(early_exit_kernel, data); }},
+      {"left_out", [&] { run(left_out_kernel, data); }},
+      {"divergent_ballot", [&] { run(divergent_ballot_kernel, data); }},
+      {"divergent_collective", [&] { run(divergent_collective_kernel, data); }},
+      {"shuffle_from_outside", [&] { run(shuffle_from_outside_kernel, data); }},
+      {"chain", [&] { run(chain_kernel<-1>, word, word + 1, data); }},
+      {"endless_spin", [&] { run(chain_kernel<0>, word, word + 1, data); }},
+      {"count", [&] { run(count_kernel<true>, word, data); }},
+      {"lost_count", [&] { run(count_kernel<false>, word, data); }},
+      {"out_of_bounds", [&] { run(out_of_bounds_kernel, data); }},
+      {"collectives", [&] { run(collectives_kernel, data); }},
+  };
   try {
-    if (name == "reverse")
-      run(reverse_kernel<true>, data);
-    else if (name == "missing_barrier")
-      run(reverse_kernel<false>, data);
-    else if (name == "reverse_warp")
-      by_warp = true, run(reverse_warp_kernel<true>, data);
-    else if (name == "missing_warp_barrier")
-      by_warp = true, run(reverse_warp_kernel<false>, data);
-    else if (name == "dynamic")
-      run(reverse_dynamic_kernel, data);
-    else if (name == "uninitialised")
-      run(accumulate_uninitialised_kernel, data);
-    else if (name == "divergent_barrier")
-      run(divergent_barrier_kernel, data);
-    else if (name == "early_exit")
-      run(early_exit_kernel, data);
-    else if (name == "left_out")
-      run(left_out_kernel, data);
-    else if (name == "divergent_ballot")
-      run(divergent_ballot_kernel, data);
-    else if (name == "divergent_collective")
-      run(divergent_collective_kernel, data);
-    else if (name == "shuffle_from_outside")
-      run(shuffle_from_outside_kernel, data);
-    else if (name == "chain")
-      run(chain_kernel<-1>, word, word + 1, data);
-    else if (name == "endless_spin")
-      run(chain_kernel<0>, word, word + 1, data);
-    else if (name == "count")
-      run(count_kernel<true>, word, data);
-    else if (name == "lost_count")
-      run(count_kernel<false>, word, data);
-    else if (name == "out_of_bounds")
-      run(out_of_bounds_kernel, data);
-    else if (name == "collectives")
-      run(collectives_kernel, data);
-    else
-      return 2;
+    if (kernels.count(name) == 0) return 2;
+    kernels.at(name)();
   } catch (const cuda_emulator::Error& error) {
     std::printf("caught: %s\n", error.what());
     return 0;

@@ -1,22 +1,19 @@
-"""Sealed records on CUDA: the oracle's bytes, the CPU's errors, and no waiting."""
+"""Sealed records on CUDA: the oracle's bytes, the CPU's errors."""
 
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums
-from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_partition import PermutationHash
-from tests.codec import CPU, Case, Ops, check, pruning_of, segments_of
-from tests.cuda_emulator.device import NotWaiting, Place
+from tests.codec import CPU, Case, Ops, check, segments_of
+from tests.cuda_emulator.device import Place
 from tests.cuda_ext import cases
 from tests.formats.hash_cases import place_of
 from tests.formats.test_checksum import SPECS, case_of
@@ -54,29 +51,6 @@ def test_many_records_and_large_ones(place: Place) -> None:
         message[24:32] = 255
         wanted = payload_sums([message], records, given.segments.slots)
         assert torch.equal(payload_sums([place(message)], records, slots).cpu(), wanted)
-
-
-def test_the_host_waits_for_nothing(place: Place, not_waiting: NotWaiting) -> None:
-    case = replace(case_of("coo"), pruning=pruning_of(torch.zeros(9000), 1.0))
-    case = case.with_slots()
-    grad, residual = place(case.grad_N), place(torch.zeros(9000))
-    pruning = replace(
-        case.pruning,
-        residual_N=residual,
-        thresholds_R=place(torch.tensor([1.0])),
-        capacity_S=case.segments.offsets.diff(),
-    )
-    out, sum_N = place(torch.zeros(case.room, dtype=torch.uint8)), place(torch.zeros(9000))
-    for waits in (nullcontext, not_waiting):  # in the first call torch itself may wait
-        reports = Reports()
-        with waits():
-            ops.prune_encode(grad, pruning, case.segments, case.spec, out, reports=reports)
-            ops.decode_sum_(sum_N, [out, out], case.expected(), 0, [1, 2], reports=reports)
-        reports.read()
-    out[60] ^= 1
-    ops.decode_sum_(sum_N, [out, out], case.expected(), 0, [1, 2], reports=reports)
-    with pytest.raises(WireFormatError, match="rank 1: field checksum"):
-        reports.read()
 
 
 def test_a_record_of_a_partition(place: Place) -> None:

@@ -15,8 +15,9 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
+from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import prune as prune_oracle
-from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI, FORMAT_RICE, HEADER_BYTES
+from megatron_sparse.wire import FORMAT_RICE, HEADER_BYTES
 from tests.codec import (
     FORMS,
     KEY,
@@ -30,7 +31,6 @@ from tests.codec import (
     Ops,
     check,
     check_densities,
-    lengths,
     pruned_already,
     pruning_of,
     rice_dtypes,
@@ -40,12 +40,8 @@ from tests.codec import (
 )
 from tests.cuda_emulator.device import Place, to_gpu
 from tests.cuda_emulator.emulator import (
-    ADAPTIVE,
     BLOCKS,
     COO,
-    DENSE,
-    PICI,
-    PICI_PAPER,
     RANDOM,
     SCHEDULES,
     EmulatedDevice,
@@ -110,9 +106,9 @@ def test_encode(device: Ops, form: str, density: float) -> None:
 @pytest.mark.parametrize("code", range(3))
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_encode_every_pair_of_dtypes(device: Ops, dtype: torch.dtype, code: int) -> None:
+    grad_N, segments = gradient(2600, 0.1, dtype, code), segments_of([0, 2501, 2600])
     for form in FORMS:
-        segments = segments_of([0, 2501, 2600])
-        check(Case(gradient(2600, 0.1, dtype, code), segments, spec_of(code, form)), device)
+        check(Case(grad_N, segments, spec_of(code, form)), device)
 
 
 @pytest.mark.parametrize("block_size", [64, 256, 1024, 4096])
@@ -121,28 +117,6 @@ def test_block_sizes(device: Ops, block_size: int) -> None:
     values_N[[0, 63, 64, 1025, 4095, 8999]] = 1.5
     spec = replace(spec_of(0, "blocks64"), block_size=block_size)
     check(Case(values_N, segments_of([0, 9000]), spec), device)
-
-
-@pytest.mark.parametrize("value", [0.0, 1.0])
-@pytest.mark.parametrize("form", FORMS)
-def test_all_zero_and_all_kept(device: Ops, form: str, value: float) -> None:
-    """A message is never longer than the dense one."""
-    made = check(Case(torch.full((5000,), value), segments_of([0, 5000]), spec_of(0, form)), device)
-    empty = {
-        "linear": PICI,
-        "paper": PICI,
-        "blocks64": BLOCKS,
-        "blocks4096": BLOCKS,
-        "dense": DENSE,
-    }
-    assert made.bytes[5] == (DENSE if value else empty.get(form, COO))
-
-
-def test_adaptive_takes_the_smallest(device: Ops) -> None:
-    values_N = torch.cat([gradient(9000, density, torch.float32) for density in (0.01, 0.2, 1)])
-    segments = segments_of([0, 9000, 18_000, 27_000])
-    made = check(Case(values_N, segments, spec_of(0, "adaptive")), device)
-    assert [record[5] for record in made.records] == [FORMAT_COO, FORMAT_PICI, FORMAT_DENSE]
 
 
 @pytest.mark.parametrize(("dtype", "residual_dtype", "code", "key"), TYPES, ids=str)
@@ -247,14 +221,6 @@ def test_sums_without_indices(device: Ops, value_dtype: int, segments: Segments)
             check(Case(values_N, segments, spec, residual_N=residual_N, what=dtype), device)
 
 
-def test_a_raw_rice_record_that_is_not_smaller_is_dense(device: Ops) -> None:
-    grad_N = torch.randn(9000, generator=torch.Generator().manual_seed(1))
-    for threshold, wanted in ((-1.0, FORMAT_DENSE), (1.0, FORMAT_RICE)):
-        pruning = pruning_of(torch.zeros(9000), threshold)
-        made = check(Case(grad_N, segments_of([0, 9000]), rice_spec(0), pruning), device)
-        assert made.bytes[5] == wanted
-
-
 @pruned_already
 def test_encoding_what_is_pruned_already(
     device: Ops, value_dtype: int, with_residual: bool
@@ -273,7 +239,7 @@ LIMITS = {
     "none stay": [0, 0, 0, 0, 0, 0],
     "some": [0, 1, 700, 4093, 50, 3],
     "a tile": [0, 1, 4096, 1, 109, 400],
-    "all": lengths(SEGMENTS.offsets),
+    "all": SEGMENTS.offsets.diff().tolist(),
 }
 
 
@@ -313,91 +279,29 @@ def test_encode_and_decode_in_slots(device: Ops) -> None:
         check(case, device)
 
 
-def encode_raw(
-    values_N: torch.Tensor, segments: list[int], kinds: list[int], emulator: Emulator, **options
-) -> tuple[list[int], list[int], bytes]:
-    """The op itself, whose segments may differ in kind: status, sizes, and the buffer."""
-    capacity, block_size = options.get("capacity", 40_000), options.get("block_size", 0)
-    out = to_gpu(torch.full((capacity,), POISON, dtype=torch.uint8))
-    report = emulator.call(
-        "encode",
-        to_gpu(values_N, options.get("shift", 0)),
-        to_gpu(torch.tensor(segments)),
-        to_gpu(torch.tensor(kinds, dtype=torch.uint8)),
-        options.get("code", 0),
-        STEP,
-        block_size,
-        0,
-        False,
-        out,
-    ).tolist()
-    return report[:4], report[4 : 4 + len(kinds)], out.cpu().numpy().tobytes()
-
-
-def oracle_records(
-    values_N: torch.Tensor, segments: list[int], kinds: list[int], code: int = 0
-) -> list[bytes]:
-    """The oracle's records of segments that differ in kind."""
-    forms = {DENSE: "dense", COO: "coo", PICI: "linear", PICI_PAPER: "paper", BLOCKS: "blocks64"}
-    forms[ADAPTIVE] = "adaptive"
-    made = {
-        kind: ORACLE.encode(Case(values_N, segments_of(segments), spec_of(code, forms[kind])))
-        for kind in set(kinds)
-    }
-    return [made[kind].records[number] for number, kind in enumerate(kinds)]
-
-
-@schedules
-@pytest.mark.parametrize("density", [0.01, 0.3])
-def test_all_formats_in_one_message(
-    emulator: Emulator, schedule: tuple[int, int, int], density: float
-) -> None:
-    """Empty, one element, exact and partial tiles, starts that no vector is aligned to."""
-    emulator.schedule(*schedule)
-    segments = [0, 0, 1, 4097, 4097 + 4099, 12293, 20000, 20063]
-    values_N = gradient(segments[-1], density, torch.float32)
-    kinds = [COO, PICI, PICI, PICI_PAPER, BLOCKS, COO, DENSE]
-    for code in (0, 1):
-        status, sizes, out = encode_raw(
-            values_N,
-            segments,
-            kinds,
-            emulator,
-            code=code,
-            block_size=64,
-            shift=schedule[1],
-            capacity=ops.message_capacity(torch.tensor(segments), code),
-        )
-        records = oracle_records(values_N, segments, kinds, code)
-        assert (status, sizes) == ([0, 0, 0, 0], [*map(len, records)])
-        assert out[: sum(sizes)] == b"".join(records)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES[1:3], ids=str)
-def test_more_segments_than_threads(emulator: Emulator, schedule: tuple[int, int, int]) -> None:
+def test_more_segments_than_threads(
+    emulated_gpu: EmulatedDevice, emulator: Emulator, schedule: tuple[int, int, int]
+) -> None:
     """Tables are built 256 segments at a time."""
     emulator.schedule(*schedule)
-    chance, segments = random.Random(5), [0]
+    chance, offsets = random.Random(5), [0]
     for _ in range(600):
-        segments.append(segments[-1] + chance.choice([0, 1, 16, 33]))
-    kinds = [chance.choice([DENSE, COO, ADAPTIVE]) for _ in range(600)]
-    values_N = gradient(segments[-1], 0.1, torch.float32)
-    status, sizes, out = encode_raw(values_N, segments, kinds, emulator, capacity=100_000)
-    records = oracle_records(values_N, segments, kinds)
-    assert (status, sizes) == ([0, 0, 0, 0], [*map(len, records)])
-    assert out[: sum(sizes)] == b"".join(records)
-    assert set(out[sum(sizes) :]) == {POISON}
+        offsets.append(offsets[-1] + chance.choice([0, 1, 16, 33]))
+    segments = segments_of(offsets, [chance.randrange(3) // 2 for _ in range(600)])
+    for form in ("coo", "adaptive"):
+        grad_N = gradient(offsets[-1], 0.1, torch.float32)
+        check(Case(grad_N, segments, spec_of(0, form)), Ops("CUDA", emulated_gpu.place))
 
 
-def test_capacity_too_small_is_reported(emulator: Emulator) -> None:
-    emulator.schedule(RANDOM, 8)
-    values_N, segments, kinds = gradient(9000, 0.1, torch.float32), [0, 5000, 9000], [COO, PICI]
-    _, sizes, _ = encode_raw(values_N, segments, kinds, emulator)
+def test_too_little_room_leaves_the_buffer_alone(place: Place) -> None:
+    case = Case(gradient(9000, 0.1, torch.float32), segments_of([0, 5000, 9000]), spec_of(0))
     # One byte short; and so short that not even the values fit the scratch memory.
-    for capacity in (sum(sizes) - 1, 400):
-        status, found, out = encode_raw(values_N, segments, kinds, emulator, capacity=capacity)
-        assert (status, found) == ([1, 0, sum(sizes), capacity], sizes)
-        assert set(out) == {POISON}
+    for room in (len(ORACLE.encode(case).bytes) - 1, 400):
+        out = place(torch.full((room,), POISON, dtype=torch.uint8))
+        with pytest.raises(ExtensionError, match="the output buffer is too small"):
+            ops.encode(place(case.grad_N), case.segments, None, case.spec, out)
+        assert bool((out == POISON).all())
 
 
 @pytest.mark.parametrize(
@@ -416,40 +320,36 @@ def test_wrong_segments_are_reported(
 ) -> None:
     """What the typed op rules out, the kernels find too."""
     emulator.schedule(0)
-    values_N = gradient(100, 0.5, torch.float32)
-    found, sizes, _ = encode_raw(values_N, segments, kinds, emulator)
-    assert (found, sizes) == (status, [0] * len(kinds))
+    out = to_gpu(torch.zeros(40_000, dtype=torch.uint8))
+    tables = to_gpu(torch.tensor(segments)), to_gpu(torch.tensor(kinds, dtype=torch.uint8))
+    grad = to_gpu(gradient(100, 0.5, torch.float32))
+    report = emulator.call("encode", grad, *tables, 0, STEP, 0, 0, False, out).tolist()
+    assert report[: 4 + len(kinds)] == status + [0] * len(kinds)
+
+
+SCHEDULED = {form: spec_of(number % 3, form) for number, form in enumerate(FORMS)} | {
+    RICE_NAMES[code]: rice_spec(code) for code in (1, 4, 6)
+}
 
 
 @schedules
-@pytest.mark.parametrize(
-    "spec", [spec_of(1, "linear"), spec_of(1, "blocks64")], ids=["pici", "blocks"]
-)
+@pytest.mark.parametrize("name", SCHEDULED)
 def test_the_bytes_do_not_depend_on_the_schedule(
-    emulated_gpu: EmulatedDevice,
-    emulator: Emulator,
-    spec: RecordSpec,
-    schedule: tuple[int, int, int],
+    emulated_gpu: EmulatedDevice, emulator: Emulator, name: str, schedule: tuple[int, int, int]
 ) -> None:
-    """14 tiles, many more than resident blocks, so that look-back meets every state."""
-    emulator.schedule(*schedule, multiprocessors=2)
-    case = Case(gradient(55_000, 0.02, torch.bfloat16), segments_of([0, 30_001, 55_000]), spec)
-    check(case, Ops("CUDA", emulated_gpu.place))
+    """More tiles than resident blocks, so that look-back meets every state.
 
-
-@schedules
-@pytest.mark.parametrize("value_dtype", [1, 4, 6], ids=RICE_NAMES.get)
-def test_the_bytes_of_rice_do_not_depend_on_the_schedule(
-    emulated_gpu: EmulatedDevice,
-    emulator: Emulator,
-    value_dtype: int,
-    schedule: tuple[int, int, int],
-) -> None:
+    Empty, one element, exact and partial tiles, starts that no vector is aligned to.
+    """
     emulator.schedule(*schedule, multiprocessors=2)
-    numel = 62_000
-    pruning = pruning_of(torch.zeros(numel), 2.0, key=KEY)
-    grad_N = gradient(numel, 1.0, torch.float32, seed=3)
-    case = Case(grad_N, segments_of([0, 30_001, numel]), rice_spec(value_dtype), pruning)
+    numel = 40_000
+    segments = segments_of([0, 0, 1, 4097, 8196, 12_293, 20_063, numel], [0, 0, 0, 0, 0, 1, 0])
+    if name in FORMS:
+        case = Case(gradient(numel, 0.1, torch.bfloat16), segments, SCHEDULED[name])
+    else:
+        pruning = pruning_of(torch.zeros(numel), 2.0, key=KEY)
+        grad_N = gradient(numel, 1.0, torch.float32, seed=3)
+        case = Case(grad_N, segments, SCHEDULED[name], pruning)
     check(case, Ops("CUDA", emulated_gpu.place))
 
 
@@ -481,9 +381,7 @@ def test_pruning_far_into_a_bucket(emulator: Emulator, begin: int) -> None:
     grad_N[::3], residual_N[::3] = 0.5, 0.25
     rest = to_gpu(residual_N)
     found_N = emulator.call("prune_tile", to_gpu(grad_N), rest, begin, threshold, chance, 0.9, key)
-    pruning = replace(
-        pruning_of(residual_N, threshold, 0.9, key), tie_chances_R=torch.tensor([chance])
-    )
+    pruning = pruning_of(residual_N, threshold, 0.9, key, chance)
     out_N, wanted_N, _ = prune_oracle.prune(grad_N, pruning, 1, begin)
     cases.assert_same_bits(found_N.cpu(), out_N, "sent")
     cases.assert_same_bits(rest.cpu(), wanted_N, "residual")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,11 +14,8 @@ from tests.cuda_emulator.device_work import (
     NUMEL,
     PAGE,
     RICE_NUMEL,
-    Way,
-    counting_emulator,
-    encoding_work,
+    Counts,
     everything,
-    moves_work,
     page,
 )
 from tests.cuda_emulator.emulator import COO, Emulator
@@ -28,45 +23,24 @@ from tests.cuda_emulator.ledger import Ledger, counting
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def counts(tmp_path_factory: pytest.TempPathFactory) -> Counts:
     if find_gxx() is None:
         pytest.skip("the emulator needs g++")
-    return tmp_path_factory.mktemp("counting")
-
-
-@pytest.fixture(scope="module")
-def emulator(folder: Path) -> Emulator:
-    return counting_emulator(folder)
-
-
-@pytest.fixture(scope="module")
-def counts(emulator: Emulator, folder: Path) -> dict[Way, Ledger]:
     with pytest.MonkeyPatch.context() as patch:
-        return everything(emulator, folder, patch)
+        return everything(tmp_path_factory.mktemp("counting"), patch)
 
 
-@pytest.fixture(scope="module")
-def moves(emulator: Emulator) -> dict[tuple[str, str], Ledger]:
-    return moves_work(emulator)
-
-
-@pytest.fixture(scope="module")
-def encodings(emulator: Emulator) -> dict[str, Ledger]:
-    return encoding_work(emulator)
-
-
-def test_the_page_says_what_the_emulator_counts(
-    counts: dict[Way, Ledger], encodings: dict[str, Ledger], moves: dict[tuple[str, str], Ledger]
-) -> None:
+def test_the_page_says_what_the_emulator_counts(counts: Counts) -> None:
     """`python -m tests.cuda_emulator.device_work` writes it anew."""
-    assert PAGE.read_text("utf-8") == page(counts, encodings, moves)
+    assert PAGE.read_text("utf-8") == page(counts)
 
 
-def test_rice_records_take_one_launch_more(encodings: dict[str, Ledger]) -> None:
+def test_rice_records_take_one_launch_more(counts: Counts) -> None:
     """And little more memory traffic than COO's: gradient and residual are read once.
 
     Without indices one launch follows the cut, and nothing is staged.
     """
+    encodings = counts.encodings
     coo = encodings["COO, fp32, 1 %"]
     for name, ledger in encodings.items():
         whole = name.endswith("every element")
@@ -78,10 +52,10 @@ def test_rice_records_take_one_launch_more(encodings: dict[str, Ledger]) -> None
     assert rice.bytes_read + rice.bytes_written <= 1.05 * (coo.bytes_read + coo.bytes_written)
 
 
-def test_moves_are_read_and_written_about_once(moves: dict[tuple[str, str], Ledger]) -> None:
+def test_moves_are_read_and_written_about_once(counts: Counts) -> None:
     """Of bf16: two numbers in, or one in and one out, and at most half a number of record."""
     for coder in ("packed", "rans"):
-        encoding, decoding = moves[coder, "encode"], moves[coder, "decode"]
+        encoding, decoding = (counts.moves[coder, way] for way in ("encode", "decode"))
         counted = 2 * 2 + 1 if coder == "rans" else 0  # symbols; and chunks are moved
         assert encoding.bytes_read <= (2 * 2 + 1 + counted) * MOVES_NUMEL
         assert encoding.bytes_written <= MOVES_NUMEL
@@ -91,9 +65,9 @@ def test_moves_are_read_and_written_about_once(moves: dict[tuple[str, str], Ledg
         assert decoding.bytes_written <= (2 + 0.1) * MOVES_NUMEL + aside + table
 
 
-def test_no_way_counts_fewer_bytes_than_the_floor(counts: dict[Way, Ledger]) -> None:
+def test_no_way_counts_fewer_bytes_than_the_floor(counts: Counts) -> None:
     """Gradient and residual are read; the residual is written, and the sum or a shard of it."""
-    for way, ledger in counts.items():
+    for way, ledger in counts.ways.items():
         whole = way.op is CollectiveOp.ALL_REDUCE
         least = FLOOR_BYTES * NUMEL if whole else (FLOOR_BYTES - 4) * NUMEL
         assert ledger.bytes_read + ledger.bytes_written >= least, way
@@ -114,27 +88,25 @@ def work_of_a_threshold(emulator: Emulator, numel: int, samples: int) -> Ledger:
     return ledger
 
 
-def test_a_kernel_counts_each_sector_of_its_buffers_once(emulator: Emulator) -> None:
+def test_a_kernel_counts_each_sector_of_its_buffers_once(counts: Counts) -> None:
     """Of 4096 samples of 4096 elements: all are read and their magnitudes written, once each."""
     numel, tables = 4096, 2 * 5 * 32  # of each of the two launches
-    ledger = work_of_a_threshold(emulator, numel, samples=numel)
+    ledger = work_of_a_threshold(counts.emulator, numel, samples=numel)
     assert ledger.kernels >= 1
     assert ledger.torch_ops == 0
     assert 0 <= ledger.bytes_written - 4 * numel <= tables
     assert 0 <= ledger.bytes_read - 8 * numel <= tables, "gradient, and magnitudes"
 
 
-def test_the_samples_of_one_range_are_gathered_by_many_blocks(emulator: Emulator) -> None:
+def test_the_samples_of_one_range_are_gathered_by_many_blocks(counts: Counts) -> None:
     numel, samples, threads = 20_000, 4000, 256
-    ledger = work_of_a_threshold(emulator, numel, samples)
+    ledger = work_of_a_threshold(counts.emulator, numel, samples)
     assert ledger.kernels == 2, "gather, select"
     assert ledger.blocks == -(-samples // threads) + 1, "a thread a sample, and one block a range"
 
 
 @pytest.mark.parametrize("limits", [False, True])
-def test_an_encoder_is_three_launches_and_a_fourth_for_limits(
-    emulator: Emulator, limits: bool
-) -> None:
+def test_an_encoder_is_three_launches_and_a_fourth_for_limits(counts: Counts, limits: bool) -> None:
     """Cut, compact, place; nothing else clears slots or plans the records."""
     numel = 2 * 4096
     whole, slots = to_gpu(torch.tensor([0, numel])), to_gpu(torch.tensor([0, 4 * numel]))
@@ -145,9 +117,9 @@ def test_an_encoder_is_three_launches_and_a_fourth_for_limits(
         if limits:
             limit, most = to_gpu(torch.tensor([2.0])), to_gpu(torch.tensor([300]))
             pruning = (to_gpu(torch.zeros(numel)), whole, limit, None, 1.0, -1, most)
-            emulator.call("prune_encode", grad, *records, *pruning)
+            counts.emulator.call("prune_encode", grad, *records, *pruning)
         else:
-            emulator.call("encode", grad, *records)
+            counts.emulator.call("encode", grad, *records)
     assert (ledger.kernels, ledger.memsets) == (4 if limits else 3, 0)
 
 

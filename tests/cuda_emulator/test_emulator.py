@@ -102,7 +102,7 @@ def test_codecs_stay_in_bounds_under_address_sanitizer(tmp_path: Path) -> None:
     files += ("nccl_emulated",)
     tests = [str(HERE / f"test_{name}.py") for name in files]
     # Whole chunks of moves switch threads too often: ASan looks at all stacks each time.
-    tests.append(f"{HERE / 'test_moves_emulated.py'}::test_records_are_the_cpus")
+    tests.append(f"{HERE / 'test_moves_emulated.py'}::test_bytes_are_the_oracles")
     too_long = "long_chunks or damaged_rice or every_pair or decode_sum or on_the_schedule"
     command = [
         sys.executable,

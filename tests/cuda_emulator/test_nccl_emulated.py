@@ -222,15 +222,15 @@ def test_a_silent_rank_is_an_error_of_the_others_within_the_deadline(
 ) -> None:
     with direct_group(nccl, 3) as group:
         group.step(0)
-        group.timeout_s = 3
+        group.timeout_s = 1
         began_s = time.monotonic()
         raised = errors_of(group, 1, (0, 2))
         assert set(raised) == {0, 2}
-        assert 3 <= time.monotonic() - began_s < DEADLINE_S
+        assert 1 <= time.monotonic() - began_s < DEADLINE_S
         for rank in raised:
             assert isinstance(raised[rank], CommunicationError)
             assert "direct of bucket b failed" in str(raised[rank])
-            assert "no answer within 3 s" in str(raised[rank])
+            assert "no answer within 1 s" in str(raised[rank])
             communicator = group.ranks[rank].transport.communicator
             assert nccl.fake_nccl_is_aborted(communicator.words[2].item())
             with pytest.raises(CommunicationError, match="direct of bucket b failed"):
@@ -269,11 +269,11 @@ def test_an_error_that_nccl_reports_ends_the_wait(gpu: EmulatedDevice, nccl: Any
 
 
 def test_a_post_that_nccl_refuses(gpu: EmulatedDevice, nccl: Any) -> None:
-    with direct_group(nccl, 2, timeout_s=3) as group:
+    with direct_group(nccl, 2, timeout_s=1) as group:
         nccl.fake_nccl_refuse(group.ranks[1].transport.communicator.words[2].item(), 3)
         raised = errors_of(group, 0, (0, 1))
         assert "internal error (ncclResult_t 3)" in str(raised[1])
-        assert "no answer within 3 s" in str(raised[0])
+        assert "no answer within 1 s" in str(raised[0])
 
 
 def test_ranks_with_other_capacities_end_in_an_error(gpu: EmulatedDevice, nccl: Any) -> None:

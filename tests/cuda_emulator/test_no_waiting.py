@@ -1,4 +1,7 @@
-"""The host waits for no bucket: `torch.cuda.set_sync_debug_mode("error")`, or its emulation."""
+"""The host waits for no bucket: `torch.cuda.set_sync_debug_mode("error")`, or its emulation.
+
+And what a reducer holds after steps on a GPU is the account of its memory.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from megatron_sparse.collectives.base import without
 from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
+from megatron_sparse.reduction.memory import MemoryShare, account, held
 from megatron_sparse.reduction.progress import InOrderProgress
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import VirtualCluster
 from tests.cuda_emulator.bucket_rank import NUMEL, Rank
-from tests.cuda_emulator.device import GPU, NotWaiting, OnDevice, sync_debug_error, to_gpu
+from tests.cuda_emulator.device import GPU, NotWaiting, OnDevice, Place, sync_debug_error, to_gpu
 from tests.cuda_emulator.emulator import EmulatedDevice
 from tests.records import Kept
 from tests.reduction.reducers import at_target, reducer_of
@@ -102,6 +106,33 @@ def check(not_waiting: NotWaiting, ranks: Ranks) -> None:
 @pytest.mark.parametrize("name", ["direct", "auto"])
 def test_auto_fixes_sizes_on_a_gpu(not_waiting: NotWaiting, name: str) -> None:
     check(not_waiting, Ranks(CollectiveOp.ALL_REDUCE, scheme=name))
+
+
+ACCOUNTS: list[tuple[CollectiveOp, dict[str, Any]]] = [
+    *((op, {"scheme": name, "capacity": 1.5}) for name, op in IN_CAPACITY),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "ramp_iters": 2}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": "auto"}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "capacity": 1.5, "dtype": torch.bfloat16}),
+    (CollectiveOp.ALL_REDUCE, {"scheme": "direct", "wire_dtype": "bf16", "warmup_iters": 1}),
+]
+
+
+@pytest.mark.parametrize(("op", "overrides"), ACCOUNTS)
+def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) -> None:
+    """To the byte: in capacity mode all sizes are known beforehand."""
+    ranks = Ranks(op, **overrides)
+    for step in range(STEPS):
+        ranks.fill(step)
+        ranks.step(step)
+    config = at_target(samples=200, **{k: v for k, v in overrides.items() if k != "dtype"})
+    for rank, each in enumerate(ranks.each):
+        reducer, bucket = each.reducer, each.bucket
+        found = held(reducer.selector.residuals, [reducer])
+        expected = dict(account(config, [MemoryShare(rank, [bucket])], undo=False).nbytes)
+        # Lent by torch's allocator for each call; and copies of tables, in a cache.
+        assert expected.pop("workspace", 1) > 0
+        assert expected.pop("tables", 1) > 0
+        assert {item: nbytes for item, nbytes in found.items() if nbytes} == expected
 
 
 def test_between_launch_and_update_the_host_waits_for_nothing(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -47,18 +45,3 @@ def test_every_schedule_gives_the_same(
     expected = oracle.sample_threshold(grad, None, offsets, densities, 600, keys)
     found = ops.sample_threshold(to_gpu(grad), None, offsets, densities, 600, keys)
     assert_same_limits(found, expected, "schedule")
-
-
-def test_ties_zeros_nan_and_infinity(place: Place) -> None:
-    values = torch.tensor(
-        [2.0, -2.0, 2.0, 2.0, 0.0, -0.0, 0.0, math.nan, math.inf, math.nan, 3.0, 1e-40]
-    )
-    offsets = torch.tensor([0, 4, 7, 11, 12])
-    arguments = (offsets, torch.full((4,), 0.25), 1000, torch.arange(4))
-    expected = oracle.sample_threshold(values, None, *arguments)
-    assert expected.thresholds[0] == 2
-    assert expected.tie_chances[:3].tolist() == [0.25, 0, 0]
-    assert expected.tie_chances[3] in (0, 1), "drawn by the key of its range"
-    assert expected.ties.tolist() == [4, 3, 3, 1]
-    found = ops.sample_threshold(place(values), None, *arguments)
-    assert_same_limits(found, expected, "ties")

@@ -7,8 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_sparse.collectives import zen
-from megatron_sparse.errors import ConfigError
 from tests.collectives.cases import OPTIONS, Case, contribution, exact_sum, parameters, run_tapped
 from tests.cuda_emulator.device import Place
 
@@ -37,10 +35,3 @@ def test_sums_and_records_are_the_cpus(place: Place, n, dtype, wire, options) ->
         assert sent == wanted
         for got in sums:
             assert torch.equal(got.double(), exact_sum(case)), case
-
-
-def test_without_compiled_kernels_it_is_refused(place: Place, monkeypatch) -> None:
-    device = place(torch.zeros(1)).device
-    monkeypatch.setattr(zen, "is_compiled", lambda device: False)
-    with pytest.raises(ConfigError, match="needs the compiled kernels"):
-        run(Case("zen", 2, numel=700), device)

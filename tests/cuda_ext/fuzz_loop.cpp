@@ -1,12 +1,12 @@
 // Replaces libFuzzer for fuzz_decode.cpp if only g++ is installed: a loop guided by coverage.
 //
-//   fuzz [--regressions DIR] [--artifacts DIR] SECONDS
+//   fuzz INPUTS ARTIFACTS SECONDS
 //
-// Runs every file of DIR first, then mutates: inputs that reach a new edge of the control flow
-// (-fsanitize-coverage=trace-pc) are kept and mutated further. An input that a sanitizer reports,
-// or that takes longer than kTimeout_s, is written to the artifacts' folder before the process
-// ends. Deterministic except for the number of inputs. This file must not itself be compiled for
-// coverage.
+// Runs every file of the folder INPUTS first, then mutates: inputs that reach a new edge of the
+// control flow (-fsanitize-coverage=trace-pc) are kept and mutated further. An input that a
+// sanitizer reports, or that takes longer than kTimeout_s, is written to the folder ARTIFACTS
+// before the process ends. Deterministic except for the number of inputs. This file must not itself
+// be compiled for coverage.
 #include <sanitizer/common_interface_defs.h>
 #include <signal.h>
 #include <unistd.h>
@@ -21,6 +21,7 @@
 #include <fstream>
 #include <iterator>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -41,7 +42,7 @@ bool found_edge = false;
 uintptr_t previous = 0;
 
 std::vector<uint8_t> input;
-std::string artifacts = ".";
+std::string artifacts;
 
 void keep_input() {
   uint64_t name = 0xcbf29ce484222325u;
@@ -111,34 +112,23 @@ extern "C" size_t LLVMFuzzerMutate(uint8_t* data, size_t size, size_t) {
 int main(int count, char** arguments) {
   using Clock = std::chrono::steady_clock;
   namespace fs = std::filesystem;
-  double seconds = 10;
-  std::string regressions;
-  for (int i = 1; i < count; ++i) {
-    const std::string argument = arguments[i];
-    if (argument == "--regressions" && i + 1 < count) {
-      regressions = arguments[++i];
-    } else if (argument == "--artifacts" && i + 1 < count) {
-      artifacts = arguments[++i];
-    } else {
-      seconds = std::atof(argument.c_str());
-    }
-  }
+  if (count != 4) return 2;
+  artifacts = arguments[2];
+  const double seconds = std::atof(arguments[3]);
   __sanitizer_set_death_callback(keep_input);
   signal(SIGALRM, on_signal);
   signal(SIGABRT, on_signal);
   LLVMFuzzerInitialize(&count, &arguments);
 
   std::vector<std::vector<uint8_t>> kept;
-  size_t replayed = 0;
-  if (!regressions.empty()) {
-    for (const auto& entry : fs::directory_iterator(regressions)) {
-      std::ifstream file(entry.path(), std::ios::binary);
-      kept.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-      run(kept.back());
-      ++replayed;
-    }
+  const fs::directory_iterator folder(arguments[1]);
+  const std::set<fs::path> files(begin(folder), end(folder));
+  for (const fs::path& path : files) {
+    std::ifstream file(path, std::ios::binary);
+    kept.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    run(kept.back());
   }
-  if (kept.empty()) kept.emplace_back(8);
+  const size_t replayed = kept.size();
   std::minstd_rand random(1);
   std::vector<uint8_t> room(kMaxBytes);
   const auto start = Clock::now();
@@ -157,7 +147,7 @@ int main(int count, char** arguments) {
       kept[random() % kKept] = input;
     }
   }
-  std::printf("fuzz: %zu regression inputs, %zu inputs kept for %zu edges, %.0f s\n", replayed,
-              kept.size(), static_cast<size_t>(std::count(seen, seen + kEdges, 1)), elapsed_s());
+  std::printf("fuzz: %zu inputs given, %zu kept for %zu edges, %.0f s\n", replayed, kept.size(),
+              static_cast<size_t>(std::count(seen, seen + kEdges, 1)), elapsed_s());
   return 0;
 }

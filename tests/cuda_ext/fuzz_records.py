@@ -4,8 +4,8 @@
     python -m tests.cuda_ext.fuzz_records --library FILE --seconds S [--first SEED]
 
 `fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
-adds the code around it: records whose heads are read in Python (hash bitmap, pairs, row-sparse,
-moves, quantised), the encoders of Rice records, the bindings' argument checks, and tensors that are
+adds the code around it: the encoders of messages, records whose heads are read in Python (hash
+bitmap, pairs, row-sparse, moves, quantised), the bindings' argument checks, and tensors that are
 views. Each seed makes a
 valid record, damages it, mostly repairs the header's checksum, and decodes it from memory of
 exactly its size. Allowed are a right answer, `WireFormatError`, and, where arguments were damaged,
@@ -30,7 +30,7 @@ import torch
 
 from megatron_sparse import cuda_ext
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats import hash_bitmap, hash_pairs, moves, quantised
 from megatron_sparse.formats.hash_partition import IndexSetHash, PermutationHash
@@ -169,19 +169,20 @@ def decode_message(rng: random.Random) -> bool:
     nnz, dense = torch.count_nonzero(grad).view(1), torch.zeros(1, dtype=torch.uint8)
     out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
     slots = torch.tensor([0, out.numel()]) if rng.random() < 0.3 else None
-    size = ops.encode(
-        grad,
-        Segments(offsets, dense, slots),
-        nnz,
-        RecordSpec(
-            code,
-            STEP,
-            record_format=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
-            paper_order=rng.random() < 0.5,
-            block_size=rng.choice((64, 256, 4096)),
-        ),
-        out,
+    segments = Segments(offsets, dense, slots)
+    spec = RecordSpec(
+        code,
+        STEP,
+        record_format=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
+        paper_order=rng.random() < 0.5,
+        block_size=rng.choice((64, 256, 4096)),
     )
+    with any_isa(rng):
+        if rng.random() < 0.5:
+            size = ops.encode(grad, segments, nnz, spec, out)
+        else:
+            everything = Pruning(torch.zeros(numel), offsets, torch.zeros(1), 1.0, -1)
+            size, _ = ops.prune_encode(grad, everything, segments, spec, out)
     message, intact = damaged(rng, out[: int(size)] if slots is None else out)
     acc = torch.full((numel,), UNTOUCHED)
 
@@ -241,18 +242,12 @@ def decode_rice(rng: random.Random) -> bool:
 def decode_arguments(rng: random.Random) -> bool:
     """The message is right, the arguments are not: views, strides, offsets that lead elsewhere."""
     numel = rng.choice((0, 1, 65, 4097))
-    out = torch.empty(ops.message_capacity(torch.tensor([0, numel]), 0), dtype=torch.uint8)
-    counts, dense = torch.tensor([numel]), torch.zeros(1, dtype=torch.uint8)
     offsets = torch.tensor([0, numel])
-    size = ops.encode(
-        torch.ones(numel),
-        Segments(offsets, dense),
-        counts,
-        RecordSpec(0, STEP, record_format=FORMAT_DENSE),
-        out,
-    )
+    segments = Segments(offsets, torch.zeros(1, dtype=torch.uint8))
+    spec = RecordSpec(0, STEP, record_format=FORMAT_DENSE)
+    (record,) = message_oracle.encode(torch.ones(numel), segments, torch.tensor([numel]), spec)
     acc = torch.full((numel,), UNTOUCHED)
-    message, base = out[: int(size)].clone(), 0
+    message, base = torch.frombuffer(bytearray(record), dtype=torch.uint8), 0
     match rng.randrange(8):
         case 0:
             acc = torch.full((2 * numel,), UNTOUCHED)[::2]

@@ -63,7 +63,7 @@ def test_a_missing_check_is_found(tmp_path, source, check):
     planted.write_text(planted.read_text().replace(check, "false"))
     done = fuzz(tmp_path, 60)
     assert done.returncode == 1, done.stdout[-3000:]
-    assert re.search("Sanitizer|runtime error|AssertionError", done.stderr)
+    assert re.search("Sanitizer|runtime error|AssertionError|fuzz_decode: ", done.stderr)
 
 
 @pytest.mark.parametrize("argument", ["soon", "-1", ""])

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops, threshold_triton
-from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference import threshold as threshold_oracle
 from tests.cuda_ext import cases
-from tests.cuda_ext.threshold_cases import assert_same_limits
+from tests.cuda_ext.threshold_cases import assert_same_limits, check_selection
 
 pytestmark = pytest.mark.gpu
 
@@ -28,28 +27,9 @@ def test_sample_threshold(module):
 @pytest.mark.parametrize("residual_dtype", cases.RESIDUAL_DTYPES)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_triton_selects_as_the_cpu_does(dtype, residual_dtype):
-    """Three steps of sampled top-k with leaky error feedback; the sample ties."""
-    numel, wire = 300_007, cases.DTYPES.index(dtype)
-    offsets, densities = cases.cut(numel, 4), torch.tensor([0.01, 0.2, 1.0, 0.001])
-    residuals = {
-        device: torch.zeros(numel, dtype=residual_dtype, device=device)
-        for device in ("cpu", "cuda")
-    }
-    for step in range(3):
-        grad, keys = cases.make("spread", numel, dtype, seed=step), torch.arange(4) + step
-        grad[::3] = 2.0
-        sent = {}
-        for (device, residual), module in zip(
-            residuals.items(), (ops, threshold_triton), strict=True
-        ):
-            sent[device] = grad.clone().to(device)
-            limits = module.sample_threshold(sent[device], residual, offsets, densities, 5000, keys)
-            pruning = Pruning(
-                residual, offsets, limits.thresholds, 0.9, step, tie_chances_R=limits.tie_chances
-            )
-            ops.prune_(sent[device], pruning, wire)
-        cases.assert_same_bits(sent["cuda"].cpu(), sent["cpu"], f"step {step}: sent")
-        cases.assert_same_bits(residuals["cuda"].cpu(), residuals["cpu"], f"step {step}: rest")
+    selection = (cases.cut(300_007, 4), torch.tensor([0.01, 0.2, 1.0, 0.001]), 5000)
+    tested = (threshold_triton.sample_threshold, ops.prune_)
+    check_selection(dtype, residual_dtype, selection, torch.Tensor.cuda, tested)
 
 
 def test_a_stage_is_timed_by_events():

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.cuda_ext.sources import SOURCES
 from megatron_sparse.cuda_ext.toolchain import find_cxx
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference.counter_hash import counter_hash
+from tests.codec import pruning_of
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,8 @@ def test_sample_positions(lines):
 def test_pruning_beyond_index_2_to_the_32(lines):
     grad = 1 + torch.arange(40, dtype=torch.float32) * torch.tensor(0.001)
     grad[1::2] = 1.02
-    expected = prune_oracle.prune(
-        grad,
-        Pruning(
-            torch.zeros(40),
-            torch.tensor([0, 40]),
-            torch.tensor([1.02]),
-            1.0,
-            9,
-            tie_chances_R=torch.tensor([0.5]),
-        ),
-        1,
-        5 * 2**32 + 3,
-    )
+    pruning = pruning_of(torch.zeros(40), 1.02, key=9, chance=0.5)
+    expected = prune_oracle.prune(grad, pruning, 1, 5 * 2**32 + 3)
     found = [list(map(float, words)) for kind, *words in lines if kind == "prune"]
     assert torch.tensor([row[1] for row in found]).equal(expected[0])
     assert torch.tensor([row[2] for row in found]).equal(expected[1])

@@ -94,17 +94,12 @@ def test_ties_are_drawn_as_the_oracle_draws_them(dtype, residual_dtype, wire, de
         check(grad, pruning, wire, f"key {key}", device)
 
 
-def tied(residual_N, threshold, chance, key):
-    """One threshold for everything; what ties with it is kept with this chance."""
-    return replace(pruning_of(residual_N, threshold, key=key), tie_chances_R=torch.tensor([chance]))
-
-
 def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
     numel, chance = 2**18, 0.3
     pruned = []
     for key in (1, 2, 2):
         grad, residual = torch.full((numel,), -2.0), torch.zeros(numel)
-        pruning = tied(residual, 2.0, chance, key)
+        pruning = pruning_of(residual, 2.0, key=key, chance=chance)
         kept = int(ops.prune_(grad, pruning, 0))
         assert torch.equal(grad + residual, torch.full((numel,), -2.0)), "nothing is lost"
         assert abs(kept / numel - chance) < 4 * math.sqrt(chance * (1 - chance) / numel)
@@ -114,7 +109,7 @@ def test_a_tie_is_kept_with_its_chance_and_a_zero_never():
     assert abs(both - chance**2) < 0.01, "draws of two keys are independent"
 
     grad = torch.full((100,), -0.0)
-    assert int(ops.prune_(grad, tied(torch.zeros(100), 0.0, 1.0, key=1), 0)) == 0
+    assert int(ops.prune_(grad, pruning_of(torch.zeros(100), 0.0, key=1, chance=1.0), 0)) == 0
     assert not bool(grad.signbit().any()), "what is dropped becomes 0, not -0"
 
 
@@ -139,7 +134,7 @@ def test_large_and_independent_of_the_thread_count(dtype, wire):
 def test_a_nan_threshold_keeps_everything():
     grad = cases.make("special", 100, torch.float32)
     residual = torch.zeros(100)
-    for pruning in (pruning_of(residual, math.nan), tied(residual, math.nan, 0.5, key=-1)):
+    for pruning in (pruning_of(residual, math.nan), pruning_of(residual, math.nan, chance=0.5)):
         check(grad, pruning, 0, "")
 
 
@@ -150,20 +145,6 @@ def test_fp32_conserves_the_sum_bit_for_bit(threshold):
     expected = grad + residual
     ops.prune_(grad, pruning_of(residual, threshold, key=KEY), 0)
     cases.assert_same_bits(grad + residual, expected, "sum")
-
-
-def test_steps_together_send_everything():
-    # Dropped values are sent later: with leak 1 the sum of the sent values plus the residual is the
-    # sum of all gradients. Small integers make every fp32 sum exact.
-    generator = torch.Generator().manual_seed(6)
-    total, sent, residual = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
-    for step in range(20):
-        grad = torch.randint(-8, 9, (1000,), generator=generator).float()
-        total += grad
-        ops.prune_(grad, tied(residual, 12.0, step / 20, step), 0)
-        sent += grad
-    assert torch.equal(sent + residual, total)
-    assert int((sent != 0).sum()) > 0
 
 
 def test_every_element_may_be_its_own_range():

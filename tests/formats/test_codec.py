@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
+from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.wire import FORMAT_BLOCKS
 from tests.codec import (
-    BAD_RICE_SPECS,
     CPU,
     FORMS,
     KEY,
@@ -29,7 +27,6 @@ from tests.codec import (
     RICE,
     RICE_TYPES,
     SLOTTED,
-    STEP,
     Case,
     check,
     check_densities,
@@ -44,6 +41,7 @@ from tests.codec import (
     spec_of,
 )
 from tests.cuda_ext import cases
+from tests.cuda_ext.test_prune import check as check_prune
 
 # A part of a tile, a tile and a part of it, a tile, and more than an encoder's chunk of 8 tiles.
 SIZES = (0, 1, 15, 16, 17, 64, 65, 4095, 4096, 4097, 33_000)
@@ -180,6 +178,32 @@ def test_capacity_of_rice(value_dtype, in_slots):
         check(case.with_slots() if in_slots else case)
 
 
+@forms
+def test_enough_capacity_changes_no_byte(form):
+    grad_N = cases.make("spread", 5000, torch.float32, seed=5)
+    pruning = pruning_of(torch.zeros(5000), 1e-2, key=KEY)
+    case = Case(grad_N, segments_of([0, 4500, 5000]), spec_of(0, form), pruning)
+    made = check(case)
+    for more in (0, 5):
+        limits = replace(pruning, capacity_S=torch.tensor(made.nnz) + more)
+        limited = check(replace(case, pruning=limits))
+        assert limited.records == made.records
+        assert torch.equal(limited.residual_N, made.residual_N)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_infinity_and_nan_are_not_held_back(poison):
+    grad_N = torch.arange(1.0, 101)
+    grad_N[90] = poison
+    for most in (0, 3):
+        pruning = replace(pruning_of(torch.zeros(100), 0.5), capacity_S=torch.tensor([most]))
+        case = Case(grad_N, segments_of([0, 100]), spec_of(0), pruning)
+        made = check(case)
+        assert bool(decoded(CPU[-1], made.bytes, case)[2].isnan()) == (most == 3)
+        assert bool(made.residual_N[90].isnan()) == (most == 0)
+        assert torch.equal(made.residual_N[91:], grad_N[91:])
+
+
 @pytest.mark.parametrize("form", ["coo", "linear"])
 def test_overflow_in_any_chunk_with_any_number_of_threads(form):
     numel = 3 * CHUNK + 100
@@ -234,28 +258,32 @@ def test_the_bytes_do_not_depend_on_the_thread_count(name, pruned):
     st.sampled_from(cases.RESIDUAL_DTYPES),
     st.integers(0, 2),
     st.floats(-1, 2.0**126, width=32),
+    st.floats(0, 1, width=32),
+    st.sampled_from([1.0, 0.9]),
     st.integers(-1, 2**63 - 1),
     st.integers(1, 4),
     st.integers(0, 15),
     st.sampled_from(list(SPECS)),
 )
 @settings(max_examples=300)
-def test_any_floats(values, dtype, residual_dtype, wire, threshold, key, pieces, dense, name):
-    """Also against `prune_` and `encode` themselves."""
+def test_any_floats(
+    values, dtype, residual_dtype, wire, threshold, chance, leak, key, pieces, dense, name
+):
+    """Also `prune_` and `encode` themselves."""
     grad_N = torch.tensor(values).to(dtype)
     residual_N = torch.tensor(values[::-1]).to(residual_dtype)
+    if threshold < 1:  # every second time it is one of the magnitudes
+        threshold = float((grad_N.float() + residual_N.float())[0].abs())
     offsets = cases.cut(len(values), pieces, seed=len(values))
     segments = segments_of(offsets, [dense >> s & 1 for s in range(pieces)])
-    pruning = replace(pruning_of(residual_N, threshold, key=key), tie_chances_R=torch.tensor([0.2]))
+    pruning = pruning_of(residual_N, threshold, leak, key, chance)
     spec = SPECS[name] if name.startswith("rice") else replace(SPECS[name], value_dtype=wire)
     case = Case(grad_N, segments, spec, pruning)
     fused = check(case)
-    if case.is_rice:
-        return
-    rest_N = residual_N.clone()
-    ops.prune_(grad_N, replace(pruning, residual_N=rest_N), wire)
-    assert CPU[-1].encode(Case(grad_N, segments, spec)).records == fused.records
-    cases.assert_same_bits(fused.residual_N, rest_N, "residual")
+    pruned_N, rest_N, _ = check_prune(grad_N, pruning, wire, "any floats")
+    if not case.is_rice:
+        assert CPU[-1].encode(Case(pruned_N, segments, spec)).records == fused.records
+        cases.assert_same_bits(fused.residual_N, rest_N, "residual")
 
 
 @given(
@@ -318,88 +346,3 @@ def test_a_narrow_gradient_loses_nothing():
         made = CPU[-1].encode(case)
         sent_N = decoded(CPU[-1], made.bytes, case)
         assert torch.equal(sent_N + made.residual_N, grad_N.float() + residual_N)
-
-
-BAD_PRUNINGS = {
-    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
-    "residual has the wrong length": {"residual_N": torch.zeros(7)},
-    "residual has the wrong dtype": {"residual_N": torch.zeros(8, dtype=torch.float16)},
-    "thresholds has the wrong length": {"thresholds_R": torch.zeros(2)},
-    "range_offsets does not cut": {"range_offsets": torch.tensor([0, 7])},
-    "segment_offsets does not cut": {"segments": segments_of([0, 9])},
-    "segment_dense has the wrong length": {"segments": segments_of([0, 8], [0, 0])},
-    "leak is out of range": {"leak": -0.1},
-    "value_dtype is unknown": {"spec": RecordSpec(3, 0)},
-    "the output buffer is too small": {"out": torch.zeros(79, dtype=torch.uint8)},
-}
-BAD_RICE = {
-    **{problem: {"spec": spec} for problem, spec in BAD_RICE_SPECS.items()},
-    "output buffer is too small": {"out": torch.zeros(60, dtype=torch.uint8)},
-    "scratch buffer is too small": {"scratch": torch.zeros(8, dtype=torch.uint8)},
-}
-
-
-@pytest.mark.parametrize(
-    ("problem", "is_rice"),
-    [
-        *((problem, False) for problem in BAD_PRUNINGS),
-        *((problem, True) for problem in BAD_RICE),
-    ],
-)
-def test_a_refused_call_changes_nothing(problem, is_rice):
-    bad = (BAD_RICE if is_rice else BAD_PRUNINGS)[problem]
-    residual_N = torch.full((8,), 0.5)
-    given = {
-        "grad": torch.ones(8),
-        "segments": segments_of([0, 8]),
-        "spec": rice_spec(4) if is_rice else RecordSpec(0, 0),
-        "out": torch.zeros(1000 if is_rice else 80, dtype=torch.uint8),
-        "scratch": torch.zeros(8192, dtype=torch.uint8),
-    }
-    own = {name: value for name, value in bad.items() if name not in given}
-    pruning = replace(pruning_of(residual_N, 0.0, key=0), **own)
-    grad, *others = [bad.get(name, value) for name, value in given.items()]
-    with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(grad, pruning, *others)
-    assert bool((residual_N == 0.5).all())
-
-
-BOOLEAN = Segments(torch.tensor([0, 20]), torch.zeros(1, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"nnz": torch.tensor([3])}, "nnz of segment 0 is not what the gradient holds"),
-        ({"nnz": torch.tensor([-1])}, "nnz of segment 0 is impossible"),
-        ({"nnz": torch.tensor([21])}, "nnz of segment 0 is impossible"),
-        ({"out": torch.zeros(79, dtype=torch.uint8)}, "the output buffer is too small"),
-        ({"segments": BOOLEAN}, "segment_dense has the wrong dtype"),
-        ({"segments": segments_of([0, 10])}, "segment_offsets does not cut"),
-        ({"spec": spec_of(-1)}, "value_dtype is unknown"),
-        ({"spec": RecordSpec(0, STEP, 4)}, "record_format is unknown"),
-        ({"spec": RecordSpec(0, STEP, -2)}, "record_format is unknown"),
-        *(
-            (
-                {"spec": RecordSpec(0, STEP, FORMAT_BLOCKS, block_size=size)},
-                "block_size does not fit",
-            )
-            for size in (32, 96, 8192)
-        ),
-        ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
-        ({"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]}, "scratch buffer is not aligned"),
-        ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
-    ],
-)
-def test_encode_refuses(change, problem):
-    grad_N = torch.zeros(20)
-    grad_N[4:6] = 1
-    given = {
-        "segments": segments_of([0, 20]),
-        "nnz": torch.tensor([2]),
-        "spec": spec_of(0, "blocks64"),
-        "out": torch.zeros(500, dtype=torch.uint8),
-        "scratch": None,
-    }
-    with pytest.raises(ExtensionError, match=problem):
-        ops.encode(grad_N, *(given | change).values())

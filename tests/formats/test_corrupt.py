@@ -197,6 +197,24 @@ def test_truncated_or_too_long():
     assert refused(good + bytes(16), TWO, BASE) == {"size"}
 
 
+@pytest.mark.parametrize("problem", ["long", "short", "beyond its slot", "in another's slot"])
+def test_a_record_that_does_not_fit_its_slot_is_refused(problem):
+    grad_N = torch.zeros(8192)
+    grad_N[[5, 4100]] = torch.tensor([1.0, 2.0])
+    case = Case(grad_N, segments_of([0, 4096, 8192]), spec_of(0)).with_slots(torch.tensor([40, 40]))
+    message, second = ORACLE.encode(case).message(case), int(case.segments.slots[1])
+    bad = {
+        "long": message + bytes(16),
+        "short": message[:-16],
+        # Valid except for the slot: 200 entries, with room for 40.
+        "beyond its slot": Header(FORMAT_COO, 0, 4096, 200, 1600, 0, STEP).pack() + message[48:],
+        "in another's slot": message[second:] + message[:second],
+    }[problem]
+    field = "offset" if problem == "in another's slot" else "size"
+    for codec in CPU:
+        assert refusal(codec, bad, case.expected())[1] == field
+
+
 def test_indices_must_ascend_across_the_chunks_of_threads():
     """30,000 entries are several chunks; the repeated index stands at the border of two."""
     values_N = torch.zeros(200_000)

@@ -22,6 +22,7 @@ from megatron_sparse.formats.message import (
     decode_sum_,
     encode_segments,
 )
+from tests import damage
 from tests.codec import on_threads
 from tests.cuda_ext import cases
 
@@ -202,12 +203,23 @@ def test_slots() -> None:
     cases.assert_same_bits(got_M, wanted_M, "messages in slots")
 
 
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    message, expected = message_of("coo", 0.03, 0), expected_of("coo")
-    acc_M = torch.zeros(NUMEL)
-    with pytest.raises(ExtensionError, match="a message is missing"):
-        ops.decode_sum_(acc_M, [message], expected, BASE, [0, 1])
-    with pytest.raises(ExtensionError, match="a message is missing"):
-        ops.decode_sum_(acc_M, [], expected, BASE, [])
-    with pytest.raises(ExtensionError, match="segments do not lie in acc"):
-        ops.decode_sum_(acc_M[:8000], [message], expected, BASE, [0])
+def test_arguments_that_do_not_fit_are_refused(place) -> None:
+    """`tests/cuda_emulator/test_decode.py` has it with tensors on a GPU."""
+    case, good = damage.rice(4)
+    message, acc = place(torch.tensor(list(good), dtype=torch.uint8)), place(torch.zeros(10_005))
+    expected, missing = case.expected(), "a message is missing"
+    outside, unknown = "segments do not lie in acc", "value_dtype is unknown"
+    other = replace(expected, value_dtype=7)
+    for problem, op, *given in (
+        (missing, ops.decode_sum_, acc, [message], expected, 0, [0, 1]),
+        (missing, ops.decode_sum_, acc, [], expected, 0, []),
+        (outside, ops.decode_sum_, acc[:8000], [message], expected, 0, [0]),
+        (outside, ops.decode_add_, acc[:9999], message, expected, 0),
+        (unknown, ops.decode_sum_, acc, [message], other, 0, [0]),
+        (unknown, ops.decode_add_, acc, message, other, 0),
+    ):
+        with pytest.raises(ExtensionError, match=problem):
+            op(*given)
+    moved = replace(expected, segment_offsets=expected.segment_offsets + 5)
+    with pytest.raises(WireFormatError, match="rank 3: field offset"):
+        ops.decode_add_(acc, message, moved, 0)

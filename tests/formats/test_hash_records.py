@@ -267,36 +267,6 @@ def test_another_record_is_refused():
     _refused(PULLED, PULLED, ["hash", "partition"], paper, same_size[0])
 
 
-@settings(max_examples=200)
-@given(st.integers(0, 10_000), st.integers(1, 255), st.booleans())
-def test_a_damaged_record_is_refused_or_changes_values_only(at, flip, full):
-    """Any one byte: in a header it is found; in the values or the padding it cannot be found."""
-    record = (FULL if full else PULLED).clone()
-    at %= record.numel()
-    record[at] ^= flip
-    try:
-        elements, _ = _decode(record, H, 1, torch.float32)
-    except WireFormatError:
-        return
-    assert at >= 80
-    assert bool((H.partition_of(elements) == 1).all())
-
-
-@settings(max_examples=150)
-@given(st.integers(0, 10_000), st.integers(1, 255))
-def test_a_damaged_byte_is_refused_or_changes_entries_of_this_partition(at, flip):
-    record = PUSHED.clone()
-    at %= record.numel()
-    record[at] ^= flip
-    acc = torch.zeros(H.partition_numel(1))
-    try:
-        hash_pairs.accumulate_(acc, record, place_of(H, 1), rank=0)
-    except WireFormatError:
-        assert not acc.any()
-        return
-    assert at >= 80
-
-
 def test_arguments_that_do_not_match_are_one_typed_error():
     place, values, none = place_of(H, 1), SPARSE[_positions(H, 1)], torch.zeros(9)
     many = hash_pairs.encode(*_entries(H, 1, 0.5), place)

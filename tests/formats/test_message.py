@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,19 +16,34 @@ from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.config.sparse import MESSAGE_FORMATS, CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Expected
+from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
+from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ConfigError, ExtensionError
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import FORMAT_CODES
+from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.wire import (
     FLAG_PICI_LINEAR,
+    FORMAT_ADAPTIVE,
+    FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_NAMES,
     FORMAT_PICI,
     HEADER_BYTES,
 )
-from tests.codec import CPU, FORMS, ORACLE, STEP, Case, one_nan, segments_of, spec_of
+from tests.codec import (
+    CPU,
+    FORMS,
+    ORACLE,
+    STEP,
+    Case,
+    one_nan,
+    pruning_of,
+    rice_spec,
+    segments_of,
+    spec_of,
+)
 from tests.compression.rank import Rank
 from tests.cuda_ext import cases
 from tests.headers import read_headers
@@ -62,6 +79,10 @@ def test_never_larger_than_dense(form):
         assert len(message) <= case.room
         if density == 1:
             assert formats_of(message) == [(FORMAT_DENSE, 0)]
+        if density == 0:
+            wanted = FORMS[form]["record_format"]
+            empty = FORMAT_COO if wanted == FORMAT_ADAPTIVE else wanted
+            assert formats_of(message)[0][0] == empty
 
 
 def test_dense_where_coo_is_not_smaller_and_never_larger_than_the_capacity():
@@ -141,3 +162,156 @@ def test_the_names_are_those_of_the_configuration():
     }
     with pytest.raises(ConfigError, match=r"scheme\.format"):
         SchemeConfig(format="csr")
+
+
+@pytest.mark.parametrize("form", [FORMAT_COO, FORMAT_PICI, FORMAT_ADAPTIVE, FORMAT_DENSE])
+def test_a_slot_has_room_for_every_record_and_no_more(form):
+    segments = torch.tensor([0, 0, 1, 5, 4200, 9000])
+    dense = torch.tensor([0, 0, 0, 0, 1], dtype=torch.uint8)
+    for wire in (0, 1):
+        for most in (0, 1, 3, 100, 4195):
+            capacity = torch.full((5,), most)
+            places = Slots.of(segments, dense, capacity, wire, form)
+            # A record grows with its non-zero elements: the fullest one fills its slot.
+            grad = torch.zeros(9000)
+            for start, stop in pairwise(segments.tolist()):
+                grad[start : start + min(most, stop - start)] = 1
+            nnz = cases.count_nonzero(grad, segments)
+            spec = RecordSpec(wire, STEP, record_format=form)
+            records = message_oracle.encode(grad, Segments(segments, dense), nnz, spec)
+            assert places.sizes == tuple(len(record) for record in records)
+
+
+def test_a_sum_that_does_not_fit_its_slot_is_refused():
+    segments = replace(segments_of([0, 800]), slots=torch.tensor([0, 96]))
+    out, nnz = torch.zeros(3248, dtype=torch.uint8), torch.tensor([800])
+    with pytest.raises(ExtensionError, match="slot of segment 0 is too small"):
+        ops.encode(torch.ones(800), segments, nnz, RecordSpec(0, STEP), out)
+    assert not out.any()
+
+
+def test_limits_of_an_earlier_call_are_cached():
+    segments, dense = torch.tensor([0, 100, 300]), torch.tensor([0, 1], dtype=torch.uint8)
+    first = Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_COO)
+    assert Slots.of(segments.clone(), dense.clone(), torch.tensor([5, 7]), 0, FORMAT_COO) is first
+    assert first.part(slice(1, 2)) is first.part(slice(1, 2))
+    others = [
+        Slots.of(torch.tensor([0, 4, 300]), dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, 1 - dense, torch.tensor([5, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([9, 7]), 0, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 1, FORMAT_COO),
+        Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_PICI),
+    ]
+    assert len({other.sizes for other in others} | {first.sizes}) == 6
+
+
+def test_sizes_of_no_offsets_are_refused():
+    for size in (ops.message_capacity, ops.scratch_capacity):
+        with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
+            size(torch.tensor([0, 5], dtype=torch.int32), 0)
+
+
+BAD_SLOTS = {
+    "slots has the wrong length": [0],
+    "slots are no places of records": [16, 160],
+    "slots is not ascending": [0, -16],
+    "slot of segment 0 is too small": [0, 64],
+    "output buffer is too small": [0, 160],
+}
+BAD_PRUNINGS = {
+    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
+    "residual has the wrong length": {"residual_N": torch.zeros(7)},
+    "residual has the wrong dtype": {"residual_N": torch.zeros(8, dtype=torch.float16)},
+    "thresholds has the wrong length": {"thresholds_R": torch.zeros(2)},
+    "range_offsets does not cut": {"range_offsets": torch.tensor([0, 7])},
+    "segment_offsets does not cut": {"segments": segments_of([0, 9])},
+    "segment_dense has the wrong length": {"segments": segments_of([0, 8], [0, 0])},
+    "leak is out of range": {"leak": -0.1},
+    "value_dtype is unknown": {"spec": RecordSpec(3, 0)},
+    "the output buffer is too small": {"out": torch.zeros(79, dtype=torch.uint8)},
+    "step is out of range": {"spec": RecordSpec(0, -1)},
+    "capacity has the wrong length": {"capacity_S": torch.tensor([1, 1])},
+    "capacity has the wrong dtype": {"capacity_S": torch.tensor([1.0])},
+    "capacity is out of range": {"capacity_S": torch.tensor([-1])},
+    **{
+        problem: {"segments": replace(segments_of([0, 8]), slots=torch.tensor(slots))}
+        for problem, slots in BAD_SLOTS.items()
+    },
+}
+BAD_RICE = {
+    "value_dtype is unknown": {"spec": rice_spec(7)},
+    "log2_span is out of range": {"spec": rice_spec(4, 11)},
+    "a value of every element needs other values": {"spec": rice_spec(5, without_indices=True)},
+    "step is out of range": {"spec": replace(rice_spec(4), step=-1)},
+    "output buffer is too small": {"out": torch.zeros(60, dtype=torch.uint8)},
+    "scratch buffer is too small": {"scratch": torch.zeros(8, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_rice"),
+    [
+        *((problem, False) for problem in BAD_PRUNINGS),
+        *((problem, True) for problem in BAD_RICE),
+    ],
+)
+def test_a_refused_call_changes_nothing(place, problem, is_rice):
+    """`tests/cuda_emulator/test_codec_refusals.py` has it with tensors on a GPU."""
+    bad = (BAD_RICE if is_rice else BAD_PRUNINGS)[problem]
+    given = {
+        "grad": torch.ones(8),
+        "segments": segments_of([0, 8]),
+        "spec": rice_spec(4) if is_rice else RecordSpec(0, 0),
+        "out": torch.zeros(1000 if is_rice else 80, dtype=torch.uint8),
+    }
+    own = {name: value for name, value in bad.items() if name not in [*given, "scratch"]}
+    pruning = replace(pruning_of(torch.full((8,), 0.5), 0.0, key=0), **own)
+    grad, segments, spec, out = [bad.get(name, value) for name, value in given.items()]
+    rest, limits = place(pruning.residual_N), place(pruning.thresholds_R)
+    there = replace(pruning, residual_N=rest, thresholds_R=limits)
+    if rest.is_cuda and "scratch" in bad:
+        pytest.skip("CUDA takes no scratch memory")
+    with pytest.raises(ExtensionError, match=problem):
+        ops.prune_encode(place(grad), there, segments, spec, place(out), bad.get("scratch"))
+    assert torch.equal(rest.cpu(), pruning.residual_N)
+
+
+BOOLEAN = Segments(torch.tensor([0, 20]), torch.zeros(1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"nnz": torch.tensor([3])}, "nnz of segment 0 is not what the gradient holds"),
+        ({"nnz": torch.tensor([-1])}, "nnz of segment 0 is impossible"),
+        ({"nnz": torch.tensor([21])}, "nnz of segment 0 is impossible"),
+        ({"out": torch.zeros(79, dtype=torch.uint8)}, "the output buffer is too small"),
+        ({"segments": BOOLEAN}, "segment_dense has the wrong dtype"),
+        ({"segments": segments_of([0, 10])}, "segment_offsets does not cut"),
+        ({"spec": spec_of(-1)}, "value_dtype is unknown"),
+        ({"spec": RecordSpec(0, STEP, 4)}, "record_format is unknown"),
+        ({"spec": RecordSpec(0, STEP, -2)}, "record_format is unknown"),
+        *(
+            (
+                {"spec": RecordSpec(0, STEP, FORMAT_BLOCKS, block_size=size)},
+                "block_size does not fit",
+            )
+            for size in (32, 96, 8192)
+        ),
+        ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
+        ({"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]}, "scratch buffer is not aligned"),
+        ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
+    ],
+)
+def test_encode_refuses(change, problem):
+    grad_N = torch.zeros(20)
+    grad_N[4:6] = 1
+    given = {
+        "segments": segments_of([0, 20]),
+        "nnz": torch.tensor([2]),
+        "spec": spec_of(0, "blocks64"),
+        "out": torch.zeros(500, dtype=torch.uint8),
+        "scratch": None,
+    }
+    with pytest.raises(ExtensionError, match=problem):
+        ops.encode(grad_N, *(given | change).values())

@@ -1,4 +1,8 @@
-"""Records of moves: the compiled codec against the oracle, byte for byte, and damaged records."""
+"""Records of moves: the compiled codec against the oracle, byte for byte, and damaged records.
+
+Tests that take a `place` run on every instruction set of the CPU and, imported by
+`tests/cuda_emulator/test_moves_emulated.py`, with tensors on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.errors import ExtensionError
+from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves, most_bytes
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.wire import MOVES_CODERS
 from tests.codec import on_threads
+from tests.cuda_ext import cases
 from tests.damage import sealed
 from tests.formats import moves_cases
 from tests.formats.moves_cases import (
@@ -30,6 +35,8 @@ from tests.formats.moves_cases import (
 )
 
 NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
+CHUNKS = {"packed": 8192, "rans": 16384}
+"""Numbers of a chunk."""
 
 
 @cache
@@ -42,61 +49,84 @@ def oracle_record(old, new, dtype, coder):
     return record
 
 
-def check(old, new, coder):
+def check(place, old, new, coder, shift=0):
     wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype), coder)
-    moves_cases.check(old, new, coder, wanted)
+    moves_cases.check(old, new, coder, wanted, place, shift)
     assert len(wanted) <= most_bytes(old.numel(), old.dtype)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("coder", MOVES_CODERS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+coders = pytest.mark.parametrize("coder", MOVES_CODERS)
+coded = pytest.mark.parametrize("coder", ["rans", "packed"])
+
+
+@coders
+@dtypes
 @pytest.mark.parametrize("numel", NUMELS)
-def test_bytes_are_the_oracles(numel, dtype, coder):
-    check(*adam_like(numel, dtype), coder)
-    if numel < 5000:
-        check(*any_bits(numel, dtype), coder)
-        check(*mixed(numel, dtype), coder)
+def test_bytes_are_the_oracles(place, numel, dtype, coder):
+    for shift, make in enumerate((adam_like, any_bits, mixed) if numel < 5000 else (adam_like,)):
+        check(place, *make(numel, dtype), coder, shift)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("coder", ["rans", "packed"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_kinds_of_chunks_in_one_record(dtype, coder):
+@coded
+@dtypes
+def test_denormals_nan_both_zeros_and_nothing_at_all(place, dtype, coder):
+    least = cases.SMALLEST[dtype]
+    special = torch.tensor(
+        [least, -least, 0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0]
+    )
+    old = special.repeat(300).to(dtype)
+    for new in (old.roll(1), -old, old, torch.zeros_like(old)):
+        check(place, old, new, coder)
+    check(place, torch.zeros_like(old), torch.zeros_like(old), coder)
+
+
+@coded
+@dtypes
+def test_raw_and_coded_chunks_in_one_record(place, dtype, coder):
+    """Of a packed record also the edges of chunks."""
+    chunk = CHUNKS[coder]
+    for numel in (chunk, chunk + 777, 2 * chunk + 1) if coder == "packed" else (chunk + 777,):
+        old, new = adam_like(numel, dtype)
+        wild = slice(0, chunk)
+        old[wild], new[wild] = any_bits(chunk, dtype)
+        check(place, old, new, coder, 1)
+        check(place, *adam_like(numel, dtype), coder)
+
+
+@coded
+@dtypes
+def test_all_kinds_of_chunks_in_one_record(place, dtype, coder):
     """Some chunks are raw, some coded; numbers that do not move cost nothing."""
-    check(*mixed(65536 + 777, dtype), coder)
+    check(place, *mixed(65536 + 777, dtype), coder)
 
 
-def test_of_many_numbers_a_part_is_counted():
+def test_of_many_numbers_a_part_is_counted(place):
     """Moves that no counted block has can be coded all the same."""
-    check(*of_which_a_part_is_counted(), "rans")
+    check(place, *of_which_a_part_is_counted(), "rans")
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("coder", ["rans", "packed"])
-@pytest.mark.parametrize("lr", [0.0, 1e-5, 1e-3, 0.3])
-def test_every_learning_rate(lr, coder):
-    check(*adam_like(20000, torch.bfloat16, lr), coder)
+@coded
+@dtypes
+def test_every_learning_rate(place, dtype, coder):
+    """Of a packed record wide tiles, and lists of escapes that more than one byte decides."""
+    for lr in (0.0, 1e-5, 1e-3, 1e-2, 0.1, 0.3, 1.0):
+        check(place, *adam_like(1500, dtype, lr), coder)
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("coder", ["rans", "packed"])
-def test_every_bfloat16_moves_to_every_distance(coder):
+@coded
+def test_every_bfloat16_moves_to_every_distance(place, coder):
     old, moved, next_to = every_bfloat16()
-    check(old, moved, coder)
-    check(old, next_to, coder)
+    check(place, old, moved, coder)
+    check(place, old, next_to, coder)
 
 
-def test_views_that_are_not_aligned():
+def test_a_record_at_any_address(place):
     old, new = adam_like(3001, torch.bfloat16)
-    room = torch.empty(3002, dtype=torch.bfloat16)
-    held = room[1:].copy_(old)
     for coder in MOVES_CODERS:
-        record = encode_moves(held, new[:], coder=coder, epoch=EPOCH)
-        moved = torch.cat([record.new_zeros(3), record])[3:]
-        target = held.clone()
-        decode_moves_(moved, target, epoch=EPOCH)
-        assert torch.equal(target, new)
+        record, held = encode_moves(old, new, coder=coder, epoch=EPOCH), place(old, 1)
+        decode_moves_(place(record, 3), held, epoch=EPOCH)
+        assert torch.equal(held.cpu(), new)
 
 
 def test_threads_do_not_change_the_bytes():
@@ -132,23 +162,27 @@ def entropy_bits(symbols):
     return float(-(shares * np.log2(shares)).sum())
 
 
-def refused(record, held, field, epoch=EPOCH):
-    assert f"field {field} is wrong" in refusal(record, held, epoch)
+def refused(place, record, held, field, epoch=EPOCH):
+    """With the error of the CPU, which names this field."""
+    text = refusal(record, held, epoch)
+    assert f"field {field} is wrong" in text
+    assert refusal(place(record), place(held), epoch) == text
 
 
-@pytest.mark.parametrize("coder", MOVES_CODERS)
-def test_a_record_that_is_not_meant_is_refused(coder):
+@coders
+def test_a_record_that_is_not_meant_is_refused(place, coder):
     old, new = adam_like(5000, torch.bfloat16)
     record = encode_moves(old, new, coder=coder, epoch=EPOCH)
-    refused(record, old.clone(), "step", epoch=EPOCH + 1)
-    refused(record, old[:-1].clone(), "numel")
-    refused(record, old.half(), "dtype")
-    refused(record[:40].clone(), old.clone(), "size")
-    refused(record[:-16].clone(), old.clone(), "payload_bytes")
-    refused(record[:-1].clone(), old.clone(), "size")
+    refused(place, record, old.clone(), "step", epoch=EPOCH + 1)
+    refused(place, record, old[:-1].clone(), "numel")
+    refused(place, record, old.half(), "dtype")
+    for cut, field in ((40, "size"), (-16, "payload_bytes"), (-1, "size")):
+        refused(place, record[:cut].clone(), old.clone(), field)
+    with pytest.raises(WireFormatError, match="rank 5: field step"):
+        decode_moves_(place(record), place(old), epoch=0, rank=5)
 
 
-@pytest.mark.parametrize("coder", MOVES_CODERS)
+@coders
 def test_every_damaged_byte_is_noticed(coder):
     """One byte at a time, the checksum of the header repaired or not."""
     old, new = adam_like(700, torch.bfloat16)
@@ -162,30 +196,44 @@ def test_every_damaged_byte_is_noticed(coder):
             refusal(checked, old)
 
 
-@pytest.mark.parametrize(
-    ("coder", "at", "value", "field"),
-    [
-        ("rans", 52, b"\2\0\0\0", "chunks"),
-        ("rans", 56, b"\xff\xff\xff\xff", "size"),
-        ("rans", 56, b"\0\0\0\0", "frequency table"),
-        ("rans", 61, b"\1", "zeros of the sub-header"),
-        ("rans", 64, b"\1\0\0\0", "chunk offsets"),
-        ("rans", 68, b"\xff\xff\xff\xff", "chunk offsets"),
-        ("rans", 68, b"\1\0\0\0", "chunk offsets"),
-        ("rans", 80, b"\xff", "frequency table"),
-        ("packed", 52, b"\0\0\0\0", "chunks"),
-        ("packed", 56, b"\1\0\0\0", "frequency table"),
-        ("packed", 68, b"\0\0\0\0", "chunk offsets"),
-        ("packed", 80, b"\x11", "chunk"),
-        ("packed", 80, b"\0", "chunk"),
-        ("raw", 52, b"\1\0\0\0", "chunks"),
-        ("raw", 56, b"\1\0\0\0", "frequency table"),
-    ],
-)
-def test_a_damaged_field_is_named(coder, at, value, field):
+DAMAGED_FIELDS = [
+    # coder, numbers (some are several chunks), place, bytes, field
+    ("rans", 5000, 52, b"\2\0\0\0", "chunks"),
+    ("rans", 5000, 56, b"\xff\xff\xff\xff", "size"),
+    ("rans", 5000, 56, b"\0\0\0\0", "frequency table"),
+    ("rans", 5000, 61, b"\1", "zeros of the sub-header"),
+    ("rans", 5000, 64, b"\1\0\0\0", "chunk offsets"),
+    ("rans", 5000, 68, b"\xff\xff\xff\xff", "chunk offsets"),
+    ("rans", 5000, 68, b"\1\0\0\0", "chunk offsets"),
+    ("rans", 5000, 80, b"\xff", "frequency table"),
+    ("packed", 5000, 52, b"\0\0\0\0", "chunks"),
+    ("packed", 5000, 56, b"\1\0\0\0", "frequency table"),
+    ("packed", 5000, 68, b"\0\0\0\0", "chunk offsets"),
+    ("packed", 5000, 80, b"\x11", "chunk"),
+    ("packed", 5000, 80, b"\0", "chunk"),
+    ("raw", 5000, 52, b"\1\0\0\0", "chunks"),
+    ("raw", 5000, 56, b"\1\0\0\0", "frequency table"),
+    ("rans", 16_884, 56, b"\0\0\0\0", "frequency table"),  # no table
+    ("rans", 16_884, 56, b"\xff\xff\xff\xff", "size"),
+    ("rans", 16_884, 64, b"\1\0\0\0", "chunk offsets"),  # offsets
+    ("rans", 16_884, 68, b"\xff\xff\xff\xff", "chunk offsets"),
+    ("rans", 16_884, 72, b"\0\0\0\0", "chunk offsets"),
+    ("rans", 16_884, 80, b"\xff", "frequency table"),  # frequencies of the first context
+    ("rans", 16_884, 95, b"\x30", "frequency table"),  # of the last one
+    ("packed", 8692, 56, b"\1\0\0\0", "frequency table"),
+    ("packed", 8692, 68, b"\1\0\0\0", "chunk offsets"),
+    ("packed", 8692, 96, b"\x11", "chunk"),  # a width beyond the numbers'
+    ("packed", 8692, 96, b"\0", "chunk"),
+    ("packed", 8692, 130, b"\xff", "chunk"),  # a number of escapes
+]
+
+
+@pytest.mark.parametrize(("coder", "numel", "at", "value", "field"), DAMAGED_FIELDS)
+def test_a_damaged_field_is_named(place, coder, numel, at, value, field):
     """Checksums are right, so that the field itself must be looked at."""
-    old, new = adam_like(5000, torch.bfloat16)
-    refused(written(encode_moves(old, new, coder=coder, epoch=EPOCH), at, value), old, field)
+    old, new = adam_like(numel, torch.bfloat16)
+    record = written(encode_moves(old, new, coder=coder, epoch=EPOCH), at, value)
+    refused(place, record, old, field)
 
 
 @pytest.mark.parametrize("words", [slice(-16, None), slice(-200, -184)])
@@ -193,14 +241,14 @@ def test_a_rans_chunk_that_does_not_end_where_it_began_is_refused(words):
     old, new = adam_like(70000, torch.bfloat16)
     record = bytearray(encode_moves(old, new, coder="rans", epoch=EPOCH).numpy().tobytes())
     record[words] = bytes(255 - byte for byte in record[words])
-    refused(repaired(record), old, "chunk")
+    refused(torch.clone, repaired(record), old, "chunk")
 
 
 def test_another_old_number_is_noticed_by_rans():
     """Where ranks do not hold the same, contexts differ, and the states end elsewhere."""
     old, new = adam_like(5000, torch.bfloat16)
     record = encode_moves(old, new, coder="rans", epoch=EPOCH)
-    refused(record, old * 4, "chunk")
+    refused(torch.clone, record, old * 4, "chunk")
 
 
 def test_arguments_that_do_not_fit_are_refused():

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_sparse.cuda_ext import ops, threshold_triton
+from megatron_sparse.cuda_ext import threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import threshold as oracle
@@ -17,7 +17,13 @@ from megatron_sparse.triton_kernels import prune as triton_prune
 from megatron_sparse.triton_kernels import threshold as triton_threshold
 from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, hash_seed
 from tests.cuda_ext import cases
-from tests.cuda_ext.threshold_cases import DENSITIES, KEYS, assert_same_limits, seven_ranges
+from tests.cuda_ext.threshold_cases import (
+    DENSITIES,
+    KEYS,
+    assert_same_limits,
+    check_selection,
+    seven_ranges,
+)
 
 
 def main() -> None:
@@ -38,7 +44,9 @@ def main() -> None:
     for numel, samples, key in ((1, 5, 3), (2**31 + 9, 300, 2**63 - 1), (2**40, 40, 2**31)):
         check_positions(numel, samples, key)
     for dtype, residual_dtype in types:
-        check_selection(dtype, residual_dtype)
+        selection = (torch.tensor([0, 1500, 1500, 3000]), torch.tensor([0.05, 0.5, 1.0]), 500)
+        tested = (threshold_triton.sample_threshold, prune_)
+        check_selection(dtype, residual_dtype, selection, torch.clone, tested)
         sampled += 1
     print(f"{pruned} prunings and {sampled} samplings are equal")
 
@@ -102,32 +110,11 @@ def check_positions(numel: int, samples: int, key: int) -> None:
     assert out[: len(expected)].tolist() == expected, (numel, samples, key)
 
 
-def check_selection(dtype: torch.dtype, residual_dtype: torch.dtype) -> None:
-    """Three steps of sampled top-k with leaky error feedback, bit for bit the CPU codec's."""
-    numel, leak, wire = 3000, 0.9, cases.DTYPES.index(dtype)
-    offsets = torch.tensor([0, 1500, 1500, numel])
-    densities, keys = torch.tensor([0.05, 0.5, 1.0]), torch.tensor([3, 4, 5])
-    residuals = [torch.zeros(numel, dtype=residual_dtype) for _ in range(2)]
-    for step in range(3):
-        grad = cases.make("spread", numel, dtype, seed=step)
-        grad[::3] = 2.0  # ties
-        grads = [grad.clone(), grad.clone()]
-        limits = ops.sample_threshold(grads[0], residuals[0], offsets, densities, 500, keys)
-        pruning = Pruning(
-            residuals[0], offsets, limits.thresholds, leak, step, tie_chances_R=limits.tie_chances
-        )
-        nnz = ops.prune_(grads[0], pruning, wire)
-        found = threshold_triton.sample_threshold(
-            grads[1], residuals[1], offsets, densities, 500, keys
-        )
-        found_nnz = triton_prune.prune_(
-            grads[1], residuals[1], offsets, (found.thresholds, found.tie_chances), leak, wire, step
-        )
-        assert_same_limits(found, limits, f"{dtype} step {step}")
-        cases.assert_same_bits(grads[1], grads[0], f"{dtype} step {step}: sent")
-        cases.assert_same_bits(residuals[1], residuals[0], f"{dtype} step {step}: residual")
-        assert torch.equal(found_nnz, nnz), f"{dtype} step {step}"
-        assert 0 < int(nnz[0]) < 300
+def prune_(values: torch.Tensor, pruning: Pruning, wire: int) -> torch.Tensor:
+    """`ops.prune_`, by Triton."""
+    limits = (pruning.thresholds_R, pruning.tie_chances_R)
+    place = (pruning.residual_N, pruning.range_offsets, limits)
+    return triton_prune.prune_(values, *place, pruning.leak, wire, pruning.key)
 
 
 if __name__ == "__main__":
