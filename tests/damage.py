@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.reference.rice_chunk import rice_parameter, words_of_values
+from megatron_sparse.reference.rice import rice_parameter, words_of_values
 from megatron_sparse.wire import HEADER_BYTES, VERSION
 from tests.codec import ORACLE, RICE_NAMES, Case, rice_spec, segments_of, spec_of
 from tests.cuda_ext import cases

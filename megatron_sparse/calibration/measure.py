@@ -1,23 +1,50 @@
 """Measures the cluster that the ranks run on: a `ClusterModel`, the same on all of them.
 
-Links and the backend's all-reduce (`planner.link_timing`), the host (`host`) and the codec
-(`codec`), one after the other, by all ranks at once.
+Links and the backend's all-reduce (`planner.link_timing`), the host's cost and the codec (`codec`),
+one after the other, by all ranks at once.
+
+The host's cost in a collective: alpha, as `planner.link_timing` measures it, already contains a
+message's own share of Python and of the backend. What training adds is measured in turn with the
+bare operation: the same messages driven by the progress thread through a collective's `Subgroup`,
+and a small bucket through the reducer (plan, launch, threads, records). Neither includes a sparse
+collective's other work on the host; its agreement costs about as much as two messages
+(docs/calibration.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
+import torch
+
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.calibration import codec as calibration_codec
 from megatron_sparse.calibration.codec import CodecSizes, held_out, measure_codec
-from megatron_sparse.calibration.host import measure_host
+from megatron_sparse.collectives.base import Round, whole_group
+from megatron_sparse.compression.residual import ResidualStore
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner import link_timing
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, measure_links
+from megatron_sparse.planner.link_timing import (
+    TAG,
+    Clock,
+    LinkSweep,
+    complete,
+    host_clock,
+    measure_links,
+    timed,
+)
+from megatron_sparse.planner.plan import Planner
 from megatron_sparse.pricing.cluster import ClusterModel
+from megatron_sparse.recording import NullSink, StageTimer
+from megatron_sparse.reduction.job import GATE, Pending
 from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.transport import ProcessGroupTransport
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
+
+FEW, MANY = 4, 36
+"""Numbers of consecutive messages; the difference of the two cancels costs that occur once."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +105,81 @@ def calibrate(
     )
     tell(complete(held_out(transport, cluster, effort.codec, clock)))
     return cluster
+
+
+def measure_host(
+    transport: Transport, progress: Progress, repeats: int, clock: Clock
+) -> tuple[float, float]:
+    """Seconds a message and a bucket, neither negative; the same on all ranks.
+
+    Args:
+        transport: real ranks, 2 at least.
+        progress: the thread that would drive their collectives.
+        repeats: how often each is timed; the result is the median of the slowest ranks' times.
+        clock: this rank's.
+    """
+
+    def seconds(run: Callable[[], None]) -> float:
+        def action() -> Iterable[Work]:
+            run()
+            return ()
+
+        return complete(timed(transport, repeats, clock, action))
+
+    bare_s = [seconds(_bare_messages(transport, count)) for count in (FEW, MANY)]
+    driven_s = [seconds(_driven_messages(transport, progress, count)) for count in (FEW, MANY)]
+    a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
+    a_bucket_s = seconds(_bucket(transport, progress)) - seconds(_bare_all_reduce(transport))
+    return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
+
+
+def _ring(transport: Transport) -> Round:
+    """A word for the next rank, and room for the previous one's."""
+    n, words = transport.world_size, torch.zeros(2, 1, dtype=torch.int64, device=transport.device)
+    after, before = (transport.rank + 1) % n, (transport.rank - 1) % n
+    return [(after, words[0])], [(before, words[1])]
+
+
+def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
+    pieces = _ring(transport)
+
+    def run() -> None:
+        for _ in range(count):
+            transport.exchange(*pieces, TAG).finish()
+
+    return run
+
+
+def _driven_messages(transport: Transport, progress: Progress, count: int) -> Callable[[], None]:
+    pieces = _ring(transport)
+
+    def job() -> Generator[object, None, None]:
+        group = whole_group(transport, TAG)
+        yield GATE
+        for number in range(count):
+            yield from group.exchange(*pieces, last=number == count - 1)
+
+    def run() -> None:
+        progress.submit(Pending("calibrate", job(), StageTimer(transport.device))).wait()
+
+    return run
+
+
+def _small_bucket(transport: Transport) -> Bucket:
+    n = transport.world_size
+    grad_N = torch.zeros(n, device=transport.device)
+    return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], CollectiveOp.ALL_REDUCE, n)
+
+
+def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
+    config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
+    residuals = ResidualStore(torch.float32)
+    planner = Planner(config.compression, config.scheme)
+    groups = Groups(transport)
+    reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
+    return lambda: reducer.start(bucket, 0).wait()
+
+
+def _bare_all_reduce(transport: Transport) -> Callable[[], None]:
+    values_N = _small_bucket(transport).grad_N
+    return lambda: transport.all_reduce_(values_N).finish()

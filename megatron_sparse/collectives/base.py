@@ -16,8 +16,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.message import Message, MessageBuffers
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import ProcessGroupTransport, Transport, Work
-from megatron_sparse.transport.base import Marker, PeerTensors
-from megatron_sparse.transport.subset import SubsetTransport
+from megatron_sparse.transport.base import Marker, PeerTensors, SubsetTransport
 
 SMALL_BYTES = 2**19
 """gloo: so many bytes of a bucket are sent without pacing. Round trips take longer than they do."""

@@ -21,35 +21,6 @@ Arrived = Callable[[int, torch.Tensor], None]
 """Called with a rank and its piece, once for each rank."""
 
 
-class Pieces:
-    """Where the pieces of all ranks lie in a buffer that begins with this rank's own.
-
-    The pieces of the next ranks follow in order, so that the pieces of one message are contiguous.
-
-    Attributes:
-        starts: offset of the piece of each rank from this one on, and the end.
-    """
-
-    def __init__(self, buffer: torch.Tensor, sizes: list[int], rank: int) -> None:
-        n = len(sizes)
-        rotated = [sizes[(rank + i) % n] for i in range(n)]
-        self._buffer, self._rank, self._n = buffer, rank, n
-        self.starts = [0, *accumulate(rotated)]
-
-    def span(self, first: int, last: int) -> torch.Tensor:
-        """The pieces of `first` to `last` ranks after this one, the latter not included."""
-        return self._buffer[self.starts[first] : self.starts[last]]
-
-    def one(self, place: int) -> torch.Tensor:
-        """The piece of the rank at this place after this one, or before it if negative."""
-        return self.span(place % self._n, place % self._n + 1)
-
-    def hand_over(self, first: int, last: int, arrived: Arrived) -> None:
-        """Hands over the pieces of `first` to `last` ranks after this one."""
-        for place in range(first, last):
-            arrived((self._rank + place) % self._n, self.one(place))
-
-
 def pairwise_all_to_all(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Subgroup, *, last: bool
 ) -> Phase:
@@ -140,18 +111,18 @@ def ring_all_gather(
 ) -> Phase:
     """Pieces travel round the ring: n - 1 rounds, only between neighbours.
 
-    Rank r sends every piece but that of its successor.
+    Rank r sends every piece but that of its successor. `buffer` begins with this rank's own piece;
+    the pieces of the next ranks follow in order.
     """
     n, rank = group.world_size, group.rank
-    pieces = Pieces(buffer, sizes, rank)
+    pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
     def hand_over(number: int) -> None:
-        place = -number % n
-        pieces.hand_over(place, place + 1, arrived)
+        arrived((rank - number) % n, pieces[-number % n])
 
     after, before = (rank + 1) % n, (rank - 1) % n
     rounds: list[Round] = [
-        ([(after, pieces.one(-step))], [(before, pieces.one(-1 - step))]) for step in range(n - 1)
+        ([(after, pieces[-step % n])], [(before, pieces[n - 1 - step])]) for step in range(n - 1)
     ]
     yield from group.in_rounds(rounds, hand_over, last=True)
 
@@ -163,23 +134,28 @@ def doubling_all_gather(
 
     At the start of a round rank r holds the pieces of the d ranks from itself on. It sends them to
     rank r - d and gets those of the next d from rank r + d. The last round carries only the missing
-    pieces.
+    pieces. `buffer` is as in `ring_all_gather`, so the pieces of one message are contiguous.
     """
     n, rank = group.world_size, group.rank
-    pieces = Pieces(buffer, sizes, rank)
+    starts = [0, *accumulate([*sizes[rank:], *sizes[:rank]])]
+
+    def span(first: int, last: int) -> torch.Tensor:
+        """The pieces of `first` to `last` ranks after this one, the latter not included."""
+        return buffer[starts[first] : starts[last]]
+
+    def hand_over(number: int) -> None:
+        for place in range(held[number], held[number + 1]):
+            arrived((rank + place) % n, span(place, place + 1))
+
     held = [0, 1]  # pieces before and after each round; its own piece comes first
     rounds: list[Round] = []
     while held[-1] < n:
         have = held[-1]
         more = min(have, n - have)
         target, source = (rank - have) % n, (rank + have) % n
-        rounds.append(
-            ([(target, pieces.span(0, more))], [(source, pieces.span(have, have + more))])
-        )
+        rounds.append(([(target, span(0, more))], [(source, span(have, have + more))]))
         held.append(have + more)
-    yield from group.in_rounds(
-        rounds, lambda number: pieces.hand_over(held[number], held[number + 1], arrived), last=True
-    )
+    yield from group.in_rounds(rounds, hand_over, last=True)
 
 
 def doubling_all_gather_cost(run: DryRun, nbytes: Density, decoding: Density) -> None:

@@ -76,8 +76,7 @@ from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.transport import Transport
-from megatron_sparse.transport.base import Marker
-from megatron_sparse.transport.subset import SubsetTransport
+from megatron_sparse.transport.base import Marker, SubsetTransport
 
 NAME = "hierarchical"
 

@@ -7,7 +7,7 @@ request for a scheme, once in a process.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterator, MutableMapping
+from collections import UserDict
 from dataclasses import replace
 from functools import cached_property, partial
 from importlib import import_module
@@ -23,11 +23,15 @@ AUTO = "auto"
 """The value of `scheme.name` that lets the planner choose."""
 
 
-class Registry(MutableMapping[str, Scheme]):
+class Registry(UserDict[str, Scheme]):
     """Schemes by name, sorted by `Scheme.place`; see the module's docstring."""
 
+    def __init__(self) -> None:
+        """Imports no scheme; the first use of `data` does."""
+
     @cached_property
-    def _schemes(self) -> dict[str, Scheme]:
+    def data(self) -> dict[str, Scheme]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """All of them."""
         return find_schemes()
 
     def add(self, scheme: Scheme) -> None:
@@ -39,21 +43,6 @@ class Registry(MutableMapping[str, Scheme]):
         if scheme.name in self:
             raise two_of(scheme.name)
         self[scheme.name] = scheme
-
-    def __getitem__(self, name: str) -> Scheme:
-        return self._schemes[name]
-
-    def __setitem__(self, name: str, scheme: Scheme) -> None:
-        self._schemes[name] = scheme
-
-    def __delitem__(self, name: str) -> None:
-        del self._schemes[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._schemes)
-
-    def __len__(self) -> int:
-        return len(self._schemes)
 
 
 SCHEMES = Registry()

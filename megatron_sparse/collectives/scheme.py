@@ -25,12 +25,6 @@ class Input(StrEnum):
     SPARSE = "sparse"
 
 
-def no_cuts(bucket: Bucket) -> Cuts:
-    """A bucket's messages are cut at its shards' borders only, if at all."""
-    del bucket
-    return ()
-
-
 @dataclass(frozen=True)
 class Scheme:
     """A collective and the facts that are needed to use it.
@@ -47,7 +41,8 @@ class Scheme:
             bucket's name. None: the account of the plugin's memory says that it does not know them.
         ops: the operations that it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
-        extra_cuts: further elements of a bucket at which its messages are cut.
+        extra_cuts: further elements of a bucket, beside its shards' borders, at which its messages
+            are cut.
         own_format: the format of its messages; None: the one that `scheme.format` names.
         sends_whole: its messages hold every element, quantised (`MessageSpec.whole`).
         takes_slots: it takes messages of fixed size, which `scheme.capacity` asks for.
@@ -68,7 +63,7 @@ class Scheme:
     buffers: Callable[..., dict[str, int]] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
-    extra_cuts: Callable[[Bucket], Cuts] = no_cuts
+    extra_cuts: Callable[[Bucket], Cuts] = lambda _: ()
     own_format: str | None = None
     sends_whole: bool = False
     takes_slots: bool = False

@@ -31,6 +31,8 @@ With no straggler known the scheme is `dense_ring`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
@@ -51,13 +53,14 @@ from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    Handshake,
     Share,
     meetings_of,
+    shake_hands,
     shares_of,
     straggler_of,
 )
 from megatron_sparse.formats.rounding import round_into
+from megatron_sparse.transport import Work
 
 
 def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -85,7 +88,7 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         sent_bytes = early.sent_bytes
     handshake = None
     if transport.device.type == "cpu":
-        handshake = Handshake(identity, [], late, transport)
+        handshake = shake_hands(identity, [], late, transport)
     yield from _meet(sums, shares, late, group, handshake)
     if bucket.op is CollectiveOp.ALL_REDUCE:
         store(bucket.grad_N, values_N)
@@ -93,7 +96,11 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
 
 
 def _meet(
-    sums: _Sums, shares: list[Share], late: int, group: Subgroup, handshake: Handshake | None
+    sums: _Sums,
+    shares: list[Share],
+    late: int,
+    group: Subgroup,
+    handshake: tuple[Work, Callable[[], object]] | None,
 ) -> Phase:
     """Phase 2."""
     is_late = group.rank == late
@@ -119,8 +126,9 @@ def _meet(
                 # The next bucket's early part need not wait for the straggler of this one.
                 yield UNORDERED
             # Wait for the handshake first: if the straggler never comes, the error names it.
-            yield handshake.work
-            handshake.sizes()
+            came, read = handshake
+            yield came
+            read()
         yield work
         if incoming is not None:
             sums.complete(*incoming, is_late=is_late)

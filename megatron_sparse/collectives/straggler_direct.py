@@ -66,11 +66,11 @@ from megatron_sparse.collectives.records import Cut, check_announced, message_pa
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.collectives.straggler_shares import (
-    Handshake,
     chunk_cuts,
     copies_of,
     early_transport,
     meetings_of,
+    shake_hands,
     shares_of,
     straggler_of,
 )
@@ -277,12 +277,12 @@ class _Run:
         return cuts, joined + [0] * (len(sizes) - len(cuts))
 
     def _shake_hands(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
-        handshake = Handshake(self.identity, sizes, self.late, self.transport)
+        work, read = shake_hands(self.identity, sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
             # The next bucket's early part need not wait for the straggler of this one.
             yield UNORDERED
-        yield handshake.work
-        return handshake.sizes()
+        yield work
+        return read()
 
     def _meet(
         self,

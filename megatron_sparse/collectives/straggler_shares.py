@@ -14,7 +14,7 @@ Rows have a tag of their own, so that rows of ranks that disagree do meet and ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,7 @@ from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_meetings
 from megatron_sparse.transport import Transport, Work
-from megatron_sparse.transport.subset import SubsetTransport
+from megatron_sparse.transport.base import SubsetTransport
 
 HANDSHAKE_TAG = 0x5742_4747
 """The same for all buckets: between two ranks handshakes meet in the order of the buckets."""
@@ -114,8 +114,10 @@ def copies_of(world_size: int, straggler: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(chunks)) for chunks in passed_on)
 
 
-class Handshake:
-    """The rows by which the straggler and the early ranks meet; see the module's docstring.
+def shake_hands(
+    identity: Identity, sizes: Sequence[int], straggler: int, transport: Transport
+) -> tuple[Work, Callable[[], list[list[int]]]]:
+    """Posts the rows by which the straggler and the early ranks meet; see the module's docstring.
 
     Args:
         identity: of the collective, as this rank has it.
@@ -123,39 +125,18 @@ class Handshake:
         straggler: its rank.
         transport: of the whole group.
 
-    Attributes:
-        work: done when the rows have come. Made by the constructor, which posts them.
+    Returns:
+        A work that is done when the rows have come; and a function that then reads them, on the
+        host: the sizes that each peer will send. The straggler's peers are the early ranks, in
+        order. It raises `CommunicationError` if a peer takes part in another collective, and
+        `WireFormatError` if a row is damaged.
     """
-
-    work: Work
-
-    def __init__(
-        self, identity: Identity, sizes: Sequence[int], straggler: int, transport: Transport
-    ) -> None:
-        early = [rank for rank in range(transport.world_size) if rank != straggler]
-        self._peers = early if transport.rank == straggler else [straggler]
-        self._identity = identity
-        row = identity.row(sizes, len(early), transport.device)
-        self._rows = [torch.empty_like(row) for _ in self._peers]
-        self.work = transport.exchange(
-            [(peer, row) for peer in self._peers],
-            list(zip(self._peers, self._rows, strict=True)),
-            HANDSHAKE_TAG,
-        )
-
-    def sizes(self) -> list[list[int]]:
-        """The sizes that each peer will send. The straggler's peers are the early ranks, in order.
-
-        Reads the rows on the host.
-
-        Raises:
-            CommunicationError: a peer takes part in another collective.
-            WireFormatError: a row is damaged.
-        """
-        return [
-            self._identity.read_row(row.tolist(), peer)
-            for peer, row in zip(self._peers, self._rows, strict=True)
-        ]
+    early = [rank for rank in range(transport.world_size) if rank != straggler]
+    peers = early if transport.rank == straggler else [straggler]
+    row = identity.row(sizes, len(early), transport.device)
+    rows = [(peer, torch.empty_like(row)) for peer in peers]
+    work = transport.exchange([(peer, row) for peer in peers], rows, HANDSHAKE_TAG)
+    return work, lambda: [identity.read_row(words.tolist(), peer) for peer, words in rows]
 
 
 def early_transport(transport: Transport, straggler: int) -> SubsetTransport:

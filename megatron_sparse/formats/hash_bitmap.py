@@ -15,8 +15,6 @@ nnz, and decoding twice: for the record's head, and for the check of its bitmap.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from megatron_sparse.cuda_ext import hash_ops
@@ -28,17 +26,9 @@ from megatron_sparse.formats.hash_record import (
     SECTIONS_AT,
     PartitionRecord,
     as_dtype,
-    expect,
 )
+from megatron_sparse.formats.header import check_fields
 from megatron_sparse.wire import pad16, wrong_field
-
-
-class _Sections(NamedTuple):
-    """The sections of a record; the bitmap is not compared with nnz yet."""
-
-    words: torch.Tensor
-    values: torch.Tensor
-    nnz: int
 
 
 def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
@@ -63,8 +53,8 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
         >>> record = encode(torch.tensor([0.0, 2.0, 0.0, 0.0]), place)
         >>> acc = torch.zeros(8)
         >>> decode_add_(acc, record, place, rank=0)
-        >>> acc[h.element_at(1, torch.tensor([1]))]
-        tensor([2.])
+        >>> float(acc[h.element_at(1, torch.tensor([1]))])
+        2.0
     """
     positions, word_bytes = place.positions, place.word_bytes
     if values_P.numel() != positions or values_P.dtype != place.value_dtype:
@@ -140,31 +130,41 @@ def _add_(
     bits: BitmapPlace,
 ) -> None:
     """Adds the values of a record to a vector of `numel` elements; `bits` says which ones."""
-    if acc.numel() != numel:
-        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
+    check_length(acc, numel)
     words, values, nnz = _read(record, place, rank)
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
-    _refuse(field, found, nnz, rank)
+    if field == "nnz":
+        raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)
+    if field == "bitmap":
+        raise wrong_field(rank, "bitmap", f"no bit beyond position {found - 1}", "some")
 
 
-def _read(record: torch.Tensor, place: PartitionRecord, rank: int) -> _Sections:
-    """Checks the head; counts the non-zero values of a dense record to make its bitmap."""
+def check_length(acc: torch.Tensor, numel: int) -> None:
+    """Refuses a vector of sums that does not have `numel` elements.
+
+    Raises:
+        ExtensionError: it has more or fewer.
+    """
+    if acc.numel() != numel:
+        raise ExtensionError("acc has the wrong length", expected=numel, got=acc.numel())
+
+
+def _read(
+    record: torch.Tensor, place: PartitionRecord, rank: int
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The bitmap, not compared with nnz yet, the values and nnz; checks the head.
+
+    Counts the non-zero values of a dense record to make its bitmap.
+    """
     form, nnz = place.read_head(record, rank, BY_POSITION)
     word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
     if form == FORM_BITMAP:
         words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
         at = SECTIONS_AT + pad16(word_bytes)
-        return _Sections(words, record[at : at + nnz * value_bytes], nnz)
+        return words, record[at : at + nnz * value_bytes], nnz
     raw = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
     words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
     packed = torch.empty_like(raw)
     found = hash_ops.bitmap_pack(as_dtype(raw, place.value_dtype), words, packed)
-    expect(rank, "nnz", found, nnz)
-    return _Sections(words, packed[: nnz * value_bytes], nnz)
-
-
-def _refuse(field: str, found: int, nnz: int, rank: int) -> None:
-    if field == "nnz":
-        raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)
-    if field == "bitmap":
-        raise wrong_field(rank, "bitmap", f"no bit beyond position {found - 1}", "some")
+    check_fields(rank, ("nnz", found, nnz))
+    return words, packed[: nnz * value_bytes], nnz

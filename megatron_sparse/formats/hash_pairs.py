@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats import hash_bitmap, hierarchical_hash
+from megatron_sparse.formats import hash_bitmap
 from megatron_sparse.formats.hash_record import (
     ALL_FORMS,
     FORM_PAIRS,
@@ -82,16 +82,20 @@ def accumulate_(
     if form != FORM_PAIRS:
         hash_bitmap.accumulate_(acc_P, record, place, rank)
         return
+    hash_bitmap.check_length(acc_P, place.positions)
+    if not nnz:
+        return
     values_at = SECTIONS_AT + pad16(4 * nnz)
     indices_K = as_dtype(record[SECTIONS_AT : SECTIONS_AT + 4 * nnz], torch.int32).long()
     raw = record[values_at : values_at + nnz * place.value_dtype.itemsize]
     if bool((indices_K[1:] <= indices_K[:-1]).any()):
         raise wrong_field(rank, "indices", "strictly ascending elements", "others")
-    hierarchical_hash.accumulate_(
-        acc_P,
-        place.partition_hash,
-        place.partition,
-        indices_K,
-        as_dtype(raw, place.value_dtype),
-        rank=rank,
-    )
+    h0, partition = place.partition_hash, place.partition
+    low, high = int(indices_K[0]), int(indices_K[-1])
+    if low < 0 or high >= h0.numel:
+        raise wrong_field(rank, "indices", f"0 to {h0.numel - 1}", low if low < 0 else high)
+    position_K = h0.locate(partition, indices_K)
+    if int(position_K.min()) < 0:
+        got = f"element {int(indices_K[position_K.argmin()])} of another"
+        raise wrong_field(rank, "indices", f"elements of partition {partition}", got)
+    acc_P.index_add_(0, position_K, as_dtype(raw, place.value_dtype).float())

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
 from megatron_sparse.cuda_ext.hash_ops import BitmapPlace
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash
-from megatron_sparse.formats.header import Header, head_of
-from megatron_sparse.formats.torch_codec import DTYPE_OF_CODE
+from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.wire import FORMAT_HASH_BITMAP, HEADER_BYTES, VALUE_BYTES, pad16, wrong_field
 
 SUB_HEADER_BYTES = 32
@@ -31,7 +31,6 @@ ALL_FORMS = (FORM_DENSE, FORM_BITMAP, FORM_PAIRS)
 
 _SUB_HEADER = struct.Struct("<IIQIIQ")
 _SUB_HEADER_FIELDS = ("partition", "partitions", "seed", "hash", "form", "positions")
-_CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class PartitionRecord:
     checksum: bool = False
 
     def __post_init__(self) -> None:
-        if self.value_dtype not in _CODE_OF_DTYPE:
+        if self.value_dtype not in GRAD_DTYPES:
             raise ExtensionError(
                 "values of this dtype have no code",
                 expected="float32, bfloat16 or float16",
@@ -69,7 +68,7 @@ class PartitionRecord:
     @property
     def code(self) -> int:
         """The dtype's code on the wire."""
-        return _CODE_OF_DTYPE[self.value_dtype]
+        return GRAD_DTYPES.index(self.value_dtype)
 
     @property
     def positions(self) -> int:
@@ -166,12 +165,8 @@ class PartitionRecord:
         head = head_of(record, SECTIONS_AT)
         payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
         header = Header.unpack(head, rank, payload_sum)
-        expect(rank, "format", FORMAT_HASH_BITMAP, header.format)
-        expect(rank, "dtype", self.code, header.dtype)
-        expect(rank, "flags", 0, header.flags)
-        expect(rank, "step", self.step % 2**32, header.step)
-        expect(rank, "offset", self.offset, header.offset)
-        expect(rank, "numel", h0.numel, header.numel)
+        check_fields(rank, ("format", FORMAT_HASH_BITMAP, header.format))
+        header.check_segment(self.code, h0.numel, self.offset, self.step, rank)
         if header.nnz > positions:
             raise wrong_field(rank, "nnz", f"at most {positions}", header.nnz)
         if len(head) < SECTIONS_AT:
@@ -182,11 +177,13 @@ class PartitionRecord:
             known = " or ".join(f"{code} ({FORM_NAMES[code]})" for code in sorted(forms))
             raise wrong_field(rank, "form", known, form)
         wanted = (self.partition, h0.partitions, h0.seed, h0.code, form, positions)
-        for field, expected, got in zip(_SUB_HEADER_FIELDS, wanted, sub_header, strict=True):
-            expect(rank, field, expected, got)
         payload_bytes = SUB_HEADER_BYTES + self.section_bytes(form, header.nnz)
-        expect(rank, "payload_bytes", payload_bytes, header.payload_bytes)
-        expect(rank, "size", HEADER_BYTES + payload_bytes, record.numel())
+        check_fields(
+            rank,
+            *zip(_SUB_HEADER_FIELDS, wanted, sub_header, strict=True),
+            ("payload_bytes", payload_bytes, header.payload_bytes),
+            ("size", HEADER_BYTES + payload_bytes, record.numel()),
+        )
         return form, header.nnz
 
 
@@ -195,13 +192,3 @@ def as_dtype(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if raw.storage_offset() % dtype.itemsize or raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)
-
-
-def expect(rank: int, field: str, expected: object, got: object) -> None:
-    """Refuses a field that does not have its expected value.
-
-    Raises:
-        WireFormatError: names the rank and the field.
-    """
-    if expected != got:
-        raise wrong_field(rank, field, expected, got)

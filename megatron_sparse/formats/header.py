@@ -47,6 +47,21 @@ def head_of(record: torch.Tensor, nbytes: int = HEADER_BYTES) -> bytes:
     return record[:nbytes].cpu().numpy().tobytes()
 
 
+def check_fields(rank: int | None, *fields: tuple[str, object, object]) -> None:
+    """Refuses a record whose fields do not have their expected values.
+
+    Args:
+        rank: the sender, for the error's text, if the caller knows it.
+        fields: of each its name, the expected value, and the record's.
+
+    Raises:
+        WireFormatError: names the first field that is wrong.
+    """
+    for field, expected, got in fields:
+        if expected != got:
+            raise wrong_field(rank, field, expected, got)
+
+
 @dataclass(frozen=True)
 class Header:
     """The header, which precedes a record's sections.
@@ -151,15 +166,7 @@ class Header:
         if self.format not in formats:
             raise wrong_field(rank, "format", " or ".join(map(str, formats)), self.format)
         known_flags = FLAG_PICI_LINEAR if self.format == FORMAT_PICI else 0
-        for field, expected, got in (
-            ("dtype", value_dtype, self.dtype),
-            ("flags", self.flags & known_flags, self.flags),
-            ("step", step % 2**32, self.step),
-            ("offset", offset, self.offset),
-            ("numel", numel, self.numel),
-        ):
-            if expected != got:
-                raise wrong_field(rank, field, expected, got)
+        self.check_segment(value_dtype, numel, offset, step, rank, self.flags & known_flags)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
         if self.format == FORMAT_BLOCKS:
@@ -170,6 +177,29 @@ class Header:
             raise wrong_field(rank, "payload_bytes", demanded, self.payload_bytes)
         if HEADER_BYTES + demanded > available:
             raise wrong_field(rank, "size", f"{HEADER_BYTES + demanded} bytes", available)
+
+    def check_segment(
+        self,
+        value_dtype: int,
+        numel: int,
+        offset: int,
+        step: int,
+        rank: int | None,
+        flags: int = 0,
+    ) -> None:
+        """Compares the fields that say which values the record holds; arguments as of `check`.
+
+        Raises:
+            WireFormatError: names the first field that is wrong.
+        """
+        check_fields(
+            rank,
+            ("dtype", value_dtype, self.dtype),
+            ("flags", flags, self.flags),
+            ("step", step % 2**32, self.step),
+            ("offset", offset, self.offset),
+            ("numel", numel, self.numel),
+        )
 
     def check_whole(
         self, numel: int, value_dtype: int, epoch: int, record_bytes: int, rank: int | None
@@ -186,15 +216,11 @@ class Header:
         Raises:
             WireFormatError: names the first field that is wrong.
         """
+        self.check_segment(value_dtype, numel, 0, epoch, rank, self.flags)
         least = HEADER_BYTES + RECORD_ALIGNMENT
-        for field, expected, got in (
-            ("dtype", value_dtype, self.dtype),
-            ("numel", numel, self.numel),
+        check_fields(
+            rank,
             ("nnz", 0, self.nnz),
-            ("offset", 0, self.offset),
-            ("step", epoch % 2**32, self.step),
             ("size", max(pad16(record_bytes), least), record_bytes),
             ("payload_bytes", record_bytes - HEADER_BYTES, self.payload_bytes),
-        ):
-            if expected != got:
-                raise wrong_field(rank, field, expected, got)
+        )

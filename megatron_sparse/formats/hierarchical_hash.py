@@ -25,7 +25,7 @@ from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.hash_partition import PartitionHash, check_partition
 from megatron_sparse.formats.header import Header
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
-from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES, pad16, wrong_field
+from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, HEADER_BYTES, pad16
 
 
 @dataclass(frozen=True)
@@ -181,44 +181,3 @@ def split(
     partition_K = partition_hash.partition_of(indices_K)
     order_K, offsets = hash_ops.split(partition_K, partition_hash.partitions)
     return Partitioned(indices_K[order_K], values_K[order_K], offsets.tolist(), serial=0, grown=0)
-
-
-def accumulate_(
-    acc_P: torch.Tensor,
-    partition_hash: PartitionHash,
-    partition: int,
-    indices_K: torch.Tensor,
-    values_K: torch.Tensor,
-    *,
-    rank: int,
-) -> None:
-    """Adds the entries that one rank pushed to a server's partition, held by position.
-
-    Args:
-        acc_P: fp32 sums of the partition, one for each position. Mutated.
-        partition_hash: h0.
-        partition: the server's.
-        indices_K: int64, from the peer, not trusted.
-        values_K: fp32, bf16 or fp16.
-        rank: the sender, for the error's text.
-
-    Raises:
-        WireFormatError: an index is out of range or of another partition; `acc_P` is untouched.
-        ExtensionError: `acc_P` does not have the partition's size.
-    """
-    expected = partition_hash.partition_numel(partition)
-    if acc_P.numel() != expected:
-        raise ExtensionError(
-            "accumulate_: acc has the wrong length", expected=expected, got=acc_P.numel()
-        )
-    if indices_K.numel() == 0:
-        return
-    low, high = (int(bound) for bound in indices_K.aminmax())
-    if low < 0 or high >= partition_hash.numel:
-        got = low if low < 0 else high
-        raise wrong_field(rank, "indices", f"0 to {partition_hash.numel - 1}", got)
-    position_K = partition_hash.locate(partition, indices_K)
-    if int(position_K.min()) < 0:
-        got = f"element {int(indices_K[position_K.argmin()])} of another"
-        raise wrong_field(rank, "indices", f"elements of partition {partition}", got)
-    acc_P.index_add_(0, position_K, values_K.float())

@@ -29,7 +29,7 @@ from megatron_sparse.cuda_ext.arguments import (
     overload,
 )
 from megatron_sparse.errors import ExtensionError
-from megatron_sparse.formats.header import Header, head_of
+from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
 SUB_HEADER_BYTES = 16
@@ -117,8 +117,7 @@ def decode_moves_(
     header = Header.unpack(head_of(record), rank)
     check_flat("decode_moves_", "record", record, (torch.uint8,), device=held.device)
     coder = header.flags
-    if header.format != FORMAT_MOVES:
-        raise wrong_field(rank, "format", FORMAT_MOVES, header.format)
+    check_fields(rank, ("format", FORMAT_MOVES, header.format))
     if coder >= len(MOVES_CODERS):
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
     dtype = GRAD_DTYPES.index(held.dtype)  # in the order of the wire's codes

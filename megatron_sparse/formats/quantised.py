@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.cuda_ext.arguments import call, overload, refusing
-from megatron_sparse.formats.header import Header, head_of
+from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.wire import FORMAT_QUANTISED, QUANTISED_BITS, wrong_field
 
 _FIELDS = ("", "payload checksum", "group size", "zeros of the sub-header", "scale")
@@ -72,15 +72,12 @@ def add_difference_(
         ExtensionError: an argument is no such tensor.
     """
     header = Header.unpack(head_of(record), rank)
-    if header.format != FORMAT_QUANTISED:
-        raise wrong_field(rank, "format", FORMAT_QUANTISED, header.format)
+    check_fields(rank, ("format", FORMAT_QUANTISED, header.format))
     bits = header.flags
     if bits not in QUANTISED_BITS:
         raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), bits)
     header.check_whole(held.numel(), 0, epoch, record.numel(), rank)
-    whole = record_bytes(held.numel(), bits)
-    if record.numel() != whole:
-        raise wrong_field(rank, "size", whole, record.numel())
+    check_fields(rank, ("size", record_bytes(held.numel(), bits), record.numel()))
     field, where = call("add_quantised_", held, record, bits).tolist()
     if field:
         expected, got = "as docs/quantised.md specifies", f"damage at {where}"

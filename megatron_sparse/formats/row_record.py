@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_sparse.cuda_ext.checksum_ops import payload_sums, seal_
-from megatron_sparse.formats.header import Header, head_of
+from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.formats.message import VALUE_DTYPES, WIRE_CODES
 from megatron_sparse.formats.row_sparse import RowSparse
 from megatron_sparse.wire import FORMAT_ROW_SPARSE, HEADER_BYTES, pad16, wrong_field
@@ -130,13 +130,11 @@ class RowPart:
         num_rows, columns, stored, part, parts = _SUB_HEADER.unpack_from(head, HEADER_BYTES)
         if stored > self.rows:
             raise wrong_field(rank, "stored rows", f"at most {self.rows}", stored)
-        for field, expected, got in (
-            ("format", FORMAT_ROW_SPARSE, header.format),
-            ("dtype", WIRE_CODES[self.value_dtype], header.dtype),
-            ("flags", 0, header.flags),
-            ("step", self.step % 2**32, header.step),
-            ("offset", 0, header.offset),
-            ("numel", self.num_rows * self.columns, header.numel),
+        code, numel = WIRE_CODES[self.value_dtype], self.num_rows * self.columns
+        check_fields(rank, ("format", FORMAT_ROW_SPARSE, header.format))
+        header.check_segment(code, numel, 0, self.step, rank)
+        check_fields(
+            rank,
             ("num_rows", self.num_rows, num_rows),
             ("columns", self.columns, columns),
             ("part", self.part, part),
@@ -144,9 +142,7 @@ class RowPart:
             ("nnz", stored * self.columns, header.nnz),
             ("payload_bytes", self.record_bytes(stored) - HEADER_BYTES, header.payload_bytes),
             ("size", self.record_bytes(stored), record.numel()),
-        ):
-            if expected != got:
-                raise wrong_field(rank, field, expected, got)
+        )
         index_bytes = stored * self._index_dtype.itemsize
         indices = record[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype).long()
         self._check_indices(indices, rank)

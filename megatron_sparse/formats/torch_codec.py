@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header
@@ -25,8 +26,6 @@ from megatron_sparse.wire import (
     payload_bytes,
     wrong_field,
 )
-
-DTYPE_OF_CODE = {0: torch.float32, 1: torch.bfloat16, 2: torch.float16}
 
 
 def encode(
@@ -54,7 +53,7 @@ def encode(
             got=record_format,
             remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
-    dtype = DTYPE_OF_CODE[value_dtype]
+    dtype = GRAD_DTYPES[value_dtype]
     offsets, counts = segments.offsets.tolist(), nnz_S.tolist()
     headers, sizes, sparse = [], [], []
     for (start, stop), keep, nnz in zip(
@@ -152,7 +151,7 @@ def decode_add_(
         WireFormatError: names the rank and the field; `acc_M` is untouched.
     """
     segment_offsets, rank = expected.segment_offsets, expected.rank
-    dtype = DTYPE_OF_CODE[expected.value_dtype]
+    dtype = GRAD_DTYPES[expected.value_dtype]
     position, pieces = 0, []
     ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
     for first, last in pairwise(segment_offsets.tolist()):

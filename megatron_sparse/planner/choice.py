@@ -48,7 +48,7 @@ from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
 from megatron_sparse.formats.message import Message
-from megatron_sparse.planner.plan import Choice, Plan, Planner, bucket_facts
+from megatron_sparse.planner.plan import Choice, Plan, Planner, shape_of
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import (
     DENSE,
@@ -166,9 +166,7 @@ class PricedPlanner(Planner):
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
         """Prices all candidates, and keeps or changes the scheme."""
-        shape = BucketShape(
-            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.given_value_bits)
-        )
+        shape = self._shape_of(bucket)
         profile = state.profile or prior(shape, density)
         names = runnable(
             candidates(self._config.schemes, self._compression.given_value_bits),
@@ -193,6 +191,9 @@ class PricedPlanner(Planner):
         state.reason = explain(best, prices, f"density {profile.density:.3g} {how}")
         if best != before:
             self._log(step, bucket, before or "nothing", best, state.reason)
+
+    def _shape_of(self, bucket: Bucket) -> BucketShape:
+        return shape_of(bucket, self._scheme.wire_dtype, self._compression.given_value_bits)
 
     def _profiles(self, state: BucketState, step: int, density: float) -> bool:
         """Whether the bucket's sparsity is sampled in this step."""
@@ -325,7 +326,7 @@ class PricedPlanner(Planner):
             choice = _settled(state, step)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
-            **bucket_facts(bucket, self._scheme.wire_dtype, self._compression.given_value_bits),
+            **asdict(self._shape_of(bucket)),
             "density": plan.density,
             "predicted_us": state.predicted_us,
             "measured_us": state.measured_us,

@@ -27,11 +27,10 @@ from dataclasses import dataclass, replace
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
-from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.planner.plan import shape_of
 from megatron_sparse.planner.prices import DENSE, predict_all, prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
-from megatron_sparse.pricing.levels import inside_cluster
 from megatron_sparse.pricing.shape import BucketShape
 
 
@@ -73,7 +72,7 @@ class LevelComparison:
 def shapes_of(buckets: Iterable[Bucket], config: SparseConfig) -> Counter[BucketShape]:
     """How many buckets there are of each shape: what `LevelPricing.best` compares."""
     wire_dtype, bits = config.scheme.wire_dtype, config.compression.given_value_bits
-    return Counter(BucketShape(**bucket_facts(each, wire_dtype, bits)) for each in buckets)
+    return Counter(shape_of(each, wire_dtype, bits) for each in buckets)
 
 
 def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped: bool) -> float:
@@ -85,7 +84,7 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
         inside: ranks of a node or instance.
         grouped: whether a reduce-scatter is one for each node, as at level `node`.
     """
-    link = inside_cluster(cluster, inside).dense_link(inside)
+    link = cluster.dense_link(inside)
     scatters = shape.op is CollectiveOp.REDUCE_SCATTER
     rounds = (inside - 1) * (shape.world_size // inside if scatters and grouped else 1)
     part_bytes = -(-shape.numel // inside) * shape.element_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
@@ -216,7 +216,7 @@ class Planner:
             return None
         if bucket.world_size == 1:
             return 0.0
-        shape = BucketShape(**bucket_facts(bucket, None))
+        shape = shape_of(bucket, None)
         if shape not in self._dense_us:
             whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
             time_s = predict(DENSE, shape, whole, self._cluster, self._scheme)
@@ -254,7 +254,7 @@ class Planner:
         wire_bytes = predicted_bytes(bucket, density, self._scheme, bits)
         return {
             "bucket": bucket.name,
-            **bucket_facts(bucket, self._scheme.wire_dtype, bits),
+            **asdict(shape_of(bucket, self._scheme.wire_dtype, bits)),
             "density": plan.density,
             "predicted_us": {},
             "predicted_bytes": {name: round(value) for name, value in wire_bytes.items()},
@@ -270,18 +270,16 @@ class Planner:
         """Restores the result of `state_dict`."""
 
 
-def bucket_facts(
-    bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None
-) -> dict[str, Any]:
+def shape_of(bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None) -> BucketShape:
     """Everything that a plan depends on except the gradients, as in `plan.json`."""
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
-    return {
-        "numel": bucket.numel,
-        "kept_numel": sum(p.stop - p.start for p in bucket.parameters if p.keep),
-        "element_bytes": value_dtype.itemsize,
-        "partial_bytes": partial_dtype(bucket, value_dtype).itemsize,
-        "op": bucket.op,
-        "world_size": bucket.world_size,
-        "value_bits": value_bits,
-        "lanes": bucket.lanes,
-    }
+    return BucketShape(
+        bucket.numel,
+        sum(p.stop - p.start for p in bucket.parameters if p.keep),
+        value_dtype.itemsize,
+        bucket.op,
+        bucket.world_size,
+        partial_dtype(bucket, value_dtype).itemsize,
+        value_bits,
+        bucket.lanes,
+    )

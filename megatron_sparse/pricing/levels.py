@@ -1,4 +1,4 @@
-"""The links that each tier of a level uses: those inside a node or instance, those of a lane.
+"""The links that a lane uses at a level.
 
 At `compression.level=node` a bucket of N elements is added densely inside each node of m ranks.
 Then each of the m ranks holds N / m elements of the node's sum, and the k ranks with the same place
@@ -22,23 +22,6 @@ from dataclasses import replace
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.transport.topology import Link
-
-
-def inside_cluster(cluster: ClusterModel, ranks: int) -> ClusterModel:
-    """The first `ranks` ranks of a cluster: a node, or an instance of the distributed optimizer.
-
-    Args:
-        cluster: of all ranks.
-        ranks: of them.
-
-    Example:
-        >>> from megatron_sparse.pricing.cluster import find
-        >>> inside = inside_cluster(find("perlmutter"), 4)
-        >>> inside.nodes, inside.dense == inside.intra
-        ((4,), True)
-    """
-    nodes = cluster.topology(ranks).node_sizes
-    return replace(cluster, nodes=nodes, dense=cluster.dense_link(ranks))
 
 
 def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.config.compression import VALUE_BITS
-from megatron_sparse.errors import ConfigError
 
 FP32_BYTES = 4
 
@@ -49,10 +48,7 @@ class BucketShape:
         in_range("shape.world_size", self.world_size, 1, 2**20, integer=True)
         in_range("shape.lanes", self.lanes, 1, 2**20, integer=True)
         for name in ("element_bytes", "partial_bytes"):
-            if getattr(self, name) not in (2, FP32_BYTES):
-                raise ConfigError(
-                    f"shape.{name} is unknown", expected="2 or 4", got=getattr(self, name)
-                )
+            one_of(f"shape.{name}", getattr(self, name), (2, FP32_BYTES))
         if self.value_bits is not None:
             one_of("shape.value_bits", self.value_bits, VALUE_BITS)
 

@@ -70,8 +70,7 @@ from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another
 from megatron_sparse.reduction.level_parts import KeptParts, instance_part, node_cuts, node_part
 from megatron_sparse.transport import ProcessGroupTransport, Transport
-from megatron_sparse.transport.base import Marker
-from megatron_sparse.transport.subset import SubsetTransport
+from megatron_sparse.transport.base import Marker, SubsetTransport
 
 GATHER_TAG = 0
 """Of step 3's messages on a CPU. They match in the order in which they are posted."""

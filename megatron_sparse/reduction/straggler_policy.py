@@ -10,7 +10,7 @@ The decision, by `straggler.mode`:
 
 - `pinned`: always the configured rank.
 - `persistent`: the rank that was last in most of the last steps (`straggler.detector`), if its
-  expected delay exceeds the critical one of this bucket (`straggler.critical`).
+  expected delay exceeds the critical one of this bucket (`straggler.cost`).
 - `dynamic`: the rank that is missing when all others have come: at once if its expected delay
   exceeds the critical one, otherwise when it is late by the critical delay. Waiting so long before
   skipping loses at most as much again as skipping at once would have cost; this is the usual
@@ -53,7 +53,7 @@ from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.recording import ReadinessRecord, RecordSink, StageTimer
 from megatron_sparse.reduction.job import GATE, Pending
 from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.straggler.critical import (
+from megatron_sparse.straggler.cost import (
     SplitTimes,
     dense_split,
     expected_delay_s,

@@ -8,7 +8,7 @@ import torch
 
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import padded
-from megatron_sparse.wire import FORMAT_HASH_BITMAP, pad16
+from megatron_sparse.wire import FORMAT_HASH_BITMAP
 
 
 def encode(
@@ -47,21 +47,3 @@ def encode(
         step=step,
     )
     return header.pack() + sub_header + sections
-
-
-def decode(record: bytes, index_set: list[int], dtype: torch.dtype) -> list[tuple[int, float]]:
-    """(element, value) of every set bit of a well-formed record, in the order of the positions."""
-    header = Header.unpack(record, rank=0)
-    form = struct.unpack_from("<IIQIIQ", record, 48)[4]
-    at, positions = 80, len(index_set)
-    if form == 0:
-        bits = record[at : at + 8 * -(-positions // 64)]
-        chosen = [p for p in range(positions) if bits[p // 8] >> p % 8 & 1]
-        at += pad16(len(bits))
-        count = header.nnz
-    else:
-        chosen, count = list(range(positions)), positions
-    raw = bytearray(record[at : at + count * dtype.itemsize])
-    values = torch.frombuffer(raw, dtype=dtype).tolist() if raw else []
-    pairs = zip((index_set[p] for p in chosen), values, strict=True)
-    return [(element, value) for element, value in pairs if value != 0]

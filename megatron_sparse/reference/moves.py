@@ -1,4 +1,4 @@
-"""How far parameters moved, step by step in NumPy: the oracle of `formats.moves`.
+"""How far parameters moved, step by step in NumPy: the oracle of `formats.moves`' records.
 
 docs/parameters.md specifies the record. A number's *move* is the difference of its old and new bit
 pattern as ordered integers; the coders store moves in zigzag order (0, -1, 1, -2, ...). `rans` is
@@ -16,7 +16,7 @@ import numpy as np
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import padded
 from megatron_sparse.reference.checksum import mixed_sum
-from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16
+from megatron_sparse.wire import FORMAT_MOVES, MOVES_CODERS
 
 STATES = 32
 RANS_CHUNK = 16384
@@ -40,12 +40,6 @@ def ordered(bits: np.ndarray, dtype: int) -> np.ndarray:
     return np.where(bits & top, ~bits, bits | top) & mask(dtype)
 
 
-def unordered(integers: np.ndarray, dtype: int) -> np.ndarray:
-    """The inverse of `ordered`."""
-    top = 1 << (BITS[dtype] - 1)
-    return np.where(integers & top, integers & ~top, ~integers) & mask(dtype)
-
-
 def mask(dtype: int) -> int:
     """All bits of a number."""
     return (1 << BITS[dtype]) - 1
@@ -56,12 +50,6 @@ def zigzag(old: np.ndarray, new: np.ndarray, dtype: int) -> np.ndarray:
     top = 1 << (BITS[dtype] - 1)
     move = (ordered(new, dtype) - ordered(old, dtype) + top & mask(dtype)) - top
     return np.where(move < 0, -2 * move - 1, 2 * move)
-
-
-def apply(old: np.ndarray, z: np.ndarray, dtype: int) -> np.ndarray:
-    """The new bit patterns."""
-    move = np.where(z & 1, -(z >> 1) - 1, z >> 1)
-    return unordered(ordered(old, dtype) + move & mask(dtype), dtype)
 
 
 def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
@@ -155,49 +143,6 @@ def rans_encode(
     return state.astype("<u4").tobytes() + stream.tobytes()
 
 
-def rans_decode(
-    chunk: bytes, context: np.ndarray, frequencies: np.ndarray, starts: np.ndarray
-) -> np.ndarray:
-    """The moves of a coded chunk, in zigzag order."""
-    symbol_of = [np.repeat(np.arange(f.size), f) for f in frequencies]
-    state = np.frombuffer(chunk, "<u4", STATES).astype(np.int64)
-    words = np.frombuffer(chunk, "<u2", offset=4 * STATES).astype(np.int64)
-    read = 0
-
-    def refill(lanes: np.ndarray) -> None:
-        nonlocal state, read
-        wanting = lanes & (state < LOWEST_STATE)
-        state[wanting] = state[wanting] << 16 | words[read : read + wanting.sum()]
-        read += int(wanting.sum())
-
-    moves = []
-    for begin in range(0, context.size, STATES):
-        c = context[begin : begin + STATES]
-        lanes = np.arange(STATES) < c.size
-        c = np.pad(c, (0, STATES - c.size))
-        slot = state & (1 << SCALE_BITS) - 1
-        s = np.array(
-            [
-                symbol_of[one][at] if lane else 0
-                for one, at, lane in zip(c, slot, lanes, strict=True)
-            ]
-        )
-        coded = frequencies[c, s] * (state >> SCALE_BITS) + slot - starts[c, s]
-        state = np.where(lanes, coded, state)
-        refill(lanes)
-        k = np.where(lanes & (s >= DIRECT), (s >> 1) - 5, 0)
-        raw, low = np.zeros(STATES, np.int64), np.minimum(k, 16)
-        for bits, shift in ((low, 0), (k - low, low)):
-            raw |= (state & (1 << bits) - 1) << shift
-            state = state >> bits
-            refill(lanes)
-        z = np.where(s < DIRECT, s, ((2 | s & 1) << k) + raw)
-        moves.append(z[lanes])
-    assert (state == LOWEST_STATE).all(), "the last states are those with which encoding began"
-    assert not words[read:].any(), "only padding is left"
-    return np.concatenate(moves)
-
-
 def pack(z: np.ndarray, dtype: int) -> bytes:
     """A packed chunk without padding.
 
@@ -223,28 +168,6 @@ def pack(z: np.ndarray, dtype: int) -> bytes:
         positions.append(at.astype(np.uint8).tobytes())
     heads = bytes(widths) + bytes(escapes)
     return padded(heads) + b"".join(planes + values + positions)
-
-
-def unpack(chunk: bytes, numel: int, dtype: int) -> np.ndarray:
-    """The moves of a packed chunk, in zigzag order."""
-    value_bytes, tiles = BITS[dtype] // 8, -(-numel // TILE)
-    heads = np.frombuffer(chunk, np.uint8, 2 * tiles).astype(np.int64)
-    widths, escapes = heads[:tiles], heads[tiles:]
-    at = pad16(2 * tiles)
-    values_at = at + int(widths.sum()) * TILE // 8
-    listed = int(escapes.sum())
-    values = np.frombuffer(chunk, f"<u{value_bytes}", listed, values_at).astype(np.int64)
-    positions = np.frombuffer(chunk, np.uint8, listed, values_at + listed * value_bytes)
-    z = np.zeros((tiles, TILE), np.int64)
-    read = 0
-    for t, (width, many) in enumerate(zip(widths, escapes, strict=True)):
-        for b in range(width):
-            plane = np.frombuffer(chunk, np.uint8, TILE // 8, at)
-            z[t] |= np.unpackbits(plane, bitorder="little").astype(np.int64) << b
-            at += TILE // 8
-        z[t, positions[read : read + many]] |= values[read : read + many] << width
-        read += int(many)
-    return z.reshape(-1)[:numel]
 
 
 def checksum(body: bytes) -> int:
@@ -284,36 +207,6 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int)
     return header.pack() + body
 
 
-def decode(record: bytes, old: np.ndarray) -> np.ndarray:
-    """The new bit patterns; trusts the record."""
-    header = Header.unpack(record, rank=0)
-    dtype, body = header.dtype, record[HEADER_BYTES:]
-    _, chunks, table_bytes, base, *_ = SUB_HEADER.unpack_from(body)
-    sections = body[SUB_HEADER.size :]
-    old, numel = old.astype(np.int64), header.numel
-    coder = MOVES_CODERS[header.flags]
-    if coder == "raw":
-        return _from_raw(sections, numel, dtype)
-    chunk = RANS_CHUNK if coder == "rans" else PACKED_CHUNK
-    offsets = np.frombuffer(sections, "<u4", chunks + 1).astype(np.int64) * 16
-    table_at = pad16(4 * (chunks + 1))
-    frequencies = _unpack_table(sections[table_at : table_at + table_bytes], dtype)
-    starts = np.cumsum(frequencies, axis=1) - frequencies
-    data = sections[table_at + pad16(table_bytes) :]
-    new = np.empty(numel, np.int64)
-    for n in range(chunks):
-        part = slice(n * chunk, min((n + 1) * chunk, numel))
-        coded, held = data[offsets[n] : offsets[n + 1]], old[part]
-        if len(coded) == pad16(held.size * BITS[dtype] // 8):
-            new[part] = _from_raw(coded, held.size, dtype)
-        elif coder == "rans":
-            z = rans_decode(coded, contexts(held, base, dtype), frequencies, starts)
-            new[part] = apply(held, z, dtype)
-        else:
-            new[part] = apply(held, unpack(coded, held.size, dtype), dtype)
-    return new
-
-
 def symbol_count(dtype: int) -> int:
     """Symbols of an alphabet: 40 for 16 bits, 72 for 32."""
     return 2 * BITS[dtype] + 8
@@ -334,18 +227,5 @@ def _pack_table(frequencies: np.ndarray) -> bytes:
     return bytes(sizes) + np.concatenate(rows).astype("<u2").tobytes()
 
 
-def _unpack_table(table: bytes, dtype: int) -> np.ndarray:
-    frequencies = np.zeros((CONTEXTS, symbol_count(dtype)), np.int64)
-    stored, read = np.frombuffer(table[CONTEXTS:], "<u2"), 0
-    for row, size in zip(frequencies, table[:CONTEXTS], strict=False):
-        row[:size] = stored[read : read + size]
-        read += size
-    return frequencies
-
-
 def _raw(bits: np.ndarray, dtype: int) -> bytes:
     return bits.astype(f"<u{BITS[dtype] // 8}").tobytes()
-
-
-def _from_raw(data: bytes, numel: int, dtype: int) -> np.ndarray:
-    return np.frombuffer(data, f"<u{BITS[dtype] // 8}", numel).astype(np.int64)

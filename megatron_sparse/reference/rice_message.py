@@ -26,8 +26,7 @@ from megatron_sparse.reference.prune import (
     round_to,
     with_one_nan,
 )
-from megatron_sparse.reference.rice import SegmentPlace, encode
-from megatron_sparse.reference.rice_chunk import RiceForm
+from megatron_sparse.reference.rice import RiceForm, SegmentPlace, encode
 from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
 
 

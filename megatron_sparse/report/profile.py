@@ -19,7 +19,6 @@ from rich.table import Table
 
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
-from megatron_sparse.formats.hash_partition import HASH_SEED
 from megatron_sparse.sparsity.balance import Loads, Sample
 from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of_elements
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
@@ -133,7 +132,7 @@ def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
         elements,
         profile=profile_of_elements(elements, numel),
         contiguous=Loads.contiguous(elements, numel),
-        hashed=Loads.hashed(elements, numel, HASH_SEED),
+        hashed=Loads.hashed(elements, numel),
     )
 
 

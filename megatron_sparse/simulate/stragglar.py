@@ -25,7 +25,8 @@ from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Axes, Canvas, Figure, How, Row
 from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
 from megatron_sparse.simulate.pricing import Job, price
-from megatron_sparse.straggler import critical_delay_s, make_schedule
+from megatron_sparse.straggler.cost import critical_delay_s
+from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.transport import Link
 
 NAMES = {

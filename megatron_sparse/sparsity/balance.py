@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megatron_sparse.collectives.base import even_cuts
-from megatron_sparse.formats.hash_partition import PermutationHash
+from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.sparsity.characteristics import counts_between, union_of
 
@@ -48,18 +48,17 @@ class Loads:
         )
 
     @classmethod
-    def hashed(cls, elements: Sequence[np.ndarray], numel: int, seed: int) -> Self:
+    def hashed(cls, elements: Sequence[np.ndarray], numel: int) -> Self:
         """The loads with one partition of ZEN's hash h0 for each rank.
 
         Args:
             elements: of each rank, int64, ascending.
             numel: of the bucket, below 2^31.
-            seed: of the hash.
 
         Raises:
             ConfigError: the bucket is too large.
         """
-        h0 = PermutationHash(numel, len(elements), seed)
+        h0 = PermutationHash(numel, len(elements), HASH_SEED)
 
         def counts(own_K: np.ndarray) -> np.ndarray:
             partition_K = h0.partition_of(torch.from_numpy(own_K))

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
 import torch
@@ -191,45 +189,37 @@ def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityP
         numel: of the whole gradient.
     """
     n = len(elements)
-    shapes = [_Shape.of(own_K, numel, n) for own_K in elements]
-    words_nW = np.stack([shape.words_W for shape in shapes])
-    nnz = sum(shape.nnz for shape in shapes)
+    words_nW = np.stack([pack(own_K, numel) for own_K in elements])
+    nnz = sum(own_K.size for own_K in elements)
     nnz_of_sum = {k: sum(map(size_of, sets)) / len(sets) for k, sets in unions(words_nW)}
-    of_sum = _Shape.of(union_of(elements, numel), numel, n)
+    sum_K = union_of(elements, numel)
+    skewness = [_skewness(own_K, numel, n) for own_K in elements]
+    blocks = [_blocks(own_K, numel) for own_K in elements]
     cuts, mean_nnz = partition_counts(numel, n), nnz / n
     return SparsityProfile(
         numel=numel,
         world_size=n,
         density=mean_nnz / numel if numel else 0.0,
         densification={k: size / mean_nnz if nnz else 1.0 for k, size in nnz_of_sum.items()},
-        skewness={p: sum(shape.skewness[p] for shape in shapes) / n for p in cuts},
-        sum_skewness=of_sum.skewness,
+        skewness={p: sum(found[p] for found in skewness) / n for p in cuts},
+        sum_skewness=_skewness(sum_K, numel, n),
         overlap=quantiles(overlap_ratios(words_nW, MOST_PAIRS)),
-        block_density={b: sum(shape.blocks[b] for shape in shapes) / n for b in BLOCK_SIZES},
-        sum_block_density=of_sum.blocks,
+        block_density={b: sum(found[b] for found in blocks) / n for b in BLOCK_SIZES},
+        sum_block_density=_blocks(sum_K, numel),
     )
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """One gradient's non-zero elements, and how they are spread over partitions and blocks."""
+def _skewness(elements_K: np.ndarray, numel: int, n: int) -> dict[int, float]:
+    """The skewness ratio by number of partitions."""
+    return {
+        p: skewness_ratio(counts_between(elements_K, even_cuts(numel, p)), numel)
+        for p in partition_counts(numel, n)
+    }
 
-    words_W: np.ndarray
-    nnz: int
-    skewness: dict[int, float]
-    blocks: dict[int, float]
 
-    @classmethod
-    def of(cls, elements_K: np.ndarray, numel: int, n: int) -> Self:
-        counts = {
-            p: counts_between(elements_K, even_cuts(numel, p)) for p in partition_counts(numel, n)
-        }
-        return cls(
-            words_W=pack(elements_K, numel),
-            nnz=elements_K.size,
-            skewness={p: skewness_ratio(found, numel) for p, found in counts.items()},
-            blocks={size: block_fraction(elements_K, numel, size) for size in BLOCK_SIZES},
-        )
+def _blocks(elements_K: np.ndarray, numel: int) -> dict[int, float]:
+    """The fraction of blocks that hold an element, by size."""
+    return {size: block_fraction(elements_K, numel, size) for size in BLOCK_SIZES}
 
 
 def counts_between(elements_K: np.ndarray, cuts: Sequence[int]) -> list[int]:

@@ -1,14 +1,39 @@
-"""Alpha-beta costs of all-reduces with a straggler (StragglAR, table 1 and appendices B and F).
+"""Alpha-beta costs of all-reduces with a straggler, and when skipping it pays.
 
-s bytes, n ranks, alpha seconds a round, beta seconds a byte. The best case is the time after the
-straggler's arrival when it came late enough for the early ranks' part to be hidden; the worst case
-when it was not late at all. Algorithms that know of no straggler have one time for both.
+StragglAR, table 1 and appendices B and F. s bytes, n ranks, alpha seconds a round, beta seconds a
+byte. The best case is the time after the straggler's arrival when it came late enough for the early
+ranks' part to be hidden; the worst case when it was not late at all. Algorithms that know of no
+straggler have one time for both.
+
+A straggler-aware collective does `early_s` seconds of work among the early ranks, which a delay may
+hide, and takes `after_s` more after the straggler has arrived; the ordinary collective takes
+`otherwise_s` from that moment. A straggler that is late by D then gains
+
+    gain(D) = otherwise_s - after_s - max(0, early_s - D)
+
+which is negative for D below the critical delay early_s + after_s - otherwise_s and does not grow
+beyond the ideal delay, early_s. If another rank than the expected one is last, nothing is hidden: D
+counts as 0, and the loss is that of table 1's worst case. So the rule is: the mean over past steps
+of min(D, early_s), 0 in steps in which another rank was last, must exceed the critical delay. This
+is the product of predicted delay and persistence, with delays cut off at the useful length.
+
+Deviations: exact for every n, while the paper drops terms for large n; the collective to beat is
+the cheapest of ring, recursive halving/doubling and all-pairs, or the backend's own, not only the
+ring; reduce-scatter and sparse collectives are added. Times are those of the alpha-beta model:
+codecs and the host count only as far as they are in the measured alpha and beta.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from statistics import fmean
 
+from megatron_sparse.bucket import CollectiveOp
+from megatron_sparse.straggler.detector import Readiness, delay_s, last_rank
+from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.transport import Link
 
 
@@ -89,3 +114,111 @@ def critical_delay_s(n: int, rounds: int, buffer_bytes: float, link: Link) -> fl
     """
     aware = straggler_aware_cost(n, rounds, worst=True).time_s(buffer_bytes, link)
     return max(0.0, aware - ring_cost(n).time_s(buffer_bytes, link))
+
+
+@dataclass(frozen=True)
+class SplitTimes:
+    """One bucket with and without straggler-awareness, in seconds; see the module's docstring.
+
+    Attributes:
+        early_s: the part that a delay can hide; also the ideal delay.
+        after_s: from the arrival of a straggler that was at least that late to the end.
+        otherwise_s: from the straggler's arrival to the end, if all ranks wait for it.
+    """
+
+    early_s: float
+    after_s: float
+    otherwise_s: float
+
+    @property
+    def critical_s(self) -> float:
+        """The delay above which the straggler-aware collective wins; negative if it never loses."""
+        return self.early_s + self.after_s - self.otherwise_s
+
+    @property
+    def can_win(self) -> bool:
+        """Whether any delay is long enough."""
+        return self.after_s < self.otherwise_s
+
+
+def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float = math.inf) -> float:
+    """Mean over past steps of the delay of `straggler`: 0 where another rank was the last one.
+
+    Args:
+        steps: of one bucket, at least one.
+        straggler: the rank that is expected to be last.
+        most_s: longer delays count as this one.
+    """
+    return fmean(
+        min(delay_s(ready_s), most_s) if last_rank(ready_s) == straggler else 0.0
+        for ready_s in steps
+    )
+
+
+def dense_split(
+    n: int, buffer_bytes: float, link: Link, op: CollectiveOp, dense: Link | None = None
+) -> SplitTimes:
+    """The dense straggler-aware collective against a dense collective that waits.
+
+    In a reduce-scatter the early ranks reduce n shards, and the straggler sends each of the n - 1
+    others its shard, as much as it sends in a ring: nothing can be gained.
+
+    Args:
+        n: ranks.
+        buffer_bytes: of the bucket.
+        link: between any two ranks.
+        op: all-reduce or reduce-scatter.
+        dense: link of the backend's own collective, modelled as a ring, which then is the one to
+            beat; None takes the best of ring, recursive halving/doubling and all-pairs on `link`.
+    """
+    early = reduce_scatter_cost(n).time_s(buffer_bytes, link)
+    if op is CollectiveOp.REDUCE_SCATTER:
+        ring = Cost(n - 1, (n - 1) / n)
+        sent = ring.time_s(buffer_bytes, link)
+        otherwise = min(sent, ring.time_s(buffer_bytes, dense or link))
+        return SplitTimes(early_s=early, after_s=sent, otherwise_s=otherwise)
+    if dense is not None:
+        otherwise = ring_cost(n).time_s(buffer_bytes, dense)
+    else:
+        others = (ring_cost(n), rhd_cost(n), allpairs_cost(n))
+        otherwise = min(other.time_s(buffer_bytes, link) for other in others)
+    after = straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link)
+    return SplitTimes(early_s=early, after_s=after, otherwise_s=otherwise)
+
+
+def sparse_split(
+    n: int, message_bytes: float, sum_bytes: float, link: Link, op: CollectiveOp
+) -> SplitTimes:
+    """The sparse collective, `straggler_direct`, against `direct`; bytes of the busiest port.
+
+    The early ranks exchange their messages' pieces and gather the sum of them all while they wait.
+    After the arrival the straggler receives that sum and sends its message; then follow the rounds
+    in which only chunks of the message spread. `direct` exchanges and gathers after all ranks have
+    arrived. The sum of the early ranks is priced like the sum of all, its upper bound.
+
+    Args:
+        n: ranks.
+        message_bytes: one rank's whole message.
+        sum_bytes: the whole sum, encoded.
+        link: between any two ranks.
+        op: in a reduce-scatter the straggler sends n - 1 shards in both: nothing can be gained.
+    """
+    all_but_one, early_but_one = (n - 1) / n, (n - 2) / (n - 1)
+    if op is CollectiveOp.REDUCE_SCATTER:
+        sent = Cost(n, all_but_one).time_s(message_bytes, link)
+        early = Cost(n - 2, early_but_one).time_s(message_bytes, link)
+        return SplitTimes(early_s=early, after_s=sent, otherwise_s=sent)
+    both = message_bytes + sum_bytes
+    rounds = _rounds(n)
+    spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
+    after_bytes = max(message_bytes, sum_bytes) + spread_bytes
+    return SplitTimes(
+        early_s=Cost(2 * (n - 2), early_but_one).time_s(both, link),
+        after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),
+        otherwise_s=Cost(2 * n, all_but_one).time_s(both, link),
+    )
+
+
+@lru_cache(maxsize=64)
+def _rounds(n: int) -> int:
+    return len(make_schedule(n).rounds)

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from megatron_sparse.straggler import cost
 from megatron_sparse.straggler.generate import make_schedule
-from megatron_sparse.straggler.schedule import Schedule
-from megatron_sparse.straggler.verify import verify
+from megatron_sparse.straggler.schedule import Schedule, verify
 from megatron_sparse.transport import Link
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,7 @@ _agreements = itertools.count()
 """Numbers the agreements; all ranks save in the same order, so the numbers match."""
 
 
-class NcclBackend(Protocol):
-    """The part of torch's `ProcessGroupNCCL` that the health check uses."""
-
-    def get_error(self) -> Any:
-        """SUCCESS, or the first error that its watchdog found; never blocks."""
-        ...
-
-
-def nccl_groups() -> Iterator[tuple[str, NcclBackend]]:
+def nccl_groups() -> Iterator[tuple[str, Any]]:
     """The name, for errors, and the backend of every NCCL group of this process.
 
     Groups whose CUDA tensors gloo serves are left out: its errors are exceptions.
@@ -184,7 +176,7 @@ class HealthCheck:
         timeout_s: float,
         gone: Callable[[], str | None],
         device: torch.device,
-        groups: Callable[[], Iterator[tuple[str, NcclBackend]]] = nccl_groups,
+        groups: Callable[[], Iterator[tuple[str, Any]]] = nccl_groups,
     ) -> None:
         check_environment(os.environ)
         self._timeout_s = timeout_s
@@ -204,7 +196,7 @@ class HealthCheck:
             CommunicationError: names the group, and the rank that is gone where that is known.
         """
         for name, backend in self._groups():
-            error = backend.get_error()
+            error = backend.get_error()  # SUCCESS, or what its watchdog found first; never blocks
             if error.name != "SUCCESS":
                 gone = self._gone()
                 what = f"NCCL group {name} has failed before {before}"

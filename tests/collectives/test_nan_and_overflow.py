@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.formats.rounding import round_into, unify_nan_
-from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.planner.plan import shape_of
 from megatron_sparse.transport.virtual import VirtualTransport
 from tests.collectives.cases import BY_FORM, OPTIONS, Case, on_nodes, run_case, whole_sums
 
@@ -151,4 +151,4 @@ def test_the_backend_never_adds_what_the_wire_narrows_to_fp16(monkeypatch, op):
 @pytest.mark.parametrize(("wire", "expected"), [(None, 4), ("bf16", 2), ("fp16", 4)])
 def test_the_planner_prices_partial_sums_as_they_travel(wire, expected):
     bucket = Bucket("b", torch.zeros(8), (), CollectiveOp.ALL_REDUCE, 2)
-    assert bucket_facts(bucket, wire)["partial_bytes"] == expected
+    assert shape_of(bucket, wire).partial_bytes == expected

@@ -12,7 +12,8 @@ from megatron_sparse.collectives.records import Cut
 from megatron_sparse.collectives.straggler_direct import parts_of
 from megatron_sparse.collectives.straggler_shares import copies_of, shares_of
 from megatron_sparse.formats.message import MessageBuffers
-from megatron_sparse.straggler import broadcast_cost, make_schedule, ring_cost, straggler_aware_cost
+from megatron_sparse.straggler.cost import broadcast_cost, ring_cost, straggler_aware_cost
+from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.transport import Link, Topology
 from tests.collectives.cases import DTYPES, Case, make_bucket, make_message, run_case
 from tests.collectives.test_costs import Oracle

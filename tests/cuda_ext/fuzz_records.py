@@ -281,7 +281,7 @@ def _partition(rng: random.Random) -> PartitionRecord:
 
 
 def decode_bitmap(rng: random.Random) -> bool:
-    """The hash bitmap: added to the segment, or to a partition."""
+    """The hash bitmap, added to the segment or to a partition."""
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
     numel, record = place.partition_hash.numel, hash_bitmap.encode(values, place)

@@ -6,7 +6,6 @@ A pull is a bitmap or dense; a push may be pairs too, the smallest of the three.
 from __future__ import annotations
 
 import struct
-from functools import partial
 
 import pytest
 import torch
@@ -55,12 +54,10 @@ def _entries(h, partition, density, dtype=torch.float32, seed=1):
     return chosen, (torch.rand(chosen.numel(), generator=generator) + 0.5).to(dtype)
 
 
-def _decode(record, h, partition, dtype):
-    """The elements that a record adds to, ascending, and what it adds."""
+def _decoded(record, h, partition, dtype=torch.float32):
     acc = torch.zeros(h.numel)
     hash_bitmap.decode_add_(acc, record, place_of(h, partition, dtype), rank=0)
-    elements = acc.nonzero().squeeze(1)
-    return elements, acc[elements]
+    return acc
 
 
 @settings(max_examples=80)
@@ -82,8 +79,6 @@ def test_bytes_and_values_are_the_oracles(numel, partitions, kind, dtype, hash_k
         fields = (p, partitions, seed, h.code)
         expected = oracle.encode(gradient, index_set, fields, offset=OFFSET, step=STEP)
         assert record.numpy().tobytes() == expected
-        pairs = oracle.decode(expected, index_set, dtype)
-        assert _decode(record, h, p, dtype)[0].tolist() == sorted(element for element, _ in pairs)
         nnz = int((gradient[index_set] != 0).sum())
         assert record.numel() == place_of(h, p, dtype).nbytes(nnz, BY_POSITION)
         hash_bitmap.decode_add_(acc, record, place_of(h, p, dtype), rank=0)
@@ -102,9 +97,7 @@ def test_never_larger_than_dense_and_headers(positions, dtype):
         record = _pull(gradient, h, 0)
         dense = -(-positions * dtype.itemsize // 16) * 16
         assert record.numel() <= 80 + dense
-        elements, values = _decode(record, h, 0, dtype)
-        assert elements.sort().values.tolist() == list(range(nnz))
-        assert bool((values == 1).all())
+        assert torch.equal(_decoded(record, h, 0, dtype), gradient.float())
 
 
 def test_results_do_not_depend_on_threads():
@@ -115,9 +108,7 @@ def test_results_do_not_depend_on_threads():
     for count in (1, 2, 4):
         with on_threads(count):
             record = _pull(gradient, h, 1)
-            acc = torch.zeros(numel)
-            hash_bitmap.decode_add_(acc, record, place_of(h, 1), rank=0)
-            results.append((record, acc))
+            results.append((record, _decoded(record, h, 1)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     mine = h.partition_of(torch.arange(numel)) == 1
@@ -129,13 +120,12 @@ def test_records_may_lie_anywhere_in_a_buffer():
     for kind in ("sparse", "equal"):
         gradient = _gradient(kind, 1000, torch.float32, 2)
         record = _pull(gradient, h, 0)
-        expected = _decode(record, h, 0, torch.float32)
+        expected = _decoded(record, h, 0)
         for shift in (1, 3):
             buffer = torch.full((record.numel() + 9,), 0xAB, dtype=torch.uint8)
             buffer[shift : shift + record.numel()] = record
             moved = buffer[shift : shift + record.numel()]
-            got = _decode(moved, h, 0, torch.float32)
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            assert torch.equal(_decoded(moved, h, 0), expected)
 
 
 @settings(max_examples=60)
@@ -188,17 +178,14 @@ STRANGER = int((H.partition_of(torch.arange(1000)) != 1).nonzero()[0])
 
 
 def _refused(record, data, fields, h=H, partition=1):
-    """Every reader of records of this kind names one of the fields, and adds nothing."""
-    place, acc, sums = place_of(h, partition), torch.zeros(1000), torch.zeros(333)
-    for read in (
-        [partial(hash_pairs.accumulate_, sums)]
-        if record is PUSHED
-        else [partial(hash_bitmap.decode_add_, acc)]
-    ):
-        with pytest.raises(WireFormatError, match=f"rank 5: field ({'|'.join(fields)}) is wrong"):
-            read(data, place, rank=5)
+    """The reader of records of this kind names one of the fields, and adds nothing."""
+    add_, numel = hash_bitmap.decode_add_, 1000
+    if record is PUSHED:
+        add_, numel = hash_pairs.accumulate_, 333
+    acc = torch.zeros(numel)
+    with pytest.raises(WireFormatError, match=f"rank 5: field ({'|'.join(fields)}) is wrong"):
+        add_(acc, data, place_of(h, partition), rank=5)
     assert not acc.any()
-    assert not sums.any()
 
 
 def _tensor(data):
@@ -272,7 +259,7 @@ def test_arguments_that_do_not_match_are_one_typed_error():
     many = hash_pairs.encode(*_entries(H, 1, 0.5), place)
     for call, arguments, words in (
         (hash_bitmap.encode, (values[1:], place), "333 values"),
-        (hash_bitmap.decode_add_, (torch.zeros(1000), PULLED.char(), place, 0), "no record"),
+        (hash_bitmap.decode_add_, (SPARSE, PULLED.view(torch.int8), place, 0), "no record"),
         (hash_bitmap.decode_add_, (torch.zeros(999), PULLED, place, 0), "wrong length"),
         (hash_bitmap.decode_add_, (torch.zeros(1000).half(), PULLED, place, 0), "dtype"),
         (hash_pairs.encode, (INDICES, VALUES[1:], place), "values do not fit"),

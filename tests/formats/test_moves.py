@@ -41,12 +41,9 @@ CHUNKS = {"packed": 8192, "rans": 16384}
 
 @cache
 def oracle_record(old, new, dtype, coder):
-    """Of bytes; checks that the oracle reads its own record. The same for all instruction sets."""
+    """Of bytes. The same for all instruction sets."""
     old_bits, new_bits = (np.frombuffer(data, f"<u{DTYPES[dtype].itemsize}") for data in (old, new))
-    record = oracle.encode(old_bits, new_bits, dtype, coder, EPOCH)
-    if old_bits.size < oracle.COUNT_ALL:
-        assert np.array_equal(oracle.decode(record, old_bits), new_bits)
-    return record
+    return oracle.encode(old_bits, new_bits, dtype, coder, EPOCH)
 
 
 def check(place, old, new, coder, shift=0):

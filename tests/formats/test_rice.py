@@ -13,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sparse.reference import rice_values
-from megatron_sparse.reference.rice import SegmentPlace, encode
-from megatron_sparse.reference.rice_chunk import RiceForm, index_words, rice_parameter
+from megatron_sparse.reference.rice import (
+    RiceForm,
+    SegmentPlace,
+    encode,
+    index_words,
+    rice_parameter,
+)
 from megatron_sparse.reference.rice_values import base_and_step, levels_of, quantise
 from megatron_sparse.wire import (
     FORMAT_COO,

@@ -10,7 +10,7 @@ import pytest
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPricing, inside_s
-from megatron_sparse.planner.plan import bucket_facts
+from megatron_sparse.planner.plan import shape_of
 from megatron_sparse.planner.plan_rows import Pricing, of_run
 from megatron_sparse.planner.plan_state import BucketState
 from megatron_sparse.planner.prices import predict, prior
@@ -151,7 +151,7 @@ class TestPlannerOfALane:
         planner = a_planner("perlmutter", schemes=["direct"])
         bucket = self.part(4)
         assert planner.report(bucket, 0)["lanes"] == 4
-        assert BucketShape(**bucket_facts(bucket, None)).lanes == 4
+        assert shape_of(bucket, None).lanes == 4
 
     def test_a_state_of_other_lanes_is_another_buckets(self):
         assert BucketState.of(self.part(4)).fits(self.part(4))

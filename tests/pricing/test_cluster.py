@@ -19,7 +19,7 @@ from megatron_sparse.pricing.cluster import (
     find,
     shipped,
 )
-from megatron_sparse.pricing.levels import inside_cluster, lane_cluster
+from megatron_sparse.pricing.levels import lane_cluster
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import cluster_models
 from megatron_sparse.transport import Link
@@ -317,10 +317,9 @@ def test_an_instance_that_cuts_a_node_has_no_price():
 
 
 def test_inside_a_node_the_backend_uses_the_nodes_links():
-    inside = inside_cluster(CARD, 4)
-    assert inside.topology(4).node_sizes == (4,)
-    assert inside.dense_link(4) == CARD.intra
-    assert inside_cluster(CARD, 8).dense_link(8) == CARD.dense
+    assert CARD.topology(4).node_sizes == (4,)
+    assert CARD.dense_link(4) == CARD.intra
+    assert CARD.dense_link(8) == CARD.dense
 
 
 def test_a_part_has_the_elements_and_ranks_of_a_lane():

@@ -24,7 +24,7 @@ from megatron_sparse.planner import Plan
 from megatron_sparse.planner.link_timing import MeasuredLinks
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK, StragglerPolicy
-from megatron_sparse.straggler.critical import dense_split
+from megatron_sparse.straggler.cost import dense_split
 from megatron_sparse.straggler.detector import MIN_HISTORY, persistent_straggler
 from megatron_sparse.transport import Link, VirtualCluster
 from tests.planner.planned import a_bucket

@@ -13,22 +13,18 @@ from hypothesis import strategies as st
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError, ScheduleError
-from megatron_sparse.straggler import (
-    Transfer,
+from megatron_sparse.straggler.cost import (
+    SplitTimes,
     broadcast_cost,
     critical_delay_s,
-    make_schedule,
-    ring_cost,
-    straggler_aware_cost,
-    verify,
-)
-from megatron_sparse.straggler.critical import (
-    SplitTimes,
     dense_split,
     expected_delay_s,
+    ring_cost,
     sparse_split,
+    straggler_aware_cost,
 )
-from megatron_sparse.straggler.generate import doubling_rounds
+from megatron_sparse.straggler.generate import doubling_rounds, make_schedule
+from megatron_sparse.straggler.schedule import Transfer, verify
 from megatron_sparse.transport import Link
 from tests.commands import run
 
