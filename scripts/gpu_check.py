@@ -27,14 +27,11 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -262,39 +259,28 @@ def run_within(
         Its exit code; None if it ran out of time. It is ended then with all that it started, which
         would hold the GPU.
     """
+    limited = [] if limit_s is None else ["timeout", "--signal=KILL", str(limit_s)]
+    begin_s = time.monotonic()
     with (
         log.open("w") as file,
         subprocess.Popen(
-            command,
+            [*limited, *command],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,
         ) as running,
     ):
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            with suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)
-
-        timer = None if limit_s is None else threading.Timer(limit_s, end)
-        if timer is not None:
-            timer.start()
         assert running.stdout is not None
         for line in running.stdout:
             file.write(line)
             file.flush()
             if line.startswith(FAILURE):
                 print(line, end="", flush=True)
-        running.wait()
-        if timer is not None:
-            timer.cancel()
-    return None if late.is_set() else running.returncode
+    is_late = limit_s is not None and time.monotonic() - begin_s >= limit_s
+    return None if is_late else running.returncode
 
 
 def skips_for_want_of_a_module(log: Path) -> str:

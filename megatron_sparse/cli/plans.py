@@ -49,7 +49,7 @@ def profile(
 ) -> None:
     """See docs/profiling.md."""
     from megatron_sparse.report import profile as profile_report
-    from megatron_sparse.run.json_lines import write_rows
+    from megatron_sparse.run.rows import write_rows
 
     write_rows(json, profile_report.run(recording, kind=kind, density=density, out=output))
 
@@ -126,7 +126,7 @@ def plan(
     from megatron_sparse.planner import plan_rows
     from megatron_sparse.planner.plan_rows import print_plan
     from megatron_sparse.pricing.cluster import find
-    from megatron_sparse.run.json_lines import write_rows
+    from megatron_sparse.run.rows import write_rows
 
     one_of("--op", op, tuple(CollectiveOp))
     if value_bits is not None:
@@ -193,7 +193,6 @@ def levels(
     from megatron_sparse.config.checks import in_range, one_of
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
     from megatron_sparse.pricing.cluster import find
-    from megatron_sparse.run.json_lines import write_rows
     from megatron_sparse.simulate.levels import Training, draw_levels, level_rows, print_levels
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
@@ -205,8 +204,7 @@ def levels(
     settings = {name: SparseConfig.preset(name) for name in preset.split(",")}
     counts = parse_counts("--ranks", ranks, 2)
     rows = list(level_rows(training, find(cluster), settings, counts, names))
-    print_levels(rows, training)
-    write_rows(json, [row.to_dict() for row in rows])
+    print_levels(rows, training, json)
     for path in draw_levels(rows, training, output) if output is not None else ():
         print(path)
 

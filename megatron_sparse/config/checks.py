@@ -1,13 +1,59 @@
-"""Checks of single configuration values; each raises a `ConfigError` that names the key."""
+"""Checks of single configuration values; each raises a `ConfigError` that names the key.
+
+A field of a `Checked` declares its check together with its default.
+"""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import field, fields
+from functools import partial
+from typing import Any, ClassVar
 
 from megatron_sparse.config.removed import removed
 from megatron_sparse.errors import ConfigError
+
+_CHECK = "check"
+
+
+class Checked:
+    """A dataclass of configuration values, each of which is checked when it is made.
+
+    Fields of type `bool` take flags; `number`, `whole` and `choice` make others.
+
+    Raises:
+        ConfigError: names the key, such as `scheme.hash_rounds`.
+    """
+
+    SECTION: ClassVar[str] = ""
+    """Its name in a run's configuration; that of the whole is empty."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
+            key = f"{self.SECTION}.{each.name}".removeprefix(".")
+            check = is_flag if each.type == "bool" else each.metadata.get(_CHECK)
+            if check is not None:
+                check(key, getattr(self, each.name))
+
+
+def number(
+    default: Any, low: float, high: float = math.inf, *, besides: tuple = (), **how: bool
+) -> Any:
+    """A field that takes what `in_range` allows, the values `besides`, and its default."""
+    also = besides if isinstance(default, int | float) else (default, *besides)
+    check = partial(in_range, low=low, high=high, besides=also, **how)
+    return field(default=default, metadata={_CHECK: check})
+
+
+whole = partial(number, integer=True)
+"""A `number` without decimals."""
+
+
+def choice(default: Any, choices: Sequence[object]) -> Any:
+    """A field that takes one of these values."""
+    return field(default=default, metadata={_CHECK: partial(one_of, choices=choices)})
 
 
 def one_of(key: str, value: object, choices: Sequence[object]) -> None:
@@ -21,7 +67,7 @@ def one_of(key: str, value: object, choices: Sequence[object]) -> None:
             raise gone
         raise ConfigError(
             f"{key} is unknown",
-            expected=" | ".join("null" if each is None else str(each) for each in choices),
+            expected=" | ".join(map(_word, choices)),
             got=repr(value),
             remedy=f"set {key} to one of these",
         )
@@ -35,7 +81,7 @@ def in_range(
     *,
     low_open: bool = False,
     integer: bool = False,
-    or_null: bool = False,
+    besides: Sequence[object] = (),
 ) -> None:
     """Refuses a value that is not a finite number in [low, high], or (low, high] with `low_open`.
 
@@ -46,16 +92,17 @@ def in_range(
         high: the largest allowed value; infinity for none.
         low_open: exclude `low` itself.
         integer: allow whole numbers only.
-        or_null: allow None.
+        besides: values that are allowed, too.
 
     Raises:
         ConfigError: names the range.
     """
-    if value is None and or_null:
+    if value in besides:
         return
     bracket = "<" if low_open else "<="
     upper = "" if math.isinf(high) else f" <= {high:g}"
     expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
+    expected += "".join(f", or {_word(each)}" for each in besides)
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
@@ -69,6 +116,10 @@ def in_range(
         raise ConfigError(
             f"{key} is out of range", expected=expected, got=repr(value), remedy=remedy
         )
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value)
 
 
 def is_flag(key: str, value: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from megatron_sparse.config.checks import are_patterns, in_range, is_flag, one_of
+from megatron_sparse.config.checks import Checked, are_patterns, choice, number, whole
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.errors import ConfigError
 
@@ -40,7 +40,7 @@ def dense_value_bits(value_bits: int | None) -> int:
 
 
 @dataclass
-class CompressionConfig:
+class CompressionConfig(Checked):
     """How each gradient bucket is compressed.
 
     Attributes:
@@ -97,48 +97,30 @@ class CompressionConfig:
         seed: seed of the sample positions and of stochastic rounding.
     """
 
+    SECTION = "compression"
+
     enabled: bool = True
-    level: str = RANK
-    density: float | int | str = 0.22
-    loss_budget: float = 0.3
-    value_bits: int | str | None = "auto"
-    leak: float = 1.0
-    samples: int | str = "auto"
-    threshold_scope: str = "parameter"
-    residual_dtype: str = "fp32"
-    undo: str = "auto"
-    warmup_iters: int | None = None
-    ramp_iters: int | None = None
-    ramp_start_density: float = 0.25
-    keep_below_numel: int = 4096
+    level: str = choice(RANK, LEVELS)
+    density: float | int | str = number(0.22, 0, 1, besides=("auto",), low_open=True)
+    loss_budget: float = choice(0.3, LOSS_BUDGETS)
+    value_bits: int | str | None = choice("auto", ("auto", *VALUE_BITS, None))
+    leak: float = number(1.0, 0, 1)
+    samples: int | str = whole("auto", 1, 2**31 - 1)
+    threshold_scope: str = choice("parameter", THRESHOLD_SCOPES)
+    residual_dtype: str = choice("fp32", ("fp32", "bf16"))
+    undo: str = choice("auto", ("auto", "always", "never"))
+    warmup_iters: int | None = whole(None, 0)
+    ramp_iters: int | None = whole(None, 0)
+    ramp_start_density: float = number(0.25, 0, 1, low_open=True)
+    keep_below_numel: int = whole(4096, 0)
     keep_patterns: list[str] = field(default_factory=list)
     lossless_patterns: list[str] = field(default_factory=list)
-    residual_checkpoint: str = "full"
-    residual_alarm: float = 1000.0
-    seed: int = 1234
+    residual_checkpoint: str = choice("full", RESIDUAL_CHECKPOINTS)
+    residual_alarm: float = number(1000.0, 0)
+    seed: int = whole(1234, 0, 2**63 - 1)
 
     def __post_init__(self) -> None:
-        is_flag("compression.enabled", self.enabled)
-        one_of("compression.level", self.level, LEVELS)
-        if self.density != "auto":
-            in_range("compression.density", self.density, 0, 1, low_open=True)
-        one_of("compression.loss_budget", self.loss_budget, LOSS_BUDGETS)
-        one_of("compression.value_bits", self.value_bits, ("auto", *VALUE_BITS, None))
-        in_range("compression.leak", self.leak, 0, 1)
-        if isinstance(self.samples, str):
-            one_of("compression.samples", self.samples, ("auto",))
-        else:
-            in_range("compression.samples", self.samples, 1, 2**31 - 1, integer=True)
-        one_of("compression.threshold_scope", self.threshold_scope, THRESHOLD_SCOPES)
-        one_of("compression.residual_dtype", self.residual_dtype, ("fp32", "bf16"))
-        one_of("compression.undo", self.undo, ("auto", "always", "never"))
-        in_range("compression.warmup_iters", self.warmup, 0, integer=True)
-        in_range("compression.ramp_iters", self.ramp, 0, integer=True)
-        in_range("compression.ramp_start_density", self.ramp_start_density, 0, 1, low_open=True)
-        in_range("compression.keep_below_numel", self.keep_below_numel, 0, integer=True)
-        one_of("compression.residual_checkpoint", self.residual_checkpoint, RESIDUAL_CHECKPOINTS)
-        in_range("compression.residual_alarm", self.residual_alarm, 0)
-        in_range("compression.seed", self.seed, 0, 2**63 - 1, integer=True)
+        super().__post_init__()
         are_patterns("compression.keep_patterns", self.keep_patterns)
         are_patterns("compression.lossless_patterns", self.lossless_patterns)
         for pattern in set(self.lossless_patterns) & set(self.keep_patterns):

@@ -1,5 +1,7 @@
 """Every key of a run with its default and its meaning, from the docstrings of the dataclasses.
 
+`flat` and `canonical` make keys and values of a configuration, for tables that compare runs.
+
 `train --help` shows a line of each, from `groups_help` and `keys_help`, which Hydra's template
 calls; docs/reference/configuration.md the whole.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -157,3 +160,29 @@ def _of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
 def _for_template(text: str) -> str:
     """Hydra substitutes names behind a dollar sign."""
     return text.replace("$", "$$")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested sections as keys with dots.
+
+    Example:
+        >>> flat({"scheme": {"name": "direct", "options": {}}, "name": "x"})
+        {'scheme.name': 'direct', 'scheme.options': {}, 'name': 'x'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def canonical(value: object) -> str:
+    """A configuration value as it is shown and compared.
+
+    Example:
+        >>> canonical(None), canonical([1, 2]), canonical("x")
+        ('null', '[1, 2]', 'x')
+    """
+    return value if isinstance(value, str) else json.dumps(value, default=str)

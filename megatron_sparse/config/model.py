@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_sparse.config.checks import divides, in_range, is_flag, one_of
+from megatron_sparse.config.checks import Checked, choice, divides, in_range, number, whole
 from megatron_sparse.errors import ConfigError
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(Checked):
     """A GPT-like model: LayerNorm with bias, GELU MLP, biases in every linear layer.
 
     The names are those of Megatron-LM's flags. Other features of Megatron (RMSNorm, SwiGLU,
@@ -36,30 +36,24 @@ class ModelConfig:
         dropout: dropout probability of hidden states and of attention.
     """
 
-    num_layers: int = 4
+    SECTION = "model"
+
+    num_layers: int = whole(4, 1)
     hybrid_layer_pattern: str | None = None
-    hidden_size: int = 160
-    num_attention_heads: int = 4
-    num_query_groups: int | None = None
-    ffn_hidden_size: int | None = None
-    seq_length: int = 128
-    max_position_embeddings: int | None = None
-    position_embedding_type: str = "learned_absolute"
-    vocab_size: int | None = None
+    hidden_size: int = whole(160, 1)
+    num_attention_heads: int = whole(4, 1)
+    num_query_groups: int | None = whole(None, 1)
+    ffn_hidden_size: int | None = whole(None, 1)
+    seq_length: int = whole(128, 1)
+    max_position_embeddings: int | None = whole(None, 1)
+    position_embedding_type: str = choice("learned_absolute", ("learned_absolute", "rope"))
+    vocab_size: int | None = whole(None, 1)
     tied_embeddings: bool = True
-    dropout: float = 0.0
+    dropout: float = number(0.0, 0, 1)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length"):
-            in_range(f"model.{name}", getattr(self, name), 1, integer=True)
-        for name in ("num_query_groups", "ffn_hidden_size", "vocab_size"):
-            in_range(f"model.{name}", getattr(self, name), 1, integer=True, or_null=True)
-        positions, least = self.max_position_embeddings, self.seq_length
-        in_range("model.max_position_embeddings", positions, least, integer=True, or_null=True)
-        kinds = ("learned_absolute", "rope")
-        one_of("model.position_embedding_type", self.position_embedding_type, kinds)
-        is_flag("model.tied_embeddings", self.tied_embeddings)
-        in_range("model.dropout", self.dropout, 0, 1)
+        super().__post_init__()
+        in_range("model.max_position_embeddings", self.positions, self.seq_length)
         heads = "model.num_attention_heads"
         divides(heads, self.num_attention_heads, "model.hidden_size", self.hidden_size)
         divides("model.num_query_groups", self.query_groups, heads, self.num_attention_heads)

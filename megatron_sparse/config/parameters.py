@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.checks import Checked, choice, whole
 
 METHODS = ("auto", "raw", "exact", "lossy")
 CODERS = ("auto", "rans", "packed")
@@ -15,7 +15,7 @@ LOSSY_BITS = (4, 8)
 
 
 @dataclass
-class ParametersConfig:
+class ParametersConfig(Checked):
     """How Megatron's distributed optimizer gathers the updated parameters.
 
     See docs/parameter-gather.md.
@@ -41,16 +41,10 @@ class ParametersConfig:
             hashes of what they hold. 1 compares in each gather, for tests.
     """
 
-    method: str = "auto"
-    coder: str = "auto"
-    per_node: str = "auto"
-    bits: int = 4
-    verify_every: int = 100
+    SECTION = "parameters"
 
-    def __post_init__(self) -> None:
-        one_of("parameters.method", self.method, METHODS)
-        one_of("parameters.coder", self.coder, CODERS)
-        one_of("parameters.per_node", self.per_node, PER_NODE)
-        in_range("parameters.bits", self.bits, 4, 8, integer=True)
-        one_of("parameters.bits", self.bits, LOSSY_BITS)
-        in_range("parameters.verify_every", self.verify_every, 1, integer=True)
+    method: str = choice("auto", METHODS)
+    coder: str = choice("auto", CODERS)
+    per_node: str = choice("auto", PER_NODE)
+    bits: int = choice(4, LOSSY_BITS)
+    verify_every: int = whole(100, 1)

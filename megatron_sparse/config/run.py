@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sparse.config.checks import divides, in_range, is_flag, one_of
+from megatron_sparse.config.checks import Checked, choice, divides, in_range, number, whole
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import COMPRESSED, ParametersConfig
 from megatron_sparse.config.sparse import (
@@ -31,7 +31,7 @@ LR_WARMUP_ITERS = 100
 
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Checked):
     """Where a run takes place: processes, devices, environment variables.
 
     Attributes:
@@ -47,17 +47,13 @@ class ClusterConfig:
             with `resume=auto` the run then continues.
     """
 
-    nodes: int = 1
-    ranks_per_node: int = 2
-    device: str = "auto"
+    SECTION = "cluster"
+
+    nodes: int = whole(1, 1)
+    ranks_per_node: int = whole(2, 1)
+    device: str = choice("auto", ("auto", "cpu", "cuda"))
     env: dict[str, str] = field(default_factory=dict)
     requeue: bool = False
-
-    def __post_init__(self) -> None:
-        is_flag("cluster.requeue", self.requeue)
-        in_range("cluster.nodes", self.nodes, 1, integer=True)
-        in_range("cluster.ranks_per_node", self.ranks_per_node, 1, integer=True)
-        one_of("cluster.device", self.device, ("auto", "cpu", "cuda"))
 
     @property
     def world_size(self) -> int:
@@ -66,7 +62,7 @@ class ClusterConfig:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Checked):
     """The training data: exactly one of `dir`, `prefix` and `mock`.
 
     Attributes:
@@ -78,14 +74,16 @@ class DataConfig:
         split: parts for training, validation and test, in the form of Megatron's `--split`.
     """
 
+    SECTION = "data"
+
     dir: str | None = "data/code"
     prefix: str | None = None
     mock: bool = False
-    vocab_size: int | None = None
+    vocab_size: int | None = whole(None, 2)
     split: str = "95,5,0"
 
     def __post_init__(self) -> None:
-        is_flag("data.mock", self.mock)
+        super().__post_init__()
         given = [name for name in ("dir", "prefix") if getattr(self, name) is not None]
         given += ["mock"] if self.mock else []
         if len(given) != 1:
@@ -102,7 +100,6 @@ class DataConfig:
                 got="null" if self.vocab_size is None else self.vocab_size,
                 remedy="give the number of token ids, including the end-of-document token",
             )
-        in_range("data.vocab_size", self.vocab_size, 2, integer=True, or_null=True)
         parts = re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split)
         if parts is None or not sum(map(float, self.split.split(","))):
             raise ConfigError(
@@ -114,7 +111,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(Checked):
     """The training loop.
 
     Attributes:
@@ -144,42 +141,31 @@ class TrainingConfig:
         load: folder of checkpoints to start from; a resumed run takes its own.
     """
 
-    iterations: int = 1000
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    lr_warmup_iters: int | None = None
-    micro_batch_size: int = 2
-    global_batch_size: int | None = None
-    precision: str = "auto"
-    seed: int = 1234
+    SECTION = "training"
+
+    iterations: int = whole(1000, 1)
+    lr: float = number(3e-4, 0, low_open=True)
+    min_lr: float = number(3e-5, 0)
+    lr_warmup_iters: int | None = whole(None, 0)
+    micro_batch_size: int = whole(2, 1)
+    global_batch_size: int | None = whole(None, 1)
+    precision: str = choice("auto", ("auto", *DTYPES))
+    seed: int = whole(1234, 1, 2**31 - 1)
     overlap_grad_reduce: bool = True
     use_distributed_optimizer: bool = False
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    eval_interval: int = 0
-    eval_iters: int = 10
-    save_interval: int = 0
-    save_signal: str | None = None
+    tensor_parallel: int = whole(1, 1)
+    pipeline_parallel: int = whole(1, 1)
+    eval_interval: int = whole(0, 0)
+    eval_iters: int = whole(10, 1)
+    save_interval: int = whole(0, 0)
+    save_signal: str | None = choice(None, (*SAVE_SIGNALS, None))
     load: str | None = None
 
     def __post_init__(self) -> None:
-        in_range("training.lr", self.lr, 0, low_open=True)
+        super().__post_init__()
         in_range("training.min_lr", self.min_lr, 0, self.lr)
-        parallel = ("tensor_parallel", "pipeline_parallel")
-        for name in ("iterations", "micro_batch_size", "eval_iters", *parallel):
-            in_range(f"training.{name}", getattr(self, name), 1, integer=True)
-        for name in ("eval_interval", "save_interval"):
-            in_range(f"training.{name}", getattr(self, name), 0, integer=True)
         # Megatron asserts that the schedule has steps left after the warm-up.
-        warmup, most = self.lr_warmup_iters, self.iterations - 1
-        in_range("training.lr_warmup_iters", warmup, 0, most, integer=True, or_null=True)
-        in_range("training.seed", self.seed, 1, 2**31 - 1, integer=True)
-        batch = self.global_batch_size
-        in_range("training.global_batch_size", batch, 1, integer=True, or_null=True)
-        is_flag("training.overlap_grad_reduce", self.overlap_grad_reduce)
-        is_flag("training.use_distributed_optimizer", self.use_distributed_optimizer)
-        one_of("training.precision", self.precision, ("auto", *DTYPES))
-        one_of("training.save_signal", self.save_signal, (*SAVE_SIGNALS, None))
+        in_range("training.lr_warmup_iters", self.lr_warmup, 0, self.iterations - 1)
 
     @property
     def lr_warmup(self) -> int:
@@ -190,7 +176,7 @@ class TrainingConfig:
 
 
 @dataclass
-class RunConfig:
+class RunConfig(Checked):
     """A training run: `megatron-sparse train` composes this configuration, every rank reads it.
 
     Attributes:
@@ -216,7 +202,7 @@ class RunConfig:
 
     name: str = "run"
     runs_dir: str = "runs"
-    resume: str = "never"
+    resume: str = choice("never", ("never", "auto", "must"))
     plugin: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     compression: CompressionConfig = field(default_factory=CompressionConfig)
@@ -231,13 +217,13 @@ class RunConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
             raise ConfigError(
                 "name is not a valid folder name",
                 expected="letters, digits, '.', '_' and '-', not beginning with '.' or '-'",
                 got=repr(self.name),
             )
-        is_flag("plugin", self.plugin)
         if self.cluster.requeue and self.training.save_signal is None:
             raise ConfigError(
                 "cluster.requeue=true needs training.save_signal",
@@ -247,15 +233,13 @@ class RunConfig:
             )
         if self.plugin and self.parameters.method in COMPRESSED:
             self._check_gather()
-        one_of("resume", self.resume, ("never", "auto", "must"))
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
         by_tensor, by_stages = "training.tensor_parallel", "training.pipeline_parallel"
         both, ranks = f"{by_tensor} * {by_stages}", self.cluster.world_size
         divides(both, tensor * pipeline, "the number of ranks", ranks)
         divides(by_tensor, tensor, "model.num_query_groups", self.model.query_groups)
         divides(by_tensor, tensor, "the width of the MLP", self.model.ffn_width)
-        last = self.data_parallel - 1
-        in_range("straggler.rank", self.straggler.rank, 0, last, integer=True, or_null=True)
+        in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(by_stages, pipeline, "model.num_layers", self.model.num_layers)
         stages = (self.model.hybrid_layer_pattern or "").count("|") + 1
         if stages > 1 and stages != pipeline:

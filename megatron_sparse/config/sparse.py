@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_sparse.config import bits
-from megatron_sparse.config.checks import in_range, is_flag, one_of
+from megatron_sparse.config.checks import Checked, choice, number, whole
 from megatron_sparse.config.compression import VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.presets import preset_values
@@ -41,7 +41,7 @@ number of selected elements is off: with `compression.samples=auto` three standa
 
 
 @dataclass(unsafe_hash=True)
-class SchemeConfig:
+class SchemeConfig(Checked):
     """How the selected gradient is synchronised. Never changed once it is made: it is hashable.
 
     Attributes:
@@ -96,51 +96,35 @@ class SchemeConfig:
         deterministic: freeze every decision that would be taken from timing.
     """
 
+    SECTION = "scheme"
+
     name: str = "auto"
-    wire_dtype: str | None = None
-    format: str = "auto"
-    capacity: str | int | float | None = "auto"
-    block_size: int = 256
-    partition_hash: str = "permutation"
-    hash_rounds: int = 0
-    ring_intra_density: float | None = None
-    ring_inter_density: float | None = None
-    ring_gather_density: float | None = None
+    wire_dtype: str | None = choice(None, (*DTYPES, None))
+    format: str = choice("auto", MESSAGE_FORMATS)
+    capacity: str | int | float | None = number("auto", 0, besides=(None,), low_open=True)
+    block_size: int = whole(256, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    partition_hash: str = choice("permutation", ("permutation", "general"))
+    hash_rounds: int = whole(0, 0, 64)
+    ring_intra_density: float | None = number(None, 0)
+    ring_inter_density: float | None = number(None, 0)
+    ring_gather_density: float | None = number(None, 0)
     inner: str = "direct"
-    timeout_s: float = 300.0
+    timeout_s: float = number(300.0, 0, low_open=True)
     watch_peers: bool = True
-    nccl_errors: str = "torch"
+    nccl_errors: str = choice("torch", NCCL_ERRORS)
     nccl_engine: bool = False
-    sum_bits: int | str | None = "auto"
+    sum_bits: int | str | None = choice("auto", ("auto", *VALUE_BITS, None))
     checksum: bool = False
     deterministic: bool = True
 
     def __post_init__(self) -> None:
-        one_of("scheme.wire_dtype", self.wire_dtype, (*DTYPES, None))
-        one_of("scheme.format", self.format, MESSAGE_FORMATS)
-        if isinstance(self.capacity, str) and self.capacity != "auto":
-            raise ConfigError(
-                "scheme.capacity does not fit",
-                expected="auto | null | a factor such as 1.25",
-                got=repr(self.capacity),
-            )
-        in_range("scheme.capacity", self.given_capacity, 0, low_open=True, or_null=True)
-        in_range("scheme.block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE, integer=True)
+        super().__post_init__()
         if int(self.block_size).bit_count() != 1:
             raise ConfigError(
                 "scheme.block_size does not fit",
                 expected=f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}",
                 got=self.block_size,
             )
-        one_of("scheme.partition_hash", self.partition_hash, ("permutation", "general"))
-        in_range("scheme.hash_rounds", self.hash_rounds, 0, 64, integer=True)
-        for link, density in zip(("intra", "inter", "gather"), self.ring_densities(), strict=True):
-            in_range(f"scheme.ring_{link}_density", density, 0)
-        is_flag("scheme.watch_peers", self.watch_peers)
-        one_of("scheme.sum_bits", self.sum_bits, ("auto", *VALUE_BITS, None))
-        one_of("scheme.nccl_errors", self.nccl_errors, NCCL_ERRORS)
-        is_flag("scheme.nccl_engine", self.nccl_engine)
-        is_flag("scheme.checksum", self.checksum)
         if self.checksum and self.nccl_engine:
             raise ConfigError(
                 "scheme.checksum does not reach the records of scheme.nccl_engine",
@@ -148,8 +132,6 @@ class SchemeConfig:
                 got="both",
                 remedy="set scheme.nccl_engine=false, or scheme.checksum=false",
             )
-        is_flag("scheme.deterministic", self.deterministic)
-        in_range("scheme.timeout_s", self.timeout_s, 0, low_open=True)
 
     @property
     def given_capacity(self) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.checks import Checked, choice, number, whole
 from megatron_sparse.errors import ConfigError
 
 STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
@@ -13,7 +13,7 @@ TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
 
 
 @dataclass
-class StragglerConfig:
+class StragglerConfig(Checked):
     """How the other ranks treat a straggler, the rank that is ready last. See docs/stragglers.md.
 
     Attributes:
@@ -29,12 +29,14 @@ class StragglerConfig:
             critical delay, from its links' costs (`planner.cluster`, else measured at the start).
     """
 
-    mode: str = "off"
-    rank: int | None = None
-    min_delay_ms: float | None = None
+    SECTION = "straggler"
+
+    mode: str = choice("off", STRAGGLER_MODES)
+    rank: int | None = whole(None, 0)
+    min_delay_ms: float | None = number(None, 0)
 
     def __post_init__(self) -> None:
-        one_of("straggler.mode", self.mode, STRAGGLER_MODES)
+        super().__post_init__()
         if (self.rank is None) == (self.mode == "pinned"):
             raise ConfigError(
                 "straggler.rank does not fit straggler.mode",
@@ -42,8 +44,6 @@ class StragglerConfig:
                 got=f"straggler.mode={self.mode} with straggler.rank={self.rank}",
                 remedy="set both, or neither",
             )
-        in_range("straggler.rank", self.rank, 0, integer=True, or_null=True)
-        in_range("straggler.min_delay_ms", self.min_delay_ms, 0, or_null=True)
 
     @property
     def leaves_behind(self) -> bool:

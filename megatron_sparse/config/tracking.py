@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from megatron_sparse.config.checks import in_range, is_flag, one_of
+from megatron_sparse.config.checks import Checked, choice, in_range, whole
 
 CONSOLES = ("auto", "live", "plain", "off")
 
 
 @dataclass
-class TrackingConfig:
+class TrackingConfig(Checked):
     """Where measurements go, and how many are taken.
 
     Attributes:
@@ -36,25 +36,20 @@ class TrackingConfig:
             docs/profiling.md has their size.
     """
 
-    console: str = "auto"
+    SECTION = "tracking"
+
+    console: str = choice("auto", CONSOLES)
     tensorboard: bool = True
-    wandb: str = "auto"
+    wandb: str = choice("auto", ("auto", "online", "offline", "disabled"))
     wandb_project: str = "megatron_sparse"
-    sample_every: int = 10
-    trace_iters: int = 0
-    profile_iters: int = 0
-    trace_start: int = 1
+    sample_every: int = whole(10, 0)
+    trace_iters: int = whole(0, 0)
+    profile_iters: int = whole(0, 0)
+    trace_start: int = whole(1, 1)
     nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        one_of("tracking.console", self.console, CONSOLES)
-        is_flag("tracking.tensorboard", self.tensorboard)
-        one_of("tracking.wandb", self.wandb, ("auto", "online", "offline", "disabled"))
-        in_range("tracking.sample_every", self.sample_every, 0, integer=True)
-        in_range("tracking.trace_iters", self.trace_iters, 0, integer=True)
-        in_range("tracking.profile_iters", self.profile_iters, 0, integer=True)
-        in_range("tracking.trace_start", self.trace_start, 1, integer=True)
-        is_flag("tracking.nvtx", self.nvtx)
+        super().__post_init__()
         for iteration in self.record_gradients_iters:
             in_range("tracking.record_gradients_iters", iteration, 1, integer=True)

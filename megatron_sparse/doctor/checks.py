@@ -32,7 +32,7 @@ from rich.table import Table
 from megatron_sparse.cuda_ext import toolchain
 from megatron_sparse.errors import DependencyError
 from megatron_sparse.extras import installed_version
-from megatron_sparse.run.json_lines import write_rows
+from megatron_sparse.run.rows import write_rows
 
 type Status = Literal["ok", "warn", "fail"]
 

@@ -38,7 +38,7 @@ def run(overrides: Sequence[str], json: Path | None = None) -> int:
         DatasetError: neither the model nor the data gives a vocabulary.
     """
     from megatron_sparse.run import composition
-    from megatron_sparse.run.json_lines import write_rows
+    from megatron_sparse.run.rows import write_rows
 
     config = composition.compose(overrides)
     found = of_run(config)

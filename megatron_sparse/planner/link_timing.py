@@ -178,7 +178,7 @@ def timed(
     return float(rows.max(0).values.median())
 
 
-def _ring_times(
+def ring_times(
     transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[list[float]]:
     """Seconds of a round, by size; ranks outside the rings send nothing."""
@@ -208,7 +208,7 @@ def _neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -
 def _measure_rings(
     transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[Link]:
-    times_s = yield from _ring_times(transport, rings, sweep, clock)
+    times_s = yield from ring_times(transport, rings, sweep, clock)
     return fit_link(sweep.message_bytes, times_s)
 
 
@@ -221,8 +221,8 @@ def _measure_nic(
         return "rank"
     largest = LinkSweep(sweep.message_bytes[-1:], sweep.repeats, sweep.rounds)
     rings = [[ranks[lane] for ranks in nodes] for lane in range(lanes)]
-    (one_s,) = yield from _ring_times(transport, rings[:1], largest, clock)
-    (all_s,) = yield from _ring_times(transport, rings, largest, clock)
+    (one_s,) = yield from ring_times(transport, rings[:1], largest, clock)
+    (all_s,) = yield from ring_times(transport, rings, largest, clock)
     # With a port for each rank, all_s is about one_s; with a shared port, lanes * one_s.
     return "node" if all_s > one_s * (1 + lanes) / 2 else "rank"
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_sparse.extras import require_figures
 from megatron_sparse.report import theme
-from megatron_sparse.simulate.figures import Axes, Canvas, canvas_class
+from megatron_sparse.simulate.figures import Axes, Canvas
 
 WIDTH_IN, HEIGHT_IN, PNG_DPI = 4.1, 2.6, 200
 MOST_POINTS = 200
@@ -112,11 +113,11 @@ class Chart:
 
 @contextmanager
 def _drawn(chart: Chart) -> Iterator[Canvas]:
-    canvas_of = canvas_class()
-    from matplotlib import rc_context
+    require_figures()
+    from matplotlib import figure, rc_context
 
     with rc_context(_STYLE | {"svg.hashsalt": chart.name}):
-        canvas = canvas_of(figsize=(WIDTH_IN, chart.height_in))
+        canvas = figure.Figure(figsize=(WIDTH_IN, chart.height_in))
         chart.draw(canvas.subplots())
         yield canvas
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from megatron_sparse.config.dotted import canonical
+from megatron_sparse.config.described import canonical
 from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.report import exposed, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart

@@ -15,16 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.sparsity.balance import Loads, Sample
 from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of_elements
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
+from megatron_sparse.telemetry.console import plain_table
 
 ALL = "all"
 """The row of all buckets of a group together."""
+HEADERS = (
+    *("elements", "density", "overlap", "min-max", "of the sum", "densified"),
+    *("skewness", "push/pull", "hashed"),
+)
 
 
 def run(
@@ -156,21 +160,7 @@ def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
 def print_table(samples: Sequence[Sample], title: str) -> None:
     """A line for each bucket: means over the iterations."""
     print(title)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("bucket")
-    headers = (
-        "elements",
-        "density",
-        "overlap",
-        "min-max",
-        "of the sum",
-        "densified",
-        "skewness",
-        "push/pull",
-        "hashed",
-    )
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
+    table = plain_table("", "bucket", *HEADERS)
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from megatron_sparse.config.dotted import flat
+from megatron_sparse.config.described import flat
 from megatron_sparse.config.redaction import redact, redact_text
 from megatron_sparse.errors import ConfigError, ProfileError
 from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan

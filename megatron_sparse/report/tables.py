@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sparse.config.dotted import canonical
+from megatron_sparse.config.described import canonical
 from megatron_sparse.report.run_charts import label_of, slowest
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.telemetry.quantities import (

@@ -32,6 +32,7 @@ from megatron_sparse.errors import ConfigError, MegatronSparseError, SweepError,
 from megatron_sparse.extras import require
 from megatron_sparse.run import composition, launch, sweep
 from megatron_sparse.run.interrupt import end_quickly, reported_by_first_rank
+from megatron_sparse.run.launchers import environment
 from megatron_sparse.run.local_ranks import package_path
 
 SUBMITIT = "hydra_plugins.hydra_submitit_launcher"
@@ -248,7 +249,7 @@ def _hydra(task: Callable[[DictConfig], None], overrides: Sequence[str]) -> None
     # Hydra reads its command line from sys.argv; without the variable it prints errors and exits.
     argv, sys.argv = sys.argv, ["megatron-sparse train", *overrides]
     try:
-        with launch.environment({"HYDRA_FULL_ERROR": "1"}), warnings.catch_warnings():
+        with environment({"HYDRA_FULL_ERROR": "1"}), warnings.catch_warnings():
             # Our launcher's file has the name of the plugin's schema, but does not use it.
             warnings.filterwarnings("ignore", message="(?s).*validated against ConfigStore schema")
             application()

@@ -20,10 +20,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_sparse.errors import MegatronSparseError
+from megatron_sparse.extras import require
+from megatron_sparse.run.launchers import environment
 
 SIGINT = "SIGINT"
 """The value of `training.save_signal` that stands for Ctrl-C."""
@@ -85,14 +86,16 @@ def saving(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
+    require("psutil", "finds the ranks that a second Ctrl-C kills", "train")
+    import psutil
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def second(number: int, frame: object) -> None:
         print("stopping at once, without a checkpoint", file=sys.stderr, flush=True)
-        for process in children(os.getpid()):
+        for child in psutil.Process().children():
             with suppress(ProcessLookupError):
-                # The agent gives each rank a process group of its own.
-                os.killpg(process, signal.SIGKILL)
+                # The agent gives each rank a process group of its own; others have none.
+                os.killpg(child.pid, signal.SIGKILL)
 
     def first(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, second)
@@ -104,17 +107,12 @@ def saving(enabled: bool) -> Iterator[None]:
         )
         raise SignalException("Ctrl-C", sigval=signal.SIGINT)
 
-    handled = os.environ.get(_HANDLED)
-    os.environ[_HANDLED] = "SIGTERM,SIGHUP,SIGQUIT"
-    before = signal.signal(signal.SIGINT, first)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if handled is None:
-            del os.environ[_HANDLED]
-        else:
-            os.environ[_HANDLED] = handled
+    with environment({_HANDLED: "SIGTERM,SIGHUP,SIGQUIT"}):
+        before = signal.signal(signal.SIGINT, first)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -173,18 +171,3 @@ def ending_where_stuck() -> Iterator[None]:
         left.set()
         signal.set_wakeup_fd(before)
         written.close()
-
-
-def children(parent: int) -> list[int]:
-    """The process groups that direct children of `parent` lead. Reads /proc."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with suppress(OSError, ValueError, IndexError):
-            # PID (NAME) STATE PPID PGRP ...; the name may contain anything.
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            process, group = int(entry.name), int(fields[2])
-            if int(fields[1]) == parent and process == group:
-                found.append(process)
-    return sorted(found)

@@ -12,19 +12,17 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.run import interrupt, mpi, preparation, resume, slurm, worker
+from megatron_sparse.run import interrupt, launchers, preparation, resume, worker
 from megatron_sparse.run.full_disk import as_storage_error, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
-from megatron_sparse.run.rank_log import log_path
-from megatron_sparse.run.rank_report import read_report
+from megatron_sparse.run.rank_log import log_path, read_report
 
 RANK = "megatron_sparse.run.rank"
 _TAIL_LINES = 30
@@ -48,10 +46,10 @@ def run(config: RunConfig, command: str) -> int:
     with interrupt.reported_by_first_rank():
         raise_file_limit()
         # mpirun first: in a job of Slurm its ranks inherit the variables of the task above them.
-        of_mpirun = mpi.ranks(os.environ)
+        of_mpirun = launchers.mpi_ranks(os.environ)
         if of_mpirun:
             interrupt.end_with_parent()
-        os.environ.update(of_mpirun or slurm.ranks(os.environ))
+        os.environ.update(of_mpirun or launchers.slurm_ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)
@@ -76,18 +74,6 @@ def raise_file_limit() -> None:
         )
 
 
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables for this process and its children; then the whole environment is as before."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def _launch(config: RunConfig, command: str) -> int:
     """Checks the run, makes its folder, starts the ranks and waits for them."""
     if config.cluster.nodes > 1:
@@ -97,14 +83,14 @@ def _launch(config: RunConfig, command: str) -> int:
             got=f"cluster.nodes={config.cluster.nodes} and no RANK in the environment",
             remedy="put srun before the command, or set cluster.nodes=1",
         )
-    slurm.check_alone(os.environ, config.cluster.ranks_per_node)
+    launchers.check_alone(os.environ, config.cluster.ranks_per_node)
     with ExitStack() as held:
         begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
         if begun is None:
             return 0
         config, run_dir = begun
         of_ranks = preparation.rank_environment(config) | {interrupt.LAUNCHER: str(os.getpid())}
-        with environment(of_ranks):  # a multirun has several runs in one process
+        with launchers.environment(of_ranks):  # a multirun has several runs in one process
             code = _run_agent(config, run_dir)
     # After an error only where something is saved; the error itself is the last thing otherwise.
     if code > 128 or (code and resume.has_saved(run_dir)):

@@ -1,20 +1,28 @@
-"""One log for each rank: what it prints goes to RUN/logs/rankR.log.
+"""What a rank leaves: its log, RUN/logs/rankR.log, and its report if it fails.
 
-The redirection is below Python, on the file descriptors, so that the log has the last words of C++
-libraries after a crash.
+The log's redirection is below Python, on the file descriptors, so that the log has the last words
+of C++ libraries after a crash. Torch's elastic agent hands the report to the launcher.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.errors import MegatronSparseError
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable with the file from which torch's agent reads why a rank failed."""
+_TYPED = "megatron_sparse"
 
 TEE_S = 10
 """Seconds that `tee` may take to write the rest."""
@@ -87,3 +95,38 @@ def _redirected(target: int) -> Iterator[None]:
         for number, kept in before.items():
             os.dup2(kept, number)
             os.close(kept)
+
+
+def write_report(message: str, *, typed: bool) -> None:
+    """Writes the agent's error file, in its format, complete or not at all.
+
+    Prints the message where there is no agent, and where the file cannot be written.
+
+    Args:
+        message: why this rank failed; secrets in it are hidden.
+        typed: whether it is the message of a `MegatronSparseError`.
+    """
+    message = redact_text(message)
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"error: {message}", file=sys.stderr)
+        return
+    callstack = redact_text(traceback.format_exc())
+    info = {"timestamp": str(int(time.time())), "py_callstack": callstack}
+    report = {"message": {"message": message, "extraInfo": info}, _TYPED: typed}
+    part = Path(f"{path}.part")
+    try:
+        part.write_text(json.dumps(report), "utf-8")
+        # The agent would fail over a report that is cut off.
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        print(f"error: {message}\n(no report: {error})", file=sys.stderr)
+
+
+def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
+    """The arguments of `write_report`; None where the agent wrote the report itself.
+
+    The agent does when a rank ended before it could write one.
+    """
+    return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None

@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_sparse.config.dotted import flat
+from megatron_sparse.config.described import flat
 from megatron_sparse.errors import ConfigError, SweepError, writing
 from megatron_sparse.run import composition
-from megatron_sparse.run.json_lines import write_rows
 from megatron_sparse.run.preparation import CONFIG_FILE
+from megatron_sparse.run.rows import write_rows
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.quantities import QUANTITIES
 from megatron_sparse.telemetry.run import SUMMARY_FILE

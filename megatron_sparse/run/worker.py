@@ -16,7 +16,7 @@ from typing import Any
 from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
-from megatron_sparse.run import composition, preparation, resume, slurm
+from megatron_sparse.run import composition, launchers, preparation, resume
 from megatron_sparse.run.full_disk import as_storage_error
 from megatron_sparse.run.interrupt import (
     SIGINT,
@@ -26,8 +26,7 @@ from megatron_sparse.run.interrupt import (
     ending_where_stuck,
     reported_by_first_rank,
 )
-from megatron_sparse.run.rank_log import rank_log
-from megatron_sparse.run.rank_report import write_report
+from megatron_sparse.run.rank_log import rank_log, write_report
 from megatron_sparse.transport.membership import node_of_cluster
 
 _MEETING_TIMEOUT = timedelta(minutes=10)
@@ -223,7 +222,7 @@ def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:
         flush=True,
     )
     if config.cluster.requeue:
-        slurm.requeue(os.environ)
+        launchers.requeue(os.environ)
 
 
 def _wait_for_readers(store: Any, ranks: int) -> None:

@@ -10,26 +10,16 @@ from __future__ import annotations
 import torch
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
+from megatron_sparse.collectives.base import Exchange, Identity, Steps, Subgroup, even_cuts
 from megatron_sparse.collectives.dense_hierarchical import Lanes
 from megatron_sparse.collectives.dense_rhd import Folding, double
 from megatron_sparse.collectives.dense_ring import ring_all_gather
 from megatron_sparse.collectives.records import shard_cuts
 from megatron_sparse.collectives.sparse_ring import ring_gather_sums, ring_order
 from megatron_sparse.collectives.sparse_sum import SparseSum
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import FORMAT_CODES, Message
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.transport import Link, Transport
-
-
-def ring(bucket: Bucket, transport: Transport) -> Steps:
-    """Dense: shards go round the ring, n - 1 rounds of N / n values. Fills `bucket.grad_N`."""
-    tag = Identity("ring_all_gather", bucket, str(bucket.grad_N.dtype), 0).tag
-    group = Subgroup(transport, range(transport.world_size), tag)
-    cuts = even_cuts(bucket.numel, group.world_size)
-    yield from ring_all_gather(bucket.grad_N, cuts, group, last=True)
-    return group.sent_bytes
 
 
 def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Steps:
@@ -39,19 +29,10 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
 
     Args:
         bucket: its shards in the order of the ranks; filled.
-        transport: nodes of equal size.
+        transport: nodes of equal size, and a power of two of them, as in the paper's figures.
         timer: receives the shuffle's time.
-
-    Raises:
-        ConfigError: nodes of different size.
     """
     lanes = Lanes(transport.nodes, transport.rank)
-    if {len(members) for members in lanes.members} != {lanes.count}:
-        raise ConfigError(
-            "the nodes of an all-gather differ in size",
-            expected="as many ranks on each node",
-            got=[len(members) for members in lanes.members],
-        )
     n, k = transport.world_size, len(lanes.members)
     owners = [owner for (owner,) in lanes.order()]
     cuts = even_cuts(bucket.numel, n)
@@ -63,7 +44,7 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     folding = Folding(across)
     own_lane = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
-    yield from _fold(gathered_N, own_lane, folding)
+    assert not folding.folds, "a power of two of nodes"
     yield from double(gathered_N, own_lane, folding, last=lanes.count == 1)
     yield from ring_all_gather(gathered_N, cuts[::k], inside, last=True)
     with timer.stage("decode"):
@@ -71,17 +52,6 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
         shape = (n, bucket.numel // n)
         torch.index_select(gathered_N.view(shape), 0, by_rank, out=bucket.grad_N.view(shape))
     return across.sent_bytes + inside.sent_bytes
-
-
-def _fold(gathered_N: torch.Tensor, cuts: list[int], folding: Folding) -> Phase:
-    """Ranks that sit out send their shard to the rank before them, in one round."""
-    group = folding.group
-    if folding.folded:
-        own = gathered_N[cuts[group.rank] : cuts[group.rank + 1]]
-        yield from group.exchange([(group.rank - 1, own)], [])
-    elif folding.guest is not None:
-        theirs = gathered_N[cuts[folding.guest] : cuts[folding.guest + 1]]
-        yield from group.exchange([], [(folding.guest, theirs)])
 
 
 def sparse_ring(exchange: Exchange) -> Steps:

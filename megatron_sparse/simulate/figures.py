@@ -113,29 +113,20 @@ def write_picture(
     Raises:
         DependencyError: matplotlib is missing.
     """
-    canvas_of = canvas_class()
+    require_figures()
+    from matplotlib import figure
+
     folder.mkdir(parents=True, exist_ok=True)
     table, picture = (folder / f"{name}.{end}" for end in ("csv", "png"))
     write_csv(rows, table)
-    canvas = canvas_of(figsize=(WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+    size = (WIDTH_IN, height_in)
+    canvas = figure.Figure(figsize=size, dpi=DPI, layout="constrained")
     draw(list(rows), canvas)
     if title:
         canvas.suptitle(title, fontsize=9, wrap=True)
     # Sixteen million colours make the file three times as large.
     canvas.savefig(picture, pil_kwargs={"optimize": True})
     return [table, picture]
-
-
-def canvas_class() -> type[Canvas]:
-    """Matplotlib's figure, imported here.
-
-    Raises:
-        DependencyError: matplotlib is missing.
-    """
-    require_figures()
-    from matplotlib import figure
-
-    return figure.Figure
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:

@@ -22,15 +22,13 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
@@ -48,6 +46,7 @@ from megatron_sparse.planner.levels import INSTANCE, NODE, RANK, LevelPrice, Lev
 from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
+from megatron_sparse.run.rows import CellRow, cell, print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Canvas, How
 
@@ -64,8 +63,6 @@ CHUNK_S = 0.25e-3
 
 LABEL = "model (cost models), not measured"
 HEIGHT_IN = 4.5
-TABLE_WIDTH = 132
-"""Where the output is not a terminal."""
 
 
 @dataclass(frozen=True)
@@ -105,56 +102,39 @@ class Training:
 
 
 @dataclass(frozen=True)
-class LevelRow:
+class LevelRow(CellRow):
     """One whole synchronisation; times are milliseconds of a model.
 
-    Attributes:
-        cluster: its name.
-        preset: the settings.
-        ranks: data-parallel ranks.
-        nodes: that they are on.
-        level: `rank`, `node`, or with several instances `instance`. On one node `node` is dense:
-            nothing crosses.
-        scheme: of the gradients: of all ranks, or of a lane.
-        parameters: how they are gathered: `raw`, `exact` or `exact per node`; `none` without the
-            distributed optimizer.
-        buckets: how many.
-        inside_ms: of gradients, inside nodes, at level `node`.
-        across_ms: of gradients, selection included.
-        gradient_ms: both.
-        parameters_ms: of parameters.
-        total_ms: of both halves.
-        dense_gradient_ms: of Megatron's own reduce-scatter, or all-reduce.
-        dense_ms: of Megatron's own synchronisation, both halves.
-        best_dense_ms: of the cheapest dense synchronisation, both halves.
-        speedup: dense_ms / total_ms.
-        gradient_over_rank: the gradient_ms of level `rank` / gradient_ms.
-        modelled: true.
+    On one node `node` is dense: nothing crosses.
     """
 
-    cluster: str
-    preset: str
-    ranks: int
-    nodes: int
-    level: str
-    scheme: str
-    parameters: str
-    buckets: int
-    inside_ms: float
-    across_ms: float
-    gradient_ms: float
-    parameters_ms: float
-    total_ms: float
-    dense_gradient_ms: float
-    dense_ms: float
-    best_dense_ms: float
-    speedup: float
-    gradient_over_rank: float
-    modelled: bool = True
-
-    def to_dict(self) -> dict[str, object]:
-        """The JSON object."""
-        return asdict(self)
+    cluster: str = cell("its name")
+    preset: str = cell("the settings", "<10")
+    ranks: int = cell("data-parallel ranks", ">5")
+    nodes: int = cell("that they are on", ">5")
+    level: str = cell("`rank`, `node`, or with several instances `instance`", "<8")
+    scheme: str = cell("of the gradients: of all ranks, or of a lane", "<18")
+    parameters: str = cell(
+        "how they are gathered: `raw`, `exact` or `exact per node`; `none` without the "
+        "distributed optimizer",
+        "<14",
+    )
+    buckets: int = cell("how many")
+    inside_ms: float = cell("of gradients, inside nodes, at level `node`", ">9.1f inside")
+    across_ms: float = cell(
+        "of gradients, selection included", ">9.1f across | gradient_over_rank >6.2f rank/"
+    )
+    gradient_ms: float = cell("both")
+    parameters_ms: float = cell("of parameters", ">10.1f parameters")
+    total_ms: float = cell("of both halves", ">9.1f whole")
+    dense_gradient_ms: float = cell("of Megatron's own reduce-scatter, or all-reduce")
+    dense_ms: float = cell("of Megatron's own synchronisation, both halves", ">9.1f dense")
+    best_dense_ms: float = cell(
+        "of the cheapest dense synchronisation, both halves", ">10.1f best dense"
+    )
+    speedup: float = cell("dense_ms / total_ms", ">11.2f dense/whole")
+    gradient_over_rank: float = cell("the gradient_ms of level `rank` / gradient_ms")
+    modelled: bool = cell("true", default=True)
 
 
 @dataclass(frozen=True)
@@ -339,36 +319,10 @@ def describe(training: Training, cluster: str) -> str:
     return f"{training.numel / 1e9:g} B parameters on {cluster}: {dtype} gradients, {halves}"
 
 
-def print_levels(rows: Sequence[LevelRow], training: Training) -> None:
-    """Prints a line for each row; the head says what was priced."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=TABLE_WIDTH)
-    console.print(f"{describe(training, rows[0].cluster)}; milliseconds of a {LABEL}", markup=False)
-    table = Table(box=None, pad_edge=False)
-    for title in ("preset", "ranks", "nodes", "level", "scheme"):
-        table.add_column(title, justify="right" if title in ("ranks", "nodes") else "left")
-    for title in ("inside", "across", "/ rank", "parameters", "", "whole", "dense", "best dense"):
-        table.add_column(title, justify="left" if not title else "right")
-    table.add_column("dense / whole", justify="right")
-    for row in rows:
-        table.add_row(
-            row.preset,
-            str(row.ranks),
-            str(row.nodes),
-            row.level,
-            row.scheme,
-            f"{row.inside_ms:.1f}",
-            f"{row.across_ms:.1f}",
-            f"{1 / row.gradient_over_rank:.2f}",
-            f"{row.parameters_ms:.1f}",
-            row.parameters,
-            f"{row.total_ms:.1f}",
-            f"{row.dense_ms:.1f}",
-            f"{row.best_dense_ms:.1f}",
-            f"{row.speedup:.2f}",
-        )
-    console.print(table)
+def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path | None) -> None:
+    """Prints what was priced, then a line for each row; see `print_table`."""
+    print(f"{describe(training, rows[0].cluster)}; milliseconds of a {LABEL}")
+    print_table(rows, json_path)
 
 
 def draw_levels(rows: Sequence[LevelRow], training: Training, folder: Path) -> list[Path]:

@@ -104,14 +104,11 @@ class Isolated[Shown: Closable]:
             self._works = False
 
 
-class View(Protocol):
-    """Shows the progress of the training."""
+class View(Closable, Protocol):
+    """Shows the progress of the training; `close` frees the terminal, and may be called twice."""
 
     def update(self, breakdown: IterationBreakdown) -> None:
         """Called at the end of each iteration."""
-
-    def close(self) -> None:
-        """Releases the terminal. May be called twice."""
 
 
 class RunProgress:

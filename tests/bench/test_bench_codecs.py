@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bench.codec import baseline as codec_baseline
 from megatron_sparse.bench.codec import codecs, hashing, prune, records
 from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.bench.codec.options import RICE_FORMS, CodecSweep, ParameterSweep, PruneSweep
@@ -152,7 +151,7 @@ def test_what_is_wrong_is_counted_and_not_timed(module, function, breaks, form, 
     assert wrong in (None, row.wrong)
     assert row.time_us is None
     with pytest.raises(MegatronSparseError, match="a codec is wrong"):
-        codec_baseline.compare([row], {}, 1.0)
+        codecs.compare([row], {}, 1.0)
 
 
 def test_a_wrong_prune_is_counted_and_not_timed(monkeypatch):
@@ -177,11 +176,11 @@ def test_a_planted_slowdown_fails(tmp_path, monkeypatch):
     """
     small = SMALL | {"iters": 9}
     sweep = CodecSweep(densities=(0.01,), forms=("coo", "pici"), peers=False, **small)
-    path, margin = tmp_path / "baseline.json", 10 / codec_baseline.LEAST_NOISE
+    path, margin = tmp_path / "baseline.json", 10 / codecs.LEAST_NOISE
     codecs.run(sweep, save_baseline=path)
     baseline = json.loads(path.read_text())
     for row in baseline["rows"]:
-        row["noise"] = codec_baseline.LEAST_NOISE
+        row["noise"] = codecs.LEAST_NOISE
     path.write_text(json.dumps(baseline))
     codecs.run(sweep, check=path, margin=margin)
     real = records.ops.encode
@@ -216,7 +215,7 @@ def test_a_file_that_is_no_baseline_is_one_error(content, tmp_path):
     path = tmp_path / "file.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match="the baseline cannot be read"):
-        codec_baseline.read(path)
+        codecs.read_baseline(path)
 
 
 def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
@@ -235,7 +234,7 @@ def test_nothing_to_compare_is_an_error():
     known = {"op": "encode", "format": "coo", "dtype": "fp32", "density": 0.1, "count": 1}
     row = CodecRow(bytes_moved=1, device="cpu", ratio=1.0, **known)
     with pytest.raises(ConfigError, match="nothing that was measured"):
-        codec_baseline.compare([row], {}, 1.0)
+        codecs.compare([row], {}, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_sparse.bench.table import CellRow, cell
+from megatron_sparse.run.rows import CellRow, cell
 
 
 @dataclass
-class Pace(CellRow, gap="  "):
+class Pace(CellRow):
     """Two columns of its own, one before and one behind."""
 
     op: str = cell("not shown")

@@ -19,7 +19,7 @@ from megatron_sparse.megatron.predicted_buckets import predicted_parameters
 from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.run import composition, preparation
 from megatron_sparse.run.composition import GROUPS, compose, group_options, load, save
-from megatron_sparse.telemetry.advice import BITS
+from megatron_sparse.telemetry.console import BITS
 from tests.commands import refusal
 
 CONFIGS = Path(composition.__file__).parents[2] / "configs"

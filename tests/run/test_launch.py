@@ -14,7 +14,7 @@ from megatron_sparse.config.run import RunConfig
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments, checkpoint_folder, training
-from megatron_sparse.run import preparation, rank_report, slurm, worker
+from megatron_sparse.run import launchers, preparation, rank_log, worker
 from megatron_sparse.run.composition import compose, load
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 
@@ -213,7 +213,7 @@ class TestEnvironment:
             raise SystemExit(f"left at once with {code}")
 
         report = tmp_path / "error.json"
-        monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
+        monkeypatch.setenv(rank_log.ERROR_FILE, str(report))
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setattr(training, "train", train)
         monkeypatch.setattr(worker.os, "_exit", leave)
@@ -228,7 +228,7 @@ class TestEnvironment:
                 continue
             with pytest.raises(SystemExit, match="left at once with 3"):
                 worker.main([str(tmp_path)])
-        message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
+        message, typed = rank_log.read_report(json.loads(report.read_text())) or ("", False)
         assert typed
         assert "an operation of NCCL failed" in message
 
@@ -237,7 +237,7 @@ class TestSlurm:
     """Which Slurm processes are ranks."""
 
     def test_a_task_of_srun_is_a_rank(self):
-        assert slurm.ranks(TASK) == {
+        assert launchers.slurm_ranks(TASK) == {
             "RANK": "5",
             "WORLD_SIZE": "8",
             "LOCAL_RANK": "1",
@@ -246,19 +246,19 @@ class TestSlurm:
         }
 
     def test_a_port_of_the_users_is_kept(self):
-        assert slurm.ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
+        assert launchers.slurm_ranks(TASK | {"MASTER_PORT": "1"})["MASTER_PORT"] == "1"
 
     def test_others_are_not(self):
         batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
-        assert slurm.ranks(batch_script) == {}
-        assert slurm.ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
-        assert slurm.ranks(TASK | {"RANK": "0"}) == {}
-        assert slurm.ranks({}) == {}
+        assert launchers.slurm_ranks(batch_script) == {}
+        assert launchers.slurm_ranks(TASK | {"SLURM_STEP_NUM_TASKS": "1"}) == {}
+        assert launchers.slurm_ranks(TASK | {"RANK": "0"}) == {}
+        assert launchers.slurm_ranks({}) == {}
 
     def test_an_address_is_asked_for(self):
         task = {key: value for key, value in TASK.items() if key != "MASTER_ADDR"}
         with pytest.raises(ConfigError, match="scontrol show hostnames"):
-            slurm.ranks(task)
+            launchers.slurm_ranks(task)
 
 
 def test_the_summary_says_that_minutes_of_compiling_come(config, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import launch, mpi, provenance, slurm
+from megatron_sparse.run import launch, launchers, provenance
 from megatron_sparse.run.composition import compose
 from tests.commands import stand_in
 from tests.waiting import DEADLINE_S
@@ -60,25 +60,25 @@ class TestMpi:
         [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")],
     )
     def test_ranks(self, given, local_size):
-        found = mpi.ranks(given | {local_size: "4"})
+        found = launchers.mpi_ranks(given | {local_size: "4"})
         port = int(found.pop("MASTER_PORT"))
-        assert slurm.FIRST_PORT <= port < slurm.FIRST_PORT + slurm.PORTS
+        assert launchers.FIRST_PORT <= port < launchers.FIRST_PORT + launchers.PORTS
         place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
         assert found == place | {"MASTER_ADDR": "127.0.0.1"}
         meeting = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-        assert mpi.ranks(given | {local_size: "2"} | meeting) == place
+        assert launchers.mpi_ranks(given | {local_size: "2"} | meeting) == place
         with pytest.raises(ConfigError, match="where to meet"):
-            mpi.ranks(given | {local_size: "2"})
+            launchers.mpi_ranks(given | {local_size: "2"})
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
-            mpi.ranks({key: value for key, value in given.items() if "LOCAL" not in key})
+            launchers.mpi_ranks({key: value for key, value in given.items() if "LOCAL" not in key})
 
     @pytest.mark.parametrize("given", [{}, OPEN_MPI | {"RANK": "0"}, {"PMI_SIZE": "1"}])
     def test_nothing_where_it_is_not_needed(self, given):
-        assert mpi.ranks(given) == {}
+        assert launchers.mpi_ranks(given) == {}
 
     def test_under_slurm(self, monkeypatch):
         """Slurm sets PMI's variables itself; mpirun's ranks inherit those of the task above."""
-        assert mpi.ranks(STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == {}
+        assert launchers.mpi_ranks(STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == {}
         for name, value in (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(launch.interrupt, "end_with_parent", lambda: None)
@@ -98,28 +98,30 @@ class TestSlurm:
         ("counts", "expected"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("4,1(x2),3", [4, 1, 1, 3])]
     )
     def test_tasks_per_node(self, counts, expected):
-        assert slurm.tasks_per_node(counts) == expected
+        assert launchers.tasks_per_node(counts) == expected
 
     def test_ranks_rendezvous_at_the_first_node(self, scontrol):
         calls = scontrol("printf 'n0\\nn1\\nn2\\n'")
-        assert slurm.ranks(STEP)["MASTER_ADDR"] == "n0"
-        assert slurm.ranks(STEP)["MASTER_PORT"] == "20007"
+        assert launchers.slurm_ranks(STEP)["MASTER_ADDR"] == "n0"
+        assert launchers.slurm_ranks(STEP)["MASTER_PORT"] == "20007"
         assert calls.read_text().splitlines()[0] == "show hostnames n[0-2]"
-        assert slurm.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
-        assert slurm.host_of_each_rank({}) == []
-        assert slurm.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
+        assert launchers.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
+        assert launchers.host_of_each_rank({}) == []
+        assert launchers.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
 
     def test_without_an_answer_it_is_one_typed_error(self, scontrol, monkeypatch):
         scontrol("exit 1")
         with pytest.raises(ConfigError, match="scontrol show hostnames"):
-            slurm.ranks(STEP)
+            launchers.slurm_ranks(STEP)
         monkeypatch.setenv("PATH", "")
         with pytest.raises(ConfigError, match="no scontrol on PATH"):
-            slurm.ranks(STEP)
+            launchers.slurm_ranks(STEP)
 
     def test_without_a_local_number_it_is_one_typed_error(self):
         with pytest.raises(ConfigError, match="SLURM_LOCALID"):
-            slurm.ranks({key: value for key, value in STEP.items() if key != "SLURM_LOCALID"})
+            launchers.slurm_ranks(
+                {key: value for key, value in STEP.items() if key != "SLURM_LOCALID"}
+            )
 
     @pytest.mark.parametrize(
         ("tasks", "nodes", "is_refused"), [(1, 1, False), (2, 1, False), (4, 1, True), (2, 2, True)]
@@ -128,24 +130,24 @@ class TestSlurm:
         """A batch script has SLURM_PROCID too; two ranks are about to be started."""
         job = {"SLURM_PROCID": "0", "SLURM_NTASKS": str(tasks), "SLURM_JOB_NUM_NODES": str(nodes)}
         with pytest.raises(ConfigError, match="srun before") if is_refused else nullcontext():
-            slurm.check_alone(job, 2)
+            launchers.check_alone(job, 2)
 
     def test_requeue(self, scontrol, monkeypatch):
         waits = []
-        monkeypatch.setattr(slurm.time, "sleep", waits.append)
+        monkeypatch.setattr(launchers.time, "sleep", waits.append)
         calls = scontrol("exit 0")
-        slurm.requeue(STEP)
+        launchers.requeue(STEP)
         assert calls.read_text() == "requeue 10007\n"
         # Waiting for scontrol sleeps, too.
-        assert waits[-1] == slurm.KILL_S, "Slurm ends the job; nobody may take it for finished"
+        assert waits[-1] == launchers.KILL_S, "Slurm ends the job; nobody may take it for finished"
 
     def test_requeue_that_is_refused(self, scontrol):
         scontrol("echo 'Requested operation is presently disabled' >&2; exit 1")
         with pytest.raises(ConfigError, match="presently disabled") as caught:
-            slurm.requeue(STEP)
+            launchers.requeue(STEP)
         assert "resume=auto" in str(caught.value)
         with pytest.raises(ConfigError, match="no SLURM_JOB_ID"):
-            slurm.requeue({})
+            launchers.requeue({})
 
 
 class TestSaveSignal:

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import print_summary
-from megatron_sparse.telemetry.advice import advice
+from megatron_sparse.telemetry.console import advice
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.quantities import exposed_share
 

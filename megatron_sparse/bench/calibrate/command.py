@@ -25,7 +25,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 )
 from megatron_sparse.bench.exchange.frame import Bench, as_rank, start_ranks
 from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, print_table, torch_threads
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, torch_threads
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.errors import ConfigError, DependencyError
@@ -34,7 +34,8 @@ from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate, find
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.run import local_ranks, slurm
+from megatron_sparse.run import launchers, local_ranks
+from megatron_sparse.run.rows import print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -96,7 +97,7 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
         ConfigError: flags contradict one another, or the output file exists already.
         MegatronSparseError: a rank failed.
     """
-    os.environ.update(slurm.ranks(os.environ))
+    os.environ.update(launchers.slurm_ranks(os.environ))
     started = local_ranks.started_ranks()
     flags = {"netbed": place.netbed, "virtual": place.virtual, "mbit": place.mbit}
     local_ranks.check_place(**flags, ranks=place.ranks, started=started)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps
@@ -26,6 +25,7 @@ from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
 from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
+from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.simulate.gradients import uniform
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -53,7 +53,7 @@ class SweepCase:
 
 
 @dataclass(frozen=True)
-class SweepPoint(CellRow, gap="  "):
+class SweepPoint(CellRow):
     """A point of a curve."""
 
     format: str = cell("`coo` or `pici`", "<6")

@@ -20,10 +20,11 @@ import numpy as np
 import torch
 
 from megatron_sparse.bench.codec.options import TimedSweep
-from megatron_sparse.bench.table import Action, CellRow, cell, copy_action, optional
+from megatron_sparse.bench.table import Action, copy_action
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.formats.message import VALUE_DTYPES as DTYPES
 from megatron_sparse.formats.message import WIRE_CODES, record_spec
+from megatron_sparse.run.rows import CellRow, cell, optional
 
 KEY = 20_250_101
 STEP = 1

@@ -18,6 +18,7 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES, KEY, STEP, Case, Task, differing
 from megatron_sparse.bench.table import Action
+from megatron_sparse.calibration.codec import sparse_vector
 from megatron_sparse.formats import hash_bitmap, hash_pairs, hierarchical_hash
 from megatron_sparse.formats.hash_partition import PermutationHash
 from megatron_sparse.formats.hash_record import PartitionRecord
@@ -33,10 +34,7 @@ SMALL_NUMEL = 2**13
 
 def _sparse(case: Case, numel: int, density: float) -> torch.Tensor:
     """Normally distributed values at a fraction `density` of the positions, zeros elsewhere."""
-    generator = torch.Generator().manual_seed(numel)
-    values_N = torch.randn(numel, generator=generator)
-    kept_N = torch.rand(numel, generator=generator) < density
-    return values_N.mul_(kept_N).to(case.device, DTYPES[case.dtype])
+    return sparse_vector(numel, density, case.device).to(DTYPES[case.dtype])
 
 
 def _unequal(got: torch.Tensor, expected: torch.Tensor) -> int:

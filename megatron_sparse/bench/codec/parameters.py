@@ -24,10 +24,11 @@ import torch
 
 from megatron_sparse.bench.codec.frame import DTYPES, differing, time_in_turn
 from megatron_sparse.bench.codec.options import ParameterSweep
-from megatron_sparse.bench.table import Action, CellRow, cell, local, show_progress
+from megatron_sparse.bench.table import Action, local
 from megatron_sparse.extras import is_installed
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
+from megatron_sparse.run.rows import CellRow, cell, show_progress
 from megatron_sparse.wire import MOVES_CODERS
 
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
@@ -52,7 +53,7 @@ class ParameterPair:
 
 
 @dataclass
-class ParameterRow(CellRow, gap="  "):
+class ParameterRow(CellRow):
     """One line of the table and one JSON object; rates are 1e9 bytes of parameters in a second.
 
     `entropy` is null for fp32, where nearly every move is another.

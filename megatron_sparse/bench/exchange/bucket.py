@@ -25,7 +25,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
@@ -36,9 +35,11 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from megatron_sparse.bench.exchange.case import BucketCase, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import BucketSweep, CollectiveSweep
-from megatron_sparse.bench.table import CellRow, cell, copy_action, local, optional, show_progress
+from megatron_sparse.bench.table import copy_action, local
 from megatron_sparse.formats.codec_choice import CODEC
 from megatron_sparse.reduction.job import Pending
+from megatron_sparse.run.launchers import environment
+from megatron_sparse.run.rows import CellRow, cell, optional, show_progress
 
 FLOOR_BYTES = 16
 """Of an element: fp32 gradient and residual read, residual and sum written."""
@@ -210,23 +211,10 @@ def _where(_: BucketSweep) -> str:
 
 def _rows(sweep: BucketSweep) -> Iterator[BucketRow]:
     for codec in sweep.codecs if torch.cuda.is_available() else ("cpu",):
-        with _selected(codec), BucketBench(sweep, codec) as bench:
+        # Each message reads it; a CPU has one codec only.
+        selected = {} if codec == "cpu" else {CODEC: codec}
+        with environment(selected), BucketBench(sweep, codec) as bench:
             yield from bench.bucket_rows()
-
-
-@contextmanager
-def _selected(codec: str) -> Iterator[None]:
-    """Sets MEGATRON_SPARSE_CODEC, which each message reads; a CPU has one codec only."""
-    before = os.environ.get(CODEC)
-    if codec != "cpu":
-        os.environ[CODEC] = codec
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(CODEC, None)
-        else:
-            os.environ[CODEC] = before
 
 
 run = local(_where, _rows)

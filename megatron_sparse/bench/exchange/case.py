@@ -31,7 +31,7 @@ from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import Planner
-from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, StageTimer
+from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
@@ -259,21 +259,6 @@ def _sum_bits(
     return given if can and given != WHOLE_BITS else None
 
 
-class LastRecord(NullSink):
-    """Keeps the records of the last bucket and of the last gather."""
-
-    bucket: BucketRecord
-    gather: GatherRecord
-
-    def record_bucket(self, record: BucketRecord) -> None:
-        """See `RecordSink`."""
-        self.bucket = record
-
-    def record_gather(self, record: GatherRecord) -> None:
-        """See `RecordSink`."""
-        self.gather = record
-
-
 class BucketPath:
     """One rank's reducer, with residuals that begin at zero and selections that all count.
 
@@ -292,21 +277,22 @@ class BucketPath:
         progress: Progress | None = None,
     ) -> None:
         config = case.config(sweep, groups.data_parallel.world_size)
-        self._sink = LastRecord()
         self.residuals = ResidualStore(torch.float32)
         self.reducer = GradientReducer(
             config,
             groups,
             Planner(config.compression, config.scheme),
             self.residuals,
-            self._sink,
+            NullSink(),
             progress,  # type: ignore[arg-type] - virtual ranks launch nothing
         )
 
     def run(self, bucket: Bucket, step: int) -> BucketRecord:
         """Synchronises a bucket as training does."""
-        self.reducer.start(bucket, step).wait()
-        return self._sink.bucket
+        pending = self.reducer.start(bucket, step)
+        pending.wait()
+        assert isinstance(pending.record, BucketRecord), "of a bucket"
+        return pending.record
 
     def steps(
         self, bucket: Bucket, step: int, timer: StageTimer | None = None

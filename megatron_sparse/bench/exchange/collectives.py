@@ -38,13 +38,15 @@ from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bench.exchange.row import MEASURED, CollectiveRow, figures_of, payload_rate
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, CellRow, free_memory_bytes
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, free_memory_bytes
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, ring_times
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.run.rows import CellRow
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
 from megatron_sparse.transport.virtual import VirtualTransport
 
@@ -117,15 +119,9 @@ class CollectiveBench(Bench[CollectiveSweep]):
         """Payload bytes a second that each rank's link carries, measured unless it is known."""
         if self._cases.mbit is not None:
             return payload_rate(self._cases.mbit)
-        n, rank = self.world_size, self.rank
-        sent = torch.zeros(LINK_BYTES, dtype=torch.uint8, device=self._device)
-        sends = [((rank + 1) % n, sent)] if n > 1 else []
-        receives = [((rank - 1) % n, torch.empty_like(sent))] if n > 1 else []
-
-        def action() -> None:
-            self._transport.exchange(sends, receives, 1).finish()
-
-        return LINK_BYTES / self._median_us([self._timed(action) for _ in range(LINK_ROUNDS)]) * 1e6
+        sweep, clock = LinkSweep((LINK_BYTES,), LINK_ROUNDS, rounds=1), host_clock(self._device)
+        (round_s,) = complete(ring_times(self._transport, [range(self.world_size)], sweep, clock))
+        return LINK_BYTES / round_s
 
     def _check(self, case: BucketCase) -> tuple[int, str]:
         """Elements, on all ranks, that differ from the sum of what was sent of small integers.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any, Self
 
 import torch
@@ -22,19 +21,12 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from megatron_sparse.bench.exchange.options import CalibrationOptions, Place, Rounds
-from megatron_sparse.bench.table import (
-    CellRow,
-    HostLoad,
-    foreign_share,
-    print_rows,
-    show_progress,
-    torch_threads,
-)
+from megatron_sparse.bench.table import HostLoad, foreign_share, print_rows, torch_threads
 from megatron_sparse.calibration.launch_check import meet, open_store
 from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
 from megatron_sparse.reduction.progress import progress_on
-from megatron_sparse.run import local_ranks, slurm
-from megatron_sparse.run.json_lines import write_rows
+from megatron_sparse.run import launchers, local_ranks
+from megatron_sparse.run.rows import CellRow, show_progress, write_rows
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology
 from megatron_sparse.transport.netbed import NETBED_MBIT, BedLinks, netbed_mbit
 
@@ -145,11 +137,6 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         figures = [torch.tensor(each[warmup:], dtype=torch.float64) for each in rounds]
         return [self._gather(each) for each in figures], share
 
-    def _median_us(self, times_us: Sequence[float]) -> float:
-        """The median over the rounds of the slowest rank's time."""
-        slowest = self._gather(torch.tensor(times_us, dtype=torch.float64)).max(0).values
-        return median(slowest.tolist())
-
     def _timed(self, action: Callable[[], object]) -> float:
         """This rank's microseconds; all ranks begin together."""
         self._meet()
@@ -229,7 +216,7 @@ def as_rank[Group: Bench[Any], Result](
     torch.set_num_threads(1)
     store, rank, world_size = open_store(timeout_s)
     try:
-        meet(store, rank, world_size, timeout_s, slurm.host_of_each_rank(os.environ))
+        meet(store, rank, world_size, timeout_s, launchers.host_of_each_rank(os.environ))
         with make(store, rank, world_size) as group:
             return action(group)
     except MegatronSparseError as error:

@@ -21,18 +21,19 @@ from typing import Any
 import torch
 
 from megatron_sparse.bench.codec.parameters import synthetic
-from megatron_sparse.bench.exchange.case import LastRecord
 from megatron_sparse.bench.exchange.frame import Bench, each_case
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.bench.options import check_arguments
-from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.parameters.gather import ExactGather, ExactWay
 from megatron_sparse.parameters.price import several_levels
+from megatron_sparse.recording import GatherRecord, NullSink
+from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import HeldProgress
 from megatron_sparse.reduction.progress import Progress as JobProgress
+from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport import Topology, Transport, VirtualCluster
 
@@ -167,7 +168,6 @@ class RankGather:
     Attributes:
         values_N: the parameters on this rank; at first those before the step.
         own_M: this rank's shard of them.
-        gather: see `ExactGather`; the first one is raw.
     """
 
     def __init__(
@@ -182,8 +182,13 @@ class RankGather:
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
         way = ExactWay(case.coder, verify_every=2**20, per_node=case.way == PER_NODE)
-        self._sink = LastRecord()
-        self.gather = ExactGather(bucket, self.values_N, transport, way, progress, self._sink)
+        self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
+
+    def start(self, step: int) -> Pending:
+        """Launches a gather; the first one is raw."""
+        pending = self._gather.start(step)
+        self._record = pending.record
+        return pending
 
     def move(self, number: int) -> None:
         """Writes the own shard, as an optimizer does."""
@@ -197,7 +202,8 @@ class RankGather:
 
     def measured(self) -> list[float]:
         """The figures `MEASURED` of the last gather."""
-        record = self._sink.gather
+        record = self._record
+        assert isinstance(record, GatherRecord), "there was a gather"
         stages = record.timer.times_us()
         return [stages["encode"], stages["decode"], record.wire_bytes, record.message_bytes]
 
@@ -225,14 +231,14 @@ class GatherBench(Bench[GatherSweep]):
         sweep = self._cases
         own = RankGather(sweep, case, self._transport, self._progress)
         raw_N = torch.empty_like(own.values_N)
-        own.gather.start(0).wait()
+        own.start(0).wait()
         wrong = 0
 
         def exact(number: int) -> list[float]:
             nonlocal wrong
             step = number + 1
             own.move(step)
-            time_us = self._timed(lambda: own.gather.start(step).wait())
+            time_us = self._timed(lambda: own.start(step).wait())
             wrong += own.wrong(step)
             return [time_us, *own.measured()]
 
@@ -267,7 +273,7 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         pending = []
         for rank in ranks:
             rank.move(number)
-            pending.append(rank.gather.start(number))
+            pending.append(rank.start(number))
         cluster.run(lambda transport: held[transport.rank].steps())
         for each in pending:
             each.wait()

@@ -27,13 +27,13 @@ import numpy as np
 import torch
 
 from megatron_sparse.bench.exchange.case import BucketCase
-from megatron_sparse.bench.table import CellRow, Columns, cell, optional
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.config.level import RANK
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
+from megatron_sparse.run.rows import CellRow, Columns, cell, optional
 
 MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "wire_bytes", "inside_bytes", "nnz", "numel")
 """What a rank measures of the scheme in a round: microseconds, bytes and elements."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from megatron_sparse.bench.exchange.frame import Bench, Turn
 from megatron_sparse.bench.exchange.frame import run as run_bench
 from megatron_sparse.bench.exchange.options import RowSparseSweep
-from megatron_sparse.bench.table import CellRow, cell, optional
 from megatron_sparse.bucket import Reduction
 from megatron_sparse.collectives.row_sparse import RowSparseWay
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.row_sparse import RowSparseReducer
+from megatron_sparse.run.rows import CellRow, cell, optional
 
 Version = Callable[[torch.Tensor], tuple[torch.Tensor, int]]
 """Reduces a sparse gradient; returns the sum and the bytes that this rank sent."""

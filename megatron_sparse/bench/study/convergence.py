@@ -24,8 +24,8 @@ from megatron_sparse.bench.study.options import (
     by_name,
     schedule,
 )
-from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.megatron import corpus
+from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.simulate import figures
 
 SETTINGS = by_name(CONVERGENCE)

@@ -21,17 +21,11 @@ from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
-from megatron_sparse.bench.table import (
-    MOST_FOREIGN_LOAD,
-    CellRow,
-    HostLoad,
-    describe_cpu,
-    foreign_share,
-    print_table,
-)
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, describe_cpu, foreign_share
 from megatron_sparse.config.run import ClusterConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
+from megatron_sparse.run.rows import CellRow, print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE

@@ -28,8 +28,8 @@ from megatron_sparse.bench.study.options import (
     by_name,
     schedule,
 )
-from megatron_sparse.bench.table import CellRow, cell
 from megatron_sparse.megatron import corpus
+from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.simulate import figures
 from megatron_sparse.telemetry.quantities import ratio
 from megatron_sparse.transport.netbed import BedLinks

@@ -15,13 +15,13 @@ from typing import Any
 
 from megatron_sparse.bench.study.frame import Run, begin
 from megatron_sparse.bench.study.options import PLAIN, TrainingOptions
-from megatron_sparse.bench.table import CellRow, cell, print_table
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.reduction.setting_trials import steps_of_trials
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
+from megatron_sparse.run.rows import CellRow, cell, print_table
 
 PRESET = "preset="
 

@@ -1,0 +1,188 @@
+"""Rows of measurements: a line of a table and a JSON object each.
+
+A row is declared once: each field carries its meaning and its column of the table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import Field, asdict, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_sparse.errors import writing
+
+_COLUMN = "column"
+
+
+class Columns:
+    """A table's columns, declared once: the header and every line follow from them.
+
+    Args:
+        text: `attribute format title`, columns separated by `|`; a title that is left out is the
+            attribute. A format has a width, such as `>10.1f` or `<14`. `a/b` in place of an
+            attribute is a ratio of two, or of one and a number.
+
+    Attributes:
+        header: the line above the table.
+
+    Example:
+        >>> columns = Columns("bytes >8 size(B) | time_us >9.1f time(us)")
+        >>> columns.header
+        '#size(B)  time(us)'
+    """
+
+    def __init__(self, text: str) -> None:
+        self._columns = []
+        titles = []
+        for column in text.split("|"):
+            attribute, spec, *title = column.split(maxsplit=2)
+            found = re.match(r"([<>])[+]?(\d+)", spec)
+            assert found is not None, f"{spec} has no width"
+            blank = found[1] + found[2]
+            self._columns.append((attribute, spec, blank))
+            titles.append(format((title or [attribute])[0].strip(), blank))
+        # A left-aligned first column stands behind the header's #.
+        self._begin = "  " if self._columns[0][2].startswith("<") else ""
+        self.header = "#" + (self._begin + " ".join(titles).rstrip())[1:]
+
+    def line(self, row: object) -> str:
+        """A row's line; `-` for None. Noisy rows say how much of the machine others took."""
+        cells = []
+        for attribute, spec, blank in self._columns:
+            value = _value(row, attribute)
+            cells.append(format("-", blank) if value is None else format(value, spec))
+        noise = f"  noisy: {row.foreign_load:.0%}" if getattr(row, "noisy", False) else ""  # type: ignore[attr-defined]
+        return self._begin + " ".join(cells).rstrip() + noise
+
+
+def _value(row: object, expression: str) -> Any:
+    first, *below = expression.split("/")
+    value = getattr(row, first)
+    for part in below:
+        divisor = float(part) if part[0].isdigit() else getattr(row, part)
+        value = None if value is None or not divisor else value / divisor
+    return value
+
+
+def cell(meaning: str, column: str = "", **default: Any) -> Any:
+    """A field of a `CellRow`.
+
+    Args:
+        meaning: in words, for the reader of the class; `null` stands for None.
+        column: format and title, as in `Columns`; empty for a field that only JSON has. Columns
+            before or after it, such as ratios, are written with their attribute and a `|`.
+        default: `default`, as of `dataclasses.field`.
+
+    Example:
+        >>> cell("of a call", ">9.1f time(us) | time_us/copy_us >6.2f ratio").metadata["meaning"]
+        'of a call'
+    """
+    return field(metadata={"meaning": meaning, _COLUMN: column}, **default)
+
+
+def optional(meaning: str, column: str = "") -> Any:
+    """A cell that is null unless it is given, or measured later."""
+    return cell(meaning, column, default=None)
+
+
+class CellRow:
+    """A dataclass of cells: a line of a table, with columns in the order of the fields, and JSON.
+
+    A class whose columns have another order declares `COLUMNS` itself.
+    """
+
+    COLUMNS: ClassVar[Columns]
+
+    def __init_subclass__(cls) -> None:
+        columns = []
+        for name, cell in vars(cls).items():
+            text = cell.metadata.get(_COLUMN, "") if isinstance(cell, Field) else ""
+            if text:
+                columns.append(f"{name} {text}" if text[0] in "<>" else text)
+        if columns:
+            cls.COLUMNS = Columns("|".join(columns))
+
+    @property
+    def bad(self) -> bool:
+        """Whether the bench fails because of this row: a result is wrong, or misses its target."""
+        return bool(getattr(self, "wrong", 0))
+
+    def line(self) -> str:
+        """The table's line."""
+        return self.COLUMNS.line(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object."""
+        return asdict(self)  # type: ignore[call-overload] - subclasses are dataclasses
+
+
+def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> list[Row]:
+    """Prints rows as they come and writes one JSON object a line; returns them.
+
+    A row of another kind than the one before begins a table. A sweep that is stopped keeps its
+    rows.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    write_rows(json_path, [])
+    done: list[Row] = []
+    for row in rows:
+        clear_progress()
+        if not done or type(row) is not type(done[-1]):
+            print(row.COLUMNS.header)
+        print(row.line(), flush=True)
+        done.append(row)
+        append_row(json_path, row.to_dict())
+    if any(getattr(row, "noisy", False) for row in done):
+        print(
+            "# noisy: other programs took so much of the machine in the meantime; measure again",
+            flush=True,
+        )
+    return done
+
+
+def show_progress(text: str) -> None:
+    """Shows on a terminal which case is being measured."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text} ...", end="", file=sys.stderr, flush=True)
+
+
+def clear_progress() -> None:
+    """Removes the line of `show_progress`."""
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def write_text(path: Path, text: str, mode: str = "w") -> None:
+    """Writes a file; appends to it with mode `a`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with writing("the measurements"), path.open(mode, encoding="utf-8") as file:
+        file.write(text)
+
+
+def write_rows(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes one JSON object a line; None writes nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def append_row(path: Path | None, row: dict[str, Any]) -> None:
+    """Adds one JSON object to a file of `write_rows`; None writes nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is not None:
+        write_text(path, json.dumps(row) + "\n", "a")
