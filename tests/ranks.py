@@ -11,6 +11,8 @@ import multiprocessing as mp
 import os
 import pickle
 import queue
+import runpy
+import sys
 import tempfile
 import threading
 import time
@@ -18,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -59,11 +62,76 @@ def start_rank(
         imported: what its server has imported: `PACKAGE` or `MEGATRON`.
     """
     given = dict(os.environ), function, rank, world_size, store, results, args
-    process = CONTEXT.Process(target=_rank_main, args=given)
+    return fork(_rank_main, given, imported)
+
+
+def fork(target: Callable[..., None], args: tuple[Any, ...], imported: str = PACKAGE) -> Any:
+    """Calls a function in a process that is forked from a server; returns the process."""
+    process = CONTEXT.Process(target=target, args=args)
     connect = _server(imported).connect_to_new_process
     with _starting, mock.patch.object(forkserver, "connect_to_new_process", connect):
         process.start()
     return process
+
+
+def run_command(
+    words: Sequence[str],
+    world_size: int,
+    output: Path,
+    imported: str = PACKAGE,
+    timeout_s: float = DEADLINE_S,
+) -> list[int]:
+    """Runs a Python script, or `megatron-sparse`, as each rank, with torchrun's variables.
+
+    Args:
+        words: of the command line.
+        world_size: ranks.
+        output: gets what they print, behind what it has.
+        imported: see `start_rank`.
+        timeout_s: for all of them.
+
+    Returns:
+        The ranks' exit codes; that of a rank that was killed at the limit is -9.
+    """
+    # Not above: each rank imports this module.
+    from torch.distributed.elastic.utils.distributed import get_free_port
+
+    meeting = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(get_free_port()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    given = dict(os.environ) | meeting, words, output
+    processes = [fork(_command_main, (rank, *given), imported) for rank in range(world_size)]
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes]
+
+
+def _command_main(
+    rank: int, environment: dict[str, str], words: Sequence[str], output: Path
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    with output.open("a") as log:
+        for number in (1, 2):
+            os.dup2(log.fileno(), number)
+    mp.set_start_method("fork", force=True)  # as in a process of its own
+    program, *others = words
+    if program.endswith(".py"):
+        sys.argv = list(words)
+        runpy.run_path(program, run_name="__main__")
+    else:
+        import_module("megatron_sparse.cli.main").main(others)
 
 
 def run_ranks(

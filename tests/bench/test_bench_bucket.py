@@ -1,7 +1,8 @@
-"""`bench bucket` on the CPU: its rows and its arithmetic."""
+"""`bench bucket` on the CPU: its rows and its arithmetic; and how a row declares its columns."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_sparse.bench.exchange.bucket import BucketRow, run
 from megatron_sparse.bench.exchange.options import BucketSweep
-from tests.bench.running import read_rows
+from megatron_sparse.run.rows import CellRow, cell
+from tests.tracked import json_lines
 
 
 @pytest.mark.parametrize("scheme", ["direct", "agsparse", "dense_ring"])
@@ -21,7 +23,7 @@ def test_rows(scheme: str, tmp_path: Path) -> None:
     )
     rows = run(sweep, path)
     assert [row.bytes for row in rows] == [2**14, 2**16]
-    for row, written in zip(rows, read_rows(path), strict=True):
+    for row, written in zip(rows, json_lines(path), strict=True):
         assert (row.scheme, row.wrong) == (scheme, 0)
         assert row.codec == ("cuda" if torch.cuda.is_available() else "cpu")
         for name in ("time_us", "floor_us", "host_us", "busy_us", "both_us"):
@@ -41,3 +43,27 @@ def test_hidden_is_the_share_of_the_shorter_one() -> None:
 def test_triton_has_a_row_beside_the_compiled_kernels() -> None:
     rows = run(BucketSweep(min_bytes=2**16, max_bytes=2**16, warmup=0, iters=1))
     assert [(row.codec, row.wrong) for row in rows] == [("cuda", 0), ("torch", 0)]
+
+
+@dataclass
+class Pace(CellRow):
+    """Two columns of its own, one before and one behind."""
+
+    op: str = cell("not shown")
+    count: int = cell("elements", "half >5 half | count >5")
+    time_us: float | None = cell(
+        "of a call", ">8.1f time(us) | time_us/count >5.1f each", default=None
+    )
+
+    @property
+    def half(self) -> int:
+        """For the first column."""
+        return self.count // 2
+
+
+def test_columns_follow_the_fields() -> None:
+    """In their order, ratios among them; all but what is computed are in the JSON."""
+    assert Pace.COLUMNS.header.split() == ["#half", "count", "time(us)", "each"]
+    assert Pace("add", 4, 6.0).line().split() == ["2", "4", "6.0", "1.5"]
+    assert Pace("add", 4).line().split() == ["2", "4", "-", "-"]
+    assert Pace("add", 4).to_dict() == {"op": "add", "count": 4, "time_us": None}

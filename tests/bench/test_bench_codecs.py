@@ -1,10 +1,12 @@
-"""`bench codecs` and `bench prune`: checks before timing, rows on disk and screen, the baseline."""
+"""`bench codecs`, `bench prune` and `bench parameters`.
+
+Checks before timing, rows on disk and screen, the baseline; bits of moves against their entropy.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import product
@@ -13,13 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bench.codec import codecs, hashing, prune, records
+from megatron_sparse.bench.codec import codecs, hashing, parameters, prune, records
 from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.bench.codec.options import RICE_FORMS, CodecSweep, ParameterSweep, PruneSweep
 from megatron_sparse.errors import ConfigError, MegatronSparseError
-from tests.bench.running import read_rows, run_cli
+from tests.commands import run
+from tests.programs import ROOT, ended
+from tests.tracked import json_lines
 
-BASELINE = Path(__file__).resolve().parents[2] / "benchmarks" / "baseline_codecs.json"
+BASELINE = ROOT / "benchmarks" / "baseline_codecs.json"
 SMALL = {"min_bytes": 2**16, "max_bytes": 2**16, "warmup": 1, "iters": 2, "threads": 1}
 
 
@@ -39,7 +43,7 @@ def printed_and_written(
     path, threads = folder / "rows.jsonl", torch.get_num_threads()
     rows = run(path)
     assert torch.get_num_threads() == threads
-    assert read_rows(path) == [row.to_dict() for row in rows]
+    assert json_lines(path) == [row.to_dict() for row in rows]
     printed = capsys.readouterr().out.splitlines()
     assert "#wrong" in printed[3]
     assert len(printed) == 4 + len(rows)
@@ -108,34 +112,27 @@ def test_hashing_and_rows_are_in_the_same_table(density):
     assert all(map(is_timed, rows))
 
 
-def one_more(result, arguments):
-    result[-1] += 1
-
-
-def one_more_value(result, arguments):
-    result.values_K[-1] += 1
-
-
-def one_more_row(result, arguments):
-    result.indices_K[-1] += 1
-
-
-def one_more_in_the_sum(result, arguments):
-    arguments[0][-1] += 1
-
-
-def another_byte(result, arguments):
-    arguments[4][60] ^= 1  # of the message's first section
-
-
 @pytest.mark.parametrize(
     ("module", "function", "breaks", "form", "wrong"),
     [
-        (records.ops, "prune_encode", another_byte, "coo", 1),
-        (records.ops, "decode_add_", one_more_in_the_sum, "rice_q4", None),
-        (hashing.hash_bitmap, "encode", one_more, "hash_bitmap", None),
-        (hashing.hierarchical_hash, "split", one_more_value, "pairs", None),
-        (hashing.RowPart, "decode", one_more_row, "row_sparse", None),
+        # A byte of the message's first section.
+        (records.ops, "prune_encode", lambda _, given: given[4][60:61].bitwise_xor_(1), "coo", 1),
+        (records.ops, "decode_add_", lambda _, given: given[0][-1:].add_(1), "rice_q4", None),
+        (hashing.hash_bitmap, "encode", lambda made, _: made[-1:].add_(1), "hash_bitmap", None),
+        (
+            hashing.hierarchical_hash,
+            "split",
+            lambda made, _: made.values_K[-1:].add_(1),
+            "pairs",
+            None,
+        ),
+        (
+            hashing.RowPart,
+            "decode",
+            lambda made, _: made.indices_K[-1:].add_(1),
+            "row_sparse",
+            None,
+        ),
     ],
 )
 def test_what_is_wrong_is_counted_and_not_timed(module, function, breaks, form, wrong, monkeypatch):
@@ -205,7 +202,7 @@ def test_the_committed_baseline_holds(capsys):
     """
     words = "codecs --max-bytes 1M --density 0.01,0.5 --format coo,pici --no-peers --threads 1"
     more = ["--warmup", "1", "--iters", "9", "--check", str(BASELINE), "--margin", "16"]
-    code, captured = run_cli(*words.split(), *more), capsys.readouterr()
+    code, captured = run("bench", words, *more), capsys.readouterr()
     assert code == 0, captured.err
     assert "rows are within the baseline" in captured.out
 
@@ -222,9 +219,7 @@ def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
     path, script = tmp_path / "rows.jsonl", BASELINE.with_name("codec_tables.py")
     shown = {"forms": ("coo", "pici"), "ops": ("prune_encode", "encode", "decode_add")}
     codecs.run(CodecSweep(densities=(0.01, 1.0), **shown, **SMALL), path)
-    made = subprocess.run(
-        [sys.executable, str(script), str(path)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    made = ended([sys.executable, script, path], check=True).stdout.splitlines()
     assert len(made) == 2 + 2 * 3 + 3  # both formats become dense; one row is left
     assert all(line.count("|") == made[0].count("|") for line in made)
     assert "torch nonzero" in next(line for line in made if "| encode | coo |" in line)
@@ -256,3 +251,70 @@ def test_every_bench_of_codecs_refuses(sweep, argument, value):
     sizes = {"min_bytes": 4, "max_bytes": 64} if sweep in (CodecSweep, PruneSweep) else {}
     with pytest.raises(ConfigError, match=rf"{sweep.NAME}: [\w-]+ is out of range"):
         sweep(**(sizes | {argument: value}))
+
+
+PAIR = ROOT / "tests/data/parameter_pair.pt"
+QUICK = {"elements": 200_000, "iters": 1, "warmup": 0}
+
+
+def test_the_table_and_the_best_coder(tmp_path, capsys):
+    """All rows are right; the entropy coder beats zstd by far, and nothing beats the entropy."""
+    pytest.importorskip("zstandard")
+    rows = parameters.run(ParameterSweep(rates=(1e-4,), **QUICK), tmp_path / "rows.jsonl")
+    assert "synthetic" in capsys.readouterr().out
+    written = json_lines(tmp_path / "rows.jsonl")
+    assert written == [row.to_dict() for row in rows]
+    assert not any(row.wrong for row in rows)
+    bits = {row.coder: row.bits for row in rows}
+    assert list(bits) == ["rans", "packed", "zstd"]
+    assert rows[0].entropy is not None
+    assert rows[0].entropy < bits["rans"] < 1.1 * rows[0].entropy
+    assert 2 * bits["rans"] < bits["zstd"] < 16
+
+
+def test_moves_of_a_real_run():
+    """Coders and entropy stand to one another as on synthetic moves.
+
+    The file: `old` and `new`, bf16, a few thousand numbers of each kind of parameter of the
+    quickstart's GPT before and after iteration 50 of 52 at a learning rate of 3e-5; `names` and
+    `sizes` of the kinds.
+    """
+    pair = torch.load(PAIR, weights_only=True)
+    assert sum(pair["sizes"]) == pair["old"].numel() == 14_600
+    case = parameters.ParameterPair("iteration 50", pair["old"], pair["new"])
+    rows = list(parameters.measure(case, ["rans", "packed", "raw"], warmup=0, iters=1))
+    assert not any(row.wrong for row in rows)
+    bits = {row.coder: row.bits for row in rows}
+    assert rows[0].entropy is not None
+    # 5 % as in docs/parameters.md, and one short chunk's 16 tables of 40 bytes.
+    tables = 8 * 16 * 40 / rows[0].numel
+    assert rows[0].entropy < bits["rans"] < 1.05 * rows[0].entropy + tables
+    assert bits["rans"] < bits["packed"] < bits["raw"] / 2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_other_dtypes(dtype):
+    rows = parameters.run(
+        ParameterSweep(rates=(1e-4,), dtype=dtype, coders=("rans", "packed"), **QUICK)
+    )
+    assert not any(row.wrong for row in rows)
+    assert (rows[0].entropy is None) == (dtype == "fp32")
+    assert rows[0].bits < rows[1].bits
+
+
+def test_a_missing_peer_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(parameters, "is_installed", lambda name: False)
+    rows = parameters.run(ParameterSweep(rates=(1e-4,), **QUICK))
+    assert [row.coder for row in rows] == ["rans", "packed"]
+    printed = capsys.readouterr().out
+    assert "no rows of zstd: pip install 'megatron-sparse[bench]'" in printed
+
+
+def test_the_entropy_of_known_moves():
+    """Two contexts: in one nothing moves, in the other half the numbers move by one."""
+    old = torch.tensor([1.0, 1.0, 4.0, 4.0]).bfloat16()
+    new = torch.tensor([1.0, 1.0, 4.0, 4.03125]).bfloat16()
+    case = parameters.ParameterPair("known", old, new)
+    z_N = parameters.moves_of(case)
+    assert z_N.tolist() == [0, 0, 0, 2]
+    assert math.isclose(parameters.conditional_entropy(case, z_N), 0.5)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron_sparse.bench.exchange import collectives
+from megatron_sparse.bench.exchange import collectives, frame
 from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, cases_of
 from megatron_sparse.bench.exchange.collectives import CollectiveBench
 from megatron_sparse.bench.exchange.options import CollectiveSweep
@@ -24,8 +24,10 @@ from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.bench import running
-from tests.bench.running import add_one, break_scheme, read_rows
+from tests.commands import refused, run
+from tests.programs import ended
+from tests.ranks import run_command
+from tests.tracked import json_lines
 
 KEYS = {
     *("op", "scheme", "dtype", "density", "count", "bytes", "world_size", "wire_bytes"),
@@ -50,11 +52,25 @@ def sweep(**changed) -> CollectiveSweep:
 
 def run_virtual(n=4, path=None, **changed):
     topology = Topology.even(n, 2, LINK, LINK)
-    return running.run_virtual(CollectiveBench, sweep(**changed), topology, path)
+    rows = frame.run_virtual(CollectiveBench, sweep(**changed), topology, path)
+    return [row.to_dict() for row in rows]
 
 
-def run_cli(*arguments: str) -> int:
-    return running.run_cli("collectives", *arguments)
+def break_scheme(monkeypatch, name: str, change) -> None:
+    """Lets a scheme's sums be wrong: `change` mutates the bucket's gradient [N] after it."""
+
+    def broken(exchange, *arguments):
+        sent = yield from real(exchange, *arguments)
+        change(exchange.bucket.grad_N)
+        return sent
+
+    real = SCHEMES[name].run
+    monkeypatch.setitem(SCHEMES, name, dataclasses.replace(SCHEMES[name], run=broken))
+
+
+def add_one(grad_N) -> None:
+    """For `break_scheme`: one element is off by one."""
+    grad_N[3] += 1
 
 
 class TestVirtual:
@@ -64,7 +80,7 @@ class TestVirtual:
         path = tmp_path / "rows.jsonl"
         schemes = ["auto", *SCHEMES]
         rows = run_virtual(8, path, schemes=schemes, ops=["all_reduce", "reduce_scatter"])
-        assert read_rows(path) == rows
+        assert json_lines(path) == rows
         assert {row["scheme"] for row in rows} == set(schemes)
         for row in rows:
             assert set(row) >= KEYS
@@ -118,8 +134,8 @@ class TestVirtual:
         good, bad = run_virtual(4, schemes=["agsparse", "direct"])
         assert (good["wrong"], bad["wrong"]) == (0, 2 * 4)  # an element a step on each rank
         assert bad["time_us"] is None
-        size = ["--min-bytes=16K", "--max-bytes=16K", "--density=0.05"]
-        assert run_cli("--virtual", "--ranks=2", *size, "--scheme=direct") == 1
+        size = "--min-bytes=16K --max-bytes=16K --density=0.05"
+        assert run("bench collectives --virtual --ranks=2 --scheme=direct", size) == 1
         assert "  4 " in capsys.readouterr().out.splitlines()[-1]
 
     @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -343,17 +359,10 @@ class TestLoopback:
         schemes, ops = "dense,agsparse,direct,auto", "all_reduce,reduce_scatter"
         path = tmp_path / "rows.jsonl"
         size = ["--min-bytes=64K", "--max-bytes=64K", "--density=0.05", "--warmup=1", "--iters=3"]
-        done = running.run_process(
-            "collectives",
-            "--ranks=2",
-            f"--scheme={schemes}",
-            f"--op={ops}",
-            f"--json={path}",
-            *size,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stderr == ""
-        rows = read_rows(path)
+        asked = ["--ranks=2", f"--scheme={schemes}", f"--op={ops}", f"--json={path}", *size]
+        done = ended(local_ranks.command_line(["bench", "collectives", *asked]))
+        assert (done.returncode, done.stderr) == (0, "")
+        rows = json_lines(path)
         assert [(row["op"], row["scheme"]) for row in rows] == [
             (op, scheme) for op in ops.split(",") for scheme in schemes.split(",")
         ]
@@ -383,12 +392,18 @@ class TestLoopback:
         with pytest.raises(CommunicationError, match="SIGKILL"):
             local_ranks.run_loopback([sys.executable, "-c", code], 2)
 
-    def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
+    def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path):
         """Rank 0 finds the error; the others wait for rank 0 until it is gone."""
         nowhere = f"--json={tmp_path / 'no' / 'rows.jsonl'}"
         size = ["--min-bytes=16K", "--max-bytes=16K", "--density=0.05", "--iters=1"]
-        code = running.run_loopback(3, "collectives", "--scheme=direct", *size, nowhere)
-        assert code == ConfigError.exit_code
-        error = capfd.readouterr().err
+        words = ["bench", "collectives", "--scheme=direct", *size, nowhere]
+        output = tmp_path / "output"
+        assert run_command(["megatron-sparse", *words], 3, output) == [ConfigError.exit_code] * 3
+        error = output.read_text()
         assert error.count("error:") == 1, error
         assert "Traceback" not in error
+
+    def test_no_test_bed_outside_of_a_checkout(self, monkeypatch, tmp_path, capsys):
+        monkeypatch.delenv("RANK", raising=False)
+        monkeypatch.setattr(local_ranks, "NETBED", tmp_path / "netbed.sh")
+        assert "checkout" in refused(capsys, "bench collectives --netbed --mbit=100")

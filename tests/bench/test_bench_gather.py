@@ -9,7 +9,8 @@ from megatron_sparse.bench.exchange.gather import GatherBench
 from megatron_sparse.bench.exchange.options import GatherSweep
 from megatron_sparse.parameters import price
 from megatron_sparse.transport import Link, Topology
-from tests.bench.running import read_rows, run_cli
+from tests.commands import run
+from tests.tracked import json_lines
 
 INSIDE, ACROSS = Link(1e-6, 1e-11), Link(10e-6, 1e-9)
 
@@ -64,9 +65,9 @@ def test_the_prices_are_those_of_the_virtual_cluster(sizes, monkeypatch):
 
 def test_between_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    options = ["--ranks", "2", "--elements", "20000", "--iters", "2", "--coder", "packed"]
-    assert run_cli("gather", *options, f"--json={path}") == 0
-    (row,) = read_rows(path)
+    options = "--ranks 2 --elements 20000 --iters 2 --coder packed --json"
+    assert run("bench gather", options, path) == 0
+    (row,) = json_lines(path)
     assert row["wrong"] == 0
     assert row["transport"] == "gloo"
     assert row["time_us"] > 0
@@ -77,9 +78,9 @@ def test_between_ranks(tmp_path):
 
 def test_row_sparse_sums_are_right_and_timed(tmp_path):
     path = tmp_path / "rows.jsonl"
-    size = ["--num-rows=200", "--width=8", "--rows=64", "--iters=2", "--warmup=0"]
-    assert run_cli("row-sparse", "--ranks=2", *size, f"--json={path}") == 0
-    rows = read_rows(path)
+    size = "--num-rows=200 --width=8 --rows=64 --iters=2 --warmup=0 --json"
+    assert run("bench row-sparse --ranks=2", size, path) == 0
+    rows = json_lines(path)
     assert {row["version"].split()[0] for row in rows} == {"row_sparse", "torch"}
     for row in rows:
         assert (row["wrong"], row["world_size"], row["numel"]) == (0, 2, 1600)

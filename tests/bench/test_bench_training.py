@@ -11,10 +11,12 @@ import pytest
 
 from megatron_sparse.bench.study import training
 from megatron_sparse.bench.study.options import TrainingOptions
+from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.run.composition import compose
-from tests.bench.running import read_rows
 from tests.bench.study_runs import FakeRuns, leave, print_run
+from tests.commands import run
+from tests.tracked import json_lines
 
 
 def options(out: Path = Path("out"), **changed) -> TrainingOptions:
@@ -60,7 +62,7 @@ def runs(monkeypatch) -> FakeRuns:
 def test_rows(runs, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     training.run(options(tmp_path / "out"), path)
-    plain, direct = read_rows(path)
+    plain, direct = json_lines(path)
     assert (plain["iteration_ms"], plain["slowest_ms"], plain["speedup"]) == (20, 30, 1)
     assert plain["wire_bytes"] is plain["host_cpu_us"] is None
     assert direct["host_cpu_us"] == 200  # 1 ms of five buckets
@@ -141,3 +143,24 @@ def test_the_slow_rank_sleeps_in_every_row_and_is_pinned_where_it_can_be():
         assert config.cluster.env[SLOW_RANK] == "1:300"
     assert dense.sparse.straggler.mode == "off"
     assert (aware.sparse.straggler.mode, aware.straggler.rank) == ("pinned", 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("training", "exit code 3, 0 iterations"),
+        ("convergence --iters=100", "the run gpt-dense-1 failed"),
+        ("time-to-loss", "the run plain-loopback-1 failed"),
+    ],
+)
+def test_a_run_that_fails_shows_the_end_of_its_log(command, said, tmp_path, capsys, monkeypatch):
+    def train(words, log):
+        log.write("it was the memory\n")
+        return 3
+
+    FakeRuns(monkeypatch, train)
+    assert run("bench", command, "--output", tmp_path) == MegatronSparseError.exit_code
+    error = capsys.readouterr().err
+    for words in (said, "exit code 3", "it was the memory"):
+        assert words in error
+    assert not list(tmp_path.glob("*/outcome.json"))

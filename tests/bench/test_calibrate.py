@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import subprocess
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 )
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
-from megatron_sparse.cli import main
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
@@ -28,8 +25,10 @@ from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
+from tests.commands import run
+from tests.programs import ended
+from tests.ranks import run_command
 
-ROOT = Path(__file__).resolve().parents[2]
 SWEEP = LinkSweep((8, 1024, 2**16, 2**18), repeats=3, rounds=4)
 INTRA, INTER = Link(5e-6, 1e-11), Link(3e-5, 3.2e-10)
 
@@ -69,16 +68,11 @@ class TestLinks:
         # With one rank on the smallest node the two levels cannot be distinguished.
         assert found.nic == (nic if min(node_sizes) > 1 else "rank")
 
-    def test_one_node(self):
-        found = measured(Topology((3,), INTRA, INTER))
-        assert found.intra == about(INTRA)
-        assert found.inter == found.intra
-        assert found.dense == about(INTRA)
-
-    def test_one_rank_a_node(self):
-        found = measured(Topology((1, 1, 1), INTRA, INTER))
-        assert found.inter == about(INTER)
-        assert found.intra == found.inter
+    @pytest.mark.parametrize(("sizes", "link"), [((3,), INTRA), ((1, 1, 1), INTER)])
+    def test_one_level(self, sizes, link):
+        found = measured(Topology(sizes, INTRA, INTER))
+        assert found.intra == found.inter == about(link)
+        assert found.dense == about(link)
 
     def test_one_rank_is_refused(self):
         with pytest.raises(ConfigError, match="one rank has no links"):
@@ -187,14 +181,6 @@ class TestSweep:
         assert sent[2.0] < 0.5 * sent[0.0]
 
 
-def calibrated(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """The command, as a process that starts ranks."""
-    command = local_ranks.command_line(["calibrate", f"--output={out}", *options])
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
 class TestCommand:
     """The whole command."""
 
@@ -202,8 +188,9 @@ class TestCommand:
     def test_two_ranks(self, tmp_path):
         """The planner reads the file; a second run refuses to overwrite it; a sweep extends it."""
         path = tmp_path / "lab.yaml"
-        quick = ("--quick", "--ranks=2")
-        done = calibrated(path, *quick)
+        quick = ("calibrate", f"--output={path}", "--quick", "--ranks=2")
+        printed = tmp_path / "printed"
+        done = ended(local_ranks.command_line(quick))
         assert done.returncode == 0, done.stderr
         cluster = ClusterModel.load(path)
         assert cluster.nodes == (2,)
@@ -217,8 +204,7 @@ class TestCommand:
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
         assert "decode_add" in done.stdout
         sweep = (*quick, "--sweep", "--format=coo", "--size=64K", "--density=0.2")
-        done = calibrated(path, *sweep)
-        assert done.returncode == 0, done.stderr
+        assert run_command(["megatron-sparse", *sweep], 2, printed) == [0, 0], printed.read_text()
         with_densities = ClusterModel.load(path)
         assert len(with_densities.ring_densities["coo"]) == 3
         assert with_densities.codec == cluster.codec
@@ -231,19 +217,16 @@ class TestCommand:
         assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
         other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
         path.write_text(other)
-        done = calibrated(path, *sweep)
-        assert done.returncode == 2
-        assert done.stderr.count("error:") == 1
-        assert "its transport is not this one's" in done.stderr
+        assert run_command(["megatron-sparse", *sweep], 2, printed) == [2, 2]
+        assert printed.read_text().count("error:") == 1
+        assert "its transport is not this one's" in printed.read_text()
         assert path.read_text() == other
 
     def test_virtual_sweep(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(runner, "VIRTUAL_NUMEL", 2**12)
         path = tmp_path / "model.yaml"
         words = "calibrate --sweep --virtual --cluster ethernet_25gbit --ranks 2 --format pici"
-        with pytest.raises(SystemExit) as caught:
-            main.main([*words.split(), "--density=0.2", "--quick", f"--output={path}"])
-        assert not caught.value.code
+        assert run(words, "--density=0.2 --quick --output", path) == 0
         out = capsys.readouterr().out
         assert "model (VirtualCluster), not measured" in out
         assert "intra: no such link here" in out

@@ -35,12 +35,6 @@ FLAGS = (
 DEADLINE_S = 120
 
 
-def find() -> str | None:
-    """The program; None if it is not installed."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 @contextlib.contextmanager
 def opened(scratch: Path) -> Iterator[Browser]:
     """A browser; the test is skipped where there is none.
@@ -48,7 +42,8 @@ def opened(scratch: Path) -> Iterator[Browser]:
     Args:
         scratch: a folder for the browser's own files.
     """
-    program = find()
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         pytest.skip("no chromium: bash scripts/system_packages.sh installs it")
     profile = scratch / "profile"
@@ -64,7 +59,7 @@ class Browser:
     """One tab.
 
     Args:
-        program: see `find`.
+        program: Chromium's path.
         profile: an empty folder for the browser's own files.
     """
 
@@ -116,13 +111,7 @@ class Browser:
 
     def open(self, path: Path, width: int, height: int, *, dark: bool = False) -> None:
         """Shows a file on a screen of that size, and waits until it has been drawn."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        self.resize(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.call("Page.navigate", url=path.resolve().as_uri())
@@ -130,6 +119,11 @@ class Browser:
         while self.value("document.readyState + location.protocol") != "completefile:":
             assert time.monotonic() < end_s, "the page does not load"
             time.sleep(0.05)
+
+    def resize(self, width: int, height: int) -> None:
+        """Takes a screen of that size; a narrow one is a phone's."""
+        size = {"width": width, "height": height, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", deviceScaleFactor=1, **size)
 
     def value(self, expression: str) -> Any:
         """The value of a JavaScript expression; plain values only."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 import torch
@@ -113,13 +114,8 @@ def test_a_rehearsal_with_the_machines_versions(tmp_path: Path) -> None:
 
 def load(name: str) -> ModuleType:
     """A module of scripts/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    with mock.patch.object(sys, "path", [str(ROOT / "scripts"), *sys.path]):
+        return import_module(name)
 
 
 def test_a_stage_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron_sparse.run import local_ranks
 from tests.programs import ROOT, ended, why_no_bed
+from tests.tracked import json_lines
 from tests.waiting import DEADLINE_S
 
 NETBED = ROOT / "scripts" / "netbed.sh"
@@ -54,17 +56,17 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+def succeeds(line: str, **more) -> tuple[str, str]:
+    """Stdout and stderr of a run that ends with 0."""
+    code, out, err = finish(start(line, **more))
+    assert code == 0, err
+    return out, err
+
+
 def processes_with(mark: str) -> list[str]:
     """Processes of this machine whose command line has the mark."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = entry.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue  # it has just ended
-        if mark in line and "pytest" not in line:
-            found.append(line)
-    return found
+    lines = (" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if mark in line and "pytest" not in line]
 
 
 def sleepers(mark: str) -> list[str]:
@@ -114,8 +116,7 @@ class TestRanks:
     def test_environment_hosts_and_output(self):
         env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         line = f"--ranks 3 --nodes 2 --mbit 200 -- sh -c {shlex.quote(self.SAY)}"
-        code, out, err = finish(start(line, env=env))
-        assert code == 0, err
+        out, err = succeeds(line, env=env)
         lines = out.splitlines()
         assert lines[0] == "netbed-0 0/3 0/2 0 10.77.0.1 29500 e0 200 1"
         assert lines[1].split()[0] == "10.77.0.2"
@@ -155,12 +156,10 @@ class TestRanks:
             "    time.sleep(0.5)\n"
         )
         command = shlex.join(["--", sys.executable, "-c", talk])
-        code, limited, err = finish(start(f"--ranks 2 --mbit 100 {command}"))
-        assert code == 0, err
+        limited, _ = succeeds(f"--ranks 2 --mbit 100 {command}")
         # The bucket holds 0.13 MB. A busy machine is slower, within reason.
         assert 0.3 < float(limited) < 30
-        code, free, err = finish(start(f"--ranks 2 --mbit 0 {command}"))
-        assert code == 0, err
+        free, _ = succeeds(f"--ranks 2 --mbit 0 {command}")
         assert float(free) < float(limited)
 
     @pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="needs TAP devices")
@@ -193,8 +192,7 @@ class TestRanks:
         )
         command = shlex.join(["--", sys.executable, "-c", talk])
         line = f"--ranks 4 --mbit 100 --delay-ms 60 --sites {sites} {command}"
-        code, out, err = finish(start(line))
-        assert code == 0, err
+        out, _ = succeeds(line)
         for (trip_s, sent_s), is_far in zip(json.loads(out), (sites == 1, True), strict=True):
             # A busy machine is slower, within reason. The payload takes 0.167 s at 100 Mbit/s.
             assert 0.060 <= trip_s < 0.3 if is_far else trip_s < 0.06
@@ -217,12 +215,9 @@ class TestEnds:
         sleep = f"'setsid sleep {mark} & exec sleep {mark}.$RANK'"
         run = start(f"--ranks 3 --grace 0 -- sh -c {sleep}")
         wait_for(mark, 6, run)
-        (victim,) = [
-            int(entry.parent.name)
-            for entry in Path("/proc").glob("[0-9]*/cmdline")
-            if entry.read_bytes() == f"sleep\0{mark}.2\0".encode()
-        ]
-        os.kill(victim, signal.SIGKILL)
+        every = psutil.process_iter(["cmdline"])
+        (victim,) = [each for each in every if each.info["cmdline"] == ["sleep", f"{mark}.2"]]
+        victim.kill()
         code, _, err = finish(run)
         assert code == 137
         assert "rank 2 ended with code 137 (signal 9)" in err
@@ -265,7 +260,7 @@ def bench(line: str, folder: Path) -> list[dict[str, Any]]:
     words = ["bench", *shlex.split(line), "--netbed", "--mbit=1000", f"--json={path}"]
     done = ended(local_ranks.command_line(words), 280)
     assert done.returncode == 0, done.stderr
-    return [json.loads(row) for row in path.read_text().splitlines()]
+    return json_lines(path)
 
 
 @bed
@@ -325,8 +320,7 @@ class TestMistakes:
         assert "remedy:" in err
 
     def test_help_is_the_head_of_the_script(self):
-        code, out, _ = finish(start("--help"))
-        assert code == 0
+        out, _ = succeeds("--help")
         assert "--ranks N" in out
         assert "set -e" not in out
 

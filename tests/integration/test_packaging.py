@@ -18,12 +18,8 @@ import pytest
 
 from tests.programs import ROOT, ended, output_of
 
-MODULES = (
-    "megatron_sparse",
-    "megatron_sparse.configs",
-    "megatron_sparse.cuda_ext",
-    "megatron_sparse.triton_kernels",
-)
+FOLDERS = ("megatron_sparse", "configs", "cuda_ext", "triton_kernels")
+MODULES = (FOLDERS[0], *(f"megatron_sparse.{name}" for name in FOLDERS[1:]))
 pytestmark = pytest.mark.timeout(900)  # compiles the libraries; minutes on a loaded machine
 IMPORT = "; ".join(
     (
@@ -84,12 +80,7 @@ def imported_from(python: Path | str, cwd: Path, **env: str) -> list[Path]:
 def test_from_the_root_of_the_repository(source: Path) -> None:
     """As in `python scripts/train.py` with nothing installed."""
     found = imported_from(sys.executable, source, PYTHONPATH=str(source))
-    assert found == [
-        source / "megatron_sparse",
-        source / "configs",
-        source / "cuda_ext",
-        source / "triton_kernels",
-    ]
+    assert found == [source / name for name in FOLDERS]
 
 
 def test_from_an_editable_install(source: Path, tmp_path: Path) -> None:
@@ -103,17 +94,14 @@ def test_from_an_editable_install(source: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "cuda_ext" / "_lib", source / "cuda_ext" / "_lib", dirs_exist_ok=True)
     pip("install", "--no-build-isolation", "--no-deps", "-e", source, python=python)
     found = imported_from(python, tmp_path)
-    assert found[:2] == [source / "megatron_sparse", source / "configs"]
-    assert found[2:] == [source / "cuda_ext", source / "triton_kernels"]
+    assert found == [source / name for name in FOLDERS]
     assert (prefix / "bin" / "megatron-sparse").is_file()
 
 
 def test_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     found = imported_from(sys.executable, tmp_path, PYTHONPATH=str(installed))
-    assert found == [
-        installed.joinpath("megatron_sparse", name)
-        for name in ("", "configs", "cuda_ext", "triton_kernels")
-    ]
+    package = installed / "megatron_sparse"
+    assert found == [package, *(package / name for name in FOLDERS[1:])]
 
 
 def test_wheel_holds_everything(wheel: Path, source: Path) -> None:

@@ -6,9 +6,10 @@ scripts/system_packages.sh installs Chromium, as in CI.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_sparse.report import page, theme
@@ -52,9 +53,9 @@ def test_it_fits_and_follows_the_colour_scheme(tab, report, tmp_path, screen, da
     paper = getattr(theme.PAPER, "dark" if dark else "light")
     rgb = tuple(int(paper[i : i + 2], 16) for i in (1, 3, 5))
     assert tab.value("getComputedStyle(document.body).backgroundColor") == f"rgb{rgb}"
-    shot = Picture(tab.screenshot(tmp_path / "page.png"))
-    assert shot.width == width
-    assert shot.share(rgb) > 0.5, "most of the page is paper"
+    shot = pixels(tab.screenshot(tmp_path / "page.png"))
+    assert shot.shape[1] == width
+    assert share(shot, rgb) > 0.5, "most of the page is paper"
 
 
 @pytest.mark.parametrize("screen", [DESK, PHONE])
@@ -66,12 +67,12 @@ def test_every_chart_shows_data_and_text_large_enough(tab, report, tmp_path, scr
         "height: b.height}})"
     )
     assert len(boxes) >= 12
-    whole = Picture(tab.screenshot(tmp_path / "page.png"))
-    paper = whole.pixel(1, 1)
+    whole = pixels(tab.screenshot(tmp_path / "page.png"))
     for box in boxes:
         assert box["width"] >= 300
-        part = whole.part(*(int(box[key]) for key in ("x", "y", "width", "height")))
-        assert 0.005 < 1 - part.share(paper) < 0.9, "a chart is blank, or nothing but colour"
+        x, y, width, height = (int(box[key]) for key in ("x", "y", "width", "height"))
+        drawn = 1 - share(whole[y : y + height, x : x + width], whole[1, 1])
+        assert 0.005 < drawn < 0.9, "a chart is blank, or nothing but colour"
     heights = tab.value(
         "[...document.querySelectorAll('figure svg text')].map(e => {const m = e.getScreenCTM();"
         "return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(m.a, m.b)})"
@@ -111,51 +112,30 @@ def test_it_prints_on_a4(tab, report, tmp_path):
     assert 2 <= pages <= 10
     # With a wide table Chromium would shrink all pages until it fits.
     tab.call("Emulation.setEmulatedMedia", media="print", features=[])
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=703,
-        height=1000,
-        deviceScaleFactor=1,
-        mobile=False,
-    )  # 210 mm less the margins
+    tab.resize(703, 1000)  # 210 mm less the margins
     assert tab.value("document.documentElement.scrollWidth") <= 703
     assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(254, 254, 254)"
     tab.call("Emulation.setEmulatedMedia", media="", features=[])
 
 
-class Picture:
-    """The pixels of a PNG."""
+def pixels(path: Path) -> np.ndarray:
+    """Of a PNG: uint8 [height, width, 3]."""
+    from matplotlib import image
 
-    def __init__(self, path: Path) -> None:
-        from matplotlib import image
+    return (image.imread(path)[..., :3] * 255).round().astype("uint8")
 
-        pixels = image.imread(path)
-        self._pixels = (pixels[..., :3] * 255).round().astype("uint8")
 
-    @property
-    def width(self) -> int:
-        return self._pixels.shape[1]
-
-    def pixel(self, x: int, y: int) -> tuple[int, ...]:
-        return tuple(int(part) for part in self._pixels[y, x])
-
-    def part(self, x: int, y: int, width: int, height: int) -> Picture:
-        made = object.__new__(Picture)
-        made._pixels = self._pixels[y : y + height, x : x + width]
-        return made
-
-    def share(self, colour: tuple[int, ...]) -> float:
-        """Of the pixels that have this colour."""
-        return float((self._pixels == colour).all(axis=-1).mean())
+def share(of: np.ndarray, colour: Sequence[int] | np.ndarray) -> float:
+    """Of some pixels that have this colour."""
+    return float((of == colour).all(axis=-1).mean())
 
 
 def test_the_pictures_of_the_docs_are_drawn_again(tmp_path):
     runs = [make_run(tmp_path / "dense", "dense", density=1.0), make_run(tmp_path / "thin", "thin")]
     figures.draw(runs, tmp_path)
-    shot = Picture(tmp_path / "report.png")
-    assert shot.width == figures.WIDTH
-    paper = shot.pixel(figures.WIDTH - 1, figures.HEIGHT - 1)
-    assert 0.5 < shot.share(paper) < 0.97
+    shot = pixels(tmp_path / "report.png")
+    assert shot.shape[1] == figures.WIDTH
+    assert 0.5 < share(shot, shot[figures.HEIGHT - 1, figures.WIDTH - 1]) < 0.97
     view = (tmp_path / "live-view.svg").read_text("utf-8")
     assert "thin,&#160;iteration&#160;8" in view
     assert "http" not in view.replace("http://www.w3.org", "")

@@ -8,7 +8,6 @@ as their condition holds.
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ROOT, SMALL_RUN, Done, ended, why_no_bed
+from tests.tracked import json_lines
 from tests.waiting import DEADLINE_S
 
 BED = str(ROOT / "scripts" / "slurm_bed.sh")
@@ -52,12 +52,14 @@ pytestmark = [
 ]
 
 
-def until(what: str, seen: Callable[[], bool], notes: Callable[[], str] = str) -> None:
+def until[T](what: str, seen: Callable[[], T], notes: Callable[[], str] = str) -> T:
+    """What is seen at last."""
     deadline_s = time.monotonic() + WAIT_S
-    while not seen():
+    while not (found := seen()):
         if time.monotonic() > deadline_s:
             pytest.fail(f"no {what} after {WAIT_S} s: {notes()}")
         time.sleep(0.05)
+    return found
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,9 @@ class Job:
     output: Path
 
     def field(self, name: str) -> str:
-        shown = ""
-
-        def answers() -> bool:
-            nonlocal shown
-            shown = self.bed.run("scontrol", "show", "job", self.number).stdout
-            return bool(shown)
-
-        until("answer of scontrol, which a busy machine's controller owes at times", answers)
+        asked = ("scontrol", "show", "job", self.number)
+        what = "answer of scontrol, which a busy machine's controller owes at times"
+        shown = until(what, lambda: self.bed.run(*asked).stdout)
         found = re.search(rf"\b{name}=(\S+)", shown)
         assert found, f"scontrol says nothing of {name}: {shown}"
         return found[1]
@@ -107,8 +104,8 @@ class Job:
 
         Not Megatron's printed losses: there the second loss after a start is the mean of two.
         """
-        lines = (self.output.with_suffix("") / "breakdown.jsonl").read_text().splitlines()
-        return {line["iteration"]: line["loss"] for line in map(json.loads, lines)}
+        lines = json_lines(self.output.with_suffix("") / "breakdown.jsonl")
+        return {line["iteration"]: line["loss"] for line in lines}
 
 
 @dataclass(frozen=True)
@@ -138,19 +135,9 @@ class Bed:
 
     def submit(self, script: str, name: str, *overrides: str, **more: str) -> Job:
         output = self.runs / f"{name}.out"
-        done = self.run(
-            "sbatch",
-            "--parsable",
-            "--nodes=2",
-            "--ntasks-per-node=1",
-            f"--output={output}",
-            f"scripts/{script}",
-            *TRAINING,
-            f"runs_dir={self.runs}",
-            f"name={name}",
-            *overrides,
-            **more,
-        )
+        asked = ("--parsable", "--nodes=2", "--ntasks-per-node=1", f"--output={output}")
+        run = (f"runs_dir={self.runs}", f"name={name}", *overrides)
+        done = self.run("sbatch", *asked, f"scripts/{script}", *TRAINING, *run, **more)
         assert done.returncode == 0, done.stderr
         return Job(self, done.stdout.strip(), output)
 
@@ -195,7 +182,7 @@ def test_srun_starts_ranks_and_leaves_a_complete_folder(bed: Bed, undisturbed: J
     assert "# slowest link between nodes: rank" in undisturbed.text()
     run = bed.runs / "undisturbed"
     assert (run / "config.yaml").is_file()
-    (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+    (start,) = json_lines(run / "starts.jsonl")
     assert start["slurm_job"] == undisturbed.number
     assert start["environment"]["SLURM_JOB_NODELIST"] == "n[0-1]"
     assert start["host"] == "n0"
@@ -226,15 +213,14 @@ def test_signal_saves_and_slurm_starts_the_job_again(bed: Bed, undisturbed: Job)
         lines = re.findall(r"iteration +(\d+)/", job.text())
         assert lines == [str(iteration) for iteration in range(1, ITERATIONS + 1)]
         assert job.losses() == undisturbed.losses()
-        starts = (bed.runs / form / "starts.jsonl").read_text().splitlines()
-        assert [json.loads(start)["slurm_restarts"] for start in starts] == [0, 1]
+        starts = json_lines(bed.runs / form / "starts.jsonl")
+        assert [start["slurm_restarts"] for start in starts] == [0, 1]
 
 
 def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
     """The node without the batch script; Slurm itself detects the loss of the other one."""
-    job = bed.submit(
-        "train_srun.sbatch", "replaced", "training.save_interval=4", MEGATRON_SPARSE_PREFLIGHT="off"
-    )
+    often, off = "training.save_interval=4", {"MEGATRON_SPARSE_PREFLIGHT": "off"}
+    job = bed.submit("train_srun.sbatch", "replaced", often, **off)
     job.reaches(DISTURBED_AT)
     assert job.field("NodeList") == "n[0-1]"
     assert bed.run("bash", BED, "fail", str(bed.folder), "n1").returncode == 0
@@ -246,8 +232,7 @@ def test_a_node_that_fails_is_replaced(bed: Bed, undisturbed: Job):
         found = job.losses()
         assert set(range(DISTURBED_AT + 1, ITERATIONS + 1)) <= found.keys()
         assert found.items() <= undisturbed.losses().items()
-        starts = (bed.runs / "replaced" / "starts.jsonl").read_text().splitlines()
-        assert len(starts) == 2
+        assert len(json_lines(bed.runs / "replaced" / "starts.jsonl")) == 2
     finally:
         assert bed.run("bash", BED, "start", str(bed.folder), "n1").returncode == 0
 
@@ -269,20 +254,12 @@ def test_sweep_by_submitit_is_one_table(bed: Bed, undisturbed: Job):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 2 runs of the sweep failed" in done.stderr
     assert "Traceback" not in done.stderr, done.stderr
+    files = [f"--json={folder}/table.jsonl", f"--output={folder}/table.csv"]
     table = bed.run(
-        sys.executable,
-        "-m",
-        "megatron_sparse.cli.main",
-        "sweep",
-        str(folder),
-        "--json",
-        str(folder / "table.jsonl"),
-        "--output",
-        str(folder / "table.csv"),
+        *(sys.executable, "-m", "megatron_sparse.cli.main", "sweep", str(folder)), *files
     )
     assert table.returncode == 0, table.stderr
-    lines = (folder / "table.jsonl").read_text().splitlines()
-    works, cannot = map(json.loads, lines)
+    works, cannot = json_lines(folder / "table.jsonl")
     assert (works["name"], works["state"]) == ("run_lr_decay_style-cosine", "finished")
     assert (cannot["name"], cannot["state"]) == ("run_lr_decay_style-unheard", "failed")
     assert "lr-decay-style" in cannot["error"]

@@ -13,6 +13,8 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
 install_importhook(get_config())
 import_module("tests.imported_package")
 import_module("megatron_sparse.megatron.cpu_mode").enable()
-for name in ("megatron.training.training", "tests.megatron.train_ranks"):
+for name in ("megatron.training.training", "megatron_sparse.run.application"):
+    import_module(name)
+for name in ("megatron_sparse.megatron.training", "tests.megatron.train_ranks"):
     import_module(name)
 gc.freeze()

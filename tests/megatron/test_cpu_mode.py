@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,65 +16,62 @@ from megatron_sparse.errors import HostError
 from megatron_sparse.megatron import cpu_mode, repairs
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from tests.megatron.train_ranks import on_ranks
-from tests.programs import ended, with_variables
+from tests.ranks import error_text, run_ranks
 
 STEPS = 3
 
 
-def python(code: str) -> str:
-    """The output of a fresh interpreter."""
-    variables = with_variables(CUDA_VISIBLE_DEVICES="", TORCHDYNAMO_DISABLE="1")
-    done = ended([sys.executable, "-W", "ignore", "-c", code], env=variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _cuda_calls(rank, world_size):
+    cpu_mode.enable()
+    cpu_mode.enable()  # idempotent
+    assert not torch.cuda.is_available()
+    device = torch.cuda.current_device()
+    made = [
+        *(torch.zeros(2, device=each) for each in ("cuda", device, torch.device("cuda", 0))),
+        *(torch.zeros(2).cuda(), torch.zeros(2).to("cuda:0"), torch.zeros(2).to(device=0)),
+        torch.nn.Linear(2, 2).cuda(device).weight,
+    ]
+    assert {x.device.type for x in made} == {"cpu"}
+    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(2).type(torch.float64).dtype == torch.float64
+    assert torch.zeros(2).to(torch.bfloat16).dtype == torch.bfloat16
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, grad):
+            return torch.full((2,), 2.0, device=torch.cuda.current_device()) * grad
+
+    leaf = torch.zeros(2, requires_grad=True)
+    Doubled.apply(leaf).sum().backward()
+    assert leaf.grad.tolist() == [2.0, 2.0], "also inside a backward pass"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_event(None)
+    torch.cuda.synchronize()
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3)), "the CPU generator stands in for the GPU one"
 
 
-def test_cuda_calls_are_answered_by_the_cpu():
-    out = python(
-        "import torch\n"
-        "from megatron_sparse.megatron import cpu_mode\n"
-        "cpu_mode.enable()\n"
-        "cpu_mode.enable()  # idempotent\n"
-        "assert not torch.cuda.is_available()\n"
-        "device = torch.cuda.current_device()\n"
-        "made = [torch.zeros(2, device='cuda'), torch.zeros(2, device=device),\n"
-        "        torch.zeros(2, device=torch.device('cuda', 0)), torch.zeros(2).cuda(),\n"
-        "        torch.zeros(2).to('cuda:0'), torch.zeros(2).to(device=0),\n"
-        "        torch.nn.Linear(2, 2).cuda(device).weight]\n"
-        "assert {x.device.type for x in made} == {'cpu'}\n"
-        "assert torch.zeros(2).type() == 'torch.cuda.FloatTensor'\n"
-        "assert torch.zeros(2).type(torch.float64).dtype == torch.float64\n"
-        "assert torch.zeros(2).to(torch.bfloat16).dtype == torch.bfloat16\n"
-        "class Doubled(torch.autograd.Function):\n"
-        "    @staticmethod\n"
-        "    def forward(ctx, x):\n        return 2 * x\n"
-        "    @staticmethod\n"
-        "    def backward(ctx, grad):\n"
-        "        return torch.full((2,), 2.0, device=torch.cuda.current_device()) * grad\n"
-        "leaf = torch.zeros(2, requires_grad=True)\n"
-        "Doubled.apply(leaf).sum().backward()\n"
-        "assert leaf.grad.tolist() == [2.0, 2.0], 'also inside a backward pass'\n"
-        "with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "    torch.cuda.current_stream().wait_event(None)\n"
-        "torch.cuda.synchronize()\n"
-        "state = torch.cuda.get_rng_state()\n"
-        "first = torch.rand(3)\n"
-        "torch.cuda.set_rng_state(state)\n"
-        "assert torch.equal(first, torch.rand(3)), 'the CPU generator stands in for the GPU one'\n"
-        "print('done')\n"
-    )
-    assert out == "done\n"
+def _too_late(rank, world_size):
+    import megatron.core  # noqa: F401
+
+    return error_text(cpu_mode.enable, HostError)
+
+
+def test_cuda_calls_are_answered_by_the_cpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_ranks(_cuda_calls, 1)
 
 
 def test_it_has_to_come_before_megatron():
-    out = python(
-        "import megatron.core\n"
-        "from megatron_sparse.errors import HostError\n"
-        "from megatron_sparse.megatron import cpu_mode\n"
-        "try:\n    cpu_mode.enable()\nexcept HostError as error:\n    print(error)\n"
-    )
-    assert "CPU mode was enabled too late" in out
-    assert "before anything imports megatron" in out
+    (said,) = run_ranks(_too_late, 1)
+    assert "CPU mode was enabled too late" in said
+    assert "before anything imports megatron" in said
 
 
 def test_training_needs_the_mode_first():
@@ -125,21 +121,16 @@ def test_the_stand_ins_have_what_megatron_calls(kind):
     assert called <= set(dir(getattr(cpu_mode, f"_{kind}")))
 
 
-def test_training_patches_are_applied_once():
-    out = python(
-        "from megatron_sparse.megatron import cpu_mode\n"
-        "cpu_mode.enable()\n"
-        "cpu_mode.enable_training()\n"
-        "import megatron.training.training as host\n"
-        "from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer\n"
-        "before = host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict\n"
-        "assert before[0].keywords == {'allow_no_cuda': True}\n"
-        "cpu_mode.enable_training()\n"
-        "after = host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict\n"
-        "assert before == after\n"
-        "print('done')\n"
-    )
-    assert out.endswith("done\n")
+@on_ranks(1)
+def test_training_patches_are_applied_once(rank):
+    cpu_mode.enable_training()
+    import megatron.training.training as host
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer
+
+    before = host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict
+    assert before[0].keywords == {"allow_no_cuda": True}
+    cpu_mode.enable_training()
+    assert before == (host.initialize_megatron, optimizer.load_state_dict, optimizer.state_dict)
 
 
 class TestIndexBuilder:

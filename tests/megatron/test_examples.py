@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.integration.doc_commands import commands_of
 from tests.programs import ROOT, output_of, with_variables
+from tests.ranks import MEGATRON, run_command
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -26,24 +28,38 @@ OWN_LINES = ("# line 1", "# line 2")
 HYBRID = "--hybrid-layer-pattern *-*- --spec megatron_sparse.megatron.local_hybrid local_stack_spec"
 
 
-def run(script: Path, *flags: str) -> str:
-    """The output, on two ranks, of a script that takes Megatron's flags."""
-    return start(script, *MODEL.split(), *f"--{CPU}".split(), *flags)
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCHDYNAMO_DISABLE": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def flags(*more: str) -> list[str]:
+    """Megatron's flags for the model on a CPU."""
+    return [*MODEL.split(), *f"--{CPU}".split(), *more]
 
 
 def start(script: Path, *arguments: str) -> str:
-    """The script's output on two ranks."""
+    """The script's output on two ranks, as torchrun starts them."""
     torchrun = "-m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d"
     place = ["--rdzv-endpoint", "localhost:0"]
     command = [sys.executable, *torchrun.split(), *place, str(script), *arguments]
-    variables = with_variables(
-        OMP_NUM_THREADS="1",
-        GLOO_SOCKET_IFNAME="lo",
-        TORCHDYNAMO_DISABLE="1",
-        CUDA_DEVICE_MAX_CONNECTIONS="1",
-        PYTHONPATH=str(ROOT),
-    )
-    return output_of(command, 400, cwd=script.parent, env=variables)
+    return output_of(command, 400, cwd=script.parent, env=with_variables(**VARIABLES))
+
+
+def forked(folder: Path, script: Path, *arguments: str) -> str:
+    """As `start`, in processes that have imported Megatron, which is faster."""
+    output = folder / "output"
+    output.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)
+        codes = run_command([str(script), *arguments], 2, output, MEGATRON)
+    assert codes == [0, 0], output.read_text()[-6000:]
+    return output.read_text()
 
 
 def losses(output: str) -> list[str]:
@@ -72,20 +88,20 @@ def test_the_two_lines_in_a_script_of_the_users_own(tmp_path):
     outside = "".join(kept).split('"""', 2)[2].replace("from megatron_sparse.megatron import", "")
     assert "megatron_sparse" not in outside
 
-    output = run(with_lines)
+    output = start(with_lines, *flags())
     # The plugin's own metric in Megatron's log line, and its table at the end.
     assert "iteration        4/       4" in output
     assert "comm/wire_ratio" in output
     assert "warmup" in output
-    plain = run(without)
+    plain = forked(tmp_path, without, *flags())
     assert "comm/wire_ratio" not in plain
     assert losses(output) == losses(plain)
     assert len(losses(plain)) == 4
 
 
 @pytest.mark.timeout(500)
-def test_the_two_lines_with_a_hybrid_model():
-    output = run(EXAMPLE, *HYBRID.split())
+def test_the_two_lines_with_a_hybrid_model(tmp_path):
+    output = forked(tmp_path, EXAMPLE, *flags(*HYBRID.split()))
     assert "comm/wire_ratio" in output
     assert len(losses(output)) == 4
     assert "GPTModel IS DEPRECATED" not in output, "Megatron prints it for the other model"
@@ -95,14 +111,15 @@ def test_the_two_lines_with_a_hybrid_model():
 def test_a_loop_with_attach_goes_on_from_its_checkpoint_as_if_it_had_not_stopped(tmp_path):
     """With the two commands of the page."""
     commands = commands_of(ROOT / "docs" / "checkpoints.md")
-    first, again = (command.words for command in commands if command.words[0] == "torchrun")
-    assert first[-1] == again[-1], "the same folder"
+    first, second = (command.words for command in commands if command.words[0] == "torchrun")
+    assert first[-1] == second[-1], "the same folder"
 
-    def steps(command: Sequence[str], folder: str) -> list[str]:
+    def steps(run: Callable[..., str], command: Sequence[str], folder: str) -> list[str]:
         script, *options = command[command.index("2") + 1 : -1]
-        output = start(ROOT / script, *options, str(tmp_path / folder))
+        output = run(ROOT / script, *options, str(tmp_path / folder))
         return [line for line in output.splitlines() if line.startswith("step ")]
 
-    stopped = steps(first, "resumed")
+    fast = partial(forked, tmp_path)
+    stopped = steps(start, first, "resumed")
     assert len(stopped) == 10
-    assert stopped + steps(again, "resumed") == steps(again, "whole")
+    assert stopped + steps(fast, second, "resumed") == steps(fast, second, "whole")

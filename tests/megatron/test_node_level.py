@@ -14,13 +14,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_sparse.run.local_ranks import run_loopback
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron import test_parallel
 from tests.megatron.checkpoint_cases import save
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, report
-from tests.megatron.test_pretrain import command_of
+from tests.megatron.test_pretrain import train
 from tests.megatron.test_resume import TARGET, assert_goes_on_exactly, resumed_from
 from tests.megatron.train_ranks import equal, logged, of_all_ranks, on_ranks, running
 
@@ -176,8 +175,8 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path
 
 
 def _train_on_two_nodes(folder, name, *overrides):
-    """A run whose 4 ranks are started on this machine and count as 2 nodes; its folder."""
-    command = command_of(
+    """A run whose 4 ranks count as 2 nodes; its folder."""
+    return train(
         folder,
         name,
         "cluster.nodes=2",
@@ -192,10 +191,6 @@ def _train_on_two_nodes(folder, name, *overrides):
         *TARGET,
         *overrides,
     )
-    with (folder / f"{name}.log").open("w") as log:
-        code = run_loopback(command, 4, log)
-    assert code == 0, (folder / f"{name}.log").read_text()[-6000:]
-    return folder / name
 
 
 def test_resuming_is_bit_exact(tmp_path):

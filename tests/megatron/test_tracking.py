@@ -14,7 +14,7 @@ from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.dashboard import SECTIONS
 from megatron_sparse.telemetry.metrics import METRICS, PLAN, PLAN_COLUMNS, known
-from tests.megatron.test_pretrain import lines, train
+from tests.megatron.test_pretrain import launch, lines
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 ITERATIONS, EVERY = 8, 2
@@ -35,7 +35,7 @@ def run(tmp_path_factory) -> Path:
         patch.setenv("SLURM_JOB_ID", "7")
         for place in ("CONFIG", "CACHE", "DATA"):
             patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
-        return train(
+        return launch(
             folder,
             "tracked",
             "scheme=auto",

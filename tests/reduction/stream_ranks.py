@@ -14,14 +14,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.planner.configured import planner_of
-from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.host_state import with_agreed_capacity
 from megatron_sparse.reduction.progress import progress_on
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
+from tests.reduction.reducers import at_target, reducer_of
 
 BUCKETS, NUMEL, STEPS, BUSY_SIZE = 4, 2**20, 6, 2048
 """In step 0 torch and NCCL allocate, which waits."""
@@ -33,36 +30,19 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = SparseConfig.from_overrides(
-        density=0.05,
-        value_bits=None,
-        warmup_iters=0,
-        ramp_iters=0,
-        keep_below_numel=0,
-        leak=1.0,
-        scheme="direct",
-        nccl_engine=os.environ.get("ENGINE") == "1",
-        timeout_s=60.0,
-    )
+    engine = os.environ.get("ENGINE") == "1"
+    config = at_target(density=0.05, leak=1.0, scheme="direct", nccl_engine=engine, timeout_s=60.0)
     world = dist.group.WORLD
     assert world is not None, "just made"
     config = with_agreed_capacity(config, device)
     transport = ProcessGroupTransport(world, 60.0, device, nccl_engine=config.scheme.nccl_engine)
     progress = progress_on(device, 60.0)
-    residuals = ResidualStore(torch.float32)
-    reducer = GradientReducer(
-        config, Groups(transport), planner_of(config, logs=False), residuals, NullSink(), progress
-    )
-    buckets = [
-        Bucket(
-            f"bucket{number}",
-            torch.zeros(NUMEL, device=device),
-            [ParameterSlice(f"w{number}", 0, NUMEL)],
-            CollectiveOp.ALL_REDUCE,
-            ranks,
-        )
-        for number in range(BUCKETS)
-    ]
+    reducer = reducer_of(config, Groups(transport), progress=progress, is_reported=False)
+    residuals, buckets = reducer.selector.residuals, []
+    for number in range(BUCKETS):
+        grad_N, pieces = torch.zeros(NUMEL, device=device), [ParameterSlice(f"w{number}", 0, NUMEL)]
+        name = f"bucket{number}"
+        buckets.append(Bucket(name, grad_N, pieces, CollectiveOp.ALL_REDUCE, ranks))
     matrix = torch.ones(BUSY_SIZE, BUSY_SIZE, device=device, dtype=torch.bfloat16)
     draws = torch.Generator(device).manual_seed(rank)
     for step in range(STEPS):

@@ -7,9 +7,10 @@ import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 from megatron_sparse.errors import StorageError
-from megatron_sparse.run import full_disk, launch, preparation, rank_report, worker
+from megatron_sparse.run import full_disk, launch, preparation, rank_log, worker
 from tests.run.test_resume_start import config_of
 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/disk/runs/mine/x.distcp")
@@ -44,23 +45,17 @@ def test_a_rank_says_so(tmp_path, monkeypatch, capsys):
     config = config_of(tmp_path)
     path = preparation.make_run_dir(config, "x") / preparation.CONFIG_FILE
 
-    def train(*arguments):
-        raise gathered()
-
+    train = Mock(side_effect=gathered())
     monkeypatch.setattr("megatron_sparse.megatron.training.train", train)
     monkeypatch.setenv("RANK", "0")
     report = tmp_path / "error.json"
-    monkeypatch.setenv(rank_report.ERROR_FILE, str(report))
+    monkeypatch.setenv(rank_log.ERROR_FILE, str(report))
     assert worker.main([str(path)]) == StorageError.exit_code
-    message, typed = rank_report.read_report(json.loads(report.read_text())) or ("", False)
+    message, typed = rank_log.read_report(json.loads(report.read_text())) or ("", False)
     assert typed
     assert "/disk/runs/mine/x.distcp" in message
     report.unlink()
-
-    def refuse(self, *arguments, **options):
-        raise NO_SPACE
-
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=NO_SPACE))
     assert worker.main([str(path)]) == StorageError.exit_code
     assert not report.exists(), "the agent would fail over half a report"
     assert "the disk is full" in capsys.readouterr().err
@@ -76,12 +71,9 @@ def test_the_launcher_says_so_where_no_rank_could(tmp_path, monkeypatch, capsys)
     )
     assert launch._report(0, failure, tmp_path) == 1
     assert "rank 0 failed: see the log" in capsys.readouterr().err
-    monkeypatch.setattr(full_disk.tempfile, "TemporaryFile", _refuse)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(full_disk.tempfile, "TemporaryFile", Mock(side_effect=full))
     assert launch._report(0, failure, tmp_path) == StorageError.exit_code
     said = capsys.readouterr().err
     assert said.startswith(f"error: the disk is full: {tmp_path}")
     assert "see the log" not in said
-
-
-def _refuse(**options):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -24,6 +24,7 @@ from megatron_sparse.megatron.checkpoint_folder import TRACKER, checkpoint, choo
 from megatron_sparse.run import interrupt, launch, preparation, resume, worker
 from megatron_sparse.run.composition import compose
 from tests.megatron.test_pretrain import ROOT, SMALL, TIMEOUT_S, train
+from tests.programs import ended
 from tests.waiting import DEADLINE_S, until
 
 RUN = (
@@ -37,6 +38,7 @@ RUN = (
     "training.save_interval=1",
 )
 DONE = 2
+SHARDED = "training.use_distributed_optimizer"
 VOCAB_SIZE = 512
 
 
@@ -81,11 +83,9 @@ class TestWhatIsLeft:
         config = config_of(runs, "resume=auto", "cluster.ranks_per_node=2")
         store = torch.distributed.HashStore()
         with ThreadPoolExecutor(2) as ranks:
-            ended = [
-                ranks.submit(worker._agree_on_folder, config, "train", store, rank, ExitStack())
-                for rank in range(2)
-            ]
-            assert [end.result(DEADLINE_S) for end in ended] == [None, None]
+            given = [config] * 2, ["train"] * 2, [store] * 2, range(2), [ExitStack()] * 2
+            ended = ranks.map(worker._agree_on_folder, *given, timeout=DEADLINE_S)
+            assert list(ended) == [None, None]
 
     def test_some_iterations(self, runs):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
@@ -145,12 +145,8 @@ class TestSchedule:
         overrides = (*self.NULL, "resume=auto", "cluster.ranks_per_node=2")
         configs = [config_of(folder, *overrides, iterations=9) for folder in (runs, runs / "far")]
         with ExitStack() as held, ThreadPoolExecutor(2) as ranks:
-            agreed = list(
-                ranks.map(
-                    lambda rank: worker._agree_on_folder(configs[rank], "x", store, rank, held),
-                    range(2),
-                )
-            )
+            given = configs, ["x"] * 2, [store] * 2, range(2), [held] * 2
+            agreed = list(ranks.map(worker._agree_on_folder, *given))
         for each in agreed:
             assert each is not None
             assert (each[0].compression.warmup_iters, each[0].compression.ramp_iters) == (0, 0)
@@ -163,42 +159,38 @@ class TestFit:
     @pytest.mark.parametrize(
         ("overrides", "expected", "remedy"),
         [
-            (("model.num_layers=4",), "model.num_layers=2", "as the checkpoint has them"),
-            (("megatron.num_layers=4",), "model.num_layers=2", "as the checkpoint has them"),
-            (("model.hidden_size=128",), "model.hidden_size=64", "training.load=null"),
-            (("model.num_query_groups=2",), "model.num_query_groups=4", "resume=never"),
-            (("model.tied_embeddings=false",), "model.tied_embeddings=true", "resume=never"),
-            (("model.position_embedding_type=rope",), "learned_absolute", "resume=never"),
-            (("training.iterations=9",), "training.iterations=2", "override_opt_param_scheduler"),
-            (("training.lr=0.01",), "training.lr=0.0003", "use_checkpoint_opt_param_scheduler"),
+            ("model.num_layers=4", "model.num_layers=2", "as the checkpoint has them"),
+            ("megatron.num_layers=4", "model.num_layers=2", "as the checkpoint has them"),
+            ("model.hidden_size=128", "model.hidden_size=64", "training.load=null"),
+            ("model.num_query_groups=2", "model.num_query_groups=4", "resume=never"),
+            ("model.tied_embeddings=false", "model.tied_embeddings=true", "resume=never"),
+            ("model.position_embedding_type=rope", "learned_absolute", "resume=never"),
+            ("training.iterations=9", "training.iterations=2", "override_opt_param_scheduler"),
+            ("training.lr=0.01", "training.lr=0.0003", "use_checkpoint_opt_param_scheduler"),
             (
-                ("cluster.ranks_per_node=2",),
+                "cluster.ranks_per_node=2",
                 "training.global_batch_size=2",
                 "null means one micro-batch of 2 on each of 2 data-parallel ranks",
             ),
             (
-                ("training.global_batch_size=8",),
+                "training.global_batch_size=8",
                 "training.global_batch_size=2",
                 "set the keys as the checkpoint has them",
             ),
             (
-                ("cluster.ranks_per_node=2", "training.tensor_parallel=2"),
+                "cluster.ranks_per_node=2 training.tensor_parallel=2",
                 "training.tensor_parallel=1",
                 "compression.residual_checkpoint=none",
             ),
-            (
-                ("training.use_distributed_optimizer=true",),
-                "training.use_distributed_optimizer=false",
-                "megatron.no_load_optim=true",
-            ),
-            (("training.precision=bf16",), "training.precision=fp32", "no_load_optim"),
-            (("megatron.optimizer=sgd",), "megatron.optimizer=adam", "no_load_optim"),
+            (f"{SHARDED}=true", f"{SHARDED}=false", "megatron.no_load_optim=true"),
+            ("training.precision=bf16", "training.precision=fp32", "no_load_optim"),
+            ("megatron.optimizer=sgd", "megatron.optimizer=adam", "no_load_optim"),
         ],
     )
     def test_another_run_is_refused_before_ranks_start(self, runs, overrides, expected, remedy):
         checkpoint_folder.track(runs / "mine/checkpoints", 1)
         with pytest.raises(CheckpointError) as caught:
-            start_of(runs, "resume=auto", *overrides)
+            start_of(runs, "resume=auto", *overrides.split())
         assert expected in str(caught.value.expected)
         assert remedy in str(caught.value.remedy)
         assert caught.value.exit_code == 2
@@ -280,10 +272,8 @@ class TestPartial:
         with pytest.raises(ConfigError, match="cannot be resumed") as caught:
             start_of(runs, "resume=must")
         assert ".metadata is missing; there is no other" in str(caught.value.got)
-        config = config_of(runs, "resume=auto")
-        preparation.make_run_dir(
-            config, "again", preparation.check_start(config, 512, in_rank=False)
-        )
+        start = start_of(runs, "resume=auto")
+        preparation.make_run_dir(config_of(runs, "resume=auto"), "again", start)
         assert (runs / "mine.1/checkpoints").is_dir()
         assert not (runs / "mine/checkpoints").exists()
 
@@ -321,13 +311,11 @@ class TestEnd:
             "the last checkpoint has iteration 2 of 5; to go on:\n"
             "  megatron-sparse train 'cluster.env.PGPASS=***' name=mine resume=must"
         )
-        assert resume.go_on(config_of(runs), runs / "mine", command).endswith(
-            "nothing is left to do"
-        )
+        said = resume.go_on(config_of(runs), runs / "mine", command)
+        assert said.endswith("nothing is left to do")
         (checkpoint(runs / "mine/checkpoints", 2) / ".metadata").unlink()
-        assert "the last checkpoint has iteration 1 of 5" in resume.go_on(
-            config, runs / "mine", command
-        )
+        said = resume.go_on(config, runs / "mine", command)
+        assert "the last checkpoint has iteration 1 of 5" in said
 
     def test_no_checkpoint(self, tmp_path):
         said = resume.go_on(config_of(tmp_path), tmp_path, "megatron-sparse train")
@@ -381,10 +369,7 @@ class TestEnd:
             "atexit.register(lambda: print(gc.get_freeze_count()))\n"
             "application.train([])\n"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        assert int(done.stdout) > 100_000
+        assert int(ended([sys.executable, "-c", script], check=True).stdout) > 100_000
 
     def test_ctrl_c_saves_and_says_how_to_go_on(self, tmp_path):
         """A whole run; without the key the same end finds the checkpoint of `save_interval`."""

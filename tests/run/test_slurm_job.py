@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,10 +16,9 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
 from megatron_sparse.run import launch, launchers, provenance
 from megatron_sparse.run.composition import compose
-from tests.commands import stand_in
-from tests.waiting import DEADLINE_S
+from tests.commands import refusal, stand_in
+from tests.programs import ROOT, ended, output_of, with_variables
 
-ROOT = Path(__file__).resolve().parents[2]
 STEP = {
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
@@ -102,12 +100,19 @@ class TestSlurm:
 
     def test_ranks_rendezvous_at_the_first_node(self, scontrol):
         calls = scontrol("printf 'n0\\nn1\\nn2\\n'")
-        assert launchers.slurm_ranks(STEP)["MASTER_ADDR"] == "n0"
-        assert launchers.slurm_ranks(STEP)["MASTER_PORT"] == "20007"
+        place = {"RANK": "3", "WORLD_SIZE": "5", "LOCAL_RANK": "1", "MASTER_ADDR": "n0"}
+        assert launchers.slurm_ranks(STEP) == place | {"MASTER_PORT": "20007"}
+        of_user = STEP | {"MASTER_PORT": "1"}
+        assert launchers.slurm_ranks(of_user)["MASTER_PORT"] == "1"
         assert calls.read_text().splitlines()[0] == "show hostnames n[0-2]"
         assert launchers.host_of_each_rank(STEP) == ["n0", "n0", "n1", "n1", "n2"]
         assert launchers.host_of_each_rank({}) == []
         assert launchers.host_of_each_rank(STEP | {"TORCHELASTIC_RUN_ID": "7"}) == []
+
+    def test_others_are_no_ranks(self):
+        batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}
+        for given in (batch_script, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, STEP | {"RANK": "0"}, {}):
+            assert launchers.slurm_ranks(given) == {}
 
     def test_without_an_answer_it_is_one_typed_error(self, scontrol, monkeypatch):
         scontrol("exit 1")
@@ -154,16 +159,9 @@ class TestSaveSignal:
     """`training.save_signal` and `cluster.requeue`."""
 
     def flags(self, tmp_path, *overrides: str) -> dict[str, object]:
-        config = compose(
-            [
-                "data=mock",
-                "cluster.device=cpu",
-                "training.precision=fp32",
-                "training.iterations=50",
-                "training.lr_warmup_iters=1",
-                *overrides,
-            ]
-        )
+        fp32 = ["data=mock", "cluster.device=cpu", "training.precision=fp32"]
+        length = ["training.iterations=50", "training.lr_warmup_iters=1"]
+        config = compose([*fp32, *length, *overrides])
         return arguments.derived_flags(config, tmp_path, vocab_size=512, data_prefix=None)
 
     def test_megatron_gets_the_signal_and_a_folder_to_save_to(self, tmp_path):
@@ -186,9 +184,7 @@ class TestSaveSignal:
         ],
     )
     def test_mistakes(self, override, words):
-        with pytest.raises(ConfigError) as caught:
-            compose([override])
-        assert words in str(caught.value)
+        assert words in refusal(compose, [override])
 
 
 class TestProvenance:
@@ -213,21 +209,14 @@ class TestProvenance:
         first, second = map(json.loads, text.splitlines())
         recorded = ("NCCL_NET", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
         assert first["environment"] == {name: environment[name] for name in recorded}
-        assert (first["slurm_job"], first["slurm_restarts"], second["slurm_restarts"]) == (
-            "7",
-            0,
-            1,
-        )
+        assert first["slurm_job"] == "7"
+        assert [each["slurm_restarts"] for each in (first, second)] == [0, 1]
         assert first["packages"]["torch"]
 
     def test_commit_and_what_was_changed_since(self, tmp_path):
         def git(*words: str) -> str:
-            return subprocess.run(
-                ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@e", *words],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout.strip()
+            named = ["-c", "user.name=n", "-c", "user.email=e@e"]
+            return output_of(["git", *named, *words], cwd=tmp_path).strip()
 
         git("init", "-q")
         (tmp_path / "kept.py").write_text("1")
@@ -269,31 +258,20 @@ class TestRankLog:
     """One log for each rank; the last rank also prints."""
 
     def run(self, tmp_path, rank: int, kind: str = "good") -> tuple[str, str, str]:
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(rank), kind, str(tmp_path)],
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        command = [sys.executable, "-c", PROGRAM, str(rank), kind, str(tmp_path)]
+        done = ended(command, env=with_variables(PYTHONPATH=str(ROOT)))
         return done.stdout, done.stderr, (tmp_path / "logs" / f"rank{rank}.log").read_text()
 
     def test_all_but_the_last_are_in_their_logs_only(self, tmp_path):
         out, err, log = self.run(tmp_path, 0)
-        assert out == "before\nafter\n"
-        assert err == ""
+        assert (out, err) == ("before\nafter\n", "")
         assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
 
     def test_the_last_one_is_in_both(self, tmp_path):
         out, _, log = self.run(tmp_path, 1)
-        assert sorted(out.splitlines()) == [
-            "after",
-            "before",
-            "from C",
-            "from python",
-            "problem of C",
-        ]
-        assert sorted(log.splitlines()) == ["from C", "from python", "problem of C"]
+        logged = ["from C", "from python", "problem of C"]
+        assert sorted(log.splitlines()) == logged
+        assert sorted(out.splitlines()) == ["after", "before", *logged]
 
     def test_a_typed_error_is_printed_and_logged(self, tmp_path):
         _, err, log = self.run(tmp_path, 0, "typed")

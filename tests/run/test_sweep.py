@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_sparse.errors import ConfigError, SweepError
 from megatron_sparse.run import application, launch, preparation, sweep
 from megatron_sparse.run.composition import compose, save
 from tests.commands import run
+from tests.tracked import json_lines
 
 
 def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None) -> None:
@@ -79,19 +81,10 @@ class TestMultirun:
         return names
 
     def test_every_combination_has_a_name_of_its_own(self, monkeypatch, tmp_path):
-        names = self.sweep(
-            monkeypatch,
-            tmp_path,
-            lambda config: 0,
-            "scheme=dense,direct",
-            "compression.leak=0.9,1.0",
-            "compression.density=0.1",
-        )
-        assert names == [
-            f"run_scheme-{scheme}_leak-{leak}"
-            for scheme in ("dense", "direct")
-            for leak in ("0.9", "1.0")
-        ]
+        swept = "scheme=dense,direct", "compression.leak=0.9,1.0", "compression.density=0.1"
+        names = self.sweep(monkeypatch, tmp_path, lambda config: 0, *swept)
+        each = product(("dense", "direct"), ("0.9", "1.0"))
+        assert names == [f"run_scheme-{scheme}_leak-{leak}" for scheme, leak in each]
         assert {o.name for o in sweep.outcomes(tmp_path / "sweep")} == set(names)
 
     def test_a_failed_run_ends_no_other_and_is_reported_at_the_end(
@@ -129,12 +122,6 @@ class TestMultirun:
         sweep.RunEnd("old", 2, "long ago").write(tmp_path / "sweep/multirun/2020-01-01/0")
         assert self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
 
-    def test_mistakes_are_one_typed_error(self, monkeypatch, tmp_path):
-        with pytest.raises(ConfigError, match=r"did you mean training\.lr"):
-            self.sweep(monkeypatch, tmp_path, lambda config: 0, "lr=1,2")
-        with pytest.raises(ConfigError, match="cannot be read"):
-            self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=choice(")
-
 
 class TestTable:
     """`megatron-sparse sweep FOLDER`."""
@@ -147,12 +134,8 @@ class TestTable:
         rows = {row["name"]: row for row in sweep.rows(tmp_path)}
         assert list(rows) == ["a", "b", "c", "d"]
         assert {key for key in rows["a"] if "." in key} == {"scheme.name", "compression.leak"}
-        assert [row["state"] for row in rows.values()] == [
-            "finished",
-            "finished",
-            "unfinished",
-            "failed",
-        ]
+        states = ["finished", "finished", "unfinished", "failed"]
+        assert [row["state"] for row in rows.values()] == states
         assert (rows["b"]["scheme.name"], rows["b"]["compression.leak"]) == ("zen", 0.9)
         assert (rows["b"]["loss_last"], rows["c"]["loss_last"]) == (3.0, None)
         assert rows["b"]["wire_ratio"] == 0.1
@@ -179,7 +162,7 @@ class TestTable:
         assert "1 runs in" in printed
         with (tmp_path / "t.csv").open() as file:
             (line,) = csv.DictReader(file)
-        (row,) = [json.loads(text) for text in (tmp_path / "t.json").read_text().splitlines()]
+        (row,) = json_lines(tmp_path / "t.json")
         assert line["name"] == row["name"] == "a"
         assert float(line["loss_last"]) == row["loss_last"] == 2.0
 
@@ -199,8 +182,6 @@ class TestTable:
         assert [scheme for row in rows for scheme in row] == schemes
 
     def test_mistakes_are_typed(self, tmp_path):
-        with pytest.raises(ConfigError, match="there are no runs"):
-            sweep.rows(tmp_path)
         made_run(tmp_path, "a", loss=2.0)
         with pytest.raises(ConfigError, match="table cannot be written"):
             sweep.report(tmp_path, tmp_path / "no/such.csv", None)
