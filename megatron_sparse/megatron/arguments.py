@@ -267,6 +267,14 @@ def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
     }
 
 
+def owner(flag: str, value: object) -> str | None:
+    """The key of ours that says what a flag in the `megatron:` section says."""
+    name = flag.replace("-", "_")
+    if name == "data_path" and isinstance(value, list) and len(value) > 1:
+        return None  # a blend, which no key of ours can say
+    return OWNED_FLAGS.get(name)
+
+
 def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
     """One for each flag in the `megatron:` section that a key of ours owns; it names the key.
 
@@ -275,10 +283,7 @@ def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
     """
     found = []
     for flag, value in megatron.items():
-        name = flag.replace("-", "_")
-        key = OWNED_FLAGS.get(name)
-        if name == "data_path" and isinstance(value, list) and len(value) > 1:
-            continue  # a blend, which no key of ours can say
+        key = owner(flag, value)
         if key is not None:
             found.append(
                 ConfigError(
@@ -378,10 +383,10 @@ def _look_up(
             remedy="leave the key out: without the flag it is off",
         )
     names = [option.removeprefix("--").replace("-", "_") for option in actions]
-    close = [
+    close = dict.fromkeys(
         OWNED_FLAGS.get(name, f"megatron.{name}")
         for name in difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-    ]
+    )
     raise ConfigError(
         f"megatron.{key} is no flag of Megatron-LM",
         expected="the name of a flag without its dashes, with _ for -",

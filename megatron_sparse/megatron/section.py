@@ -3,19 +3,23 @@
 The quick checks need no import of megatron, and a rank makes them too. The launcher also asks
 Megatron: its parser knows each flag and value, and its own validation, run with the section and
 without, shows which key changes what a key of our own sections has set: by another name of the same
-flag (`use_rotary_position_embeddings`), or by a file (`yaml_cfg`).
+flag (`use_rotary_position_embeddings`), or by a file (`yaml_cfg`). What Megatron's layers would
+refuse in a rank is checked with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, DependencyError, MegatronSparseError, raise_together
@@ -78,22 +82,31 @@ def check(
     training.silence_known_noise()
     training.import_host()
     parser = arguments.megatron_parser()
-    found, section = quick_errors(config), config.megatron
-    for key, value in section.items():
-        try:
-            arguments.command_line({}, {key: value}, parser)
-        except ConfigError as error:
-            found.append(error)
-    raise_together(TITLE, found)
     # The folder is a placeholder: nothing is written.
     derived = arguments.derived_flags(
         config, Path("run"), vocab_size=vocab_size, data_prefix=data_prefix
     )
+    found: list[MegatronSparseError] = []
+    section, owners = {}, {}
+    for key, value in config.megatron.items():
+        owners[key] = arguments.owner(key, value)
+        refused = quick_errors(dataclasses.replace(config, megatron={key: value}))
+        try:
+            arguments.command_line(derived, {key: value}, parser)
+        except ConfigError as error:
+            refused.append(error)
+        found += refused
+        # Owned flags stay: the others are checked as if our keys had these values.
+        if len(refused) == (0 if owners[key] is None else 1):
+            section[key] = value
     words = arguments.command_line(derived, {}, parser)
     ranks = config.cluster.nodes * config.cluster.ranks_per_node
-    variables = {**environment, "RANK": "0", "WORLD_SIZE": str(ranks)}
+    # Megatron asks for one connection with tensor parallelism, which the section may name.
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
+    variables |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     given, without = vars(parser.parse_args(words)), _validated(words, variables)
     if isinstance(without, ConfigError):
+        raise_together(TITLE, found)
         raise without
     # What Megatron computes may follow from the section, as the width of an MLP from `swiglu`.
     owned = {_DATA: "data.prefix"} | {
@@ -102,27 +115,46 @@ def check(
         if given[dest] == without.get(dest)
     }
 
-    def errors(name: str, keys: Iterable[str]) -> list[MegatronSparseError]:
+    def errors(keys: list[str]) -> list[MegatronSparseError]:
         words = arguments.command_line(derived, {key: section[key] for key in keys}, parser)
-        found = _validated(words, variables)
-        if isinstance(found, ConfigError):
-            refused = f"Megatron refuses {name}: {found.got}"
+        validated, told = _validated(words, variables), {owners[key] for key in keys}
+        name = f"megatron.{keys[-1]}={section[keys[-1]]}"
+        if isinstance(validated, ConfigError):
+            refused = f"Megatron refuses {name}: {validated.got}"
             return [ConfigError(refused, remedy="correct it, or leave it out")]
         return [
             ConfigError(
                 f"{name} changes what {key} has set",
                 expected=without.get(dest),
-                got=found.get(dest),
+                got=validated.get(dest),
                 remedy=f"leave it out, and set {key}",
             )
             for dest, key in owned.items()
-            if found.get(dest) != without.get(dest)
+            if key not in told and validated.get(dest) != without.get(dest)
         ]
 
-    together = errors("the megatron: section", section)
-    if together:
-        alone = [errors(f"megatron.{key}={section[key]}", [key]) for key in section]
-        raise_together(TITLE, list(itertools.chain.from_iterable(alone)) or together)
+    fitting: list[str] = []
+    wrong: dict[str, list[MegatronSparseError]] = {}
+
+    def fit(keys: list[str]) -> None:
+        """Adds those that fit to `fitting`, in order, and the errors of the others to `wrong`."""
+        refused = errors([*fitting, *keys])
+        if not refused:
+            fitting.extend(keys)
+        elif len(keys) == 1:
+            wrong[keys[0]] = refused
+        else:
+            fit(keys[: len(keys) // 2])
+            fit(keys[len(keys) // 2 :])
+
+    if section:
+        fit(list(section))
+    again = [key for key in wrong if owners[key] is None]
+    wrong.clear()
+    for key in again:  # one may need another that comes behind it
+        fit([key])
+    found += itertools.chain.from_iterable(wrong.values())
+    raise_together(TITLE, found)
 
 
 def _validated(
@@ -132,7 +164,7 @@ def _validated(
     from megatron.training import arguments as host
     from megatron.training.utils import get_blend_and_blend_per_split
 
-    from megatron_sparse.megatron import cpu_mode
+    from megatron_sparse.megatron import cpu_mode, training
 
     words_before, environment = sys.argv, dict(os.environ)
     make_globals = host.set_global_variables
@@ -140,8 +172,13 @@ def _validated(
     os.environ |= variables
     host.set_global_variables = lambda args: None
     try:
-        with cpu_mode.properties(), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            cpu_mode.properties(),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(action="ignore"),  # ranks say them
+        ):
             args = host.parse_and_validate_args()
+            _check_layers(training.model_config_of(args).transformer)
             # A blend in `data_path` is allowed: no key of ours can say it.
             data = get_blend_and_blend_per_split(args) if args.data_path is None else None
     except Exception as error:  # of any kind: an assertion, a file that is missing
@@ -152,3 +189,20 @@ def _validated(
         os.environ.clear()
         os.environ.update(environment)
     return {_DATA: data or (None, None), **vars(args)}
+
+
+def _check_layers(config: Any) -> None:
+    """Raises what Megatron's layers refuse when a rank builds them, or in the first iteration."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    split = config.num_moe_experts and config.tensor_model_parallel_size > 1
+    assert config.sequence_parallel or not split, (
+        "experts with tensor parallelism need sequence_parallel"
+    )
+    if config.transformer_impl == "local":
+        # With `rms_norm` the provider gives this norm from then on, whatever is asked for.
+        of_rms = config.normalization == "RMSNorm"
+        norm = WrappedTorchNorm if of_rms else LocalSpecProvider().layer_norm()
+        norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        assert config.context_parallel_size == 1, "context parallelism needs Transformer Engine"

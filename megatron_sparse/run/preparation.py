@@ -23,6 +23,7 @@ from megatron_sparse.run import composition, provenance
 from megatron_sparse.run.local_ranks import package_path
 from megatron_sparse.run.resume import Start, find, run_folder
 from megatron_sparse.run.resume import describe as resumed
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.telemetry.run_lock import LOCK_FILE, locked
 
 CONFIG_FILE = "config.yaml"
@@ -263,20 +264,25 @@ def make_run_dir(
 
 def _check_is_run(run_dir: Path) -> None:
     """Refuses a path with something else than a run, or than one whose folder is being made."""
-    if not run_dir.exists() or (run_dir / CONFIG_FILE).is_file():
+    if not run_dir.exists() or _is_run(run_dir):
         return
     if not run_dir.is_dir() or any(path.name != LOCK_FILE for path in run_dir.iterdir()):
         raise ConfigError(
             f"{run_dir} is not the folder of a run",
-            expected=f"no such folder, an empty one, or one with {CONFIG_FILE}",
+            expected=f"no such folder, an empty one, or one with {CONFIG_FILE} or {BREAKDOWN_FILE}",
             got="something else",
             remedy="choose another name, or remove it",
         )
 
 
+def _is_run(run_dir: Path) -> bool:
+    """Whether a folder is a run's; a script's with `install` has no configuration."""
+    return any((run_dir / name).is_file() for name in (CONFIG_FILE, BREAKDOWN_FILE))
+
+
 def _move_aside(run_dir: Path) -> bool:
     """Renames the folder of an earlier run; returns whether there was one."""
-    if not (run_dir / CONFIG_FILE).is_file():
+    if not _is_run(run_dir):
         return False
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.{number}")).exists():

@@ -381,10 +381,9 @@ class TestLoopback:
 
     def test_the_first_failure_is_the_exit_code_and_ends_the_others(self, monkeypatch):
         monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)
-        code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(60)"
-        start_s = time.monotonic()
+        # Without their end it would not return.
+        code = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(3)\ntime.sleep(1e6)"
         assert local_ranks.run_loopback([sys.executable, "-c", code], 3) == 3
-        assert time.monotonic() - start_s < 30
 
     def test_a_killed_rank_is_a_typed_error(self, monkeypatch):
         monkeypatch.setattr(local_ranks, "GRACE_S", 0.2)

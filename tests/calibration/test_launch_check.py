@@ -31,6 +31,7 @@ from megatron_sparse.errors import CommunicationError
 from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
 from tests.ranks import run_ranks
+from tests.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RING = 1e-3
@@ -168,7 +169,7 @@ def test_a_rank_that_never_comes_ends_the_command(tmp_path):
     """The first of the others to give up says so; all end with the same code."""
     port = _free_port()
     processes = [_calibrate(tmp_path, rank, port, 20) for rank in (0, 1)]
-    ended = [(process, *process.communicate(timeout=200)) for process in processes]
+    ended = [(process, *process.communicate(timeout=DEADLINE_S)) for process in processes]
     assert [process.returncode for process, _, _ in ended] == [3, 3], ended
     said = "".join(errors for _, _, errors in ended)
     assert "error: 1 of 3 ranks have not come" in said
@@ -178,7 +179,7 @@ def test_a_rank_that_never_comes_ends_the_command(tmp_path):
 
 def test_the_others_report_that_rank_0_is_absent(tmp_path):
     process = _calibrate(tmp_path, 1, _free_port(), 2)
-    _, said = process.communicate(timeout=200)
+    _, said = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 3
     assert "error: rank 1 on " in said
     assert "cannot reach rank 0" in said

@@ -14,19 +14,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_sparse.errors import MegatronSparseError
-from megatron_sparse.megatron import checkpoint_fit, training
+from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folder, training
 from megatron_sparse.run import launch, rank
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.interrupt import end_at_once
-from tests.run.test_launch import checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = "writers"
 """In a run's folder: a line of START, rank and process for each time a rank has written."""
 START = "FAULT_JOB_START"
-FIRST, LAST = "first", "last"
+FIRST = "first"
 RANKS = 2
+
+
+def checkpoint(run_dir: Path, iteration: int = 10) -> Path:
+    """A complete one of the format torch, without anything in it."""
+    folder = run_dir / arguments.CHECKPOINTS
+    saved = checkpoint_folder.checkpoint(folder, iteration) / "mp_rank_00"
+    saved.mkdir(parents=True)
+    torch.save({}, saved / "model_optim_rng.pt")
+    checkpoint_folder.track(folder, iteration)
+    return saved.parent
 
 
 def train(config: Any, run_dir: Path, store: Any = None) -> None:

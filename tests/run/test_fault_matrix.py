@@ -20,17 +20,19 @@ from megatron_sparse.megatron.arguments import CHECKPOINTS
 from megatron_sparse.megatron.checkpoint_folder import TRACKER
 from megatron_sparse.telemetry.run_lock import LOCK_FILE
 from tests.megatron.test_pretrain import SMALL
+from tests.ranks import MEGATRON
 from tests.run import fault_job
-from tests.run.fault_job import FIRST, LAST, LAUNCHERS, MARKS, RANKS
+from tests.run.fault_job import FIRST, LAUNCHERS, MARKS, RANKS
 from tests.waiting import DEADLINE_S, is_gone, until
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-RESUMES = ("never", "auto", "must")
-# Each pair of values occurs in one case at least.
+RESUMES = ("must", "auto", "never")
+"""In this order each one finds what it is about."""
+# Each launcher makes each of the three next starts once.
 CASES = [
-    pytest.param(launcher, SIGNALS[(i + j) % 3], resume, id=f"{launcher}-{resume}")
+    pytest.param(launcher, received, RESUMES[(i + j) % 3], id=f"{launcher}-{received.name}")
     for i, launcher in enumerate(LAUNCHERS)
-    for j, resume in enumerate(RESUMES)
+    for j, received in enumerate(SIGNALS)
 ]
 ENDED_S = 5.0
 """Ranks end that soon on a machine that is not loaded."""
@@ -54,7 +56,7 @@ class Folder:
         self._words += [f"cluster.ranks_per_node={RANKS}", "name=mine", f"runs_dir={path}"]
         # Forked from a process that has imported everything, so that a start takes no seconds.
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([fault_job.__name__])
+        self._context.set_forkserver_preload([MEGATRON, fault_job.__name__])
         self._started: list[Any] = []
 
     def start(self, launcher: str, name: str, resume: str, *overrides: str) -> Any:
@@ -94,19 +96,23 @@ def stop(launcher: str, process: Any, ranks: list[int], received: signal.Signals
         os.kill(each, received)
 
 
-@pytest.mark.parametrize(("launcher", "received", "resume"), CASES)
-def test_a_stopped_run_and_the_next_start(folder, launcher, received, resume):
+@pytest.mark.parametrize(("launcher", "received", "own"), CASES)
+def test_a_stopped_run_and_the_next_starts(folder, launcher, received, own):
+    """All values of `resume`: beside the run, and after it has been stopped.
+
+    The launcher makes one of the next starts; mpirun's stand-in, which forks its ranks, the others.
+    """
     first = folder.start(launcher, FIRST, resume="never")
     until(lambda: len(folder.ranks()) == RANKS or first.exitcode is not None)
     assert first.exitcode is None, folder.said()
     ranks = folder.ranks()
 
-    second = folder.start("local", "second", resume)
-    until(lambda: second.exitcode is not None)
+    beside = [folder.start("local", "second", resume) for resume in RESUMES]
+    until(lambda: all(each.exitcode is not None for each in beside))
     holder = json.loads((folder.run_dir / LOCK_FILE).read_text())["pid"]
     assert holder == (first.pid if launcher == "local" else ranks["0"])
-    assert second.exitcode == 2, folder.said()
-    assert f"process {holder} on {socket.gethostname()}" in folder.said()
+    assert [each.exitcode for each in beside] == [2, 2, 2], folder.said()
+    assert folder.said().count(f"process {holder} on {socket.gethostname()}") == 3
 
     stop(launcher, first, list(ranks.values()), received)
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
@@ -115,19 +121,17 @@ def test_a_stopped_run_and_the_next_start(folder, launcher, received, resume):
     if launcher != "torchrun":  # which prints its own
         assert "Traceback" not in folder.said()
 
-    last = folder.start(launcher, LAST, resume)
-    until(lambda: last.exitcode is not None)
-    assert last.exitcode == 0, folder.said()
+    for resume in RESUMES:
+        last = folder.start(launcher if resume == own else "mpirun", resume, resume)
+        last.join(DEADLINE_S)
+        assert last.exitcode == 0, folder.said()
     by_folder = {path.name: marks(path) for path in folder.run_dir.parent.glob("mine*")}
     writers = {
         name: [start for start, _ in groupby(start for start, _, _ in found)]
         for name, found in by_folder.items()
     }
-    if resume == "never":
-        assert writers == {"mine.1": [FIRST], "mine": [LAST]}
-    else:
-        assert writers == {"mine": [FIRST, LAST]}
-        assert "resumed at 1 of" in folder.said()
+    assert writers == {"mine.1": [FIRST, "must", "auto"], "mine": ["never"]}
+    assert folder.said().count("resumed at 1 of") == 2
     assert {rank for _, rank, _ in by_folder["mine"]} == {"0", "1"}
 
 

@@ -14,10 +14,11 @@ import torch
 from megatron_sparse import cuda_ext
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import arguments, checkpoint_folder, training
+from megatron_sparse.megatron import training
 from megatron_sparse.run import preparation, rank_log, worker
 from megatron_sparse.run.composition import compose, load
 from megatron_sparse.transport.nccl_errors import ENVIRONMENT
+from tests.run.fault_job import checkpoint
 
 ENGINE = ("scheme=direct", "scheme.capacity=1.5", "scheme.nccl_engine=true")
 CUDA = "cluster.device=cuda"
@@ -34,16 +35,6 @@ def made(tmp_path) -> Callable[..., RunConfig]:
 @pytest.fixture
 def config(made) -> RunConfig:
     return made()
-
-
-def checkpoint(run_dir: Path, iteration: int = 10) -> Path:
-    """A complete one of the format torch, without anything in it."""
-    folder = run_dir / arguments.CHECKPOINTS
-    saved = checkpoint_folder.checkpoint(folder, iteration) / "mp_rank_00"
-    saved.mkdir(parents=True)
-    torch.save({}, saved / "model_optim_rng.pt")
-    checkpoint_folder.track(folder, iteration)
-    return saved.parent
 
 
 class TestRunDir:
@@ -64,6 +55,13 @@ class TestRunDir:
         ]
         assert texts == ["# run 0", "# run 1", "# run 2"]
         assert "mine.2" in capsys.readouterr().out
+
+    def test_a_run_of_a_script_with_install_is_moved_aside_too(self, config, tmp_path):
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "breakdown.jsonl").write_text("kept")
+        preparation.make_run_dir(config, "command")
+        assert (tmp_path / "mine.1" / "breakdown.jsonl").read_text() == "kept"
+        assert not (tmp_path / "mine" / "breakdown.jsonl").exists()
 
     @pytest.mark.parametrize("resume", ["auto", "must"])
     def test_a_run_with_a_checkpoint_goes_on(self, made, tmp_path, resume):

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.groups import borrow_group, return_group
 from tests.ranks import run_ranks
+from tests.waiting import DEADLINE_S
 
 
 def _exchanges(rank, world_size):
@@ -74,7 +75,7 @@ def _host_makes_one_afterwards(rank, world_size):
     if rank == 0:  # Like a pipeline stage that trains parameters while the others are frozen.
         borrow_group([0], "gloo", 20.0)
     values = torch.ones(1)
-    dist.all_reduce(values, group=dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    dist.all_reduce(values, group=dist.new_group([0, 1], timeout=timedelta(seconds=DEADLINE_S / 2)))
     return values.item()
 
 
