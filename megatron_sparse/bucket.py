@@ -61,6 +61,11 @@ class ParameterSlice:
     offset: int = 0
 
     @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.stop - self.start
+
+    @property
     def pruned(self) -> bool:
         """Whether a threshold decides which of its elements are sent."""
         return not self.keep and not self.lossless
@@ -194,28 +199,29 @@ class Layout:
         """
         numel = bucket.numel
         shard_starts = [shard * (numel // shards) for shard in range(shards)]
-        pieces, owners = _pieces(bucket)
-        kinds = _piece_kinds(bucket, owners)
-        kind_borders = {
+        pieces, piece_parameter = _pieces(bucket)
+        kinds = _piece_kinds(bucket, piece_parameter)
+        kind_starts = {
             start
             for index, start in enumerate(pieces[:-1])
             if index == 0 or kinds[index] != kinds[index - 1]
         }
-        segments = _split_long(sorted({*shard_starts, numel, *kind_borders, *extra_cuts}))
-        cuts = sorted({*segments, *pieces})
-        kind_of_segment = [kinds[piece] for piece in _owner(pieces, segments)]
+        segments = _split_long(sorted({*shard_starts, numel, *kind_starts, *extra_cuts}))
+        ranges = sorted({*segments, *pieces})
+        segment_kinds = [kinds[piece] for piece in _intervals_around(pieces, segments)]
+        # An empty bucket has no segments: each of its shards begins and ends at 0.
         firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
         return cls(
             segment_offsets=torch.tensor(segments, dtype=torch.int64),
-            segment_keep=torch.tensor([keep for keep, _ in kind_of_segment], dtype=torch.uint8),
+            segment_keep=torch.tensor([keep for keep, _ in segment_kinds], dtype=torch.uint8),
             segment_lossless=torch.tensor(
-                [lossless for _, lossless in kind_of_segment], dtype=torch.uint8
+                [lossless for _, lossless in segment_kinds], dtype=torch.uint8
             ),
             shard_segments=(*firsts, len(segments) - 1),
-            range_offsets=torch.tensor(cuts, dtype=torch.int64),
-            range_piece=torch.tensor(_owner(pieces, cuts), dtype=torch.int64),
+            range_offsets=torch.tensor(ranges, dtype=torch.int64),
+            range_piece=torch.tensor(_intervals_around(pieces, ranges), dtype=torch.int64),
             piece_offsets=torch.tensor(pieces, dtype=torch.int64),
-            piece_parameter=tuple(owners),
+            piece_parameter=tuple(piece_parameter),
         )
 
     def shard_offsets(self, shard: int) -> torch.Tensor:
@@ -226,26 +232,26 @@ class Layout:
 
 def _pieces(bucket: Bucket) -> tuple[list[int], list[int]]:
     """Offsets of parameters and paddings, and each one's parameter (-1 for padding)."""
-    offsets, owners = [0], []
+    offsets, piece_parameter = [0], []
     for index, parameter in enumerate(bucket.parameters):
         if parameter.start > offsets[-1]:
             offsets.append(parameter.start)
-            owners.append(-1)
-        if parameter.stop > parameter.start:
+            piece_parameter.append(-1)
+        if parameter.numel > 0:
             offsets.append(parameter.stop)
-            owners.append(index)
+            piece_parameter.append(index)
     if bucket.numel > offsets[-1]:
         offsets.append(bucket.numel)
-        owners.append(-1)
-    return offsets, owners
+        piece_parameter.append(-1)
+    return offsets, piece_parameter
 
 
-def _piece_kinds(bucket: Bucket, owners: Sequence[int]) -> list[tuple[bool, bool]]:
+def _piece_kinds(bucket: Bucket, piece_parameter: Sequence[int]) -> list[tuple[bool, bool]]:
     """Whether each piece is kept, and lossless; padding follows the parameter before it."""
     kinds: list[tuple[bool, bool]] = []
-    for owner in owners:
-        if owner >= 0:
-            parameter = bucket.parameters[owner]
+    for index in piece_parameter:
+        if index >= 0:
+            parameter = bucket.parameters[index]
             kinds.append((parameter.keep, parameter.lossless))
         else:
             kinds.append(kinds[-1] if kinds else (True, False))
@@ -260,6 +266,6 @@ def _split_long(borders: list[int]) -> list[int]:
     return [*result, borders[-1]]
 
 
-def _owner(starts: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    """For each piece between two cuts, the index of the interval of `starts` that holds it."""
-    return [min(bisect(starts, cut), len(starts) - 1) - 1 for cut in cuts[:-1]]
+def _intervals_around(offsets: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    """For each interval between two cuts, the number of the interval of `offsets` that holds it."""
+    return [min(bisect(offsets, cut), len(offsets) - 1) - 1 for cut in cuts[:-1]]

@@ -27,12 +27,15 @@ def installed_version(distribution: str) -> str | None:
 
 
 def _find(module: str) -> ModuleSpec | None:
-    # `find_spec` alone would import the parents, and CPU mode comes before any import of megatron.
+    """The module's spec; None if there is none.
+
+    `find_spec` alone would import the parents, and CPU mode comes before any import of megatron.
+    """
     parent = module.rpartition(".")[0]
     if not parent:
         return find_spec(module)
+    is_blocked = module in sys.modules and sys.modules[module] is None  # as `import` sees it
     package = _find(parent)
-    is_blocked = sys.modules.get(module, package) is None  # as `import` sees it
     if package is None or package.submodule_search_locations is None or is_blocked:
         return None
     folders = package.submodule_search_locations
@@ -56,12 +59,12 @@ def require(module: str, does: str, extra: str, otherwise: str = "") -> None:
         >>> require("json", "reads files", "train")
     """
     if not is_installed(module):
+        install = f"pip install 'megatron-sparse[{extra}]'"
         raise DependencyError(
             f"{module} is missing, which {does}",
             expected=f"an importable {module}",
             got="no such module",
-            remedy=f"pip install 'megatron-sparse[{extra}]'"
-            + (f", or {otherwise}" * bool(otherwise)),
+            remedy=f"{install}, or {otherwise}" if otherwise else install,
         )
 
 

@@ -8,7 +8,7 @@ every table, JSON line and dashboard of the project.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Protocol
@@ -189,16 +189,16 @@ class StageTimer:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the time of the `with` body to stage `name`."""
-        with marked(name), self._timed(name, self.add_span):
+        with marked(name), self._timed(name, is_span=True):
             yield
 
     def inside(self) -> AbstractContextManager[None]:
         """Adds the time of the `with` body, a part of the stage `network`, to `inside_us`."""
-        return self._timed(INSIDE_TIER, lambda name, a_s, b_s: self.add(name, (b_s - a_s) * 1e6))
+        return self._timed(INSIDE_TIER, is_span=False)
 
     @contextmanager
-    def _timed(self, name: str, add: Callable[[str, float, float], None]) -> Iterator[None]:
-        """Times the `with` body: by events on CUDA, else `add` gets the clock before and after."""
+    def _timed(self, name: str, *, is_span: bool) -> Iterator[None]:
+        """Times the `with` body: by events on CUDA, else by the host's clock."""
         if self._cuda:
             begin = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
@@ -209,7 +209,11 @@ class StageTimer:
         else:
             begin_s = time.perf_counter()
             yield
-            add(name, begin_s, time.perf_counter())
+            end_s = time.perf_counter()
+            if is_span:
+                self.add_span(name, begin_s, end_s)
+            else:
+                self.add(name, (end_s - begin_s) * 1e6)
 
     def inside_us(self) -> float:
         """Microseconds of `INSIDE_TIER`; waits for its CUDA events if there are any."""

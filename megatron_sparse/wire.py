@@ -116,13 +116,14 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
         >>> rice_payload_bytes(4096, 41, 0, 12)  # 16, 16 of table, 64 words
         288
     """
-    k = min(nnz, numel)
+    entries = min(nnz, numel)
     chunks = -(-numel // 2**log2_span)
     words = 0
-    if k:
-        filled, r = min(chunks, k), rice_parameter(numel, k)
-        words = (k * (r + 1) + ((numel - k) >> r)) // 32 + 1 + filled * log2_span
-        words += _most_value_words(k, filled, value_dtype)
+    if entries:
+        filled, r = min(chunks, entries), rice_parameter(numel, entries)
+        index_bits = entries * (r + 1) + ((numel - entries) >> r)
+        words = index_bits // 32 + 1 + filled * log2_span
+        words += _most_value_words(entries, filled, value_dtype)
     return _RICE_SUBHEADER + pad16(8 * (chunks + 1)) + pad16(4 * words)
 
 
@@ -147,6 +148,7 @@ def rice_whole_payload_bytes(numel: int, value_dtype: int, log2_span: int) -> in
 
 
 def _value_words(entries: int, value_dtype: int) -> int:
+    """Words of a chunk's quantised values: one for each group, and the planes of their bits."""
     planes = -(-entries // _RICE_PLANE)
     return -(-entries // _RICE_GROUP) + RICE_BITS[value_dtype] * planes
 

@@ -36,7 +36,7 @@ if nvidia-smi --list-gpus >/dev/null 2>&1; then extras+=(cuda); fi
 setup_environment "${extras[@]}"
 
 say "corpus: data/$kind"
-"$PYTHON" -W ignore -m megatron_sparse.megatron.corpus --kind "$kind" --output "data/$kind"
+"$PYTHON" -m megatron_sparse.cli.main corpus --kind "$kind" --output "data/$kind"
 
 runs=runs
 for override in "$@"; do

@@ -119,12 +119,12 @@ def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.O
     """
     found: list[torch.optim.Optimizer] = []
     for each in gc.get_objects():
-        kind = type(each)
+        kind = type(each)  # `isinstance` fails for a weak proxy whose object is gone
         if issubclass(kind, torch.optim.Optimizer):
             found.append(each)
-        elif (
-            issubclass(kind, torch.amp.GradScaler) and each is not known and each._scale is not None
-        ):
+            continue
+        is_other_scaler = issubclass(kind, torch.amp.GradScaler) and each is not known
+        if is_other_scaler and each._scale is not None:
             raise ConfigError(
                 "a GradScaler scales the loss, and DDPState does not know it",
                 expected="DDPState(ddp, scaler=...)",

@@ -110,10 +110,11 @@ class DDPState(HostState):
         self._scaler = scaler
         self._scale: float | None = None
         self._has_looked_at_loop = False
-        self._knows_steps = self._is_unused = False
+        self._knows_steps = False  # whether an optimizer of torch's updates the model
+        self._is_unused = False  # whether no step has used the last synchronised pass
         self._unused_in_a_row = 0
         self._is_plain = False
-        self._all_at_end = ddp.static_graph
+        self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._trained = [parameter for parameter in self._names if parameter.requires_grad]
         self._buckets: dict[int, Bucket] = {}
@@ -193,26 +194,32 @@ class DDPState(HostState):
         return any(parameter in self._names for group in groups for parameter in group["params"])
 
     def _pass_begins(self) -> None:
-        if self._is_unused and not self._knows_steps:
-            self.residuals.commit()
-            self._is_unused = False
-        elif self._is_unused and any(map(_holds_values, self._trained)):
-            self.residuals.go_on()
-        elif self._is_unused:
-            self.discard_step()
-            self._unused_in_a_row += 1
-            if self._unused_in_a_row == WARN_AFTER:
-                logger.warning(
-                    "%d backward passes in a row were followed by no step of an optimizer of this "
-                    "model's parameters; what each left in the residual is taken back",
-                    WARN_AFTER,
-                )
+        """Decides what becomes of the last pass, if no step has used it; follows the scaler."""
+        if self._is_unused:
+            if not self._knows_steps:
+                self.residuals.commit()
+                self._is_unused = False
+            elif any(map(_holds_values, self._trained)):
+                self.residuals.go_on()  # gradients are accumulated over several passes
+            else:
+                self._discard_unused()
         if self._scaler is not None:
             before, self._scale = self._scale, self._scaler.get_scale()
             if before not in (None, self._scale):
                 self.residuals.rescale(self._scale / before)
 
+    def _discard_unused(self) -> None:
+        self.discard_step()
+        self._unused_in_a_row += 1
+        if self._unused_in_a_row == WARN_AFTER:
+            logger.warning(
+                "%d backward passes in a row were followed by no step of an optimizer of this "
+                "model's parameters; what each left in the residual is taken back",
+                WARN_AFTER,
+            )
+
     def _step_taken(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step has used the last pass, unless GradScaler lets the optimizer skip it."""
         self._knows_steps = True
         # GradScaler lets optimizers that understand it look for an overflow themselves.
         found_inf = getattr(optimizer, "found_inf", None)
@@ -231,7 +238,8 @@ class DDPState(HostState):
         self._check_attached()
         if self._is_plain:
             return allreduce_hook(self._group, grad_bucket)
-        if not self._in_flight:
+        is_first_of_pass = not self._in_flight
+        if is_first_of_pass:
             self._await_at_end_of_backward()
             if self.step:
                 self._between_steps()
@@ -309,13 +317,14 @@ class DDPState(HostState):
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
         """Makes the reducer's bucket from DDP's; its parameters are adjacent."""
-        index, slices, start = self._launched, [], 0
+        slices, start = [], 0
         for parameter in grad_bucket.parameters():
             name, stop = self._names[parameter], start + parameter.numel()
             slices.append(
                 self._filter.slice_of(name, start, stop, parameter.shape, replicated=False)
             )
             start = stop
+        index = self._launched
         bucket = Bucket(
             f"bucket{index}",
             grad_bucket.buffer(),
@@ -331,10 +340,10 @@ class DDPState(HostState):
             self._take_residuals_back()
         self._buckets[index] = bucket
         self._placed.add(index)
-        waiting = self._unplaced
-        mine = {(p.name, 0): waiting.pop(p.name) for p in slices if p.name in waiting}
-        if mine:
-            self.residuals.load([bucket], mine)
+        waiting = [piece.name for piece in slices if piece.name in self._unplaced]
+        if waiting:
+            residuals = {(name, 0): self._unplaced.pop(name) for name in waiting}
+            self.residuals.load([bucket], residuals)
         return bucket
 
     def _take_residuals_back(self) -> None:

@@ -260,11 +260,8 @@ def megatron_parser() -> argparse.ArgumentParser:
 def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
     """Names in Megatron's arguments of what a key of ours owns, each with that key."""
     actions = _actions(parser)
-    return {
-        actions[_flag(name)].dest: key
-        for name, key in OWNED_FLAGS.items()
-        if _flag(name) in actions
-    }
+    owned = {_flag(name): key for name, key in OWNED_FLAGS.items()}
+    return {actions[flag].dest: key for flag, key in owned.items() if flag in actions}
 
 
 def owner(flag: str, value: object) -> str | None:
@@ -300,13 +297,13 @@ def refusal_of(error: Exception) -> ConfigError:
     """What Megatron's parser or validation has raised, as a typed error."""
     if isinstance(error, ConfigError):
         return error
+    said = str(error)
+    if not said:  # An assertion without a message: its source line.
+        said = traceback.extract_tb(error.__traceback__)[-1].line or type(error).__name__
     return ConfigError(
         "Megatron refuses these settings",
         expected="settings that fit together",
-        # An assertion without a message: its source line.
-        got=str(error)
-        or traceback.extract_tb(error.__traceback__)[-1].line
-        or type(error).__name__,
+        got=said,
         remedy="change the setting that the message names, or its key in the megatron: section",
     )
 
@@ -340,6 +337,7 @@ def command_line(
 
 
 def _actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The parser's long options, with their dashes, and what each does."""
     return {
         option: action
         for action in parser._actions  # argparse has no public list of its options
@@ -356,14 +354,14 @@ def _takes_back(
     key: str, value: object, actions: Mapping[str, argparse.Action], chosen: dict[str, list[str]]
 ) -> bool:
     """Removes the flag that a null or an opposite cancels; returns whether the key is then done."""
-    action = actions.get(_flag(key))
-    if value is None and action is not None:
+    action, opposite = actions.get(_flag(key)), actions.get(_flag(key, "--no-"))
+    if action is not None and value is None:
         chosen.pop(action.dest, None)
         return True
-    if value is False and action is not None and _flag(key, "--no-") not in actions:
+    if action is not None and opposite is None and value is False:
         return chosen.pop(action.dest, None) is not None
-    if value is True and action is None and _flag(key, "--no-") in actions:
-        chosen.pop(actions[_flag(key, "--no-")].dest, None)
+    if action is None and opposite is not None and value is True:
+        chosen.pop(opposite.dest, None)
         return True
     return False
 
@@ -397,14 +395,15 @@ def _look_up(
 
 def _texts(key: str, value: object, action: argparse.Action) -> list[str]:
     """The words that follow the flag."""
-    bare = action.nargs == 0
-    if bare and isinstance(value, bool):
+    is_bare = action.nargs == 0
+    if is_bare and isinstance(value, bool):
         return []
-    if not bare and not isinstance(value, bool | Mapping | None):
-        return [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+    if not is_bare and not isinstance(value, bool | Mapping | None):
+        items = value if isinstance(value, list | tuple) else [value]
+        return [str(item) for item in items]
     raise ConfigError(
         f"megatron.{key} does not take this value",
-        expected="true or false" if bare else "a value, or a list of values",
+        expected="true or false" if is_bare else "a value, or a list of values",
         got=repr(value),
         remedy=f"see the help of {action.option_strings[0]}: {action.help or 'none'}",
     )

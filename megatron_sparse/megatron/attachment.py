@@ -47,7 +47,7 @@ from megatron_sparse.planner.configured import with_swept_thresholds
 from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
-from megatron_sparse.reduction.level_parts import in_place
+from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.memory import MemoryAccount, account, held, share_of
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
@@ -194,7 +194,7 @@ class Attachment(HostState):
         self._count_launch(group)
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
-        # Without an optimizer nobody confirms the sums later.
+        # With an optimizer, its step confirms the sums.
         return Handle(pending, Pending.confirm if self._optimizer is None else self._sums.add)
 
     def start_gather(self, group: GroupBuckets) -> Handle | None:
@@ -208,12 +208,13 @@ class Attachment(HostState):
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer, the second launch of a group begins a new step."""
-        if not self.residuals.is_reported:
-            if id(group) in self._launched:
-                self._launched.clear()
-                self.step += 1
-                self._between_steps()
-            self._launched.add(id(group))
+        if self.residuals.is_reported:
+            return  # `_step_ended` counts
+        if id(group) in self._launched:
+            self._launched.clear()
+            self.step += 1
+            self._between_steps()
+        self._launched.add(id(group))
 
     def reducer(self, group: GroupBuckets) -> GradientReducer:
         """The reducer of a bucket group."""
@@ -247,7 +248,7 @@ class Attachment(HostState):
                     if lacking_M is None:
                         lacking_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
                     else:
-                        lacking_N = in_place(lacking_M, part, bucket)
+                        lacking_N = in_whole_bucket(lacking_M, part, bucket)
                     dist.all_reduce(lacking_N, group=group.process_group)
                     if group.instances_group is not None:
                         dist.all_reduce(lacking_N, group=group.instances_group)
@@ -375,25 +376,29 @@ def attach(
     require_host_symbols("attach")
     config = check(SparseConfig.given("attach", config, overrides))
     chunks = list(model) if isinstance(model, Sequence) else [model]
-    method = config.parameters.method
-    for what, needs_it, more in (
-        ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
-        ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
-        (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
-    ):
-        if needs_it and optimizer is None:
-            raise ConfigError(
-                f"{what} needs the optimizer",
-                expected="attach(model, optimizer, ...)",
-                got="no optimizer",
-                remedy=f"pass Megatron's optimizer{more}",
-            )
+    if optimizer is None:
+        _check_needs_no_optimizer(chunks, config.parameters.method)
     log_untested_megatron()
     checkpoint_process.end_with_rank()
     attachment = Attachment(chunks, config, sink or NullSink())
     if optimizer is not None:
         attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
     return attachment
+
+
+def _check_needs_no_optimizer(chunks: list[Any], method: str) -> None:
+    for what, needs_optimizer, remedy in (
+        ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
+        ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),
+        (f"parameters.method={method}", method in COMPRESSED, ", or set parameters.method=raw"),
+    ):
+        if needs_optimizer:
+            raise ConfigError(
+                f"{what} needs the optimizer",
+                expected="attach(model, optimizer, ...)",
+                got="no optimizer",
+                remedy=f"pass Megatron's optimizer{remedy}",
+            )
 
 
 def detach(attachment: Attachment) -> None:

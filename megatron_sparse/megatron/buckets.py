@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, Reduction
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice, Reduction
 from megatron_sparse.collectives import check_op
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.sparse import SparseConfig
@@ -46,14 +46,11 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
         HostError: a chunk is not Megatron's DistributedDataParallel, or uses a feature that the
             plugin refuses, or a bucket group's class is not Megatron's own.
     """
-    parameter_filter, result = ParameterFilter(config.compression), []
+    result = []
     for chunk_index, chunk in enumerate(chunks):
         check_supported(chunk)
         prefix = f"chunk{chunk_index}." if len(chunks) > 1 else ""
-        names = {p: prefix + name for name, p in chunk.module.named_parameters()}
-        index_of = {}
-        for buffer in [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
-            index_of.update(buffer.param_index_map)
+        parameters = _ChunkParameters(chunk, prefix, ParameterFilter(config.compression))
         kinds = (
             ("group", chunk.bucket_groups),
             ("expert", getattr(chunk, "expert_parallel_bucket_groups", [])),
@@ -66,15 +63,10 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
                 instances = others[0] if others else None
                 buckets: list[Bucket] = []
                 for bucket_index, host_bucket in enumerate(group.buckets):
+                    name = f"{prefix}{kind}{group_index}.{bucket_index}"
+                    slices = parameters.slices_of(host_bucket)
                     bucket = _bucket(
-                        f"{prefix}{kind}{group_index}.{bucket_index}",
-                        host_bucket,
-                        names,
-                        index_of,
-                        parameter_filter,
-                        chunk.tp_group.size() > 1,
-                        group.ddp_config,
-                        process_group.size(),
+                        name, host_bucket, slices, group.ddp_config, process_group.size()
                     )
                     check_op(config.scheme, config.planner, bucket.op)
                     buckets += in_pieces(bucket, config)
@@ -83,6 +75,34 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
                     GroupBuckets(group, process_group, buckets, is_expert, instances, attributes)
                 )
     return result
+
+
+class _ChunkParameters:
+    """The parameters of a model chunk: their names, and where they lie in Megatron's buffers."""
+
+    def __init__(self, chunk: Any, prefix: str, parameter_filter: ParameterFilter) -> None:
+        self._names = {p: prefix + name for name, p in chunk.module.named_parameters()}
+        self._places: dict[torch.nn.Parameter, tuple[int, ...]] = {}
+        for buffer in [*chunk.buffers, *getattr(chunk, "expert_parallel_buffers", [])]:
+            self._places.update(buffer.param_index_map)
+        self._is_tensor_parallel = chunk.tp_group.size() > 1
+        self._filter = parameter_filter
+
+    def slices_of(self, host_bucket: Any) -> tuple[ParameterSlice, ...]:
+        """The parameters of one of Megatron's buckets, in ascending order."""
+        slices = []
+        for parameter in host_bucket.params_list:
+            start, stop = self._places[parameter][:2]
+            slices.append(
+                self._filter.slice_of(
+                    self._names[parameter],
+                    start - host_bucket.offset,
+                    stop - host_bucket.offset,
+                    parameter.shape,
+                    self._is_tensor_parallel and _is_replicated(parameter),
+                )
+            )
+        return tuple(sorted(slices, key=lambda piece: piece.start))
 
 
 def _check_own(group: Any) -> None:
@@ -143,47 +163,22 @@ def _remedy_for(chunk: Any) -> str:
 
 
 def _bucket(
-    name: str,
-    host_bucket: Any,
-    names: dict[torch.nn.Parameter, str],
-    index_of: dict[torch.nn.Parameter, tuple[int, ...]],
-    parameter_filter: ParameterFilter,
-    tensor_parallel: bool,
-    ddp_config: Any,
-    world_size: int,
+    name: str, host_bucket: Any, slices: Sequence[ParameterSlice], ddp_config: Any, world_size: int
 ) -> Bucket:
-    slices = []
-    for parameter in host_bucket.params_list:
-        start, stop = index_of[parameter][:2]
-        slices.append(
-            parameter_filter.slice_of(
-                names[parameter],
-                start - host_bucket.offset,
-                stop - host_bucket.offset,
-                parameter.shape,
-                tensor_parallel and _replicated(parameter),
-            )
-        )
-    slices.sort(key=lambda piece: piece.start)
-    op = (
-        CollectiveOp.REDUCE_SCATTER
-        if ddp_config.use_distributed_optimizer
-        else CollectiveOp.ALL_REDUCE
-    )
-    reduction = Reduction.AVG if ddp_config.average_in_collective else Reduction.SUM
+    sharded, averages = ddp_config.use_distributed_optimizer, ddp_config.average_in_collective
     return Bucket(
         name,
         host_bucket.grad_data.view(-1),
-        tuple(slices),
-        op,
+        slices,
+        CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE,
         world_size,
-        reduction,
-        _instances(ddp_config),
-        getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+        Reduction.AVG if averages else Reduction.SUM,
+        instances=_instances(ddp_config),
+        fp32_sums=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
     )
 
 
-def _replicated(parameter: torch.nn.Parameter) -> bool:
+def _is_replicated(parameter: torch.nn.Parameter) -> bool:
     """Whether tensor parallelism holds a copy of the parameter on each of its ranks."""
-    expert = not getattr(parameter, "allreduce", True)
-    return not expert and not getattr(parameter, "tensor_model_parallel", False)
+    is_expert = not getattr(parameter, "allreduce", True)
+    return not is_expert and not getattr(parameter, "tensor_model_parallel", False)

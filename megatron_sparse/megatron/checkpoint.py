@@ -8,9 +8,8 @@ Policies, each with a line in the log:
 
 - If the checkpoint holds no state of the plugin, residuals start at zero. State that an earlier
   version wrote is an error, unless the run takes over no residuals.
-- With another number of rows, new row r takes the sum of the old rows j with j mod count = r. So
-  the total over rows, which error feedback still has to send, is preserved. A row is a rank's, or
-  with `compression.level` a node's or an instance's; see `checkpoint_layout`.
+- With another number of ranks, nodes or instances residuals are added up or spread, and their total
+  is preserved; see `checkpoint_layout`.
 - Residuals move between buckets by parameter name.
 - A bucket of another size or number of ranks is planned anew.
 - Another tensor-, pipeline- or expert-parallel size is an error.

@@ -38,6 +38,8 @@ _KEYS = arguments.OWNED_FLAGS | {
     "lr_decay_iters": "training.iterations",
 }
 """The keys that set them; of all others `megatron.NAME`."""
+_NEGATED = ("untie_embeddings_and_output_weights", "add_bias_linear")
+"""Arguments whose key says the opposite."""
 _RESIDUAL = "megatron_sparse.residual."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 
@@ -61,11 +63,12 @@ def check(config: RunConfig, vocab_size: int, checkpoint: Path) -> None:
         return
     wanted = wanted_arguments(config, vocab_size)
     _check_shape(saved, wanted, checkpoint)
-    starts_anew = bool(getattr(wanted, "finetune", False))
+    starts_anew = getattr(wanted, "finetune", False)
     if starts_anew:
         return
     _check_parallel(config, saved, wanted, checkpoint)
-    if not getattr(wanted, "no_load_optim", False) and not getattr(saved, "no_save_optim", False):
+    loads_optimizer = not getattr(wanted, "no_load_optim", False)
+    if loads_optimizer and not getattr(saved, "no_save_optim", False):
         _check_optimizer(saved, wanted, checkpoint, state)
         _check_schedule(config, saved, wanted, checkpoint)
 
@@ -110,7 +113,7 @@ def _differences(
         before, now = getattr(saved, name, None), getattr(wanted, name, None)
         if before is None or now is None or before == now:
             continue
-        if name == "untie_embeddings_and_output_weights" or name == "add_bias_linear":
+        if name in _NEGATED:
             before, now = not before, not now
         found[_KEYS.get(name, f"megatron.{name}")] = (before, now)
     return found
@@ -179,9 +182,9 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # Its state has main weights in fp32 beside weights in half precision, and none otherwise.
-        halves = [bool(each.fp16 or each.bf16) for each in (saved, wanted)]
-        if halves[0] != halves[1]:
-            found["training.precision"] = (_precision(saved), _precision(wanted))
+        before, now = _precision(saved), _precision(wanted)
+        if (before == "fp32") != (now == "fp32"):
+            found["training.precision"] = (before, now)
     sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if wanted.use_distributed_optimizer and sharding and sharding not in _RESHARDABLE:
         found |= _differences(PARALLEL, saved, wanted)
@@ -209,18 +212,18 @@ def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     found = _differences(SCHEDULE, saved, wanted)
     if not found:
         return
-    batch = _KEYS["global_batch_size"]
+    batch_key = _KEYS["global_batch_size"]
     remedy = (
         "set the keys as the checkpoint has them; or go on with the new schedule: "
         "megatron.override_opt_param_scheduler=true; or with the checkpoint's: "
         "megatron.use_checkpoint_opt_param_scheduler=true"
     )
-    if batch in found and config.training.global_batch_size is None:
-        each = config.training.micro_batch_size
+    if batch_key in found and config.training.global_batch_size is None:
+        saved_batch, _ = found[batch_key]
         remedy = (
-            f"set {batch}={found[batch][0]}: null means one micro-batch of {each} on each of "
-            f"{config.data_parallel} data-parallel ranks, so it follows the number of ranks. Or "
-            + remedy
+            f"set {batch_key}={saved_batch}: null means one micro-batch of "
+            f"{config.training.micro_batch_size} on each of {config.data_parallel} data-parallel "
+            f"ranks, so it follows the number of ranks. Or {remedy}"
         )
     raise _error(
         "the checkpoint was trained with another learning-rate schedule", found, remedy, checkpoint

@@ -64,9 +64,9 @@ def choose(folder: Path) -> ChosenCheckpoint:
     With a damaged tracker the newest complete one. A newer one than the tracker names is not
     taken: a user who goes back to an older checkpoint writes its number into the tracker.
     """
-    named = tracked(folder)
     if is_release(folder):
         return ChosenCheckpoint(0, 0)
+    named = tracked(folder)
     reason = f"{TRACKER} is missing or damaged"
     if named is not None:
         problem = damage(checkpoint(folder, named))
@@ -74,8 +74,8 @@ def choose(folder: Path) -> ChosenCheckpoint:
             return ChosenCheckpoint(named, named)
         reason = f"the checkpoint of iteration {named} is not complete: {problem}"
     for iteration in saved_iterations(folder):
-        older = named is None or iteration < named
-        if older and damage(checkpoint(folder, iteration)) is None:
+        is_allowed = named is None or iteration < named
+        if is_allowed and damage(checkpoint(folder, iteration)) is None:
             return ChosenCheckpoint(iteration, named, reason)
     return ChosenCheckpoint(None, named, reason)
 
@@ -84,8 +84,8 @@ def saved_iterations(folder: Path) -> list[int]:
     """Iterations that have a folder, complete or not; the newest first."""
     if not folder.is_dir():
         return []
-    names = [_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted((int(name[1]) for name in names if name), reverse=True)
+    matches = [_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
 def track(folder: Path, iteration: int) -> None:
@@ -116,6 +116,7 @@ def damage(saved: Path) -> str | None:
 
 
 def _damage_of_distributed(saved: Path) -> str | None:
+    """See `damage`: the metadata can be read, and files are as long as it says."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not (saved / ".metadata").is_file():
@@ -131,11 +132,11 @@ def _damage_of_distributed(saved: Path) -> str | None:
             json.loads((saved / "metadata.json").read_text("utf-8"))
         except (OSError, ValueError):
             return "metadata.json is missing or damaged"
-    needed: dict[str, int] = {}
+    file_sizes: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         end = place.offset + place.length
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-    for name, size in sorted(needed.items()):
+        file_sizes[place.relative_path] = max(file_sizes.get(place.relative_path, 0), end)
+    for name, size in sorted(file_sizes.items()):
         path = saved / name
         if not path.is_file():
             return f"{name} is missing"

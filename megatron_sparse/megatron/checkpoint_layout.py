@@ -33,7 +33,7 @@ from megatron_sparse.errors import CheckpointError
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.parameter_masters import Parts
-from megatron_sparse.reduction.level_parts import in_place
+from megatron_sparse.reduction.level_parts import in_whole_bucket
 
 VERSION = 4
 Residuals = dict[SliceKey, torch.Tensor]
@@ -198,7 +198,6 @@ class HeldSlice:
     Attributes:
         bucket: what the rank selects from.
         piece: the slice's place in it.
-        numel: elements of the slice.
         whole_numel: elements of the parameter.
         expert: whether the parameter is an expert's.
         row: of which the slice is a part.
@@ -206,7 +205,6 @@ class HeldSlice:
 
     bucket: Bucket
     piece: ParameterSlice
-    numel: int
     whole_numel: int
     expert: bool
     row: ResidualRow
@@ -244,12 +242,11 @@ def held_slices(attachment: Attachment) -> Iterator[HeldSlice]:
     """All slices whose residual this rank holds, or may hold, in the buckets' order."""
     for group in attachment.groups:
         row, reducer = row_of(attachment, group), attachment.reducer(group)
-        for host in group.buckets:
-            numels = {piece.name: piece.stop - piece.start for piece in host.parameters}
-            bucket = reducer.part(host)
-            for piece in bucket.parameters:
-                numel, whole_numel = piece.stop - piece.start, numels[piece.name]
-                yield HeldSlice(bucket, piece, numel, whole_numel, group.expert, row)
+        for whole in group.buckets:
+            numels = {parameter.name: parameter.numel for parameter in whole.parameters}
+            part = reducer.part(whole)
+            for piece in part.parameters:
+                yield HeldSlice(part, piece, numels[piece.name], group.expert, row)
 
 
 def saved_slices(attachment: Attachment) -> Iterator[tuple[HeldSlice, torch.Tensor]]:
@@ -269,22 +266,23 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
     Of each the name, whether it is an expert's, and the sum over all rows: fp32 [P] on the host.
 
     Collective over all ranks: for each bucket one all-reduce, one copy to the host, and while it
-    lasts a buffer of 4 bytes for each element.
+    lasts a buffer of 4 bytes for each element. All ranks have the sums; they save parameters by
+    turns.
     """
     turn = 0
     for group in attachment.groups:
         rank, size = data_place(group.expert)
-        for host in group.buckets:
-            bucket = attachment.reducer(group).part(host)
-            values_N = attachment.residuals.settled(bucket)
-            if values_N is None:
+        for whole in group.buckets:
+            part = attachment.reducer(group).part(whole)
+            values_M = attachment.residuals.settled(part)
+            if values_M is None:
                 continue
-            total_N = in_place(values_N, bucket, host)
+            total_N = in_whole_bucket(values_M, part, whole)
             dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
-            for piece in host.parameters:
+            for parameter in whole.parameters:
                 if turn % size == rank:
-                    total_P = total_N[piece.start : piece.stop].cpu().clone()
-                    yield piece.name, group.expert, total_P
+                    total_P = total_N[parameter.start : parameter.stop].cpu().clone()
+                    yield parameter.name, group.expert, total_P
                 turn += 1
 
 
@@ -317,7 +315,7 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
     Example:
         The row 0 of 2 of the whole parameter.
         >>> whole = ParameterSlice("w", 0, 3)
-        >>> held = HeldSlice(None, whole, 3, 3, False, ResidualRow("rank", 0, 2))
+        >>> held = HeldSlice(None, whole, 3, False, ResidualRow("rank", 0, 2))
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), held).tolist()
         [1.0, 0.0, 3.0]
     """

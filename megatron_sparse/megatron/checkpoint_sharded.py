@@ -130,12 +130,13 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if residuals:
         check_sizes(tuple(header["model_sizes"]))
     saved = Saved(**{each.name: header[each.name] for each in fields(Saved) if each.name in header})
-    at = rank if saved.data_size == size else 0
-    rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (at,))
-    pieces = dict(_pieces(attachment, found, saved.mode)) if residuals else {}
-    template: dict[str, Any] = {label: rows for label, (_, rows) in pieces.items() if rows}
+    # Requests: residuals, masters, this rank's state (after a change of ranks that of rank 0).
+    slices = dict(_residual_requests(attachment, found, saved.mode)) if residuals else {}
+    template: dict[str, Any] = {label: rows for label, (_, rows) in slices.items() if rows}
     masters = _master_entries(attachment, found)
     template |= {entry.key: _whole(entry) for entry in masters.values()}
+    saved_rank = rank if saved.data_size == size else 0
+    rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (saved_rank,))
     # Missing only for a model with another layout, whose residuals are not read.
     if rank_object.unique_key in found:
         template["rank"] = rank_object
@@ -144,9 +145,9 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         own = loaded["rank"]
         saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
     saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
-    for label, (held, rows) in pieces.items():
+    for label, (held, rows) in slices.items():
         # A row that takes none over is zero, but exists: all ranks save the same parameters.
-        value_M = torch.zeros(held.numel)
+        value_M = torch.zeros(held.piece.numel)
         if rows:
             value_M = add_rows([row.view(-1) for row in loaded[label].values()])
         if saved.mode == "sum":
@@ -182,7 +183,7 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
     }
 
 
-def _pieces(
+def _residual_requests(
     attachment: Attachment, found: dict[str, _Entry], mode: str
 ) -> Iterator[tuple[str, tuple[HeldSlice, dict[str, ShardedTensor]]]]:
     """The slices that this rank reads, by label, each with the saved rows that it takes over.
@@ -190,33 +191,35 @@ def _pieces(
     Raises:
         CheckpointError: a parameter has another size.
     """
-    for each in held_slices(attachment):
-        name, start = each.key
-        entry = found.get(f"{_kind_key(RESIDUAL, each.expert)}{name}")
+    for held in held_slices(attachment):
+        name, start = held.key
+        entry = found.get(f"{_kind_key(RESIDUAL, held.expert)}{name}")
         if entry is not None:
-            check_size(name, entry.shape[-1], each.whole_numel)
-            rows = {str(i): row for i, row in enumerate(_requests(entry, each, mode))}
-            yield f"{RESIDUAL}.{name}.{start}", (each, rows)
+            check_size(name, entry.shape[-1], held.whole_numel)
+            rows = {str(i): row for i, row in enumerate(_row_requests(entry, held, mode))}
+            yield f"{RESIDUAL}.{name}.{start}", (held, rows)
 
 
-def _requests(entry: _Entry, held: HeldSlice, mode: str) -> Iterator[ShardedTensor]:
+def _row_requests(entry: _Entry, held: HeldSlice, mode: str) -> Iterator[ShardedTensor]:
     """The requests for the rows that a slice takes over, or for its part of the sum."""
-    rows = [()] if mode == "sum" else [(row,) for row in held.row.takes(entry.shape[0])]
-    for row in rows:
-        empty = torch.empty((1,) * len(row) + (held.numel,), dtype=entry.dtype)
-        yield _part(entry.key, empty, entry.shape, (*row, held.piece.offset))
+    numel, offset = held.piece.numel, held.piece.offset
+    if mode == "sum":
+        yield _part(entry.key, torch.empty(numel, dtype=entry.dtype), entry.shape, (offset,))
+        return
+    for row in held.row.takes(entry.shape[0]):
+        empty = torch.empty((1, numel), dtype=entry.dtype)
+        yield _part(entry.key, empty, entry.shape, (row, offset))
 
 
 def _unknown(attachment: Attachment, found: dict[str, _Entry]) -> set[str]:
     """Saved parameters that this run does not have."""
     known = model_parameters(attachment)
-    prefixes = {_kind_key(RESIDUAL, expert): expert for expert in (False, True)}
-    return {
-        key.removeprefix(prefix)
-        for prefix, expert in prefixes.items()
-        for key in found
-        if key.startswith(prefix) and (expert, key.removeprefix(prefix)) not in known
-    }
+    unknown = set()
+    for expert in (False, True):
+        prefix = _kind_key(RESIDUAL, expert)
+        saved = {key.removeprefix(prefix) for key in found if key.startswith(prefix)}
+        unknown |= {name for name in saved if (expert, name) not in known}
+    return unknown
 
 
 def _master_entries(
@@ -225,13 +228,14 @@ def _master_entries(
     """The stored parts of masters that this rank needs, by parameter and first element."""
     needed = {}
     for expert in (False, True):
-        prefix, stored = _kind_key(MASTER, expert), {}
+        prefix = _kind_key(MASTER, expert)
+        stored = {}
         for key, entry in found.items():
             if key.startswith(prefix):
                 name, start = key.removeprefix(prefix).rsplit(".", 1)
                 stored[name, int(start)] = entry
-        rows = [(name, start, entry.shape[0]) for (name, start), entry in stored.items()]
-        for name, start, _ in overlapping(attachment.parameters.lossy, expert, rows):
+        parts = [(name, start, entry.shape[0]) for (name, start), entry in stored.items()]
+        for name, start, _ in overlapping(attachment.parameters.lossy, expert, parts):
             needed[name, start] = stored[name, start]
     return needed
 

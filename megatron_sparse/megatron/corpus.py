@@ -19,13 +19,11 @@ source.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import sys
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -33,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_sparse.errors import DatasetError, MegatronSparseError
+from megatron_sparse.errors import DatasetError
 from megatron_sparse.extras import installed_version, require
 from megatron_sparse.megatron import corpus_text
 
@@ -292,30 +290,3 @@ def _bars(progress: bool) -> Progress:
         console=Console(stderr=True),
         disable=not progress,
     )
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prepares a corpus from the command line and prints it as one JSON object on stdout.
-
-    Returns:
-        The exit code; an error is printed on stderr, without a traceback.
-    """
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND, description="Makes a corpus for Megatron from what is installed."
-    )
-    parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="folder, for example data/code")
-    parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--no-progress", action="store_true")
-    options = parser.parse_args(argv)
-    try:
-        corpus = prepare(options.kind, options.output, options.vocab_size, not options.no_progress)
-    except MegatronSparseError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(asdict(corpus), default=str))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

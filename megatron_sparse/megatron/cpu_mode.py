@@ -73,42 +73,31 @@ class CudaToCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 class _Stream:
     """The one stream of a CPU: every operation on it is done when its call returns."""
 
     device = _CPU
     cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = _do_nothing
 
     def record_event(self, event: Any = None) -> _Event:
         return event or _Event()
 
-    def synchronize(self) -> None:
-        pass
-
 
 class _Event:
     """An event on that stream: passed when it is recorded."""
+
+    wait = synchronize = _do_nothing
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_s = 0.0
 
     def record(self, stream: Any = None) -> None:
         self._recorded_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
 
     def elapsed_time(self, end: _Event) -> float:
         return (end._recorded_s - self._recorded_s) * 1e3

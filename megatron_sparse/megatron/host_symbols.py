@@ -58,10 +58,6 @@ def _has_field(name: str) -> Callable[[object], str | None]:
     return check
 
 
-def _any(symbol: object) -> str | None:
-    return None
-
-
 _BUCKETS = "megatron.core.distributed.param_and_grad_buffer"
 _TRAINING = "megatron.training.training"
 _SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
@@ -79,8 +75,8 @@ _SYMBOLS: tuple[tuple[str, str, str, Callable[[object], str | None]], ...] = (
         _has_parameters("self", "force_sync"),
     ),
     ("install", "megatron.training.models.gpt", "GPTModelConfig", _has_field("post_wrap_hooks")),
-    ("install", _TRAINING, "setup_model_and_optimizer", _any),
-    ("install", _TRAINING, "get_megatron_optimizer", _any),
+    ("install", _TRAINING, "setup_model_and_optimizer", _has_parameters()),
+    ("install", _TRAINING, "get_megatron_optimizer", _has_parameters()),
     ("install", _TRAINING, "train_step", _has_parameters("model", "optimizer")),
     ("install", _TRAINING, "save_checkpoint", _has_parameters("iteration")),
     ("install", _TRAINING, "load_checkpoint", _has_parameters("load_arg")),

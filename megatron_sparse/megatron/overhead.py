@@ -36,11 +36,11 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
     plain, plugged = SmallGPT(setting), SmallGPT(setting)
     attachment = attach(plugged.ddp, plugged.optimizer, scheme="dense")
     plain_ms, plugin_ms, equal = [], [], True
+    order = [(plain, plain_ms), (plugged, plugin_ms)]
     for index in range(warmup + iterations):
-        # The second one finds warmer caches, so they take turns.
-        order = [(plain, plain_ms), (plugged, plugin_ms)]
+        order.reverse()  # the second one finds warmer caches
         losses = []
-        for model, times in order if index % 2 else reversed(order):
+        for model, times in order:
             dist.barrier()
             start_s = time.perf_counter()
             losses.append(model.step()[0])
@@ -77,14 +77,9 @@ def main() -> None:
     rows = []
     for overlap in (False, True):
         result = measure(arguments.iters, arguments.warmup, overlap=overlap)
-        row = {
-            "op": "overhead",
-            "scheme": "dense",
-            "overlap": overlap,
-            "world_size": dist.get_world_size(),
-            **result,
-        }
-        rows.append(row)
+        ranks = dist.get_world_size()
+        row = {"op": "overhead", "scheme": "dense", "overlap": overlap, "world_size": ranks}
+        rows.append(row | result)
     if dist.get_rank() == 0:
         print(
             f"# {'overlap':>8} {'plain(ms)':>10} {'plugin(ms)':>10} {'ratio':>7} {'quartiles':>15}"

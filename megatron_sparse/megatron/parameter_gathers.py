@@ -10,7 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,6 @@ from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Transport
 
 logger = logging.getLogger("megatron_sparse")
-
-
-class RawHandle(NamedTuple):
-    """What Megatron calls `wait()` on, for its own gather of a bucket group."""
-
-    wait: Callable[[], None]
-    """Waits as Megatron's handle does: on CUDA only the current stream waits."""
 
 
 class ParameterGathers:
@@ -107,35 +101,20 @@ class ParameterGathers:
             _refuse(method, reasons)
         if method == LOSSY:
             spans = optimizer_spans(optimizer)
-            reasons = [
-                _agreed(masters_elsewhere(group, spans), reducer_of(group).transport)
-                if reason is None
-                else reason
-                for group, reason in zip(groups, reasons, strict=True)
-            ]
+            for index, group in enumerate(groups):
+                if reasons[index] is None:
+                    own = masters_elsewhere(group, spans)
+                    reasons[index] = _agreed(own, reducer_of(group).transport)
         choosers: dict[int, GatherChooser] = {}
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
                 continue
             key, reducer = id(group.process_group), reducer_of(group)
-            transport = reducer.transport
             if key not in choosers:
-                choosers[key] = GatherChooser(_in_lanes(config, reducer), transport)
+                choosers[key] = GatherChooser(_in_lanes(config, reducer), reducer.transport)
                 if method in COMPRESSED:
                     _refuse(method, [choosers[key].missing])
-            tensors = [host.param_data.view(-1) for host in group.host.buckets]
-            way = choosers[key].choose(tensors)
-            for bucket, values_N in zip(group.buckets, tensors, strict=True):
-                if way is None:
-                    continue
-                gather: ShardGather
-                if isinstance(way, LossyWay):
-                    gather = LossyGather(bucket, values_N, transport, way, progress, self._sink)
-                    self.lossy.append(LossyBucket(group, bucket, gather))
-                else:
-                    gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
-                gather.dense_us = choosers[key].dense_us(values_N)
-                self._compressed.setdefault(id(group), []).append(gather)
+            self._make_gathers(group, choosers[key], reducer.transport, progress)
         self._follow_loads(chunks)
         self._updates = WatchedUpdates(self.lossy, optimizer)
         said = [chooser.explain() for chooser in choosers.values()]
@@ -145,7 +124,27 @@ class ParameterGathers:
             if dist.get_rank() == 0:
                 logger.info(self.lines[0])
 
+    def _make_gathers(
+        self, group: GroupBuckets, chooser: GatherChooser, transport: Transport, progress: Progress
+    ) -> None:
+        """Gathers for a group's buckets by the way that its ranks choose; none if they stay raw."""
+        tensors = [host.param_data.view(-1) for host in group.host.buckets]
+        way = chooser.choose(tensors)
+        if way is None:
+            return
+        gathers: list[ShardGather] = []
+        for bucket, values_N in zip(group.buckets, tensors, strict=True):
+            if isinstance(way, LossyWay):
+                gather = LossyGather(bucket, values_N, transport, way, progress, self._sink)
+                self.lossy.append(LossyBucket(group, bucket, gather))
+            else:
+                gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
+            gather.dense_us = chooser.dense_us(values_N)
+            gathers.append(gather)
+        self._compressed[id(group)] = gathers
+
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
+        """Gathers raw after any module of the model has loaded parameters."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -181,8 +180,10 @@ class ParameterGathers:
         assert pending.record is not None, "every gather has one"
         self.waited_s += pending.record.exposed_s
 
-    def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> RawHandle:
+    def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> SimpleNamespace:
         """Megatron's own gather of a group, which has begun, timed by the host.
+
+        Returns a handle, whose `wait()` waits as Megatron's does: on CUDA only the current stream.
 
         Args:
             group: the bucket group.
@@ -219,7 +220,7 @@ class ParameterGathers:
             self.waited_s += end_s - start_s
             self._sink.record_stage("param_wait", end_s - start_s)
 
-        return RawHandle(wait)
+        return SimpleNamespace(wait=wait)
 
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""

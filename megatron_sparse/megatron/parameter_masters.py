@@ -87,7 +87,7 @@ def overlapping(
         (name, start, numel)
         for name, start, numel in stored
         if any(
-            start < piece.offset + piece.stop - piece.start and piece.offset < start + numel
+            start < piece.offset + piece.numel and piece.offset < start + numel
             for piece in wanted.get(name, ())
         )
     ]
@@ -105,14 +105,14 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
     for each in buckets:
         master_M = each.gather.own_shard.clone()
         for piece in each.pieces:
-            missing = piece.stop - piece.start
+            missing = piece.numel
+            shift = piece.start - piece.offset  # from an element's place in the parameter
             for start, values in by_name.get(piece.name, ()):
                 first = max(start, piece.offset)
-                last = min(start + values.numel(), piece.offset + piece.stop - piece.start)
-                if first < last:
-                    at = piece.start + first - piece.offset
-                    master_M[at : at + last - first] = values[first - start : last - start]
-                    missing -= last - first
+                end = min(start + values.numel(), piece.offset + piece.numel)
+                if first < end:
+                    master_M[first + shift : end + shift] = values[first - start : end - start]
+                    missing -= end - first
             if missing:
                 return None
         masters.append(master_M)
@@ -202,7 +202,7 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
         if values_N.dtype != torch.float32:
             continue
         own = bucket.shard(rank)
-        without_padding = sum(piece.stop - piece.start for piece in slices_of(bucket, [own]))
+        without_padding = sum(piece.numel for piece in slices_of(bucket, [own]))
         if _elements_in(values_N[own], spans) != without_padding:
             return MASTERS_ELSEWHERE
     return None

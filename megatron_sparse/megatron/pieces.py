@@ -31,7 +31,8 @@ def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
     most = max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * bucket.world_size)
     if bucket.numel <= most or not bucket.grad_N.is_cuda or not _is_compressed(bucket, config):
         return [bucket]
-    pieces, start, first = [], 0, 0
+    pieces: list[Bucket] = []
+    start = first = 0  # the piece's first element, and its first parameter
     for index, parameter in enumerate(bucket.parameters):
         is_last = index + 1 == len(bucket.parameters)
         if is_last or parameter.stop - start >= most:

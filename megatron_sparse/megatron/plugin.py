@@ -88,7 +88,8 @@ class Plugin:
         Chunks of another model, as of a second `pretrain` in this process, end the first
         attachment: its summary and plan are written, its residual is dropped.
         """
-        if self.attachment is not None and not all(map(self._is_attached_to, chunks)):
+        known = {id(chunk) for chunk in self._chunks}
+        if self.attachment is not None and any(id(chunk) not in known for chunk in chunks):
             logger.warning(
                 "another model was built: detaching from the first one, whose residual is dropped, "
                 "and attaching to the new one"
@@ -100,9 +101,6 @@ class Plugin:
             self.attachment = Attachment(chunks, self.config, self.telemetry, self._run_dir)
             self._chunks = list(chunks)
         return chunks
-
-    def _is_attached_to(self, chunk: Any) -> bool:
-        return any(chunk is each for each in self._chunks)
 
     def close(self) -> None:
         """Writes the run's summary and plan and gives Megatron its functions back. Idempotent."""
@@ -150,15 +148,12 @@ class Plugin:
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_arguments()
-        return self._originals["setup_model_and_optimizer"](*args, **kwargs)
-
-    def _check_arguments(self) -> None:
-        """Refuses settings of Megatron's, and says what other checkpoint formats lose."""
-        arguments, mode = _arguments(), self.config.compression.residual_checkpoint
-        refusals.check_arguments(arguments, mode)
+        """First refuses settings of Megatron's, and says what other checkpoint formats lose."""
+        arguments = _arguments()
+        refusals.check_arguments(arguments, self.config.compression.residual_checkpoint)
         if arguments.save and arguments.ckpt_format != refusals.OWN_FORMAT and _is_writer():
             logger.warning(refusals.LOST, arguments.ckpt_format)
+        return self._originals["setup_model_and_optimizer"](*args, **kwargs)
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         original = self._originals["get_megatron_optimizer"]
@@ -257,14 +252,14 @@ class Plugin:
         # A run that is killed goes on from here, and must have the lines of what is done.
         self.telemetry.flush()
         arguments = _arguments()
-        temporary = bool(kwargs.get("non_persistent_ckpt"))
-        local = temporary and arguments.non_persistent_ckpt_type == "local"
-        sharded = arguments.ckpt_format == refusals.OWN_FORMAT and not local
-        if local:
+        is_temporary = bool(kwargs.get("non_persistent_ckpt"))
+        is_local = is_temporary and arguments.non_persistent_ckpt_type == "local"
+        # While it is set, the optimizer's state gets the plugin's (`checkpoint.save_with`).
+        self._saves_sharded = arguments.ckpt_format == refusals.OWN_FORMAT and not is_local
+        if is_local:
             logger.warning("local checkpoints do not hold the residual")
-        elif sharded and arguments.no_save_optim:
+        elif self._saves_sharded and arguments.no_save_optim:
             logger.warning("--no-save-optim: the residual is not saved, like the optimizer's state")
-        self._saves_sharded = sharded
         try:
             return self._originals["save_checkpoint"](iteration, *args, **kwargs)
         finally:

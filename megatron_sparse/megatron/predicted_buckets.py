@@ -123,31 +123,32 @@ def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
     parameter_filter, dtype = ParameterFilter(config.compression), _gradient_dtype(config)
     buckets: list[Bucket] = []
     pieces: list[ParameterSlice] = []
-    numel = 0
 
     def end_bucket() -> None:
-        nonlocal pieces, numel
+        """Makes a bucket of `pieces`, and empties them."""
+        numel = pieces[-1].stop
         size = _up(numel, math.lcm(ranks, BUCKET_ALIGNMENT)) if sharded else numel
         with FakeTensorMode():
             grad_N = torch.empty(size, dtype=dtype, device=config.cluster.device)
         op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
         name = f"dense.{len(buckets)}"
         buckets.append(Bucket(name, grad_N, tuple(pieces), op, ranks, instances=instances))
-        pieces, numel = [], 0
+        pieces.clear()
 
     for index, parameter in reversed(list(enumerate(parameters))):
-        alone = apart and index == 0
-        start = _up(numel, PARAMETER_ALIGNMENT) if sharded else numel
-        if alone and pieces:
+        is_alone = apart and index == 0
+        if is_alone and pieces:
             end_bucket()
-            start = 0
-        numel = start + parameter.numel
+        start = pieces[-1].stop if pieces else 0
+        if sharded:
+            start = _up(start, PARAMETER_ALIGNMENT)
+        stop = start + parameter.numel
         pieces.append(
             parameter_filter.slice_of(
-                parameter.name, start, numel, parameter.shape, parameter.replicated
+                parameter.name, start, stop, parameter.shape, parameter.replicated
             )
         )
-        if alone or numel >= most:
+        if is_alone or stop >= most:
             end_bucket()
     if pieces:
         end_bucket()

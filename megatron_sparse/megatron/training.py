@@ -82,7 +82,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
-    from megatron_sparse.megatron import batches, built_model
+    from megatron_sparse.megatron import batches
 
     derived = arguments.derived_flags(
         config, run_dir, vocab_size=vocab_size, data_prefix=data_prefix
@@ -92,7 +92,7 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         megatron_args = _parse(command_line)
     model_config = model_config_of(megatron_args)
     plugin = _install(config, run_dir, model_config) if config.plugin else None
-    model_config.post_wrap_hooks.append(built_model.announce)
+    model_config.post_wrap_hooks.append(batches.announce_parameters)
     try:
         with _early_exit():
             pretrain(

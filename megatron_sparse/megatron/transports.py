@@ -77,10 +77,10 @@ class Transports:
         config = self._config
         ranks = dist.get_process_group_ranks(group.process_group)
         others = group.instances_group
-        count = 1 if others is None else dist.get_world_size(others)
+        instance_count = 1 if others is None else dist.get_world_size(others)
         engine = config.scheme.nccl_engine
         whole = self.make(group.process_group, nccl_engine=engine)
-        choice = choose_level(config, whole.nodes, count, shapes_of(buckets, config))
+        choice = choose_level(config, whole.nodes, instance_count, shapes_of(buckets, config))
         if config.compression.level != RANK:
             line = f"gradients are compressed at level {choice.level}: {choice.reason}"
             if line not in self.lines:
@@ -103,17 +103,16 @@ class Transports:
     ) -> LevelGroups:
         """The node and the lane of rank `rank` of the group of these global ranks.
 
-        On a CPU all-reduces gather over a group of their own, so that buckets overlap.
+        With `gathers`, for all-reduces, a CPU gathers over a group of its own, so that buckets
+        overlap.
         """
-        engine = self._config.scheme.nccl_engine
-        inside, across = (
-            [ranks[member] for member in members]
-            for members in (choice.inside(rank), choice.across(rank))
-        )
-        sums = self.make(inside)
-        lane = self.make(across, nccl_engine=engine)
-        own = self.make(inside) if gathers and self._device.type == "cpu" else None
-        return LevelGroups(sums, lane, NODE, own)
+        node = [ranks[member] for member in choice.inside(rank)]
+        lane = [ranks[member] for member in choice.across(rank)]
+        # All ranks make their groups in this order.
+        inside = self.make(node)
+        across = self.make(lane, nccl_engine=self._config.scheme.nccl_engine)
+        gather = self.make(node) if gathers and self._device.type == "cpu" else None
+        return LevelGroups(inside, across, NODE, gather)
 
     def lost_rank(self) -> str | None:
         """In words, the first rank of any group that is known to have died or stopped."""

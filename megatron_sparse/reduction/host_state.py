@@ -95,7 +95,7 @@ class HostState:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
         _check_equal(density, self._device, self._ranks)
         compression, name = self.config.compression, self.config.scheme.name
-        changed = replace(compression, density=density)
+        checked = replace(compression, density=density)  # refuses a wrong value
         if name != "auto" and SCHEMES[name].takes_all:
             remedy = "choose another scheme at the start"
             raise _refusal("a sparse scheme", f"scheme={name}", remedy)
@@ -112,7 +112,8 @@ class HostState:
             )
         # Of null, the ramp's length follows the density; the schedule stays what it was.
         compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
-        before, compression.density = compression.density, float(changed.density)
+        before = compression.density
+        compression.density = float(checked.density)
         self.planner.replan()
         logger.info("step %d: target density %g, before %g", self.step, compression.density, before)
 
@@ -133,9 +134,7 @@ def with_agreed_capacity(
     Raises:
         ConfigError: `scheme.nccl_engine` is set, which needs messages of fixed size.
     """
-    if device.type != "cuda":
-        return config
-    if config.scheme.capacity != "auto":
+    if device.type != "cuda" or config.scheme.capacity != "auto":
         return config
     if on_every_rank(is_compiled(device), device, group):
         return config
@@ -163,9 +162,9 @@ def _check_equal(density: object, device: torch.device, group: dist.ProcessGroup
     """Compares the value of all ranks; one that is no number is left to the configuration."""
     is_number = isinstance(density, int | float) and not isinstance(density, bool)
     own = torch.tensor([density if is_number else math.nan], dtype=torch.float64, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    wanted = [value.item() for value in found]
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own, group=group)
+    wanted = [value.item() for value in gathered]
     if any(value != wanted[0] for value in wanted) and not all(map(math.isnan, wanted)):
         raise CommunicationError(
             "ranks want different densities",

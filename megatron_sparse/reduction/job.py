@@ -91,24 +91,24 @@ def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None
     Returns:
         The bytes sent in both.
     """
-    sent_bytes = yield from _until_queued(first, behind)
+    first_bytes = yield from _until_queued(first, behind)
     if behind is not None and behind > GATE:
         yield behind
-    later_bytes = yield from _until_queued(second, None)
-    if sent_bytes is None or later_bytes is None:
+    second_bytes = yield from _until_queued(second, None)
+    if first_bytes is None or second_bytes is None:
         yield QUEUED
-    if sent_bytes is None:
-        sent_bytes = yield from first
-    if later_bytes is None:
-        later_bytes = yield from second
-    return sent_bytes + later_bytes
+    if first_bytes is None:
+        first_bytes = yield from first
+    if second_bytes is None:
+        second_bytes = yield from second
+    return first_bytes + second_bytes
 
 
-def _until_queued(steps: Stage[int], next_gate: Gate | None) -> Stage[int | None]:
-    """A stage until its end, or until `QUEUED` (None).
+def _until_queued(steps: Stage[int], behind: Gate | None) -> Stage[int | None]:
+    """Runs a stage to its end and returns its bytes, or to `QUEUED` and returns None.
 
-    If the job posts on behind `next_gate`, the stage's `POSTED` and `UNORDERED` are not the job's:
-    behind a later gate than `GATE` they become `PAST_ACROSS`, else nothing.
+    If a second stage posts behind the gate `behind`, the first one's `POSTED` and `UNORDERED` are
+    not the job's: where that gate comes later than `GATE` they become `PAST_ACROSS`, else nothing.
     """
     while True:
         try:
@@ -117,9 +117,9 @@ def _until_queued(steps: Stage[int], next_gate: Gate | None) -> Stage[int | None
             return end.value
         if outcome is QUEUED:
             return None
-        if next_gate is None or not isinstance(outcome, Marker):
+        if behind is None or not isinstance(outcome, Marker):
             yield outcome
-        elif next_gate > GATE:
+        elif behind > GATE:
             yield Gate.PAST_ACROSS
 
 
@@ -145,7 +145,7 @@ class JobStream:
     def __init__(self, streams: BucketStreams | None) -> None:
         self._streams = streams
         self._stream = None if streams is None else streams.codec
-        self._selected: torch.cuda.Event | None = None
+        self._local_work_done: torch.cuda.Event | None = None
 
     @property
     def on_cuda(self) -> bool:
@@ -162,16 +162,16 @@ class JobStream:
             self._stream.wait_event(event)
 
     def at_gate(self) -> None:
-        """The job's local work is queued; call it with the job's stream current."""
+        """Marks the end of the job's local work; call it with the job's stream current."""
         if self._streams is not None and self._stream is self._streams.codec:
-            self._selected = self.marked_here()
+            self._local_work_done = self.marked_here()
 
     def pass_gate(self) -> None:
         """Moves the job to the network stream, behind its own local work."""
-        if self._streams is not None and self._selected is not None:
+        if self._streams is not None and self._local_work_done is not None:
             self._stream = self._streams.network
-            self._stream.wait_event(self._selected)
-            self._selected = None
+            self._stream.wait_event(self._local_work_done)
+            self._local_work_done = None
 
     def marked_here(self) -> torch.cuda.Event | None:
         """An event after all that the current stream has queued; None on a CPU."""
@@ -367,11 +367,11 @@ class Pending[T]:
             outside = posting_for.set(self.name)
             ended = False
             try:
-                self._take(next(self._steps), wake)
+                self._note_yielded(next(self._steps), wake)
             except StopIteration as end:
                 ended, self.result = True, end.value
                 if not self.queued():
-                    self._queue()
+                    self._mark_queued()
             finally:
                 posting_for.reset(outside)
             self.host_cpu_s += time.thread_time() - cpu_s
@@ -394,11 +394,12 @@ class Pending[T]:
         if self._on_done is not None:
             self._on_done(self)
 
-    def _queue(self) -> None:
+    def _mark_queued(self) -> None:
         self.finish_event = self._stream.marked_here()
         self._queued.set()
 
-    def _take(self, outcome: object, wake: Callable[[], None]) -> None:
+    def _note_yielded(self, outcome: object, wake: Callable[[], None]) -> None:
+        """Notes what the job has yielded: where it is, or the work that it waits for."""
         if outcome is Gate.PAST_ACROSS:
             self.reached = Gate.PAST_ACROSS
         elif isinstance(outcome, Gate):
@@ -406,7 +407,7 @@ class Pending[T]:
             self.reached = max(self.reached, outcome)
             self._stream.at_gate()
         elif outcome is QUEUED:
-            self._queue()
+            self._mark_queued()
         elif outcome is POSTED or outcome is UNORDERED:
             self.reached = Gate.END
         else:
@@ -415,7 +416,11 @@ class Pending[T]:
             work.when_ready(wake)
 
     def _finish_work(self, work: Work) -> None:
-        """Takes the result of the work that the job waited for; raises after the deadline."""
+        """Takes the result of the work that the job waited for, and times the wait.
+
+        Raises:
+            CommunicationError: the work is not ready, so its deadline has passed.
+        """
         if not work.ready():
             raise CommunicationError(
                 "an operation ran out of time",

@@ -171,20 +171,25 @@ class Level:
 
 
 class _DenseInside(Level):
-    """What `node` and `instance` share: parts that are kept, and sums over the inner group."""
+    """What `node` and `instance` share: parts that are kept, and sums over the inner group.
+
+    Args:
+        groups: of the level.
+        options: `scheme` of the configuration.
+        buffers: where the parts of a reduce-scatter live.
+    """
 
     def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
         super().__init__(groups.across)
         self._group = groups.inside
-        self._gathers: Transport | SubsetTransport = groups.gather or groups.inside
-        # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
-        is_gloo = isinstance(self._group, ProcessGroupTransport)
-        self._sends_pieces = is_gloo and self._group.device.type == "cpu"
-        if self._sends_pieces:
-            self._gathers = SubsetTransport(
-                self._gathers, range(self._group.world_size), GATHER_TAG
-            )
         self._has_own_gathers = groups.gather is not None
+        gathers = groups.gather or groups.inside
+        # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
+        is_process_group = isinstance(self._group, ProcessGroupTransport)
+        self._sends_pieces = is_process_group and self._group.device.type == "cpu"
+        self._gathers: Transport | SubsetTransport = gathers
+        if self._sends_pieces:
+            self._gathers = SubsetTransport(gathers, range(self._group.world_size), GATHER_TAG)
         self._options = options
         self._buffers = buffers
         self._parts = KeptParts(self._new_part)
@@ -201,13 +206,19 @@ class _DenseInside(Level):
         return Exchange(bucket, self._group, self._buffers, record.timer, self._options)
 
     def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
-        """On a CPU gloo ends processes that reduce buckets of different sizes: compare first."""
+        """Checks on a CPU that the inner group's ranks mean the same bucket and step.
+
+        gloo ends processes that reduce buckets of different sizes.
+        """
         if self._group.device.type == "cpu":
             identity = Identity("inside", bucket, str(bucket.grad_N.dtype), step)
             yield from exchange_sizes([], identity, self._group)
 
     def _scatter(self, shard_M: torch.Tensor, region: Bucket, record: BucketRecord) -> Stage[None]:
-        """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`."""
+        """Adds up a bucket of the inner group; this rank's shard of the sum goes to `shard_M`.
+
+        May overwrite the bucket's values.
+        """
         values_N = region.grad_N
         narrow = region.fp32_sums and values_N.dtype != torch.float32
         if not (self._sends_pieces or narrow):
@@ -223,13 +234,7 @@ class _DenseInside(Level):
 
 
 class NodeLevel(_DenseInside):
-    """See the module's docstring.
-
-    Args:
-        groups: the node and the lane.
-        options: `scheme` of the configuration.
-        buffers: where the parts of a reduce-scatter live.
-    """
+    """See the module's docstring: inside is the node, across is the lane."""
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         return node_part(bucket, self._group.world_size, self._group.rank)
@@ -247,12 +252,13 @@ class NodeLevel(_DenseInside):
             yield from self._shards_inside(bucket, record)
             return
         m, part = self._group.world_size, self.part(bucket)
-        part.grad_N = bucket.grad_N[node_cuts(bucket, m, self._group.rank)[0]]
-        piece = bucket.numel // m
-        if piece:
-            region = self._region(bucket, bucket.grad_N[: m * piece])
-            yield from self._scatter(part.grad_N[:piece], region, record)
-        rest = bucket.grad_N[m * piece :]
+        (own,) = node_cuts(bucket, m, self._group.rank)
+        part.grad_N = bucket.grad_N[own]
+        piece_numel = bucket.numel // m
+        even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
+        if piece_numel:
+            region = self._region(bucket, even_N)
+            yield from self._scatter(part.grad_N[:piece_numel], region, record)
         if rest.numel():
             with record.timer.inside():
                 yield self._group.all_reduce_(rest)
@@ -263,10 +269,10 @@ class NodeLevel(_DenseInside):
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
-        for i in range(self.across.world_size):
-            shards = slice(bucket.shard(i * m).start, bucket.shard(i * m + m - 1).stop)
-            region = self._region(bucket, grad_N[shards])
-            yield from self._scatter(part.grad_N[part.shard(i)], region, record)
+        for node in range(self.across.world_size):
+            first, last = bucket.shard(node * m), bucket.shard(node * m + m - 1)
+            region = self._region(bucket, grad_N[first.start : last.stop])
+            yield from self._scatter(part.grad_N[part.shard(node)], region, record)
 
     def _region(self, bucket: Bucket, values_N: torch.Tensor) -> Bucket:
         """Elements of a bucket as a bucket of the node, whose ranks get a shard each."""
@@ -299,12 +305,14 @@ class NodeLevel(_DenseInside):
     def _gather(self, exchange: Exchange, bucket: Bucket, record: BucketRecord) -> Stage[int]:
         """Gathers the parts of all ranks of the node; the record gets the bytes."""
         part, m = exchange.bucket, self._group.world_size
-        piece = bucket.numel // m
-        even_N, rest = bucket.grad_N[: m * piece], bucket.grad_N[m * piece :]
+        piece_numel = bucket.numel // m
+        even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
         # Only the last rank's rest is right; it has fewer than m elements.
         rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
-        pairs = (even_N, part.grad_N[:piece]), (rests, rest)
-        works = [self._gathers.all_gather(*pair) for pair in pairs if pair[1].numel()]
+        works = []
+        for gathered, own in (even_N, part.grad_N[:piece_numel]), (rests, rest):
+            if own.numel():
+                works.append(self._gathers.all_gather(gathered, own))
         yield POSTED
         with record.timer.inside():
             yield from works
@@ -314,13 +322,7 @@ class NodeLevel(_DenseInside):
 
 
 class InstanceLevel(_DenseInside):
-    """See the module's docstring. For reduce-scatters.
-
-    Args:
-        groups: the instance, and the ranks that own the same shard in all instances.
-        options: `scheme` of the configuration.
-        buffers: of the reducer.
-    """
+    """See the module's docstring. For reduce-scatters, across the owners of the same shard."""
 
     def _new_part(self, bucket: Bucket) -> Bucket:
         return instance_part(bucket, self._group.rank)

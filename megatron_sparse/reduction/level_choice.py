@@ -96,22 +96,23 @@ def choose_level(
         if instances == 1:
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
-    found = _by_nodes(nodes, asked)
-    if asked == NODE or (found.level == RANK and instances == 1):
-        return found
+    by_nodes = _by_nodes(nodes, asked)
+    if asked == NODE or (by_nodes.level == RANK and instances == 1):
+        return by_nodes
+    # From here on `auto`, with several levels to choose from.
     if config.planner.cluster is not None:
-        sizes = [len(members) for members in found.nodes or members_of(nodes)]
-        prices = _prices(config, find(config.planner.cluster), sizes, shapes, instances)
-        nodes_of = found.nodes if prices.level == NODE else ()
-        return LevelChoice(prices.level, prices.reason, nodes_of)
+        sizes = [len(members) for members in by_nodes.nodes or members_of(nodes)]
+        cheapest = _cheapest(config, find(config.planner.cluster), sizes, shapes, instances)
+        members = by_nodes.nodes if cheapest.level == NODE else ()
+        return LevelChoice(cheapest.level, cheapest.reason, members)
     if instances > 1:
         # Their links are the slow ones, or there would be one instance.
         return LevelChoice(INSTANCE, f"{instances} instances of the distributed optimizer")
-    return found
+    return by_nodes
 
 
 def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
-    """`node` if the nodes allow it."""
+    """`node` if the ranks' places on the nodes allow it, else `rank`."""
     members = tuple(map(tuple, members_of(nodes)))
     sizes = sorted({len(each) for each in members})
     if len(members) == 1 and asked == AUTO:
@@ -129,7 +130,7 @@ def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
     return LevelChoice(NODE, shape, tuple(ordered))
 
 
-def _prices(
+def _cheapest(
     config: SparseConfig,
     cluster: ClusterModel,
     node_sizes: Sequence[int],
@@ -137,14 +138,14 @@ def _prices(
     instances: int,
 ) -> LevelComparison:
     """Compares the levels by the target density and the links of a cluster file."""
-    sizes = node_sizes[:PRICED_NODES]
-    bits, ranks = config.compression.given_value_bits, sum(sizes)
+    priced_sizes = node_sizes[:PRICED_NODES]
+    bits, ranks = config.compression.given_value_bits, sum(priced_sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, ranks, value_bits=bits): 1}
-    shapes = {replace(shape, world_size=ranks): number for shape, number in shapes.items()}
+    counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme
-    is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in shapes)
+    is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in counts)
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
-    pricing = LevelPricing(cluster, options, names, sizes, instances)
-    return pricing.best(shapes, config.compression.given_density)
+    pricing = LevelPricing(cluster, options, names, priced_sizes, instances)
+    return pricing.best(counts, config.compression.given_density)

@@ -107,7 +107,7 @@ def instance_part(bucket: Bucket, rank: int) -> Bucket:
     return Bucket(bucket.name, bucket.grad_N[own], slices, op, bucket.instances, lanes=lanes)
 
 
-def in_place(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torch.Tensor:
+def in_whole_bucket(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torch.Tensor:
     """Values of a part's parameters where they lie in the whole bucket: fp32 [N], else zero.
 
     Args:
@@ -115,11 +115,11 @@ def in_place(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torch.Tenso
         part: see `KeptParts`; at level `rank` the bucket itself.
         whole: the bucket.
     """
-    starts = {piece.name: piece.start - piece.offset for piece in whole.parameters}
+    first_elements = {piece.name: piece.start - piece.offset for piece in whole.parameters}
     values_N = torch.zeros(whole.numel, dtype=torch.float32, device=values_M.device)
     for piece in part.parameters:
-        start = starts[piece.name] + piece.offset
-        values_N[start : start + piece.stop - piece.start] = values_M[piece.start : piece.stop]
+        start = first_elements[piece.name] + piece.offset
+        values_N[start : start + piece.numel] = values_M[piece.start : piece.stop]
     return values_N
 
 
@@ -138,15 +138,15 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
         [(1, 2, 0), (2, 4, 3)]
     """
     found: list[ParameterSlice] = []
-    moved_to = 0
+    place = 0  # of the cut's first element, in the part
     for cut in cuts:
+        shift = place - cut.start
         for parameter in bucket.parameters:
             start, stop = max(parameter.start, cut.start), min(parameter.stop, cut.stop)
             if start < stop:
-                shift = moved_to - cut.start
                 offset = parameter.offset + start - parameter.start
                 found.append(
                     replace(parameter, start=start + shift, stop=stop + shift, offset=offset)
                 )
-        moved_to += cut.stop - cut.start
+        place += cut.stop - cut.start
     return found

@@ -25,7 +25,7 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig
 from megatron_sparse.cuda_ext import ops, workspace
-from megatron_sparse.cuda_ext.slots import TABLES, Slots
+from megatron_sparse.cuda_ext.slots import TABLES
 from megatron_sparse.formats.message import TURNS, wire_dtype_of
 from megatron_sparse.formats.message_sizes import scratch_capacity, segment_capacity
 from megatron_sparse.planner import Plan, Planner
@@ -191,20 +191,18 @@ def account(
     keeps = method in COMPRESSED
     if keeps and parameter_dtype is None:
         notes[f"without the shards that parameters.method={method} keeps"] = None
-    for rank, buckets, given, is_virtual, nodes in groups:
-        wholes = buckets if given is None else given
+    for share in groups:
+        wholes = share.buckets if share.wholes is None else share.wholes
         if keeps and parameter_dtype is not None:
             totals["parameters"] += sum(map(_shard_numel, wholes)) * parameter_dtype.itemsize
-        found = _Group(config, rank, nodes, undo=undo)
-        for bucket, whole in zip(buckets, wholes, strict=True):
-            found.add(bucket)
-            found.add_inside(bucket, whole, is_virtual=is_virtual)
-            parameters += sum(piece.stop - piece.start for piece in whole.parameters)
-        totals.update(found.nbytes(buckets))
-        notes |= dict.fromkeys(
-            f"without the buffers of {name}, which are known when it has run"
-            for name in sorted(found.unknown)
-        )
+        group = _Group(config, share, undo=undo)
+        for bucket, whole in zip(share.buckets, wholes, strict=True):
+            group.add(bucket)
+            group.add_inside(bucket, whole)
+            parameters += sum(piece.numel for piece in whole.parameters)
+        totals.update(group.nbytes())
+        for name in sorted(group.unknown):
+            notes[f"without the buffers of {name}, which are known when it has run"] = None
     nbytes = {item: totals[item] for item in ITEMS if totals[item]}
     return MemoryAccount(parameters, nbytes, tuple(notes))
 
@@ -244,40 +242,48 @@ def held(
 
 
 class _Group:
-    """Adds up what one reducer will hold."""
+    """Adds up what one reducer will hold.
 
-    def __init__(
-        self, config: SparseConfig, rank: int, nodes: tuple[int, ...] | None, *, undo: bool
-    ) -> None:
-        self._config, self._rank, self._nodes, self._undo = config, rank, nodes, undo
+    Attributes:
+        unknown: schemes that do not declare their buffers.
+    """
+
+    def __init__(self, config: SparseConfig, share: MemoryShare, *, undo: bool) -> None:
+        self._config, self._share, self._undo = config, share, undo
         self._planner = Planner(config.compression, config.scheme)
         if config.planner.pin:
             self._planner = planner_of(config, logs=False)
         self._buffers: dict[tuple[str, str], int] = {}
-        self._elements = 0
+        """Bytes by purpose and the bucket that owns the buffer; "" where all buckets share it."""
+        self._residual_numel = 0
         self._codec_bytes = self._network_bytes = self._table_bytes = self._tables = 0
         self._largest_table = 0
         self.unknown: set[str] = set()
 
     def add(self, bucket: Bucket) -> None:
         """Counts a bucket."""
-        selects = False
-        tables: set[Slots] = set()
+        keeps_residual = has_slots = False
         layouts: dict[Layout, None] = {}
         for step in _steps(self._config.compression):
             plan = self._planner.plan_for(bucket, step)
             sizes = self._sizes(bucket, plan)
-            selects |= sizes.message is not None or plan.narrows(bucket)
+            is_sparse = sizes.message is not None
+            keeps_residual |= is_sparse or plan.narrows(bucket)
             self._add_buffers(sizes, plan)
-            if sizes.message is not None:
+            if is_sparse:
                 layouts[sizes.places.layout] = None
-                if sizes.places.fixed:
-                    tables.add(sizes.places.slots)
-        self._elements += bucket.numel * selects
+                has_slots |= sizes.places.fixed
+        if keeps_residual:
+            self._residual_numel += bucket.numel
         for layout in layouts:
-            self._count_tables(bucket, layout, has_slots=bool(tables))
+            self._count_tables(bucket, layout, has_slots=has_slots)
 
-    def add_inside(self, part: Bucket, whole: Bucket, *, is_virtual: bool) -> None:
+    def _add_buffer(self, purpose: str, owner: str, nbytes: int) -> None:
+        """A buffer grows to the largest size that any step takes."""
+        known = self._buffers.get((purpose, owner), 0)
+        self._buffers[purpose, owner] = max(known, nbytes)
+
+    def add_inside(self, part: Bucket, whole: Bucket) -> None:
         """Counts what a level above `rank` needs beside the part: see `reduction.level`."""
         if part is whole:
             return  # level `rank`
@@ -289,18 +295,19 @@ class _Group:
         elif part.op is whole.op:
             found["node_sum"] = part.numel * element_bytes  # at `instance` it is in the gradient
         scatters = whole.op is CollectiveOp.REDUCE_SCATTER
-        over_gloo = not (is_virtual or whole.grad_N.is_cuda)
+        over_gloo = not (self._share.is_virtual or whole.grad_N.is_cuda)
         if over_gloo or (scatters and whole.fp32_sums and element_bytes < FP32_BYTES):
             # What `dense_allpairs` adds up at a time.
             shard = whole.numel // (whole.world_size if scatters else members)
             found["parts"] = (members - 1) * shard * element_bytes
             if element_bytes < FP32_BYTES:
                 found["piece"] = shard * FP32_BYTES
+        owner = "" if whole.grad_N.is_cuda else f"{whole.name}.inside"
         for purpose, nbytes in found.items():
-            key = (purpose, "" if whole.grad_N.is_cuda else f"{whole.name}.inside")
-            self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
+            self._add_buffer(purpose, owner, nbytes)
 
     def _sizes(self, bucket: Bucket, plan: Plan) -> BufferSizes:
+        """What a scheme's buffers depend on; with the places of a message for a sparse scheme."""
         options = self._config.scheme
         value_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         places = None
@@ -316,10 +323,11 @@ class _Group:
                 )
             records = spec.record_spec(bucket.grad_N.dtype, step=0)
             places = MessagePlaces.of(layout, most_S, records, fixed=fixed)
-        nodes = self._nodes or (0,) * bucket.world_size
-        return BufferSizes(bucket, self._rank, nodes, options, value_dtype, places)
+        nodes = self._share.nodes or (0,) * bucket.world_size
+        return BufferSizes(bucket, self._share.rank, nodes, options, value_dtype, places)
 
     def _add_buffers(self, sizes: BufferSizes, plan: Plan) -> None:
+        """Counts the buffers of one step: the scheme's own, and those of this rank's message."""
         bucket, name = sizes.bucket, plan.scheme
         if self._config.straggler.leaves_behind:
             name = AWARE.get(name, name)
@@ -332,19 +340,18 @@ class _Group:
                 found["narrow"] = bucket.numel * sizes.value_bytes
         else:
             offsets = sizes.places.layout.segment_offsets
-            room = ops.message_capacity(offsets, sizes.places.records.value_dtype)
+            message_bytes = ops.message_capacity(offsets, sizes.places.records.value_dtype)
             if sizes.places.fixed:
-                room = int(sizes.places.slots.offsets[-1])
-            found["message"] = found.get("message", 0) + room
+                message_bytes = int(sizes.places.slots.offsets[-1])
+            found["message"] = found.get("message", 0) + message_bytes
             if bucket.grad_N.is_cuda:
                 self._add_workspace(sizes, found)
             else:
                 scratch = scratch_capacity(offsets, sizes.places.records)
                 found["scratch"] = max(found.get("scratch", 0), scratch)
         for purpose, nbytes in found.items():
-            shared = bucket.grad_N.is_cuda or purpose == "scratch"
-            key = (purpose, "" if shared else bucket.name)
-            self._buffers[key] = max(self._buffers.get(key, 0), nbytes)
+            is_shared = bucket.grad_N.is_cuda or purpose == "scratch"
+            self._add_buffer(purpose, "" if is_shared else bucket.name, nbytes)
 
     def _add_workspace(self, sizes: BufferSizes, found: dict[str, int]) -> None:
         """The largest calls on both streams: selection, and encoding of this rank's sum."""
@@ -364,15 +371,17 @@ class _Group:
         samples = compression.samples_at(compression.given_density)
         sampling = workspace.threshold_bytes(ranges, bucket.numel, samples)
         self._codec_bytes = max(self._codec_bytes, selecting, sampling)
-        room = max(found.get("gathered", 0), found.get("encoded", 0))
-        if room:
-            share = 1 if "encoded" in found else sizes.ranks
+        sum_bytes = max(found.get("gathered", 0), found.get("encoded", 0))
+        if sum_bytes:
+            # `gathered` holds the sums of all ranks, each of which encodes its own.
+            parts = 1 if "encoded" in found else sizes.ranks
             encoding = workspace.encode_bytes(
-                bucket.numel // share, segments, sizes.value_bytes, room // share
+                bucket.numel // parts, segments, sizes.value_bytes, sum_bytes // parts
             )
             self._network_bytes = max(self._network_bytes, encoding)
 
     def _count_tables(self, bucket: Bucket, layout: Layout, *, has_slots: bool) -> None:
+        """Counts the tables of offsets that kernels read: on a GPU copies of them, rounded up."""
         tables = [each for each in vars(layout).values() if isinstance(each, torch.Tensor)]
         if not bucket.grad_N.is_cuda:
             self._table_bytes += sum(table.nbytes for table in tables)
@@ -384,16 +393,16 @@ class _Group:
         largest = max(table.nbytes for table in tables)
         self._largest_table = max(self._largest_table, -(-largest // ALLOCATION) * ALLOCATION)
 
-    def nbytes(self, buckets: Sequence[Bucket]) -> Counter[str]:
+    def nbytes(self) -> Counter[str]:
         """Bytes by item."""
-        compression = self._config.compression
+        residual_dtype = RESIDUAL_DTYPES[self._config.compression.residual_dtype]
         found: Counter[str] = Counter()
-        found["residual"] = self._elements * RESIDUAL_DTYPES[compression.residual_dtype].itemsize
+        found["residual"] = self._residual_numel * residual_dtype.itemsize
         if self._undo:
             found["undo"] = found["residual"]
         for (purpose, owner), nbytes in self._buffers.items():
             takes_turns = purpose in _BEFORE_GATE and not owner
-            copies = min(TURNS, len(buckets)) if takes_turns else 1
+            copies = min(TURNS, len(self._share.buckets)) if takes_turns else 1
             found[item_of(purpose)] += copies * nbytes
         found["workspace"] += self._codec_bytes + self._network_bytes
         found["tables"] = self._table_bytes + min(self._tables, TABLES) * self._largest_table
@@ -404,4 +413,5 @@ def _steps(compression: CompressionConfig) -> list[int]:
     """Steps whose plans may differ: the first, some of the ramp, and one at the target."""
     start, ramp = compression.warmup, compression.ramp
     count = min(ramp, RAMP_STEPS)
-    return sorted({0, *(start + ramp * i // count for i in range(count)), start + ramp})
+    in_ramp = (start + ramp * i // count for i in range(count))
+    return sorted({0, *in_ramp, start + ramp})

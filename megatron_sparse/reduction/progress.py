@@ -128,13 +128,11 @@ class ProgressThread(Progress):
             remedy="look for an earlier error on this rank; detach between two steps",
         )
 
+    @torch.no_grad()
     def _main(self) -> None:
+        """Steps jobs until the thread is closed and none is left."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        with torch.no_grad():
-            self._loop()
-
-    def _loop(self) -> None:
         while True:
             with self._wake:
                 # Wake-ups from here on are handled in the next turn.

@@ -102,23 +102,22 @@ class BucketJob:
     whole: Bucket
 
     @property
-    def averages(self) -> bool:
+    def backend_divides(self) -> bool:
         """Whether the backend divides, as in Megatron: a dense reduce-scatter of the gradient.
 
         The shards that other ranks own then keep their values in the gradient buffer. Follows from
         the plan and the bucket alone, so all ranks agree.
         """
         bucket, plan = self.bucket, self.plan
-        is_own = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
-        is_plain = not bucket.fp32_sums and not plan.narrows(bucket)
-        return bucket.reduction is Reduction.AVG and is_own and is_plain
+        is_dense_scatter = plan.scheme == "dense" and bucket.op is CollectiveOp.REDUCE_SCATTER
+        adds_in_own_dtype = not bucket.fp32_sums and not plan.narrows(bucket)
+        return bucket.reduction is Reduction.AVG and is_dense_scatter and adds_in_own_dtype
 
     @property
     def divisor(self) -> int:
         """The number of ranks whose gradients are averaged; 1 for a sum."""
         bucket = self.whole
-        is_average = bucket.reduction is Reduction.AVG
-        return bucket.world_size * bucket.instances if is_average else 1
+        return bucket.world_size * bucket.instances if bucket.reduction is Reduction.AVG else 1
 
     @property
     def timer(self) -> StageTimer:
@@ -150,7 +149,8 @@ class MessageTurns:
             turn = self._launches % TURNS
             self._launches += 1
             self._buffers.give_turn(bucket.name, turn)
-            pending.after, self._users[turn] = self._users[turn], pending
+            pending.after = self._users[turn]
+            self._users[turn] = pending
 
 
 class GradientReducer:
@@ -200,7 +200,7 @@ class GradientReducer:
         if groups.instances is not None:
             self._instances = SumOverInstances(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
-        self._agreed: set[str] = set()
+        self._agreed_while_off: set[str] = set()
         """Buckets about which ranks agreed while compression was off."""
 
     def part(self, bucket: Bucket) -> Bucket:
@@ -283,7 +283,7 @@ class GradientReducer:
 
         The time counts to the timer's stage `prune`.
         """
-        if job.divisor > 1 and not job.averages:
+        if job.divisor > 1 and not job.backend_divides:
             with job.timer.stage("prune"):
                 job.whole.grad_N.div_(job.divisor)
 
@@ -291,7 +291,7 @@ class GradientReducer:
         """The gradient is final, and nothing has been selected from it yet. Dumps it divided."""
         if self._dump is not None:
             grad_N = job.bucket.grad_N
-            divided_N = grad_N / job.divisor if job.averages else grad_N
+            divided_N = grad_N / job.divisor if job.backend_divides else grad_N
             self._dump.on_gradient(replace(job.bucket, grad_N=divided_N), job.step)
 
     def _select(self, job: BucketJob) -> Stage[Message | torch.Tensor]:
@@ -315,15 +315,18 @@ class GradientReducer:
         # The backend will divide the sum. But the residual is a part of the averaged gradient: so
         # divide the gradient, add the residual, and multiply both again. Without a residual nothing
         # is needed.
-        divides = job.averages and bucket.name in self.selector.residuals
-        if divides:
+        undoes_division = job.backend_divides and bucket.name in self.selector.residuals
+        if undoes_division:
             with job.timer.stage("prune"):
                 bucket.grad_N.div_(job.divisor)
         values_N = self.selector.take_whole(bucket, plan.wire_dtype, step=job.step, timer=job.timer)
-        return values_N.mul_(job.divisor) if divides else values_N
+        return values_N.mul_(job.divisor) if undoes_division else values_N
 
     def _agree(self, job: BucketJob, selected: Message | torch.Tensor) -> Stage[Exchange]:
-        """Decides which rank to skip, if any; lets the planner exchange its measurements."""
+        """Decides which rank to skip, if any; lets the planner exchange its measurements.
+
+        Returns the arguments of the collective. The record learns which rank is skipped.
+        """
         bucket, plan, record = job.bucket, job.plan, job.record
         record.straggler = yield from self._stragglers.decide(bucket, plan)
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
@@ -333,14 +336,14 @@ class GradientReducer:
             self.buffers,
             job.timer,
             self._config.scheme,
-            record.straggler,
-            job.averages,
-            bucket.name in self._agreed,
+            straggler=record.straggler,
+            averages=job.backend_divides,
+            goes_on=bucket.name in self._agreed_while_off,
         )
         if self._config.compression.enabled:
-            self._agreed.clear()
+            self._agreed_while_off.clear()
         else:
-            self._agreed.add(bucket.name)
+            self._agreed_while_off.add(bucket.name)
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)
         return exchange
@@ -377,7 +380,8 @@ class GradientReducer:
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
         """The bucket's row of `plan.json`: the planner's row, and the rank that is skipped."""
         part = self.part(bucket)
-        row, plan = self.planner.report(part, step), self._plan_for(part, step)
+        row = self.planner.report(part, step)
+        plan = self._plan_for(part, step)
         if self._level.is_alone:
             row |= {"chosen": plan.scheme, "reason": plan.reason, "density": plan.density}
         return row | {"straggler": self._stragglers.report(part, plan)}

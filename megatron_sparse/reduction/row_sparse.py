@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -135,23 +136,21 @@ class RowSparseReducer:
         return result.gradient.to_coo()
 
 
+@dataclass(frozen=True)
 class PendingAlone:
     """A single all-reduce under way, with the group and the thread that were made for it."""
 
-    def __init__(
-        self, pending: PendingRows, transport: ProcessGroupTransport, progress: ProgressThread
-    ) -> None:
-        self._pending = pending
-        self._transport = transport
-        self._progress = progress
+    pending: PendingRows
+    transport: ProcessGroupTransport
+    progress: ProgressThread
 
     def wait(self) -> torch.Tensor:
         """See `PendingRows.wait`; gives the group back."""
         try:
-            return self._pending.wait()
+            return self.pending.wait()
         finally:
-            self._progress.close()
-            self._transport.close(broken=self._progress.broken)
+            self.progress.close()
+            self.transport.close(broken=self.progress.broken)
 
 
 def row_sparse_all_reduce(

@@ -114,9 +114,10 @@ class SettingTrials:
         # these steps are none of the run's phases.
         first = self._names[min(1, len(self._names) - 1)]
         self._apply(first, is_trial=given.warmup < FEWEST_STEPS)
-        if config.scheme.deterministic or len(self._names) == 1:
+        self._no_trials = self._why_no_trials()
+        if self._no_trials is not None:
             # The one that sends least: nothing may depend on timing.
-            self._go_on(0, self._names[-1], "no trials: " + self._reason())
+            self._choose(0, self._names[-1], f"no trials: {self._no_trials}")
 
     def step_ended(self, step: int) -> None:
         """Call it between two steps, on every rank; collective in steps that end a trial.
@@ -124,15 +125,16 @@ class SettingTrials:
         Args:
             step: the next step, counted from 0.
         """
-        if self._config.scheme.deterministic or len(self._names) == 1:
+        if self._no_trials is not None:
             return
         if self.chosen is None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        before_s, self._ended_s = self._ended_s, self._clock()
-        if before_s is not None:
-            self._laps_s.append(self._ended_s - before_s)
+        now_s = self._clock()
+        if self._ended_s is not None:
+            self._laps_s.append(now_s - self._ended_s)
+        self._ended_s = now_s
         if self._on_trial is not None:
-            self._go_on_trying(step, self._on_trial)
+            self._end_trial_if_done(step, self._on_trial)
         elif self.chosen is not None:
             self._look_again(step)
         elif step >= first_trial(self._given):
@@ -147,8 +149,11 @@ class SettingTrials:
         self.chosen, self.times_ms = None, {}
         self._try(self._names[-1])
 
-    def _go_on_trying(self, step: int, name: str) -> None:
-        """Whether a trial ends follows from numbers that ranks agree on."""
+    def _end_trial_if_done(self, step: int, name: str) -> None:
+        """Goes from one trial to the next, and from the last one to the choice.
+
+        Whether a trial ends follows from numbers that ranks agree on.
+        """
         laps_s = self._laps_s
         if len(laps_s) in TOO_SLOW and self.times_ms:
             (least_ms,) = self._maxima([1e3 * min(laps_s)])
@@ -163,11 +168,12 @@ class SettingTrials:
                 self._try(self._names[self._names.index(name) - 1])
 
     def _decide(self, step: int) -> None:
+        """Ends the trials with the preset of the least loss that is as good as the fastest."""
         self._on_trial = None
         most_ms = NO_SLOWER * min(self.times_ms.values())
         name = next(each for each in self._names if self.times_ms.get(each, math.inf) <= most_ms)
-        took = ", ".join(f"{each} {found:.0f}" for each, found in self.times_ms.items())
-        self._go_on(step, name, f"milliseconds of an iteration: {took}")
+        took = ", ".join(f"{each} {time_ms:.0f}" for each, time_ms in self.times_ms.items())
+        self._choose(step, name, f"milliseconds of an iteration: {took}")
 
     def _look_again(self, step: int) -> None:
         """New trials where an iteration takes longer or less than it did, on any rank."""
@@ -186,17 +192,20 @@ class SettingTrials:
             self._look_after *= 2
             self._try_all()
 
-    def _go_on(self, step: int, name: str, reason: str) -> None:
+    def _choose(self, step: int, name: str, reason: str) -> None:
+        """The run goes on with a preset."""
         self.chosen = name
         self._laps_s.clear()
         self._apply(name, is_trial=False)
         if dist.get_rank(self._group) == 0:
             logger.info("step %d: preset %s (%s)", step, name, reason)
 
-    def _reason(self) -> str:
+    def _why_no_trials(self) -> str | None:
         if len(self._names) == 1:
             return f"compression.loss_budget={self._given.loss_budget:g} allows no other"
-        return "scheme.deterministic=true takes no decision from timing"
+        if self._config.scheme.deterministic:
+            return "scheme.deterministic=true takes no decision from timing"
+        return None
 
     def _apply(self, name: str, *, is_trial: bool) -> None:
         """Sets what the preset says; a trial is at its target density at once."""
@@ -206,7 +215,8 @@ class SettingTrials:
         for key, value in values.get("scheme", {}).items():
             setattr(self._config.scheme, key, value)
         warmup, ramp = (0, 0) if is_trial else (self._given.warmup, self._given.ramp_iters)
-        compression.warmup_iters, compression.ramp_iters = warmup, ramp
+        compression.warmup_iters = warmup
+        compression.ramp_iters = ramp
         if ramp is None:  # Of the run's length, of which the warm-up is a twentieth.
             compression.ramp_iters = compression.in_run_of(20 * warmup).ramp
         self._planner.is_trial = is_trial
@@ -226,4 +236,4 @@ class SettingTrials:
         """Goes on with the preset of the result of `state_dict`, if the budget still allows it."""
         if state.get("chosen") in self._names:
             self._on_trial, self.times_ms = None, dict(state["times_ms"])
-            self._go_on(step, state["chosen"], "of the checkpoint")
+            self._choose(step, state["chosen"], "of the checkpoint")

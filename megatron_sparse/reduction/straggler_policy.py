@@ -136,9 +136,9 @@ class StragglerPolicy:
         self._arrivals: ArrivalCounter | None = None
         self._link = self._dense = Link(0.0, 0.0)
         self._step = self._previous = -1
-        self._came: list[tuple[str, Arrival]] = []
+        self._this_step: list[tuple[str, Arrival]] = []
         self._last_step: list[tuple[str, Arrival]] = []
-        self._agreed: list[ReadinessRecord] = []
+        self._readiness: list[ReadinessRecord] = []
         self._agreement: Pending | None = None
         self._named: dict[str, int | None] = {}
         mode, alone = self._config.mode, transport.world_size == 1
@@ -149,7 +149,7 @@ class StragglerPolicy:
             return
         self._arrivals = transport.open_arrival_counter()
         if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
-            links = links or self._find_links(config.planner.cluster)
+            links = links or self._cluster_links(config.planner.cluster)
             # Ranks on several nodes wait for the links between the nodes.
             self._link = links.inter if len(set(transport.nodes)) > 1 else links.intra
             self._dense = links.dense
@@ -177,7 +177,8 @@ class StragglerPolicy:
         self._check_rank(SLOW_RANK, rank)
         return float(found[2]) / 1e3 if rank == self._transport.rank else 0.0
 
-    def _find_links(self, cluster: str | None) -> MeasuredLinks | ClusterModel:
+    def _cluster_links(self, cluster: str | None) -> MeasuredLinks | ClusterModel:
+        """The cost of the group's links: of the cluster file, or measured now (collective)."""
         if cluster is not None:
             return find(cluster)
         clock = host_clock(self._transport.device)
@@ -199,11 +200,11 @@ class StragglerPolicy:
             self._agreement = None
         # No job reads the following attributes from here on.
         self._previous, self._step = self._step, step
-        known, self._agreed = self._agreed, []
-        for record in known:
+        readiness, self._readiness = self._readiness, []
+        for record in readiness:
             self._history.add(record.bucket, record.ready_s)
             self._sink.record_readiness(record)
-        self._last_step, self._came = self._came, []
+        self._last_step, self._this_step = self._this_step, []
         if self._sleep_s:
             time.sleep(self._sleep_s)
 
@@ -243,17 +244,18 @@ class StragglerPolicy:
         delays = self._delays_that_pay(bucket, plan) if aware else NONE_PAYS
 
         def grace_s(missing: int) -> float:
+            """For how long the others wait for the one rank that is missing."""
             return 0.0 if self._pays(bucket, delays, missing) else delays.least_s
 
-        asks = delays is not NONE_PAYS and mode == "dynamic"
-        arrival = self._arrivals.arrive(bucket.name, grace_s if asks else None)
-        self._came.append((bucket.name, arrival))
-        if asks:
+        skips_late_rank = mode == "dynamic" and delays is not NONE_PAYS
+        arrival = self._arrivals.arrive(bucket.name, grace_s if skips_late_rank else None)
+        self._this_step.append((bucket.name, arrival))
+        if skips_late_rank:
             yield arrival
             return arrival.straggler
-        return self._expected(bucket, delays) if mode == "persistent" else None
+        return self._persistent(bucket, delays) if mode == "persistent" else None
 
-    def _expected(self, bucket: Bucket, delays: Delays) -> int | None:
+    def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
         """The persistent straggler, if skipping it pays. Logs every change."""
         expected = persistent_straggler(self._history.steps(bucket.name))
         if expected is not None and not self._pays(bucket, delays, expected):
@@ -305,22 +307,26 @@ class StragglerPolicy:
         yield POSTED
         yield work
         columns = gathered.view(n, -1).t().tolist()
-        self._agreed = [
+        self._readiness = [
             ReadinessRecord(name, self._previous, tuple(waited_s))
             for (name, _), waited_s in zip(came, columns, strict=True)
         ]
 
     def _pays(self, bucket: Bucket, delays: Delays, straggler: int) -> bool:
+        """Whether a rank's expected delay is long enough to skip the rank."""
         steps = self._history.steps(bucket.name)
-        return bool(steps) and (expected_delay_s(steps, straggler, delays.most_s) > delays.least_s)
+        return bool(steps) and expected_delay_s(steps, straggler, delays.most_s) > delays.least_s
 
     def _delays_that_pay(self, bucket: Bucket, plan: Plan) -> Delays:
         if self._config.min_delay_ms is not None:
             return Delays(self._config.min_delay_ms / 1e3, math.inf)
-        split = self._split(bucket, plan)
-        return Delays(max(0.0, split.critical_s), split.early_s) if split.can_win else NONE_PAYS
+        times = self._split_times(bucket, plan)
+        if not times.can_win:
+            return NONE_PAYS
+        return Delays(max(0.0, times.critical_s), times.early_s)
 
-    def _split(self, bucket: Bucket, plan: Plan) -> SplitTimes:
+    def _split_times(self, bucket: Bucket, plan: Plan) -> SplitTimes:
+        """Seconds of the scheme that can skip a rank, from the bucket's bytes and the links."""
         n = bucket.world_size
         wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         if SCHEMES[plan.scheme].takes is Input.DENSE:

@@ -39,7 +39,6 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OTHER_WAYS = {
     "python scripts/train.py": "megatron-sparse train",
     "python -m megatron_sparse.cuda_ext.build": "megatron-sparse build",
-    "python -m megatron_sparse.megatron.corpus": "megatron-sparse corpus",
 }
 # Options that the commands do not have: the assembler's report.
 EXCEPT = ("python -m megatron_sparse.cuda_ext.build --ptxas",)

@@ -374,7 +374,7 @@ def test_quickstart(checkout: Path, recorded: Path, arguments: str, said: str) -
     run = f"{runs}/{train.rpartition(' name=')[2].split()[0]}"
     assert recorded.read_text().splitlines() == [
         "setup train strict=",
-        f"python -W ignore -m megatron_sparse.megatron.corpus --kind {kind} --output data/{kind}",
+        f"python -m megatron_sparse.cli.main corpus --kind {kind} --output data/{kind}",
         f"python scripts/train.py {train}",
         f"python -m megatron_sparse.cli.main report {run} --output {run}/report.html",
     ]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_sparse.cli.main import main
 from megatron_sparse.errors import DatasetError
 from megatron_sparse.megatron import corpus, corpus_text
 
@@ -200,21 +201,20 @@ def test_refusals(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_line_prints_json_and_no_traceback(
+def test_the_command_prints_the_size_or_one_error(
     tmp_path: Path, small: Documents, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--kind", "code", "--output", str(tmp_path / "code"), "--vocab-size", "512"]
-    assert corpus.main(arguments) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["prefix"] == str(tmp_path / "code" / "text")
-    assert printed["n_documents"] == len(DOCUMENTS)
-
-    (tmp_path / "file").write_text("")
-    assert corpus.main(["--kind", "code", "--output", str(tmp_path / "file")]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "remedy:" in captured.err
-    assert "Traceback" not in captured.err
+    for kind, code in ("code", 0), ("verse", 2):
+        with pytest.raises(SystemExit) as ended:
+            main(["corpus", "--kind", kind, "--output", f"{tmp_path}/code", "--vocab-size", "512"])
+        assert ended.value.code == code
+        captured = capsys.readouterr()
+        if code == 0:
+            assert captured.out.startswith(f"{tmp_path}/code: {len(DOCUMENTS)} documents, ")
+        else:
+            assert captured.out == ""
+            assert "the kind of corpus is unknown" in captured.err
+            assert "Traceback" not in captured.err
 
 
 def test_paragraphs_keep_english_and_drop_the_rest() -> None:

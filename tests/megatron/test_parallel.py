@@ -347,7 +347,7 @@ COUNTED = {
 
 
 def _count(layout):
-    from megatron_sparse.megatron.built_model import count_parameters
+    from megatron_sparse.megatron.batches import count_parameters
 
     model = ParallelGPT(layout)  # takes its chunks apart when it goes
     return count_parameters(model.chunks)

@@ -11,8 +11,15 @@ import pytest
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from megatron_sparse.megatron.spiked_loss import SPIKES, loss_factor
-from megatron_sparse.megatron.spikes import FACTOR, FEWEST, WINDOW, UsualNorm, warn_if_large
+from megatron_sparse.megatron.spikes import (
+    FACTOR,
+    FEWEST,
+    SPIKES,
+    WINDOW,
+    UsualNorm,
+    loss_factor,
+    warn_if_large,
+)
 from tests.megatron.train_ranks import SPARSE, on_ranks, running
 
 SMALL = SmallGPTConfig(layers=1, hidden=32, sequence=16, micro_batch=2)

@@ -302,7 +302,7 @@ def test_predicted_parameters_are_those_of_megatrons_models(rank):
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import parse_args, validate_args
 
-    from megatron_sparse.megatron.built_model import count_parameters
+    from megatron_sparse.megatron.batches import count_parameters
     from megatron_sparse.megatron.training import model_config_of
 
     parallel_state.initialize_model_parallel()

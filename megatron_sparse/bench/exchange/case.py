@@ -35,7 +35,7 @@ from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import LevelChoice
-from megatron_sparse.reduction.level_parts import in_place
+from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -308,7 +308,7 @@ class BucketPath:
         part = self.reducer.part(bucket)
         if part.name not in self.residuals:
             return torch.zeros(bucket.numel, device=bucket.grad_N.device)
-        return in_place(self.residuals.begin(part), part, bucket)
+        return in_whole_bucket(self.residuals.begin(part), part, bucket)
 
 
 def groups_of_nodes(

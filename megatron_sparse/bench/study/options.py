@@ -28,7 +28,7 @@ from megatron_sparse.bench.options import (
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.config.parameters import METHODS
 from megatron_sparse.config.presets import preset_names
-from megatron_sparse.megatron.spiked_loss import SPIKES
+from megatron_sparse.megatron.spikes import SPIKES
 
 if TYPE_CHECKING:
     from megatron_sparse.transport.netbed import BedLinks
