@@ -26,7 +26,6 @@ from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.commands import refused, run
 from tests.programs import ended
-from tests.ranks import run_command
 from tests.tracked import json_lines
 
 KEYS = {
@@ -391,14 +390,14 @@ class TestLoopback:
         with pytest.raises(CommunicationError, match="SIGKILL"):
             local_ranks.run_loopback([sys.executable, "-c", code], 2)
 
-    def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path):
+    def test_the_first_rank_to_fail_says_so_and_the_others_are_silent(self, tmp_path, capfd):
         """Rank 0 finds the error; the others wait for rank 0 until it is gone."""
         nowhere = f"--json={tmp_path / 'no' / 'rows.jsonl'}"
         size = ["--min-bytes=16K", "--max-bytes=16K", "--density=0.05", "--iters=1"]
         words = ["bench", "collectives", "--scheme=direct", *size, nowhere]
-        output = tmp_path / "output"
-        assert run_command(["megatron-sparse", *words], 3, output) == [ConfigError.exit_code] * 3
-        error = output.read_text()
+        code = local_ranks.run_loopback(local_ranks.command_line(words), 3)
+        assert code == ConfigError.exit_code
+        error = capfd.readouterr().err
         assert error.count("error:") == 1, error
         assert "Traceback" not in error
 

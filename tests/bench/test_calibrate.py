@@ -27,7 +27,6 @@ from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, Topology, VirtualCluster
 from tests.commands import run
 from tests.programs import ended
-from tests.ranks import run_command
 
 SWEEP = LinkSweep((8, 1024, 2**16, 2**18), repeats=3, rounds=4)
 INTRA, INTER = Link(5e-6, 1e-11), Link(3e-5, 3.2e-10)
@@ -189,7 +188,6 @@ class TestCommand:
         """The planner reads the file; a second run refuses to overwrite it; a sweep extends it."""
         path = tmp_path / "lab.yaml"
         quick = ("calibrate", f"--output={path}", "--quick", "--ranks=2")
-        printed = tmp_path / "printed"
         done = ended(local_ranks.command_line(quick))
         assert done.returncode == 0, done.stderr
         cluster = ClusterModel.load(path)
@@ -204,7 +202,8 @@ class TestCommand:
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
         assert "decode_add" in done.stdout
         sweep = (*quick, "--sweep", "--format=coo", "--size=64K", "--density=0.2")
-        assert run_command(["megatron-sparse", *sweep], 2, printed) == [0, 0], printed.read_text()
+        done = ended(local_ranks.command_line(sweep))
+        assert done.returncode == 0, done.stderr
         with_densities = ClusterModel.load(path)
         assert len(with_densities.ring_densities["coo"]) == 3
         assert with_densities.codec == cluster.codec
@@ -217,9 +216,10 @@ class TestCommand:
         assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
         other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
         path.write_text(other)
-        assert run_command(["megatron-sparse", *sweep], 2, printed) == [2, 2]
-        assert printed.read_text().count("error:") == 1
-        assert "its transport is not this one's" in printed.read_text()
+        done = ended(local_ranks.command_line(sweep))
+        assert done.returncode == 2
+        assert done.stderr.count("error:") == 1
+        assert "its transport is not this one's" in done.stderr
         assert path.read_text() == other
 
     def test_virtual_sweep(self, tmp_path, monkeypatch, capsys):
