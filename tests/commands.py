@@ -1,7 +1,5 @@
 """Runs `megatron-sparse` in this process, and makes stand-ins for other programs."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable
 from pathlib import Path

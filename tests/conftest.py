@@ -4,8 +4,6 @@ Hypothesis sets no time limit: an example of a test takes long where the machine
 missing where `scripts/gpu_check.sh` runs.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Good messages of every format, and what can be wrong with them: a table that all codecs share."""
 
-from __future__ import annotations
-
 import random
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Tables in the documentation whose rows name the tests that prove them."""
 
-from __future__ import annotations
-
 import ast
 import re
 from itertools import pairwise

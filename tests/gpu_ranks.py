@@ -1,7 +1,5 @@
 """Several processes on one GPU, which NCCL takes for as many machines."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The headers of a message, one after the other, as tests look at them."""
 
-from __future__ import annotations
-
 from megatron_sparse.formats.header import Header
 from megatron_sparse.wire import HEADER_BYTES, wrong_field
 

@@ -5,8 +5,6 @@
 `scripts/gpu_check.py` uses it: a stage that runs out of time would show dots alone.
 """
 
-from __future__ import annotations
-
 import pytest
 
 MOST_LINES = 15

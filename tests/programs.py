@@ -1,7 +1,5 @@
 """Runs other programs, as a user would from the checkout."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -5,8 +5,6 @@ of a second; to import them takes each of them seconds. A test that needs ranks 
 their own starts programs (`tests.programs`).
 """
 
-from __future__ import annotations
-
 import multiprocessing as mp
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Measurements as the reducer hands them to telemetry."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Folders of runs, as `RunTelemetry` writes them, for the tests of reports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How buckets are cut into segments and ranges."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

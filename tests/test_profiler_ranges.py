@@ -1,7 +1,5 @@
 """Ranges for profilers: on every thread if a profiler runs, almost free if not; and timelines."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Reads back what programs have written: JSON lines, and the dashboards' own files."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

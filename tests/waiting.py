@@ -1,7 +1,5 @@
 """Waiting for something to become true: on a quiet machine for moments, else for minutes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

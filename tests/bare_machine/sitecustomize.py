@@ -4,8 +4,6 @@ Python imports this module at its start from a folder of PYTHONPATH. `scripts/gp
 this folder there for a rehearsal, in this process and in all that it starts.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

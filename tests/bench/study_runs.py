@@ -1,7 +1,5 @@
 """A fake Megatron for the benches that train whole runs: prints its lines, leaves its files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

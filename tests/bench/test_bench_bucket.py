@@ -1,7 +1,5 @@
 """`bench bucket` on the CPU: its rows and its arithmetic; and how a row declares its columns."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Checks before timing, rows on disk and screen, the baseline; bits of moves against their entropy.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """`bench collectives`: wrong sums, timing, output and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import subprocess

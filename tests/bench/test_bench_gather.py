@@ -1,7 +1,5 @@
 """`bench gather`: bits, bytes and modelled times on virtual ranks; one run between real ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

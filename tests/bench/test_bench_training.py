@@ -3,8 +3,6 @@
 `tests/integration/test_netbed.py` runs the real one.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration: it finds known links again, fits are right, the command writes a valid file."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 

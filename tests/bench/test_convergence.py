@@ -3,8 +3,6 @@
 A fake replaces Megatron; `test_convergence_regression.py` runs the real one.
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A launch that does not fit together: the lines name the rank, the link or the clock."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

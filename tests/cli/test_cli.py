@@ -1,7 +1,5 @@
 """`megatron-sparse`: listed commands, forwarded arguments, and errors."""
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path

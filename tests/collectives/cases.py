@@ -3,8 +3,6 @@
 Legend: N elements of the bucket, n ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

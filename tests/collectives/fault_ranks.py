@@ -1,7 +1,5 @@
 """The ranks' functions in the tests of faults over real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """A transport with faults: its rank dies, is slow, or sends damaged messages."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

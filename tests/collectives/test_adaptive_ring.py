@@ -3,8 +3,6 @@
 Legend: n ranks.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

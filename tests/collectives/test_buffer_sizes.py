@@ -1,7 +1,5 @@
 """Each scheme's declared buffers are those that it takes, on every rank of the virtual cluster."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

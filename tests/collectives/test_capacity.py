@@ -1,7 +1,5 @@
 """Capacity mode of the collectives: exact sums, and exactly the bytes fixed beforehand."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from types import SimpleNamespace

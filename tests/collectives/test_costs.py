@@ -1,7 +1,5 @@
 """The costs in the schemes' headers, compared with the bytes on every link."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from itertools import pairwise

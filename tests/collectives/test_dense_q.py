@@ -1,7 +1,5 @@
 """`dense_q`: every element in few bits, sums exact over what was sent, the rest in the residual."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

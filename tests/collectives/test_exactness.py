@@ -1,7 +1,5 @@
 """Every scheme on virtual ranks: exact on integers, bit-identical on floats."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

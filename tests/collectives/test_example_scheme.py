@@ -1,7 +1,5 @@
 """The exactness test for a scheme of one's own: docs/adding-a-scheme.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

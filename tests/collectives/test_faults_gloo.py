@@ -3,8 +3,6 @@
 Worlds whose ranks mostly wait run side by side. The whole matrix is marked slow.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import time

@@ -4,8 +4,6 @@ The outcome is a typed error or the exact sum, never another number and never a 
 cluster reports a deadlock.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

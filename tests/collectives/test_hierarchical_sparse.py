@@ -3,8 +3,6 @@
 Legend: n ranks, m ranks of a node, k nodes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

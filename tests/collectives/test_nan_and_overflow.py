@@ -1,7 +1,5 @@
 """Sums that are NaN or infinite, and sums whose partial sums would overflow fp16."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Long messages of `agsparse` in parts: the bits of whole ones."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Messages of kind Rice in every sparse scheme: sums are exact over what the ranks have sent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

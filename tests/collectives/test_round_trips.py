@@ -1,7 +1,5 @@
 """Over gloo, small messages wait for no earlier ones: round trips cost more than their bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Legend: n ranks, R rows of D values of which a rank has K.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The registry, the planner's use of it, and the tags that separate concurrent collectives."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf, nan
 

@@ -1,7 +1,5 @@
 """The straggler-aware schemes: exact and bit-identical for any late and any expected rank."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

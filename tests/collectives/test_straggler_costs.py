@@ -1,7 +1,5 @@
 """The cost of the straggler-aware schemes after the straggler's arrival, on the model's clock."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 Legend: n ranks, K non-zero elements, N elements of the bucket.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """One rank that selects from gradients, step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Of elements that tie at the threshold some are drawn, and nothing is lost.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Lossless parameters: exactly the non-zero elements are sent."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

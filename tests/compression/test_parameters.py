@@ -1,7 +1,5 @@
 """Which parameters stay dense or lossless; keys of draws."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.bucket import ParameterSlice

@@ -1,7 +1,5 @@
 """Provisional selections: commit, rollback, repeat; residuals by parameter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Warm-up, ramp, target."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Sampled top-k, error feedback: nothing is lost; undone, rescaled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

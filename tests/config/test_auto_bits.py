@@ -1,7 +1,5 @@
 """The defaults are the preset `safe`; `auto` becomes a number of bits wherever that can work."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The configuration's dataclasses: values that they refuse, and what help and page say of keys."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

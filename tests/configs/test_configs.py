@@ -1,7 +1,5 @@
 """Every YAML composes, is valid, and starts with its command; a mistake gives one error."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

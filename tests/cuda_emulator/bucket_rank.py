@@ -1,7 +1,5 @@
 """One rank's bucket on a GPU, or an emulated one, and its reducer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Compiles the CUDA launchers for the CPU, with the emulator in the place of CUDA's headers."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Sequence

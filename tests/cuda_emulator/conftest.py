@@ -1,7 +1,5 @@
 """The emulator, compiled once for all tests of this folder, and where a test's tensors lie."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `docs/device-work.md` shows it: `python -m tests.cuda_emulator.device_work` writes it anew.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A tensor of the emulated GPU is an `OnDevice` (`device.py`). Every op gets copie
 which lie between guards at the same misalignment; what it changes is copied back.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts the work that a thread gives to the emulated GPU: launches, and bytes of device memory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

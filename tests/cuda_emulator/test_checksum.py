@@ -1,7 +1,5 @@
 """Sealed records on CUDA: the oracle's bytes, the CPU's errors."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The same tests run on a GPU, if there is one, and in the emulator. `place` puts 
 `tests/formats/test_codec.py` compares the CPU's codec with the same oracle.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import replace

@@ -3,8 +3,6 @@
 As in `test_codec.py`, the same tests run on a GPU, if there is one, and in the emulator.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

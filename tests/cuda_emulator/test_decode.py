@@ -5,8 +5,6 @@ surround what it writes. `tests/damage.py` has the damages, `tests/formats/test_
 fields that they are.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Launches and bytes of a bucket, as `docs/device-work.md` states them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The emulator itself: healthy kernels pass under every schedule, planted bugs are caught."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

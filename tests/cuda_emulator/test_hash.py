@@ -5,8 +5,6 @@ several schedules. The CPU's are compared with slow oracles in tests/formats. Sh
 entries or local rows, P positions, M elements, D columns.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 The same tests run on a GPU, if there is one, and in the emulator; those of the CPU's codec too.
 """
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

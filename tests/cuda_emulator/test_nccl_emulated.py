@@ -4,8 +4,6 @@ Ranks are threads with a reducer and a communicator each; NCCL is the one of `te
 Unlike on a GPU there are no streams, no binding in C++, and no real NCCL.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -3,8 +3,6 @@
 And what a reducer holds after steps on a GPU is the account of its memory.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

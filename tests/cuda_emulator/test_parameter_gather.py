@@ -1,7 +1,5 @@
 """The exact gather of parameters on a GPU, and on the emulated one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """sample_threshold's CUDA kernel equals the oracle bit for bit, whatever the schedule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

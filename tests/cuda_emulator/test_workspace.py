@@ -1,7 +1,5 @@
 """The workspaces that Python computes are those that the launchers lay out."""
 
-from __future__ import annotations
-
 from ctypes import c_int64
 
 import pytest

@@ -1,7 +1,5 @@
 """`zen` on CUDA tensors: the CPU's sums and bytes, over a virtual cluster on a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs that the kernel tests share, and exact comparison."""
 
-from __future__ import annotations
-
 import math
 
 import torch

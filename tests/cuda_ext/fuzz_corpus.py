@@ -5,8 +5,6 @@
 An input is 8 bytes, from which `read_control` reads dtype and sizes, and a message of two segments.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -13,8 +13,6 @@ exactly its size. Allowed are a right answer, `WireFormatError`, and, where argu
 The current seed is kept in a file, because a sanitizer ends the process.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -1,7 +1,5 @@
 """The build: its libraries, when it builds again, and its errors."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading

@@ -4,8 +4,6 @@ tests/cuda_emulator tests the results of the ops, emulated and, if there is one,
 `python -m megatron_sparse.cuda_ext.build --ptxas` prints the compile report of docs/results/gpu.md.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

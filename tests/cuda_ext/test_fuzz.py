@@ -4,8 +4,6 @@
 and, marked slow, the proof that a planted defect is found.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

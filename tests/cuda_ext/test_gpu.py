@@ -1,7 +1,5 @@
 """On a GPU: thresholds equal the oracle's, Triton selects as the CPU does; events time stages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

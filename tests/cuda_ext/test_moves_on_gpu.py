@@ -1,7 +1,5 @@
 """On a GPU: large records of moves have the CPU's bytes, and the codec reaches its speed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from statistics import median
 

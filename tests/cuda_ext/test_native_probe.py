@@ -1,7 +1,5 @@
 """Kernel arithmetic at indices that no test could allocate a bucket for."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

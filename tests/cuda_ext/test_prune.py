@@ -1,7 +1,5 @@
 """`prune_` equals its oracle bit for bit: on every instruction set of this CPU, and on a GPU."""
 
-from __future__ import annotations
-
 import math
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reports of codec calls on their way to the host, without a GPU."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

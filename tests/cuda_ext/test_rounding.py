@@ -1,7 +1,5 @@
 """Stochastic rounding: its error bound, its mean, and the independence of its random bits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sampled thresholds: the compiled op equals the oracle bit for bit."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

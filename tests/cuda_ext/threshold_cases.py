@@ -1,7 +1,5 @@
 """Inputs of sampled thresholds that the tests of all its kernels share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of docs/memory.md: `python -m tests.doctor.memory_page` writes it anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_sparse.doctor.memory import of_run

@@ -1,7 +1,5 @@
 """The doctor: it always answers, and every problem comes with a remedy."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`doctor --memory`: the account of a run that has not started."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.config.model import ModelConfig

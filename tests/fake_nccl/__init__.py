@@ -1,7 +1,5 @@
 """An NCCL whose ranks are threads of this process: `fake_nccl.cpp`, built with g++."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

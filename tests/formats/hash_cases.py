@@ -1,7 +1,5 @@
 """Where records of hash partitions lie in the tests."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.formats.hash_partition import PermutationHash

@@ -1,7 +1,5 @@
 """Numbers before and after a step, and damaged records, for the tests of moves."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

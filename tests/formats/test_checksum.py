@@ -1,7 +1,5 @@
 """Sealed records: no flipped bit of a record of gradients goes unseen, whatever its format."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace

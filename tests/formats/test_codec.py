@@ -5,8 +5,6 @@ with limits and in slots; decoded from zero and beside what is there. `tests/cod
 `tests/cuda_emulator/test_codec.py` has the CUDA codec's cases.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The codec of a device, the log line about it, and equal messages of both codecs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

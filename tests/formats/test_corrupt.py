@@ -3,8 +3,6 @@
 The damages are those of `tests/damage.py`; `tests/cuda_emulator/test_decode.py` has them on CUDA.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 

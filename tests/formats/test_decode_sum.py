@@ -1,7 +1,5 @@
 """decode_sum_ on the CPU: several messages in one pass have the bits of one after another."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from itertools import accumulate, product

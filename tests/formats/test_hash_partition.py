@@ -1,7 +1,5 @@
 """h0 is a bijection that all ranks share; Algorithm 1 loses nothing and is balanced as proven."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

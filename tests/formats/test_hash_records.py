@@ -3,8 +3,6 @@
 A pull is a bitmap or dense; a push may be pairs too, the smallest of the three.
 """
 
-from __future__ import annotations
-
 import struct
 
 import pytest

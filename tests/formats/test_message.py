@@ -3,8 +3,6 @@
 `tests/formats/test_codec.py` compares the messages with the oracle's.
 """
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import replace
 from itertools import pairwise

@@ -4,8 +4,6 @@ Tests that take a `place` run on every instruction set of the CPU and, imported 
 `tests/cuda_emulator/test_moves_emulated.py`, with tensors on a GPU.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Records of quantised differences: the compiled codec against the oracle, and damaged records."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

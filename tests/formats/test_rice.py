@@ -1,7 +1,5 @@
 """Records of format Rice: round trips, conservation bit for bit, bits, by oracle and ops alike."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

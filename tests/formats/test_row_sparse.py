@@ -1,7 +1,5 @@
 """Row-sparse gradients: sums in order, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The torch-operation codec writes and reads the oracle's bytes, as the compiled one does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,8 +3,6 @@
 `python -m tests.integration.configuration_page` writes it anew.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ everything that can be checked without doing the work: options are
 parsed by the program itself, overrides composed by Hydra, scripts read by bash, and files exist.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import shlex

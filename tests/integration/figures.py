@@ -6,8 +6,6 @@
 of the second one, at two thirds of its iterations.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`ddp_hook` under torch's own DDP, on two gloo ranks with different data."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Plain DDP: passes that were not used leave no trace, on two gloo ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

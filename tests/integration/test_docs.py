@@ -1,7 +1,5 @@
 """The documentation: every command is checked, the cheap ones are run, links and quotes hold."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

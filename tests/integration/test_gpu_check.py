@@ -1,7 +1,5 @@
 """`scripts/gpu_check.sh` without a GPU: its stages, its refusals, and a rehearsal."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Import contracts: they hold, an import that points up breaks one, and the table matches them."""
 
-from __future__ import annotations
-
 import ast
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Mistakes of users, each as typed: one clear error, exit code 2, nothing started, nothing lost."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`scripts/netbed.sh`: hosts with slow links; nothing is left of them, however a run ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

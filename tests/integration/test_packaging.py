@@ -4,8 +4,6 @@
 the package, so each way of importing finds them by other means.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

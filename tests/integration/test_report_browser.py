@@ -3,8 +3,6 @@
 scripts/system_packages.sh installs Chromium, as in CI.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path

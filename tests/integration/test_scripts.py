@@ -3,8 +3,6 @@
 The stand-ins replace the slow programs (pip, pytest, training); the shell code is the real one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

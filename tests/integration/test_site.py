@@ -1,7 +1,5 @@
 """The documentation site: no warnings, no network, an entry for each public name."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import sys

@@ -3,8 +3,6 @@
 Stand-ins for `id`, `apt-get` and Slurm; nothing is installed here.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared parts of the checkpoint tests: the plugin's state alone, and what a checkpoint holds."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ schedule calls `finalize_model_grads`. Built of megatron.core alone, so that man
 one launch of processes.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """The plugin on megatron.core, 2 gloo ranks: overlap x distributed optimizer x scheme."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

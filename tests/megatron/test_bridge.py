@@ -5,8 +5,6 @@ CI does not install Bridge: `test_parallel.py` has what it does differently on p
     pip install --no-deps megatron-bridge && pip install 'transformers>=5.8,<=5.12.1'
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

@@ -1,7 +1,5 @@
 """The processes that Megatron's checkpoints start, after the end of their rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

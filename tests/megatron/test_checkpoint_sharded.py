@@ -1,7 +1,5 @@
 """The plugin's state in Megatron's distributed checkpoint: rows, sums, sizes that change."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 The whole study is `megatron-sparse bench convergence`; this is its first eighth, kept in CI.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """The corpus: filtering of texts, files, reuse and refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

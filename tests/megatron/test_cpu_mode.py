@@ -1,7 +1,5 @@
 """CPU mode and the repairs of Megatron, each in its own process, because neither can be undone."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The scripts in examples/ run as they are."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Sequence

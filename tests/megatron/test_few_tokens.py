@@ -3,8 +3,6 @@
 Learning rates are zero, so that Megatron alone sees the same gradients.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ run in one launch of two ranks. Each builds two models, one of them attached, an
 gradient buffer: the elements that the rank does not own, and the padding, too.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Which of Megatron's functions are found, and the error when one is missing."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from pathlib import Path

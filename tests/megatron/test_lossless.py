@@ -3,8 +3,6 @@
 On 2 gloo ranks a sum has only one order, so results are compared bit for bit.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

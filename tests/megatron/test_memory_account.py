@@ -4,8 +4,6 @@ All settings run in one launch of 2 gloo ranks, through `attach`. What the plugi
 without its own counts: by the storages of all tensors that can be reached from its objects.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ With 4 ranks a node has two data-parallel ones; with 8 there are tensor parallel
 and nodes inside an instance.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from contextlib import contextmanager

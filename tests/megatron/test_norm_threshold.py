@@ -1,7 +1,5 @@
 """`grad_norm_skip_threshold`: Megatron skips a step whose norm is too large, in any precision."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

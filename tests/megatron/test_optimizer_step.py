@@ -3,8 +3,6 @@
 Before a save, NCCL is checked too.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ Every layout is trained in the same process: by Megatron alone, densely through 
 exact sparse schemes at density 1, and pruned.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

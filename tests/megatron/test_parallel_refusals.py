@@ -1,7 +1,5 @@
 """The layouts that docs/parallelism.md calls refused, and its table. Starts no process."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

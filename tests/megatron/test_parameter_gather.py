@@ -1,7 +1,5 @@
 """Exact gathers of parameters in Megatron's layouts, 4 gloo ranks: Megatron's own bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

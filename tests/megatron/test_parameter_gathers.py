@@ -3,8 +3,6 @@
 And the parts of parameters whose masters a rank has under `parameters.method=lossy`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from types import SimpleNamespace

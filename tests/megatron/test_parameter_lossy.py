@@ -1,7 +1,5 @@
 """Lossy gathers of parameters in Megatron's layouts, 4 gloo ranks, and their checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

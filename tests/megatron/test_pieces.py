@@ -1,7 +1,5 @@
 """Large buckets on a GPU are synchronised in pieces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

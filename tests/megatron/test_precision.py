@@ -3,8 +3,6 @@
 docs/precision.md has the table of these tests.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Megatron's own training loop on 2 ranks: what a user's command, or its ranks, leave behind."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -4,8 +4,6 @@
 Here a run resumes from a checkpoint that another run saved before its end.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

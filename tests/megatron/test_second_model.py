@@ -1,7 +1,5 @@
 """A second `pretrain` in one process: in-process restarts and notebooks build another model."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,7 +1,5 @@
 """A gradient far above what is usual does not come back; a residual that outgrows it is named."""
 
-from __future__ import annotations
-
 import logging
 import math
 from statistics import median

@@ -1,7 +1,5 @@
 """Training with a rank that sleeps in every backward pass: 3 ranks, as a user would start it."""
 
-from __future__ import annotations
-
 import csv
 import json
 

@@ -1,7 +1,5 @@
 """Tokens and operations per second, from Megatron's arguments."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """A run on 2 ranks with everything on: W&B offline, TensorBoard, files and profile agree."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """From a configuration to Megatron's `pretrain`: flags, models, launcher, failing ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 The newer one is what all other tests here run on.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The way of a bucket: the modules that docs/design.md lists are those that run, and are few."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

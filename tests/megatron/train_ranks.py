@@ -4,8 +4,6 @@
 Megatron's layouts of `ParallelGPT`, with the plugin if options are given; `train` takes steps too.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping

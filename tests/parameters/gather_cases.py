@@ -1,7 +1,5 @@
 """A bucket of parameters on virtual ranks, gathered exactly or by a subclass in another way."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import torch

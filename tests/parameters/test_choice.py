@@ -1,7 +1,5 @@
 """Raw or exact by price: the formula, the measurements, and the ranks' agreement on settings."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

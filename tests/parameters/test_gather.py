@@ -3,8 +3,6 @@
 With `kind`, the same of the lossy gather.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

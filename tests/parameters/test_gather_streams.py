@@ -1,7 +1,5 @@
 """On CUDA: the streams of an exact gather, and what they wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

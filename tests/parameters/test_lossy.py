@@ -2,8 +2,6 @@
 was withheld. What it shares with the exact gather is tested there.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Planners on virtual ranks, with prices and gradients that the test chooses."""
 
-from __future__ import annotations
-
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice

@@ -1,7 +1,5 @@
 """`scheme.capacity=auto`: fixed sizes on CUDA, wherever the scheme has messages of fixed size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

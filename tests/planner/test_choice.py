@@ -1,7 +1,5 @@
 """The planner that chooses by predicted time: choices, hysteresis, measurements, state, errors."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

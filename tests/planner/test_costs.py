@@ -3,8 +3,6 @@
 Legend: n ranks, N elements.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The fixed planner: phases, schemes, bytes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Prices of a bucket at each level, the best level, and the planner of a lane."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

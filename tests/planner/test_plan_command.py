@@ -1,7 +1,5 @@
 """`megatron-sparse plan`: tables, JSON lines, and refusals."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -14,8 +14,6 @@ tiles. Shards of few non-zero elements differ more than they would at full size.
 Dense schemes do not look at the gradients: they are run on few elements, once for each setting.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache

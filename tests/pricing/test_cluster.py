@@ -1,7 +1,5 @@
 """`ClusterModel`: its prices, its files, the errors for wrong files, and the links of a lane."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """A reducer of one rank, and gradients whose sums are exact."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

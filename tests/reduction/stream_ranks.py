@@ -5,8 +5,6 @@ small integers, so exactly; and that the host waits for the device nowhere betwe
 the first bucket and the stream's wait for the last one.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

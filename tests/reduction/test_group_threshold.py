@@ -1,7 +1,5 @@
 """One threshold for the ranks of a tensor-parallel group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """compression.level=node on virtual ranks: exact sums, one residual a node, bytes across nodes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

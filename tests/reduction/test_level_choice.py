@@ -1,7 +1,5 @@
 """Which level runs, and why."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.bucket import CollectiveOp

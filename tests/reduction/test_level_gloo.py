@@ -1,7 +1,5 @@
 """compression.level=node on four gloo ranks that count as two nodes; several buckets on the way."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

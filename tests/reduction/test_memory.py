@@ -1,7 +1,5 @@
 """The account of the plugin's memory: its parts that need no ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The rule of the progress thread: posts in launch order, whichever job is ready first."""
 
-from __future__ import annotations
-
 import threading
 import time
 

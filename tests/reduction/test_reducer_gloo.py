@@ -1,7 +1,5 @@
 """The whole data path on real gloo ranks, different data on each, compared exactly."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

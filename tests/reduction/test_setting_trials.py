@@ -4,8 +4,6 @@
 `set_density`.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Decisions from the agreed waiting times, on virtual ranks; and the whole path on gloo ranks."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """On CUDA: which stream a bucket's work is on, what it waits for, and who launches it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Two processes on one GPU: buckets on two streams, with one and with eight hardware queues."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.reduction.progress import QUEUES

@@ -1,7 +1,5 @@
 """Reducers of a virtual cluster at a level above `rank`, driven step by step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Exposed communication on a report's first screen: how much, where, since when."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`megatron-sparse profile`: the table, the lines, the figures, the mistakes; and the examples."""
 
-from __future__ import annotations
-
 import csv
 import runpy
 import sys

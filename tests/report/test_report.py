@@ -1,7 +1,5 @@
 """`megatron-sparse report`: the page of a run, and errors for other folders."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

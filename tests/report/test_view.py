@@ -1,7 +1,5 @@
 """`megatron-sparse view`: a run's folder as text and as a picture, and following its lines."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

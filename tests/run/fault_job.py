@@ -4,8 +4,6 @@
 torch's agent, the ranks' meeting. mpirun and srun are stand-ins that set their variables.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

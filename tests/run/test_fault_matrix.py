@@ -1,7 +1,5 @@
 """Signal x launcher x resume: ranks end soon, and a run's folder never has two writers."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """A full disk is one error that names the cause and the path, last."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The launcher: the run's folder, the environment of the ranks, Slurm's variables."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 word by word, and as the refusal asks for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

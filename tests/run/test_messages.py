@@ -1,7 +1,5 @@
 """What a mistake in an argument or an option is answered with: the thing that was meant."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,8 +4,6 @@ One run of two iterations leaves a real checkpoint of Megatron's; everything els
 it, or with damaged copies of it, before any rank starts.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

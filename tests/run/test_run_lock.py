@@ -1,7 +1,5 @@
 """One writer in a run's folder, and ranks that do not outlive their launcher."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

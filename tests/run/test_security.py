@@ -3,8 +3,6 @@
 Sources are checked by their syntax tree, so words in comments do not count.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """A rank of a Slurm job: its place, its log, its run's provenance."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

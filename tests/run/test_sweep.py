@@ -1,7 +1,5 @@
 """Sweeps: unique names, failures that end no other run, one table."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

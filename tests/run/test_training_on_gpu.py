@@ -1,7 +1,5 @@
 """Two processes on one GPU train: Megatron's own loop over NCCL, and torch's DDP."""
 
-from __future__ import annotations
-
 import re
 from importlib.util import find_spec
 from pathlib import Path

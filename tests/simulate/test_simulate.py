@@ -1,7 +1,5 @@
 """The figures' gradients, prices and pictures; and whole synchronisations by level: a model."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 

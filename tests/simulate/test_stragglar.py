@@ -1,7 +1,5 @@
 """StragglAR's figures: the virtual cluster's times equal those of the paper's formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.simulate import stragglar

@@ -1,7 +1,5 @@
 """The exact profile against a count by hand, and against gradients of known characteristics."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Gradient dumps: they are read as written, and damage is one typed error."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """The profile that ranks sample together: against the exact one, and equal on every rank."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

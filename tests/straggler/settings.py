@@ -1,7 +1,5 @@
 """Settings that the straggler-aware schemes need beside their name."""
 
-from __future__ import annotations
-
 from megatron_sparse.collectives import skips_straggler
 from megatron_sparse.config.sparse import StragglerConfig
 

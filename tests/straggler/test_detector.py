@@ -1,7 +1,5 @@
 """Which rank was last, how late it was, and whether it will be late again."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A run's records of delays: lines, summary, scalars, the command's table and files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

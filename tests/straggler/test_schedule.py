@@ -1,7 +1,5 @@
 """Schedules of the straggler-aware all-reduce; the critical delay, which turns them on."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

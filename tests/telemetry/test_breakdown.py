@@ -1,7 +1,5 @@
 """The breakdown of an iteration: sums, overlap, and values that JSON lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 

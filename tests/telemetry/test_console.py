@@ -1,7 +1,5 @@
 """The final table, at common terminal widths; and its advice on presets."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

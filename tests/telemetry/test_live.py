@@ -1,7 +1,5 @@
 """The view of a running training: content, place, and no side effects."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import logging

@@ -3,8 +3,6 @@
 The W&B workspace: every panel draws logged values; the tests contact no server.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

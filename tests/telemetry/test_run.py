@@ -1,7 +1,5 @@
 """A run's files: content, time of writing, the writing rank, and resuming."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

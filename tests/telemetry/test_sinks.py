@@ -1,7 +1,5 @@
 """Dashboards: what they are handed and in which mode they run; a failure stays in its sink."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from unittest.mock import Mock, call

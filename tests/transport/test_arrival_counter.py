@@ -1,7 +1,5 @@
 """The arrival counter: all ranks hold the same decision, in whatever order they arrive."""
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -1,7 +1,5 @@
 """The side channel, between several of its ends in one process."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """Which ranks share a node: the sources, and answers that contradict one another."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_sparse.errors import ConfigError

@@ -1,7 +1,5 @@
 """The plugin's own NCCL communicator: making, monitoring and ending it."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

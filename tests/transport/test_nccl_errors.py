@@ -1,7 +1,5 @@
 """NCCL's failures as typed errors, with groups and a store that stand in for the real ones."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

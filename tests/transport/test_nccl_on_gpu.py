@@ -3,8 +3,6 @@
 For correctness only: the processes take turns on the GPU.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The c10d calls of an exchange with NCCL, on torch's fake process group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

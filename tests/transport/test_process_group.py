@@ -3,8 +3,6 @@
 Members of a group may be in other groups; returned groups are reused.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

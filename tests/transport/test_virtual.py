@@ -1,7 +1,5 @@
 """The virtual cluster: messages, byte counts, times and errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

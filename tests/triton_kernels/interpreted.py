@@ -1,7 +1,5 @@
 """Run by test_triton.py, with TRITON_INTERPRET=1 set before Triton is imported."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Triton's kernels without a GPU: right in the interpreter, and compiled for GPUs."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
