@@ -92,13 +92,17 @@ def run_command(
         The ranks' exit codes; that of a rank that was killed at the limit is -9.
     """
     # Not above: each rank imports this module.
-    from torch.distributed.elastic.utils.distributed import get_free_port
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+    # As torchrun's agent does: a port that was found free could be taken before rank 0 listens.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(get_free_port()),
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",
     }
@@ -108,6 +112,8 @@ def run_command(
     try:
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
+            if process.exitcode:
+                deadline = min(deadline, time.monotonic() + 60)  # the others may wait for it
     finally:
         for process in processes:
             process.kill()

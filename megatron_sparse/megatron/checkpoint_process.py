@@ -44,7 +44,7 @@ def end_with_rank() -> None:
     def watched(mp_mode: str = "spawn") -> Any:
         if host._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
-            manager.start(initializer=end_soon_after_parent)
+            manager.start(initializer=_begin_manager)
             host._results_queue = manager.Queue()
         return original(mp_mode)
 
@@ -77,6 +77,14 @@ def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         os.register_at_fork(after_in_child=end_soon_after_parent)
         end_soon_after_parent()
     return write(*args, **kwargs)
+
+
+def _begin_manager() -> None:
+    """Lets go of the rank's log, whose end would else wait for the manager's."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nowhere, number)
+    end_soon_after_parent()
 
 
 def end_soon_after_parent() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.waiting import is_gone, until
 
 MANAGER = """
-import multiprocessing, signal
+import multiprocessing, os, signal
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron_sparse.megatron import checkpoint_process
 
@@ -22,6 +22,8 @@ assert filesystem_async.get_write_results_queue() is queue
 queue.put("result")
 assert queue.get() == "result"
 (manager,) = multiprocessing.active_children()
+# A pipe to the rank's log would else stay open, and the rank's end wait for it.
+assert os.readlink(f"/proc/{manager.pid}/fd/1") == os.devnull
 print(manager.pid, flush=True)
 signal.pause()
 """
