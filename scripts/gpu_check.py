@@ -122,7 +122,7 @@ STAGES = (
     Stage("bucket-engine", (1,), 70, bench="bucket-engine"),
     Stage("bucket-1-queue", (1,), 70, bench="bucket", queues=1),
     Stage("nccl", (2,), 60, tests=("tests/transport/test_nccl_on_gpu.py",)),
-    Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py", f"{TESTS}memory_account.py")),
+    Stage("capacity", (2,), 30, tests=(f"{TESTS}no_waiting.py",)),
     Stage("streams", (2,), 70, tests=("tests/reduction/test_streams_on_gpu.py",)),
     Stage(
         "moves",

@@ -17,4 +17,6 @@ for name in ("megatron.training.training", "megatron_sparse.run.application"):
     import_module(name)
 for name in ("megatron_sparse.megatron.training", "tests.megatron.train_ranks"):
     import_module(name)
+# With it torch would count the GPU that the CPU mode pretends.
+del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 gc.freeze()
