@@ -145,6 +145,9 @@ class ResidualStore:
     def commit(self, unit_change: torch.Tensor | None = None, share: float | None = None) -> None:
         """The optimizer took the step: every pending selection is final.
 
+        Residuals that were sent whole (`drop_later`) are dropped, unless their unit changes or only
+        a share of the change stays: then something is left of them.
+
         Where gradients are divided by a number that is known only after the selection (a step's
         tokens, for a loss per token), the old residual entered the selection in the unit of the
         step before. This is corrected here: `e' += (unit_change - 1) * e`, with `e` from the undo

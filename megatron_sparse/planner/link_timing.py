@@ -181,7 +181,17 @@ def timed(
 def ring_times(
     transport: Transport, rings: Sequence[Sequence[int]], sweep: LinkSweep, clock: Clock
 ) -> Measuring[list[float]]:
-    """Seconds of a round, by size; ranks outside the rings send nothing."""
+    """Times rounds in which each rank of a ring sends to the next one.
+
+    Args:
+        transport: all ranks take part; those outside the rings send nothing.
+        rings: ranks of each, disjoint.
+        sweep: the sizes.
+        clock: this rank's, in seconds.
+
+    Returns:
+        Seconds of a round for each size, the same on all ranks.
+    """
     times_s = []
     for nbytes in sweep.message_bytes:
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
