@@ -3,9 +3,8 @@
 #
 #   bash benchmarks/codecs.sh DIR [ROUNDS]
 #
-# Writes DIR/<table>.jsonl and DIR/<table>.md for each table, and DIR/baseline_codecs.json, which is
-# what benchmarks/baseline_codecs.json should be where this machine is the one to compare with. Takes
-# about ten minutes and 8 GiB of memory; ROUNDS (15) are timed for each row.
+# Writes DIR/<table>.jsonl and DIR/<table>.md for each table. Takes less than ten minutes, and 8 GiB of
+# memory; ROUNDS (15) are timed for each row.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ $# -lt 1 ]; then
@@ -31,5 +30,3 @@ THP_MEM_ALLOC_ENABLE=1 bench fp32_huge_pages "${at_64M[@]}" --density 0.01,0.5 -
 bench narrow "${at_64M[@]}" --density 0.01 --format coo,pici --dtype bf16,fp16
 bench hashing "${at_64M[@]}" --density 0.01 --format hash_bitmap,pairs,row_sparse
 bench sizes --min-bytes 1M --max-bytes 1G --density 0.01 --format coo,pici --no-peers
-"$python" -m megatron_sparse.cli.main bench codecs --density 0.01,0.5 --threads 1 --iters "$rounds" \
-  --format coo,pici,pici_paper,blocks --no-peers --save-baseline "$out/baseline_codecs.json"

@@ -28,7 +28,7 @@ from megatron_sparse.bench.study.options import (
     RaceOptions,
     TrainingOptions,
 )
-from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_file, writable_folder
+from megatron_sparse.cli.outputs import JsonFile, figures_folder, writable_folder
 from megatron_sparse.cli.renamed import answer_for_renamed
 
 bench = typer.Typer(help="Measures one part on this machine.", no_args_is_help=True)
@@ -48,6 +48,7 @@ Figures = Annotated[
 
 
 DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
+    (CodecSweep, None),
     (PruneSweep, None),
     (ParameterSweep, None),
     (BucketSweep, None),
@@ -82,31 +83,6 @@ def _exit(outcome: Any) -> None:
 
 for _each in DECLARED:
     _declare(*_each)
-
-
-@command(bench, "The message codec: selection with encoding, encoding, adding up.")
-def codecs(
-    sweep: CodecSweep,
-    check: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Fail where slower than this baseline.")
-    ] = None,
-    margin: Annotated[
-        float, typer.Option(min=0, help="Times its noise that --check allows.")
-    ] = 1.0,
-    save_baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=writable_file(),
-            help="Measure three times and write a baseline.",
-        ),
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """Sizes are swept by fours from `min_bytes` to `max_bytes`."""
-    from megatron_sparse.bench.codec import codecs as runner
-
-    _exit(runner.run(sweep, json, check, margin, save_baseline))
 
 
 @command(bench, "Iterations of a small Megatron GPT: plain Megatron beside compressed gradients.")

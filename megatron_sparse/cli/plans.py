@@ -58,27 +58,13 @@ def calibrate(
     options: CalibrationOptions,
     place: CalibrationPlace,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            callback=writable_file(makes_folder=True),
-            help="Output; default: cluster.yaml, none with --virtual.",
-        ),
-    ] = None,
+        Path,
+        typer.Option(metavar="FILE", callback=writable_file(makes_folder=True), help="Output."),
+    ] = Path("cluster.yaml"),
 ) -> None:
     """Ranks start as for `bench collectives`. See docs/calibration.md."""
     from megatron_sparse.bench.calibrate import command as runner
 
-    names_cluster, sweeps = place.cluster is not None, options.sweep
-    if place.virtual is not names_cluster or (place.virtual and not sweeps):
-        given = {"--sweep": sweeps, "--virtual": place.virtual, "--cluster": names_cluster}
-        raise ConfigError(
-            "--virtual does not fit the other options",
-            expected="--sweep --virtual --cluster NAME|FILE, or none of --virtual and --cluster",
-            got=" ".join(flag for flag, is_set in given.items() if is_set),
-            remedy="virtual ranks can only find thresholds: give all three options, or none",
-        )
-    output = output if output or place.virtual else Path("cluster.yaml")
     raise typer.Exit(runner.run(replace(options, out=output), place))
 
 

@@ -24,6 +24,7 @@ RENAMED: dict[str, str] = {
 
 OPTIONS: dict[str, str] = {
     "bench bucket --stub-nccl": "leave it out: `host_us` is the host's time for a bucket",
+    "bench codecs --check": "compare `ratio` in the `--json` files of two runs",
     "bench collectives --alpha-us": "leave it out: virtual links have 10 us",
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",
@@ -34,6 +35,7 @@ OPTIONS: dict[str, str] = {
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
     "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
+    "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
 }

@@ -64,7 +64,7 @@ def comment(name: str) -> str:
     """The file's first lines."""
     machine, _ = MACHINES[name]
     return (
-        f"megatron-sparse calibrate --sweep --virtual --cluster {name} --ranks 8\n"
+        f"megatron-sparse plan --bucket-bytes 64M --ranks 8 --cluster {name}\n"
         f"A MODEL, not measured: {machine.name}. Made by simulate/cluster_models.py;"
         "\nlinks: simulate/machines.py. Codec: memory-bound on a GPU, bytes moved at "
         f"{machine.codec_rate / 1e9:.0f} GB/s.\nNo host overhead."

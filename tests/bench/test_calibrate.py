@@ -6,24 +6,23 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_sparse.bench.calibrate import command as runner
 from megatron_sparse.bench.calibrate.threshold_sweep import (
     RingRuns,
     SweepCase,
     choose,
     options_of,
-    sweep_virtual,
+    sweep_thresholds,
 )
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.config.sparse import RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
-from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, find
+from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import local_ranks
+from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.commands import run
 from tests.programs import ended
 
 SWEEP = LinkSweep((8, 1024, 2**16, 2**18), repeats=3, rounds=4)
@@ -123,7 +122,13 @@ class TestCodec:
 def swept(topology: Topology, seconds_a_byte: float, case: SweepCase, format: str = "pici"):
     """The thresholds that are best on a virtual cluster."""
     cluster = VirtualCluster(topology.world_size, topology)
-    outcomes = sweep_virtual(format, cluster, case, seconds_a_byte)
+
+    def start(transport):
+        timer = ChargingTimer(transport, memory_bound(seconds_a_byte))
+        clock = partial(cluster.clock_s.__getitem__, transport.rank)
+        return sweep_thresholds(format, RingRuns(transport, case, clock, timer), transport, case)
+
+    outcomes = cluster.run(start)
     assert all(found == outcomes[0] for found in outcomes)
     return outcomes[0]
 
@@ -202,6 +207,7 @@ class TestCommand:
         sweep = (*quick, "--sweep", "--format=coo", "--size=64K", "--density=0.2")
         done = ended(local_ranks.command_line(sweep))
         assert done.returncode == 0, done.stderr
+        assert "inter: no such link here" in done.stdout
         with_densities = ClusterModel.load(path)
         assert len(with_densities.ring_densities["coo"]) == 3
         assert with_densities.codec == cluster.codec
@@ -219,15 +225,3 @@ class TestCommand:
         assert done.stderr.count("error:") == 1
         assert "its transport is not this one's" in done.stderr
         assert path.read_text() == other
-
-    def test_virtual_sweep(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.setattr(runner, "VIRTUAL_NUMEL", 2**12)
-        path = tmp_path / "model.yaml"
-        words = "calibrate --sweep --virtual --cluster ethernet_25gbit --ranks 2 --format pici"
-        assert run(words, "--density=0.2 --quick --output", path) == 0
-        out = capsys.readouterr().out
-        assert "model (VirtualCluster), not measured" in out
-        assert "intra: no such link here" in out
-        found = ClusterModel.load(path)
-        assert found.codec == find("ethernet_25gbit").codec
-        assert list(found.ring_densities) == ["pici"]

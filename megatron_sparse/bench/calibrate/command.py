@@ -1,7 +1,7 @@
 """`megatron-sparse calibrate`: measures a cluster, and sweeps the adaptive ring's thresholds.
 
 The ranks are those of `bench collectives`: processes of this machine, hosts of the test bed, an
-existing launch; for a sweep also virtual ones, on a cluster that a file describes. Rank 0 writes.
+existing launch. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO
@@ -20,42 +20,35 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     SweepCase,
     SweepPoint,
     sweep_thresholds,
-    sweep_virtual,
     swept,
 )
 from megatron_sparse.bench.exchange.frame import Bench, as_rank, start_ranks
 from megatron_sparse.bench.exchange.options import CalibrationOptions, CalibrationPlace
-from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, torch_threads
+from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad
 from megatron_sparse.calibration.launch_check import check_launch
 from megatron_sparse.calibration.measure import FULL, QUICK, calibrate
 from megatron_sparse.errors import ConfigError, DependencyError
 from megatron_sparse.extras import require_figures
 from megatron_sparse.planner.fingerprint import fingerprint
 from megatron_sparse.planner.link_timing import complete, gather_rows, host_clock, one_rank
-from megatron_sparse.pricing.cluster import ClusterModel, CodecOp, CodecRate, find
+from megatron_sparse.pricing.cluster import ClusterModel, CodecRate
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run import launchers, local_ranks
 from megatron_sparse.run.rows import print_table
 from megatron_sparse.simulate import figures
 from megatron_sparse.simulate.figures import Canvas, Figure, Row
-from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport import Transport
 from megatron_sparse.transport.netbed import netbed_mbit
 from megatron_sparse.version import __version__
 
-COPIED_BYTES = 8
-"""Read and written for each fp32 element of a copy."""
-VIRTUAL_NUMEL = 2**16
-"""At most as many elements are simulated; they stand for the bucket's."""
 SHOWN = (0.001, 0.01, 0.05, 0.1, 0.5, 1.0)
 """Densities of the codec's table; the file has more."""
 
 FIGURE_TITLE = "Thresholds of the adaptive ring, one swept at a time (SpCCL, figure 2)"
-ADDED = "thresholds:"
+ADDED, MEASURED = "thresholds:", "measured"
 NOISY = "noisy: other programs took {:.0%} of the machine in the meantime; measure again"
 
 type Thresholds = tuple[float, float, float]
-type Curves = tuple[Thresholds, list[SweepPoint]]
-type Swept = tuple[dict[str, Thresholds], list[SweepPoint]]
 
 
 def check_out(request: CalibrationOptions, *, adds: bool) -> ClusterModel | None:
@@ -68,7 +61,7 @@ def check_out(request: CalibrationOptions, *, adds: bool) -> ClusterModel | None
     Raises:
         ConfigError: the file exists, or it is not a cluster to which results can be added.
     """
-    if request.out is None or not request.out.exists() or request.force:
+    if not request.out.exists() or request.force:
         return None
     if not adds:
         raise ConfigError(
@@ -99,15 +92,11 @@ def run(request: CalibrationOptions, place: CalibrationPlace) -> int:
     """
     os.environ.update(launchers.slurm_ranks(os.environ))
     started = local_ranks.started_ranks()
-    flags = {"netbed": place.netbed, "virtual": place.virtual, "mbit": place.mbit}
-    local_ranks.check_place(**flags, ranks=place.ranks, started=started)
+    flags = {"netbed": place.netbed, "mbit": place.mbit, "ranks": place.ranks}
+    local_ranks.check_place(**flags, virtual=False, started=started)
     ranks = place.ranks or started or 2
     if ranks < 2:
         raise one_rank()
-    if place.cluster is not None:
-        check_out(request, adds=False)
-        run_virtual(request, place.cluster, ranks)
-        return 0
     if started:
         run_rank(request)
         return 0
@@ -135,36 +124,6 @@ def run_rank(request: CalibrationOptions) -> None:
     )
 
 
-def run_virtual(request: CalibrationOptions, cluster_name: str, ranks: int) -> None:
-    """Sweeps on virtual ranks of a cluster that a file describes: a MODEL.
-
-    Links are the file's; the codec's time is the bytes that it moves, at the rate of the file's
-    plain copy.
-
-    Raises:
-        ConfigError: there is no such cluster, or the result cannot be written.
-    """
-    cluster, case = find(cluster_name), sweep_case(request, ranks)
-    copy_s = cluster.codec_s(CodecOp.COPY, "dense", VIRTUAL_NUMEL, 1.0) / VIRTUAL_NUMEL
-    numel = max(min(case.numel, VIRTUAL_NUMEL) // ranks, 1) * ranks
-    scale = case.numel / numel
-    case = replace(case, numel=numel, repeats=1)
-    virtual = VirtualCluster(ranks, cluster.topology(ranks), message_scale=scale)
-
-    def sweep(form: str) -> Curves:
-        return sweep_virtual(form, virtual, case, scale * copy_s / COPIED_BYTES)[0]
-
-    with torch_threads(1):
-        found, points = _sweep_formats(request.formats, sweep)
-    first = virtual.transports[0]
-    if request.out is not None:
-        densities, where = cluster.ring_densities | found, ["--virtual", f"--ranks={ranks}"]
-        comment = _comment(request, [*where, f"--cluster={cluster_name}"])
-        replace(cluster, ring_densities=densities).save(request.out, comment)
-    of = f"cluster {cluster.name}, {ranks} virtual ranks"
-    _report(request, first, points, found, of, figures.MODEL)
-
-
 class _CalibrationRank(Bench[CalibrationOptions]):
     """This rank of the group that is measured."""
 
@@ -174,11 +133,12 @@ class _CalibrationRank(Bench[CalibrationOptions]):
         is_there, cluster = self._existing()
         if not is_there:
             effort = QUICK if request.quick else FULL
-            name = "cluster" if request.out is None else request.out.stem
             for line in check_launch(self._transport, host_clock(self._device)):
                 self._tell(line, sys.stdout)
             load = HostLoad()
-            cluster = calibrate(self._transport, self._progress, effort, name, self._tell)
+            cluster = calibrate(
+                self._transport, self._progress, effort, request.out.stem, self._tell
+            )
             share = self._foreign_load(load)
             noise = NOISY.format(share) if share > MOST_FOREIGN_LOAD else ""
             if self.rank == 0:
@@ -190,7 +150,7 @@ class _CalibrationRank(Bench[CalibrationOptions]):
                 where = f"{self.world_size} ranks, {self.backend}"
                 # The file first: it is the result, the picture shows it.
                 self._add(replace(cluster, ring_densities=cluster.ring_densities | found))
-                _report(request, self._transport, points, found, where, "measured")
+                _report(request, self._transport, points, found, where)
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
         """Whether there is a file that a sweep adds to; rank 0, which writes, gets its content."""
@@ -200,51 +160,43 @@ class _CalibrationRank(Bench[CalibrationOptions]):
         rows = complete(gather_rows([float(found is not None)], self._transport))
         return bool(rows[0, 0]), found
 
-    def _sweep(self) -> Swept:
+    def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
         case = sweep_case(self._cases, self.world_size)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
-
-        def sweep(form: str) -> Curves:
+        found, points = {}, []
+        for form in self._cases.formats:
             self._tell(f"measuring: thresholds for {form}")
-            return complete(sweep_thresholds(form, runs, self._transport, case))
-
-        return _sweep_formats(self._cases.formats, sweep)
+            sweep = sweep_thresholds(form, runs, self._transport, case)
+            found[form], curves = complete(sweep)
+            points += curves
+        return found, points
 
     def _write(self, cluster: ClusterModel, noise: str) -> None:
-        if self._cases.out is not None:
-            comment = self._comment()
-            cluster.save(self._cases.out, f"{comment}\n{noise}" if noise else comment)
-            print(f"# written: {self._cases.out}")
+        comment = self._comment()
+        cluster.save(self._cases.out, f"{comment}\n{noise}" if noise else comment)
+        print(f"# written: {self._cases.out}")
         if noise:
             print(f"# {noise}")
 
     def _add(self, cluster: ClusterModel) -> None:
         """Replaces the file that the thresholds are added to; keeps its comment."""
-        if self._cases.out is not None:
-            lines = self._cases.out.read_text("utf-8").splitlines()
-            kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
-            kept = [line for line in kept if not line.startswith(ADDED)]
-            added = f"{ADDED} {self._comment().splitlines()[0]}"
-            cluster.save(self._cases.out, "\n".join([*kept, added]))
-            print(f"# thresholds added: {self._cases.out}")
+        lines = self._cases.out.read_text("utf-8").splitlines()
+        kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
+        kept = [line for line in kept if not line.startswith(ADDED)]
+        added = f"{ADDED} {self._comment().splitlines()[0]}"
+        cluster.save(self._cases.out, "\n".join([*kept, added]))
+        print(f"# thresholds added: {self._cases.out}")
 
     def _comment(self) -> str:
         mbit, where = netbed_mbit(), [f"--ranks={self.world_size}"]
         where += [] if mbit is None else ["--netbed", f"--mbit={mbit}"]
-        return _comment(self._cases, where)
+        command = shlex.join(["megatron-sparse", "calibrate", *where, *self._cases.arguments()])
+        return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"
 
     def _tell(self, what: str, file: IO[str] | None = None) -> None:
         """Rank 0 says it, on standard error by default."""
         if self.rank == 0:
             print(f"# {what}", file=file or sys.stderr, flush=True)
-
-
-def _sweep_formats(formats: Sequence[str], sweep: Callable[[str], Curves]) -> Swept:
-    found, points = {}, []
-    for form in formats:
-        found[form], curves = sweep(form)
-        points += curves
-    return found, points
 
 
 def _report(
@@ -253,22 +205,15 @@ def _report(
     points: Sequence[SweepPoint],
     found: Mapping[str, Thresholds],
     where: str,
-    label: str,
 ) -> None:
     densities = ", ".join(f"{density:g}" for density in request.densities)
     what = f"{where}, {request.size_bytes / 2**20:g} MiB, input densities {densities}"
-    print(f"# {label}: {what}")
+    print(f"# {MEASURED}: {what}")
     for threshold in sorted(set(THRESHOLDS) - set(swept(transport))):
         print(f"# {threshold}: no such link here, SpCCL's value stays")
     print_curves(points, found)
-    folder = Path() if request.out is None else request.out.parent
-    for path in draw_curves(points, what, label, folder):
+    for path in draw_curves(points, what, request.out.parent):
         print(path)
-
-
-def _comment(request: CalibrationOptions, where: Sequence[str]) -> str:
-    command = shlex.join(["megatron-sparse", "calibrate", *where, *request.arguments()])
-    return f"{command}\nmegatron_sparse {__version__}; docs/calibration.md explains it"
 
 
 def print_cluster(cluster: ClusterModel) -> None:
@@ -315,7 +260,7 @@ def print_curves(
         print(f"scheme.format={form} {keys}")
 
 
-def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Path) -> list[Path]:
+def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[Path]:
     """Writes the curves as CSV and, where matplotlib is installed, as PNG.
 
     A missing picture is a warning on standard error: the thresholds are the result.
@@ -323,14 +268,13 @@ def draw_curves(points: Sequence[SweepPoint], what: str, label: str, folder: Pat
     Args:
         points: of all curves.
         what: was swept where.
-        label: says in the title whether it was measured.
         folder: made if missing.
 
     Returns:
         The files.
     """
     rows = [asdict(point) | {"series": point.format} for point in points]
-    figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, label)
+    figure = Figure("spccl", 2, FIGURE_TITLE, what, lambda _: rows, _draw, 3.6, MEASURED)
     try:
         require_figures()
     except DependencyError as error:

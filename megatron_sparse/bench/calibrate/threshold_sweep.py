@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
@@ -27,8 +26,7 @@ from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.run.rows import CellRow, cell
 from megatron_sparse.simulate.gradients import uniform
-from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
-from megatron_sparse.transport import Transport, VirtualCluster
+from megatron_sparse.transport import Transport
 
 THRESHOLDS = ("intra", "inter", "gather")
 TIE = 0.01
@@ -144,18 +142,6 @@ def sweep_thresholds(
         ]
     intra, inter, gather = found
     return (intra, inter, gather), points
-
-
-def sweep_virtual(
-    format: str, cluster: VirtualCluster, case: SweepCase, seconds_a_byte: float
-) -> list[tuple[tuple[float, float, float], list[SweepPoint]]]:
-    """The same on virtual ranks; the codec's time is the bytes that it moves. Of every rank."""
-    timers = [ChargingTimer(t, memory_bound(seconds_a_byte)) for t in cluster.transports]
-    runs = [
-        RingRuns(t, case, partial(cluster.clock_s.__getitem__, t.rank), timer)
-        for t, timer in zip(cluster.transports, timers, strict=True)
-    ]
-    return cluster.run(lambda t: sweep_thresholds(format, runs[t.rank], t, case))
 
 
 def swept(transport: Transport) -> list[str]:

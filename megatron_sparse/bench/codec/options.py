@@ -67,9 +67,13 @@ class TimedSweep(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSweep(TimedSweep):
-    """The options of `bench codecs`. On a GPU the bench times the device's work."""
+    """The message codec: selection with encoding, encoding, adding up.
+
+    On a GPU the bench times the device's work.
+    """
 
     NAME = "bench codecs"
+    RUNNER = "codec.codecs"
 
     densities: Sequence[float] = density_option("0.001,0.01,0.05,0.1,0.5,1", "Fractions sent.")
     dtypes: Sequence[str] = names_option(

@@ -247,8 +247,6 @@ class CalibrationPlace(Place):
     ranks: int | None = option(None, "Default: the ranks that a launcher started, else 2.", min=1)
     mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
     ranks_per_node: int = option(1, "Ranks on each node of the test bed.", min=1)
-    virtual: bool = option(False, "Run the sweep on virtual ranks: a model.", flag="--virtual")
-    cluster: str | None = option(None, "Cluster model of the virtual ranks.", metavar="NAME|FILE")
 
     def nodes(self, ranks: int) -> int:
         """See `Place`."""
@@ -260,12 +258,12 @@ class CalibrationOptions(Options):
     """What to measure, the same on every rank.
 
     Attributes:
-        out: the YAML file; None writes none (virtual only).
+        out: the YAML file.
     """
 
     NAME = "calibrate"
 
-    out: Path | None = None
+    out: Path = Path("cluster.yaml")
     quick: bool = option(False, "Take seconds, with less precise results.", flag="--quick")
     force: bool = option(False, "Replace FILE.", flag="--force")
     sweep: bool = option(
@@ -287,5 +285,4 @@ class CalibrationOptions(Options):
 
     def arguments(self) -> list[str]:
         """The command line with the same options."""
-        out = [] if self.out is None else [f"--output={self.out}"]
-        return [*out, *super().arguments()]
+        return [f"--output={self.out}", *super().arguments()]
