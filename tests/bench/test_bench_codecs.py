@@ -158,6 +158,28 @@ def test_a_wrong_prune_is_counted_and_not_timed(monkeypatch):
     assert row.time_us is None
 
 
+USUAL_RATIOS = {
+    ("prune_encode", "coo"): (3.6, 3.1),
+    ("encode", "coo"): (4.5, 4.1),
+    ("decode_add", "coo"): (2.9, 4.6),
+    ("prune_encode", "pici"): (3.4, 3.1),
+    ("encode", "pici"): (4.3, 4.0),
+    ("decode_add", "pici"): (3.6, 1.4),
+}
+"""Time over that of a copy at 1 MiB, at densities 1 % and 50 %, with AVX-512 and one thread."""
+
+
+def test_a_codec_that_is_no_longer_vectorised_is_found():
+    """With five times the usual ratio as the limit: other tests may run beside this one."""
+    fixed = dict(min_bytes=2**20, max_bytes=2**20, iters=9, threads=1, peers=False)
+    ops, forms = ("prune_encode", "encode", "decode_add"), ("coo", "pici")
+    rows = codecs.run(CodecSweep(densities=(0.01, 0.5), forms=forms, ops=ops, **fixed))
+    assert len(rows) == 12
+    for row in rows:
+        low, high = USUAL_RATIOS[row.op, row.format]
+        assert row.ratio < 5 * (low if row.density == 0.01 else high), row
+
+
 def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
     path, script = tmp_path / "rows.jsonl", ROOT / "benchmarks" / "codec_tables.py"
     shown = {"forms": ("coo", "pici"), "ops": ("prune_encode", "encode", "decode_add")}
