@@ -34,19 +34,12 @@ MUST_HAVE = (
     "bf16",
     "fp32",
     "params_with_extra_main_grads",
-    "use-megatron-fsdp",
-    "use-torch-fsdp2",
     "save-wgrads-interval",
     "tp_group",
     "one rank",
     "hybrid-layer-pattern",
     "optimizer muon",
-    "tensor-parallel-num-weight-shards",
-    "use-nccl-ub",
-    "fp8-param-gather",
-    "fp4-param-gather",
-    "reuse-grad-buf-for-mxfp8-param-ag",
-    "inprocess-restart",
+    *(refusal.flag.removeprefix("--") for refusal in REFUSALS),
 )
 
 

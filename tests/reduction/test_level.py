@@ -7,7 +7,7 @@ from megatron_sparse.bucket import CollectiveOp, Reduction
 from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.reduction.memory import MemoryShare, account, held
-from tests.reduction.virtual_level import OPTIONS, VirtualRanks, gradients, numel_of, settings
+from tests.reduction.virtual_level import OPTIONS, VirtualRanks, gradients, settings
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
 NODES = [
@@ -43,7 +43,7 @@ def check_step(ranks, step, dtype=torch.float32, **options):
 @pytest.mark.parametrize("op", [AR, RS])
 @pytest.mark.parametrize("sizes", NODES, ids=str)
 def test_sums_are_exact_and_nothing_is_lost(sizes, op):
-    ranks = VirtualRanks(settings(), sizes, op, numel_of(op, sizes))
+    ranks = VirtualRanks(settings(), sizes, op)
     even = len(set(sizes)) == 1 and sizes[0] > 1
     assert ranks.choice.level == ("node" if even else "rank")
     for step in range(3):
@@ -54,30 +54,25 @@ def test_sums_are_exact_and_nothing_is_lost(sizes, op):
             assert 0 < found.records[0].nnz < 0.2 * part.numel
 
 
-@pytest.mark.parametrize("op", [AR, RS])
+LEVELS = [("node", AR, 1), ("node", RS, 1), ("instance", RS, 3)]
+"""With the number of instances."""
+
+
+@pytest.mark.parametrize(("level", "op", "instances"), LEVELS)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option(options, op):
-    sizes = (2, 2, 2)
-    ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
+def test_every_option(options, level, op, instances):
+    config = settings(level=level, **options)
+    ranks = VirtualRanks(config, (2, 2, 2), op, instances=instances)
     for step in range(4):
         check_step(ranks, step)
+        if instances > 1:
+            ranks.step(gradients(ranks, step), step, accepted=False)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option_of_an_instance(options):
-    sizes = (2, 2, 2)
-    config = settings(level="instance", **options)
-    ranks = VirtualRanks(config, sizes, RS, numel_of(RS, sizes), instances=3)
-    for step in range(4):
-        check_step(ranks, step)
-        ranks.step(gradients(ranks, step), step, accepted=False)
-
-
-@pytest.mark.parametrize(("level", "op"), [("node", AR), ("node", RS), ("instance", RS)])
-def test_a_pinned_straggler_is_a_rank_of_each_lane(level, op):
-    sizes, instances = (2, 2, 2), 3 if level == "instance" else 1
+@pytest.mark.parametrize(("level", "op", "instances"), LEVELS)
+def test_a_pinned_straggler_is_a_rank_of_each_lane(level, op, instances):
     config = settings(level=level, straggler=StragglerConfig(mode="pinned", rank=1))
-    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes), instances=instances)
+    ranks = VirtualRanks(config, (2, 2, 2), op, instances=instances)
     for step in range(3):
         for record in check_step(ranks, step).records:
             assert (record.scheme, record.straggler) == ("straggler_direct", 1)
@@ -86,8 +81,7 @@ def test_a_pinned_straggler_is_a_rank_of_each_lane(level, op):
 @pytest.mark.parametrize("op", [AR, RS])
 @pytest.mark.parametrize("options", [{"value_bits": 4}, {"value_bits": 4, "sum_bits": 4}], ids=str)
 def test_values_in_few_bits_have_the_same_bits_on_all_ranks(options, op):
-    sizes = (2, 2, 2)
-    ranks = VirtualRanks(settings(**options), sizes, op, numel_of(op, sizes))
+    ranks = VirtualRanks(settings(**options), (2, 2, 2), op)
     for step in range(3):
         given = gradients(ranks, step)
         found = ranks.step(given, step)
@@ -103,8 +97,7 @@ def test_values_in_few_bits_have_the_same_bits_on_all_ranks(options, op):
 
 @pytest.mark.parametrize(("op", "fp32_sums"), [(AR, False), (RS, False), (RS, True)])
 def test_gradients_in_bf16(op, fp32_sums):
-    sizes = (2, 2)
-    ranks = VirtualRanks(settings(), sizes, op, numel_of(op, sizes), torch.bfloat16)
+    ranks = VirtualRanks(settings(), (2, 2), op, dtype=torch.bfloat16)
     for bucket in ranks.buckets:
         bucket.fp32_sums = fp32_sums
     for step in range(3):
@@ -113,8 +106,7 @@ def test_gradients_in_bf16(op, fp32_sums):
 
 @pytest.mark.parametrize("op", [AR, RS])
 def test_a_skipped_step_leaves_no_trace(op):
-    sizes = (2, 2)
-    ranks = VirtualRanks(settings(), sizes, op, numel_of(op, sizes))
+    ranks = VirtualRanks(settings(), (2, 2), op)
     check_step(ranks, 0)
     before = [ranks.residual(rank) for rank in range(ranks.n)]
     ranks.step(gradients(ranks, 1), 1, accepted=False)
@@ -124,8 +116,7 @@ def test_a_skipped_step_leaves_no_trace(op):
 
 @pytest.mark.parametrize("op", [AR, RS])
 def test_a_repeated_step_is_undone_first(op):
-    sizes = (2, 2)
-    once, twice = (VirtualRanks(settings(), sizes, op, numel_of(op, sizes)) for _ in range(2))
+    once, twice = (VirtualRanks(settings(), (2, 2), op) for _ in range(2))
     given = gradients(once, 0)
     twice.step(given, 0, reported=False)
     for ranks in (once, twice):
@@ -140,9 +131,8 @@ def test_a_repeated_step_is_undone_first(op):
 )
 def test_averages_are_divided_once(level, op, instances):
     sizes = (2, 2) * instances
-    config, numel = settings(level=level), numel_of(op, sizes)
     sums, means = (
-        VirtualRanks(config, sizes, op, numel, reduction=reduction, instances=instances)
+        VirtualRanks(settings(level=level), sizes, op, reduction=reduction, instances=instances)
         for reduction in (Reduction.SUM, Reduction.AVG)
     )
     given = gradients(sums, 0)
@@ -199,7 +189,7 @@ def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
     sizes = (2, 2) * instances
     # Of values in few bits the account counts the scratch memory at most.
     config = settings(level=level, capacity=1.5, value_bits=None)
-    ranks = VirtualRanks(config, sizes, op, numel_of(op, sizes), dtype, instances=instances)
+    ranks = VirtualRanks(config, sizes, op, dtype=dtype, instances=instances)
     for bucket in ranks.buckets:
         bucket.fp32_sums = fp32_sums
     ranks.step(gradients(ranks, 0, dtype), 0)
@@ -244,13 +234,12 @@ def test_a_run_without_compression_agrees_about_a_bucket_once():
 def test_several_instances(level, instances):
     """`node`: selected inside an instance, and the instances are added up dense."""
     sizes = (2, 2) * instances
-    numel = numel_of(RS, sizes)
-    ranks = VirtualRanks(settings(level=level), sizes, RS, numel, instances=instances)
+    ranks = VirtualRanks(settings(level=level), sizes, RS, instances=instances)
     assert ranks.choice.level == level
     for step in range(3):
         found = check_step(ranks, step)
         part = ranks.reducers[0].part(ranks.buckets[0])
-        assert part.numel == numel // (2 if level == "node" else 4)
+        assert part.numel == ranks.buckets[0].numel // (2 if level == "node" else 4)
         assert 0 < found.records[0].nnz < 0.2 * part.numel
 
 

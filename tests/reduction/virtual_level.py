@@ -90,7 +90,7 @@ class VirtualRanks:
         config: the same on all ranks.
         sizes: ranks on each node.
         op: of the bucket.
-        numel: elements of the bucket.
+        numel: elements of the bucket; None: `numel_of`.
         dtype: of the gradient.
     """
 
@@ -99,12 +99,13 @@ class VirtualRanks:
         config: SparseConfig,
         sizes: tuple[int, ...],
         op: CollectiveOp,
-        numel: int,
+        numel: int | None = None,
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = Reduction.SUM,
         instances: int = 1,
     ) -> None:
         topology = Topology(sizes, NO_TIME, NO_TIME)
+        numel = numel or numel_of(op, sizes)
         self.n = topology.world_size
         self.cluster = VirtualCluster(self.n, topology)
         self.each = self.n // instances
