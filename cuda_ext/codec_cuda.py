@@ -15,15 +15,13 @@ import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
 from megatron_sparse.cuda_ext.reports import Reports
+from megatron_sparse.cuda_ext.slots import TABLES
 
 STATUS_WORDS = 4
 """Words of a decoder's status, and of an encoder's report before the sizes and counts."""
 _DENSE_KIND = 0
 _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is refused before
 _OUTSIDE = 2  # decode_launch.h
-TABLES = 2**14
-"""Tables whose device copies are kept: a bucket has about three, and two for each of its shards
-where these differ."""
 
 
 def results(

@@ -32,8 +32,8 @@ from megatron_sparse.wire import (
 _BF16 = 1
 """The dtype code of kept segments where values are quantised."""
 TABLES = 2**14
-"""Number of cached slots: a bucket has those of its message and of each shard's sum, and in a
-density ramp different ones in each step."""
+"""Number of cached slots, and of tables whose copies on the device are kept: a bucket has those of
+its message and of each shard's sum, and in a density ramp different ones in each step."""
 
 
 @dataclass(frozen=True, eq=False)

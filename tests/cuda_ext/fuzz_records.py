@@ -6,10 +6,10 @@
 `fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
 adds the code around it: the encoders of messages, records whose heads are read in Python (hash
 bitmap, pairs, row-sparse, moves, quantised), the bindings' argument checks, and tensors that are
-views. Each seed makes a
-valid record, damages it, mostly repairs the header's checksum, and decodes it from memory of
-exactly its size. Allowed are a right answer, `WireFormatError`, and, where arguments were damaged,
-`ExtensionError`. A refused record must leave the accumulator, or the parameters held, as they were.
+views. Each seed makes a valid record, damages it, mostly repairs the header's checksum, and decodes
+it from memory of exactly its size. Allowed are a right answer, `WireFormatError`, and, where
+arguments were damaged, `ExtensionError`. A refused record must leave the accumulator, or the
+parameters held, as they were.
 The current seed is kept in a file, because a sanitizer ends the process.
 """
 
