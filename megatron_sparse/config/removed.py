@@ -38,6 +38,8 @@ REMOVED: Mapping[str, str] = {
     "scheme.name=peer_two_shot": _PEER_MEMORY,
     "scheme.peer_in_order_of_coming": _PEER_MEMORY,
     "scheme.peer_windows": _PEER_MEMORY,
+    "scheme.nccl_errors": "leave it out: torch's watchdog ends the process, and its log names the "
+    "operation",
     "straggler.history": "leave it out: the last 20 steps count",
     "straggler.inject_delay_ms": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
     "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",

@@ -31,7 +31,6 @@ MESSAGE_FORMATS = ("auto", "coo", "pici", "rice", "dense")
 RING_DENSITIES = {"coo": (0.3, 0.4, 0.5), "pici": (0.4, 0.5, 0.9)}
 """Thresholds of `adaptive_ring` inside nodes, between them, and for its all-gather: SpCCL's choice
 for its cluster (sections IV-C and IV-D, there as sparsities)."""
-NCCL_ERRORS = ("torch", "typed")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 64, 4096
 """What the encoder takes."""
 AUTO_CAPACITY = 1.25
@@ -84,13 +83,9 @@ class SchemeConfig(Checked):
         timeout_s: seconds after which a collective that has not finished is an error.
         watch_peers: notice ranks that die or stop by a side channel (one TCP connection for each
             rank and group), long before the timeout; docs/collectives.md, Faults.
-        nccl_errors: what becomes of a failed operation of NCCL: `torch` leaves it to torch's
-            watchdog, which ends the process; `typed` aborts communicators instead, and raises an
-            error that names the group (docs/nccl.md). On CUDA, with Megatron,
-            and with the backend nccl as torch's ProcessGroupNCCL.
         nccl_engine: buckets of `direct` and `agsparse` of fixed size are one call of C++ on a
             communicator of NCCL's own, for groups whose host cannot keep up (docs/nccl.md,
-            The NCCL engine). On CUDA, with the same backend.
+            The NCCL engine). On CUDA, with the backend nccl as torch's ProcessGroupNCCL.
         checksum: the checksums of gradients' records cover the payloads too (docs/wire-format.md);
             needs the compiled codec.
         deterministic: freeze every decision that would be taken from timing.
@@ -111,7 +106,6 @@ class SchemeConfig(Checked):
     inner: str = "direct"
     timeout_s: float = number(300.0, 0, low_open=True)
     watch_peers: bool = True
-    nccl_errors: str = choice("torch", NCCL_ERRORS)
     nccl_engine: bool = False
     sum_bits: int | str | None = choice("auto", ("auto", *VALUE_BITS, None))
     checksum: bool = False

@@ -52,7 +52,6 @@ from megatron_sparse.reduction.memory import MemoryAccount, account, held, share
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
-from megatron_sparse.transport.nccl_errors import HealthCheck
 
 
 class Attachment(HostState):
@@ -65,7 +64,6 @@ class Attachment(HostState):
         usual_norm: of recent gradients; what is withheld of a spike is scaled down to it.
         unit: the unit of the residuals' values: loss scale, and division by tokens.
         alone: a group of this rank only, for Megatron's `start_grad_sync`; see `bucket_group`.
-        nccl_health: health check of NCCL's groups; None unless `scheme.nccl_errors=typed`.
         parameters: the gathers of updated parameters.
 
     Args:
@@ -90,13 +88,10 @@ class Attachment(HostState):
         self.parameters = ParameterGathers(sink)
         self._launched: set[int] = set()
         self._optimizer: WatchedOptimizer | None = None
-        self._sums = UnconfirmedSums(self._check_nccl)
+        self._sums = UnconfirmedSums()
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
         self._transports = Transports(self.config, self._device)
-        self.nccl_health: HealthCheck | None = None
-        if config.scheme.nccl_errors == "typed" and self._device.type == "cuda":
-            self.nccl_health = HealthCheck(timeout_s, self._transports.lost_rank, self._device)
         self._reducers = self._make_reducers(chunks[0].tp_group)
         # Attach: from here on Megatron calls the plugin.
         self._chunks = chunks
@@ -149,18 +144,6 @@ class Attachment(HostState):
             )
         return made
 
-    def check_before_save(self) -> None:
-        """Raises if NCCL has failed, so that no checkpoint is written after an error.
-
-        Collective with `scheme.nccl_errors=typed`.
-
-        Raises:
-            CommunicationError: a group has failed on some rank; see `HealthCheck.agree`.
-        """
-        if self.nccl_health is not None:
-            store = dist.distributed_c10d._get_default_store()
-            self.nccl_health.agree("a checkpoint", store, dist.get_rank(), dist.get_world_size())
-
     def bind_optimizer(self, optimizer: Any, *, undo: bool) -> None:
         """Wraps `optimizer.step()`, whose result says whether the step was accepted or skipped.
 
@@ -184,7 +167,6 @@ class Attachment(HostState):
             optimizer,
             self._sums,
             self.sink,
-            begin=self._check_nccl,
             end=self._step_ended,
             inner_s=lambda: self.parameters.waited_s,
         )
@@ -219,10 +201,6 @@ class Attachment(HostState):
     def reducer(self, group: GroupBuckets) -> GradientReducer:
         """The reducer of a bucket group."""
         return self._reducers[id(group.process_group)]
-
-    def _check_nccl(self) -> None:
-        if self.nccl_health is not None:
-            self.nccl_health.check("the optimizer's step")
 
     def _take_residuals_out(self) -> None:
         """Turns the step's sums into those of its gradients alone: it has far fewer tokens than the

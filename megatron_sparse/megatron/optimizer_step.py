@@ -23,14 +23,9 @@ UPDATE = "step_with_ready_grads"
 
 
 class UnconfirmedSums:
-    """The step's buckets that are on a stream, but whose reports have not been read.
+    """The step's buckets that are on a stream, but whose reports have not been read."""
 
-    Args:
-        check: raises if communication has failed; called when the device has passed the sums.
-    """
-
-    def __init__(self, check: Callable[[], None]) -> None:
-        self._check = check
+    def __init__(self) -> None:
         self._pending: dict[str, Pending] = {}
 
     def add(self, pending: Pending) -> None:
@@ -50,12 +45,8 @@ class UnconfirmedSums:
             MegatronSparseError: a bucket was not synchronised; no parameter may be changed.
         """
         waiting, self._pending = self._pending, {}
-        try:
-            for pending in waiting.values():
-                pending.confirm()
-        finally:
-            # An aborted NCCL leaves what looks like damaged records: its own error says more.
-            self._check()
+        for pending in waiting.values():
+            pending.confirm()
 
 
 class WatchedOptimizer:
@@ -65,7 +56,6 @@ class WatchedOptimizer:
         optimizer: Megatron's, or any object with `step`.
         sums: confirmed before parameters change.
         sink: receives the seconds of each step.
-        begin: called before each step; may raise.
         end: called after each step with whether it was accepted, and the gradient's norm if known.
         inner_s: a clock that runs while the thread waits inside the step for something that is
             recorded as a stage of its own.
@@ -77,7 +67,6 @@ class WatchedOptimizer:
         sums: UnconfirmedSums,
         sink: RecordSink,
         *,
-        begin: Callable[[], None],
         end: Callable[[bool, float | None], None],
         inner_s: Callable[[], float],
     ) -> None:
@@ -85,7 +74,6 @@ class WatchedOptimizer:
         original, update = optimizer.step, getattr(optimizer, UPDATE, None)
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            begin()
             start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
                 if update is None:

@@ -247,7 +247,6 @@ class Plugin:
 
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
         assert self.attachment is not None
-        self.attachment.check_before_save()
         assert self.telemetry is not None
         # A run that is killed goes on from here, and must have the lines of what is done.
         self.telemetry.flush()

@@ -114,10 +114,6 @@ class Transports:
         gather = self.make(node) if gathers and self._device.type == "cpu" else None
         return LevelGroups(inside, across, NODE, gather)
 
-    def lost_rank(self) -> str | None:
-        """In words, the first rank of any group that is known to have died or stopped."""
-        return next(filter(None, (each.trouble() for each in self._made)), None)
-
     def close(self, *, broken: bool) -> None:
         """See `ProcessGroupTransport.close`."""
         for transport in self._made:

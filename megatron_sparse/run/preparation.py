@@ -168,22 +168,8 @@ def _check_device(config: RunConfig) -> None:
     """Raises the errors that each rank would raise when it attaches."""
     from megatron_sparse.transport import nccl_communicator
 
-    if config.cluster.device != "cpu":
-        _check_nccl_backend(config)
-        return
-    if config.scheme.nccl_engine:
+    if config.cluster.device == "cpu" and config.scheme.nccl_engine:
         raise nccl_communicator.refusal("cluster.device=cpu")
-
-
-def _check_nccl_backend(config: RunConfig) -> None:
-    """Refuses settings for which torch's backend `nccl` is switched to another one."""
-    from megatron_sparse.transport import nccl_errors
-
-    environment = config.cluster.env | os.environ  # as `rank_environment` does
-    if config.scheme.nccl_errors == "typed":
-        nccl_errors.check_switch(nccl_errors.TYPED_ERRORS, environment)
-    if config.scheme.nccl_engine:
-        nccl_errors.check_switch(nccl_errors.ENGINE, environment)
 
 
 def check_start(config: RunConfig, vocab_size: int, *, in_rank: bool) -> Start:
@@ -303,10 +289,6 @@ def rank_environment(config: RunConfig) -> dict[str, str]:
         # Elsewhere one queue would make a bucket's kernels wait for the backward pass.
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     found |= config.cluster.env
-    if config.plugin and config.scheme.nccl_errors == "typed" and config.cluster.device == "cuda":
-        from megatron_sparse.transport.nccl_errors import ENVIRONMENT
-
-        found = ENVIRONMENT | found
     found |= {name: os.environ[name] for name in found if name in os.environ}
     if config.cluster.device == "cpu":
         # Compiling Megatron's fusions takes half a minute at every start and gains nothing here.

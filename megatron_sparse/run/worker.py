@@ -8,20 +8,18 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron_sparse.config.redaction import redact_text
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
+from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, launchers, preparation, resume
 from megatron_sparse.run.full_disk import as_storage_error
 from megatron_sparse.run.interrupt import (
     SIGINT,
     after_ctrl_c,
-    end_at_once,
     end_with_parent,
     ending_where_stuck,
     reported_by_first_rank,
@@ -53,12 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         config = composition.load(path)
         _survive_early_signals(config)
-        with _nccl_errors(config):
-            stopped_at = training.train(config, path.parent)
+        stopped_at = training.train(config, path.parent)
         _after(config, stopped_at, int(os.environ["RANK"]))
     except MegatronSparseError as error:
         write_report(str(error), typed=True)
-        _leave_if_aborted(config, error)
         return error.exit_code
     except KeyboardInterrupt:
         after_ctrl_c.set()
@@ -108,15 +104,11 @@ def run_started(config: RunConfig, command: str) -> int:
         config, run_dir = agreed
         from megatron_sparse.megatron import training
 
-        with rank_log(run_dir, rank, config.cluster.world_size), _nccl_errors(config):
+        with rank_log(run_dir, rank, config.cluster.world_size):
             stopped_at = training.train(config, run_dir, store)
         _after(config, stopped_at, rank)
     except MegatronSparseError as error:
-        reported = _is_reported(store)
-        if not reported and _has_aborted(config, error):
-            print(f"error: {redact_text(str(error))}", file=sys.stderr)
-        _leave_if_aborted(config, error)
-        if reported:
+        if _is_reported(store):
             return error.exit_code
         raise
     except KeyboardInterrupt:
@@ -181,35 +173,6 @@ def _survive_early_signals(config: RunConfig) -> None:
     """Ignores `training.save_signal`, which would kill the process, until Megatron handles it."""
     if config.training.save_signal not in (None, SIGINT):
         signal.signal(signal.Signals[config.training.save_signal], signal.SIG_IGN)
-
-
-def _nccl_errors(config: RunConfig) -> AbstractContextManager[None]:
-    """Turns torch's errors into typed ones with `scheme.nccl_errors=typed`."""
-    if not _is_typed(config):
-        return nullcontext()
-    from megatron_sparse.transport.nccl_errors import as_typed
-
-    return as_typed()
-
-
-def _is_typed(config: RunConfig) -> bool:
-    on_cuda = config.cluster.device == "cuda"
-    return config.plugin and on_cuda and config.scheme.nccl_errors == "typed"
-
-
-def _has_aborted(config: RunConfig | None, error: MegatronSparseError) -> bool:
-    return config is not None and _is_typed(config) and isinstance(error, CommunicationError)
-
-
-def _leave_if_aborted(config: RunConfig | None, error: MegatronSparseError) -> None:
-    """Exits at once after a typed NCCL error.
-
-    Otherwise the destructors of torch's groups would wait for operations that never end.
-    """
-    if _has_aborted(config, error):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        end_at_once(error.exit_code)
 
 
 def _after(config: RunConfig, stopped_at: int | None, rank: int) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from megatron_sparse.cuda_ext.nccl_ops import SumCall, nccl_sparse_sum
 from megatron_sparse.errors import CommunicationError, ConfigError
@@ -264,3 +265,25 @@ def refusal(got: str) -> ConfigError:
         got=got,
         remedy="leave scheme.nccl_engine out",
     )
+
+
+def require_supported(group: dist.ProcessGroup) -> None:
+    """Refuses a group whose CUDA tensors another backend than torch's `ProcessGroupNCCL` serves.
+
+    torch 2.14 adds backends written anew, `nccl2` and `nccl-lazy`; `TORCH_DIST_USE_NCCL2=1` makes
+    `nccl` one of them. They end the process as soon as they find an error.
+
+    Raises:
+        ConfigError: names the backend.
+    """
+    backend = group._get_backend(torch.device("cuda"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch checks each operation in a wrapper.
+    backend = getattr(backend, "wrapped_pg", backend)
+    if not isinstance(backend, getattr(dist, "ProcessGroupNCCL", ())):  # a torch may have none
+        raise ConfigError(
+            f"scheme.nccl_engine=true with the group {group.group_desc}",
+            expected="the backend nccl, as torch's ProcessGroupNCCL",
+            got=f"{dist.get_backend(group)} ({type(backend).__name__})",
+            remedy="initialise torch.distributed with the backend nccl and without "
+            "TORCH_DIST_USE_NCCL2, or leave scheme.nccl_engine out",
+        )

@@ -30,8 +30,7 @@ from megatron_sparse.transport.base import PeerTensors, Work, to_everyone
 from megatron_sparse.transport.groups import borrow_group, return_group
 from megatron_sparse.transport.liveness import PeerLiveness, open_liveness
 from megatron_sparse.transport.membership import NodeAnswer, agreed_nodes
-from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal
-from megatron_sparse.transport.nccl_errors import ENGINE, require_supported
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator, refusal, require_supported
 from megatron_sparse.transport.nccl_library import loaded_nccl
 from megatron_sparse.transport.operation import Operation, StreamWork, WaitedWork, Waiters, wait_all
 
@@ -66,8 +65,8 @@ class ProcessGroupTransport:
 
     Raises:
         ConfigError: the device does not fit the backend, or `nccl_engine` is set on a CPU or with a
-            backend that the engine does not support (`nccl_errors`), or the ranks disagree on
-            which of them share a node (`membership`).
+            backend that the engine does not support, or the ranks disagree on which of them share a
+            node (`membership`).
         DependencyError: NCCL's functions cannot be called.
         CommunicationError: the ranks cannot reach one another.
     """
@@ -92,7 +91,7 @@ class ProcessGroupTransport:
                 remedy="choose --distributed-backend to match",
             )
         if nccl_engine and device.type == "cuda":
-            require_supported(ENGINE, host, host.group_desc)
+            require_supported(host)
         own = dist.get_rank()
         ranks = list(group) if named else dist.get_process_group_ranks(host)
         self.rank = ranks.index(own)
@@ -127,10 +126,6 @@ class ProcessGroupTransport:
             self._broadcast,
             self._announce,
         )
-
-    def trouble(self) -> str | None:
-        """Which rank of the group is gone and why, in words; None while no rank is known to be."""
-        return None if self._liveness is None else self._liveness.trouble()
 
     def _broadcast(self, text: bytes) -> bytes:
         padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)

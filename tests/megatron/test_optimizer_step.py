@@ -1,26 +1,14 @@
-"""No parameter changes before the step's sums are known to be right, and NCCL is checked.
+"""No parameter changes before the step's sums are known to be right."""
 
-Before a save, NCCL is checked too.
-"""
-
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
-from megatron_sparse.compression.residual import ResidualStore
-from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.errors import CommunicationError, WireFormatError
-from megatron_sparse.megatron.attachment import Attachment
+from megatron_sparse.errors import WireFormatError
 from megatron_sparse.megatron.bucket_group import Handle
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
-from megatron_sparse.megatron.parameter_gathers import ParameterGathers
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.job import Pending
-from megatron_sparse.transport.nccl_errors import ENVIRONMENT, HealthCheck
 
 
 class Sum:
@@ -77,7 +65,6 @@ def watched(optimizer: Any, sums: UnconfirmedSums, log: list[str]) -> WatchedOpt
         optimizer,
         sums,
         NullSink(),
-        begin=lambda: log.append("begin"),
         end=lambda success, norm: log.append(f"end {success} {norm}"),
         inner_s=lambda: 0.0,
     )
@@ -91,9 +78,8 @@ def test_waits_inside_the_step_are_no_part_of_its_stage() -> None:
     clock, sink, optimizer = iter([1.0, 6.0]), Stages(), PlainOptimizer([])
     WatchedOptimizer(
         optimizer,
-        UnconfirmedSums(lambda: None),
+        UnconfirmedSums(),
         sink,
-        begin=lambda: None,
         end=lambda success, norm: None,
         inner_s=lambda: next(clock),
     )
@@ -112,12 +98,12 @@ def finish_grad_sync(sums: UnconfirmedSums | None, *pending: Sum) -> None:
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        (PlainOptimizer, ["begin", "b read", "update", "end True None"]),
-        (MegatronOptimizer, ["begin", "norm", "b read", "update", "end True 1.0"]),
+        (PlainOptimizer, ["b read", "update", "end True None"]),
+        (MegatronOptimizer, ["norm", "b read", "update", "end True 1.0"]),
     ],
 )
 def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: list[str]) -> None:
-    log, sums = [], UnconfirmedSums(lambda: None)
+    log, sums = [], UnconfirmedSums()
     optimizer = kind(log)
     watch = watched(optimizer, sums, log)
     finish_grad_sync(sums, Sum(log))
@@ -130,7 +116,7 @@ def test_sums_are_confirmed_right_before_parameters_change(kind: type, steps: li
 
 @pytest.mark.parametrize("kind", [PlainOptimizer, MegatronOptimizer])
 def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
-    log, sums = [], UnconfirmedSums(lambda: None)
+    log, sums = [], UnconfirmedSums()
     optimizer = kind(log)
     watched(optimizer, sums, log)
     finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b", is_bad=True))
@@ -140,28 +126,14 @@ def test_no_step_is_taken_on_a_bad_sum(kind: type) -> None:
     assert not any(line.startswith("end") for line in log), "the step is not accepted"
 
 
-def test_a_failed_nccl_is_the_error_of_a_sum_that_looks_damaged() -> None:
-    log: list[str] = []
-
-    def check() -> None:
-        raise CommunicationError("NCCL has failed", expected="all ranks", got="none")
-
-    sums, optimizer = UnconfirmedSums(check), MegatronOptimizer(log)
-    watched(optimizer, sums, log)
-    finish_grad_sync(sums, Sum(log, is_bad=True))
-    with pytest.raises(CommunicationError, match="NCCL has failed"):
-        optimizer.step()
-    assert "update" not in log
-
-
 def test_a_skipped_update_confirms_too() -> None:
-    log, sums = [], UnconfirmedSums(lambda: None)
+    log, sums = [], UnconfirmedSums()
     optimizer = MegatronOptimizer(log)
     optimizer.skips = True
     watched(optimizer, sums, log)
     finish_grad_sync(sums, Sum(log))
     optimizer.step()
-    assert log == ["b on stream", "begin", "norm", "b read", "end False 1.0"]
+    assert log == ["b on stream", "norm", "b read", "end False 1.0"]
 
 
 def test_without_an_optimizer_the_handle_confirms() -> None:
@@ -171,7 +143,7 @@ def test_without_an_optimizer_the_handle_confirms() -> None:
 
 
 def test_a_bucket_that_comes_again_without_a_step_is_confirmed_first() -> None:
-    log, sums = [], UnconfirmedSums(lambda: None)
+    log, sums = [], UnconfirmedSums()
     for _ in range(2):
         finish_grad_sync(sums, Sum(log, "a"), Sum(log, "b"))
     assert log[:5] == ["a on stream", "b on stream", "a on stream", "a read", "b read"]
@@ -186,53 +158,3 @@ def test_megatrons_optimizers_have_the_method() -> None:
 
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
         assert callable(getattr(host, name).step_with_ready_grads)
-
-
-FAILED: Any = SimpleNamespace(get_error=lambda: SimpleNamespace(name="TIMEOUT"))
-
-
-@pytest.fixture
-def attachment(monkeypatch: pytest.MonkeyPatch) -> Attachment:
-    """An attachment without a model, in a process with a failed group."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    found = Attachment.__new__(Attachment)
-    found.config = SparseConfig()
-    found.sink = NullSink()
-    found.unit = cast("Any", SimpleNamespace(per_token=False, bind=lambda optimizer: None))
-    found.groups, found.run_dir, found.progress = [], None, cast("Any", None)
-    found._chunks, found._reducers = [], {}
-    found.residuals = ResidualStore(torch.float32)
-    found.parameters = ParameterGathers(found.sink)
-    found.config.parameters.method = "raw"
-    found.nccl_health = HealthCheck(
-        5.0, lambda: None, torch.device("cpu"), lambda: iter([("tensor (ranks 0, 1)", FAILED)])
-    )
-    found._sums = UnconfirmedSums(lambda: None)
-    return found
-
-
-def test_the_optimizer_does_not_step_after_a_failure(attachment: Attachment) -> None:
-    steps: list[int] = []
-    optimizer = SimpleNamespace(step=lambda: steps.append(1))
-    attachment.bind_optimizer(optimizer, undo=False)
-    with pytest.raises(CommunicationError, match=r"tensor .* before the optimizer's step"):
-        optimizer.step()
-    assert steps == []
-
-
-def test_nothing_is_saved_after_a_failure(
-    attachment: Attachment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron_sparse.megatron.plugin import Plugin
-
-    saved: list[int] = []
-    plugin = Plugin.__new__(Plugin)
-    plugin.attachment = attachment
-    plugin._originals = {"save_checkpoint": lambda iteration: saved.append(iteration)}
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    with pytest.raises(CommunicationError, match=r"tensor .* before a checkpoint"):
-        plugin._save_checkpoint(10)
-    assert saved == []

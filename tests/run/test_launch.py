@@ -1,10 +1,8 @@
 """The launcher: the run's folder, the environment of the ranks, Slurm's variables."""
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,10 +10,8 @@ import torch
 from megatron_sparse import cuda_ext
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.megatron import training
-from megatron_sparse.run import preparation, rank_log, worker
+from megatron_sparse.run import preparation
 from megatron_sparse.run.composition import compose, load
-from megatron_sparse.transport.nccl_errors import ENVIRONMENT
 from tests.run.fault_job import checkpoint
 
 ENGINE = ("scheme=direct", "scheme.capacity=1.5", "scheme.nccl_engine=true")
@@ -126,26 +122,6 @@ class TestPreflight:
         assert caught.value.got == "cluster.device=cpu"
         preparation.preflight(made(*on_cpu, "plugin=false"))
 
-    @pytest.mark.parametrize("where", ["shell", "cluster.env"])
-    @pytest.mark.parametrize(
-        ("scheme", "words"),
-        [
-            (["scheme.nccl_errors=typed"], r"scheme\.nccl_errors=typed"),
-            (ENGINE, r"scheme\.nccl_engine=true"),
-        ],
-    )
-    def test_an_nccl_that_is_another_backend(self, made, monkeypatch, scheme, words, where):
-        name, switch = "TORCH_DIST_USE_NCCL2", [CUDA]
-        monkeypatch.delenv(name, raising=False)
-        preparation.preflight(made(CUDA, *scheme))
-        if where == "shell":
-            monkeypatch.setenv(name, "1")
-        else:
-            switch.append(f"cluster.env.{name}='1'")
-        with pytest.raises(ConfigError, match=f"{words} with {name}=1"):
-            preparation.preflight(made(*switch, *scheme))
-        preparation.preflight(made(*switch))
-
 
 class TestEnvironment:
     """Each rank's environment."""
@@ -175,40 +151,6 @@ class TestEnvironment:
         for parallel in ("training.tensor_parallel=2", "megatron.context_parallel_size=2"):
             assert of(CUDA, parallel)[name] == "1"
             assert of(CUDA, parallel, f"cluster.env.{name}='8'")[name] == "8"
-
-    def test_nccls_watchdog_lets_ranks_live_where_errors_are_to_be_typed(self, of, monkeypatch):
-        name, typed = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "scheme.nccl_errors=typed"
-        monkeypatch.delenv(name, raising=False)
-        assert name not in of(CUDA)
-        assert ENVIRONMENT.items() <= of(CUDA, typed).items()
-        assert name not in of("cluster.device=cpu", typed)
-        assert name not in of(CUDA, typed, "plugin=false")
-        # The plugin refuses to run under it; this error is clearer than overriding it silently.
-        monkeypatch.setenv(name, "3")
-        assert of(CUDA, typed)[name] == "3"
-
-    def test_a_rank_whose_group_was_aborted_leaves_at_once(self, made, monkeypatch, tmp_path):
-        """Otherwise torch's destructors would wait for operations that never end."""
-        aborted = torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
-        leave = Mock(side_effect=SystemExit)
-        report = tmp_path / "error.json"
-        monkeypatch.setenv(rank_log.ERROR_FILE, str(report))
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setattr(training, "train", Mock(side_effect=aborted))
-        monkeypatch.setattr(worker.os, "_exit", leave)
-        for nccl_errors in ("torch", "typed"):
-            run = made(CUDA, f"scheme.nccl_errors={nccl_errors}")
-            monkeypatch.setattr(worker.composition, "load", lambda _, run=run: run)
-            if nccl_errors == "torch":
-                with pytest.raises(torch.distributed.DistBackendError):
-                    worker.main([str(tmp_path)])
-                continue
-            with pytest.raises(SystemExit):
-                worker.main([str(tmp_path)])
-        leave.assert_called_once_with(3)
-        message, typed = rank_log.read_report(json.loads(report.read_text())) or ("", False)
-        assert typed
-        assert "an operation of NCCL failed" in message
 
 
 def test_the_summary_says_that_minutes_of_compiling_come(made, monkeypatch):

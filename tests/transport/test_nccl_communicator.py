@@ -4,14 +4,16 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_sparse.errors import CommunicationError, ConfigError, DependencyError
 from megatron_sparse.transport import ProcessGroupTransport, nccl_communicator, nccl_library
-from megatron_sparse.transport.nccl_communicator import NcclCommunicator
+from megatron_sparse.transport.nccl_communicator import NcclCommunicator, require_supported
 from megatron_sparse.transport.nccl_library import NcclLibrary, loaded_nccl
 from tests import fake_nccl
 from tests.waiting import DEADLINE_S, until
@@ -233,3 +235,36 @@ def test_a_call_that_fails_before_it_is_queued_leaves_nothing_behind(communicato
     time.sleep(0.3)
     communicator.check()
     communicator.close()
+
+
+class Group:
+    """One whose CUDA tensors a given backend serves."""
+
+    group_desc = "megatron_sparse"
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+
+    def _get_backend(self, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        return self.backend
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_another_backend_of_the_name_nccl_is_refused(
+    monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """The name is nccl for both: TORCH_DIST_USE_NCCL2=1."""
+    legacy, other = type("Legacy", (), {}), type("ProcessGroupNCCL2", (), {})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", legacy, raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda _: "nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: pytest.fail("it was let through"))
+    for kind in (legacy, other):
+        backend: Any = SimpleNamespace(wrapped_pg=kind()) if wrapped else kind()
+        group: Any = Group(backend)
+        if kind is legacy:
+            require_supported(group)
+            continue
+        with pytest.raises(ConfigError, match="nccl_engine=true with the group meg") as caught:
+            ProcessGroupTransport(group, 30, GPU, nccl_engine=True)
+        assert caught.value.got == "nccl (ProcessGroupNCCL2)"
