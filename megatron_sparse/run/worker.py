@@ -44,7 +44,6 @@ def main(argv: list[str] | None = None) -> int:
         The exit code. The error is in the agent's error file; the launcher prints it.
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
-    config = None
     try:
         from megatron_sparse.megatron import training
 
