@@ -1,7 +1,7 @@
 // The decoder of wire messages on the CPU: checks a peer's message completely, then adds it.
 //
 // Nothing in the message is trusted, and the accumulator is changed only if all of it is right.
-// Free of torch, so that a fuzzer can use it (scripts/fuzz.sh); the caller provides the threads.
+// Free of torch; the caller provides the threads.
 #pragma once
 
 #include <atomic>

@@ -3,13 +3,12 @@
     bash scripts/fuzz.sh                                             (builds, preloads, runs this)
     python -m tests.cuda_ext.fuzz_records --library FILE --seconds S [--first SEED]
 
-`fuzz_decode.cpp` tests the core of the message decoder, faster and guided by coverage. This one
-adds the code around it: the encoders of messages, records whose heads are read in Python (hash
-bitmap, pairs, row-sparse, moves, quantised), the bindings' argument checks, and tensors that are
-views. Each seed makes a valid record, damages it, mostly repairs the header's checksum, and decodes
-it from memory of exactly its size. Allowed are a right answer, `WireFormatError`, and, where
-arguments were damaged, `ExtensionError`. A refused record must leave the accumulator, or the
-parameters held, as they were.
+Half of the seeds are messages, on which the oracle must agree. The others are records whose heads
+are read in Python (hash bitmap, pairs, row-sparse, moves, quantised) and wrong arguments. Each seed
+makes a valid record, damages it, mostly repairs the header's checksum, and decodes it from memory
+of exactly its size. Allowed are a right answer, `WireFormatError`, and, where arguments were
+damaged, `ExtensionError`. A refused record must leave the accumulator, or the parameters held, as
+they were.
 The current seed is kept in a file, because a sanitizer ends the process.
 """
 
@@ -20,8 +19,10 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -43,9 +44,12 @@ from megatron_sparse.wire import (
     FORMAT_DENSE,
     FORMAT_PICI,
     FORMAT_RICE,
+    HEADER_BYTES,
     MOVES_CODERS,
+    PICI_TILE,
     QUANTISED_BITS,
     RICE_BITS,
+    payload_bytes,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -76,7 +80,7 @@ def main() -> int:
             seed_file.seek(0)
             seed_file.write(f"{seed}\n")
             seed_file.flush()
-            name = list(DECODERS)[seed % len(DECODERS)]
+            name = list(DECODERS)[seed // 2 % len(DECODERS) if seed % 2 else 0]
             try:
                 refused[name] += DECODERS[name](random.Random(seed))
             except Exception as error:
@@ -94,39 +98,81 @@ def main() -> int:
 def make_values(rng: random.Random, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Values of which none, some or all are zero, hostile ones among them."""
     density = rng.choice((0.0, 0.01, 0.1, 0.5, 1.0))
-    values = [rng.choice(HOSTILE) if rng.random() < density else 0.0 for _ in range(count)]
-    return torch.tensor(values, dtype=torch.float32).to(dtype)
+    draw = torch.Generator().manual_seed(rng.getrandbits(32))
+    values = torch.tensor(HOSTILE)[torch.randint(len(HOSTILE), (count,), generator=draw)]
+    return torch.where(torch.rand(count, generator=draw) < density, values, 0).to(dtype)
 
 
-def damaged(rng: random.Random, record: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """The record, intact or with some bytes changed or cut off; and whether it is intact."""
+def damaged(
+    rng: random.Random, record: torch.Tensor, places: Sequence[int] = (0,)
+) -> tuple[torch.Tensor, bool]:
+    """The record, intact or with some bytes changed or cut off; and whether it is intact.
+
+    A message has records at several places; of all of them the checksum is mostly repaired.
+    """
     data = bytearray(record.numpy().tobytes())
     whole = bytes(data)
     if rng.random() < 0.9:
-        for _ in range(rng.randint(1, 4)):
-            at = rng.randrange(len(data)) if rng.random() < 0.5 else rng.randrange(128)
-            if at < len(data):
-                data[at] = rng.choice(
-                    (0, 0xFF, data[at] ^ 1 << rng.randrange(8), rng.getrandbits(8))
-                )
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            # Headers, first sections and ends are where most decisions are taken.
+            begin = rng.choice((*places, len(data) - 160))
+            at = rng.randrange(len(data)) if rng.random() < 0.3 else begin + rng.randrange(160)
+            if not 0 <= at < len(data):
+                continue
+            match rng.randrange(5):
+                case 0:
+                    data[at] = rng.choice((0, 0xFF, rng.getrandbits(8)))
+                case 1:
+                    data[at] ^= 1 << rng.randrange(8)
+                case 2:
+                    move_bit(rng, data, at, rng.choice((8, 512)))
+                case _:
+                    change_number(rng, data, rng.choice(places))
         if rng.random() < 0.1:
             data = data[: rng.randrange(len(data) + 1)] + bytes(rng.choice((0, 0, 16)))
-        if rng.random() < 0.8 and len(data) >= 48:
-            data[44:48] = zlib.crc32(data[:44]).to_bytes(4, "little")
+        for at in places:
+            if rng.random() < 0.8 and len(data) >= at + HEADER_BYTES:
+                data[at + 44 : at + 48] = zlib.crc32(data[at : at + 44]).to_bytes(4, "little")
     copy = torch.empty(len(data), dtype=torch.uint8)  # exact, so overruns are found
     if data:
         copy.copy_(torch.frombuffer(data, dtype=torch.uint8))
     return copy, bytes(data) == whole
 
 
-def move_bit(rng: random.Random, record: torch.Tensor, place: PartitionRecord) -> None:
-    """Moves a bit of a record's bitmap anywhere in its words; the count of bits stays right."""
-    words = record[SECTIONS_AT : SECTIONS_AT + place.word_bytes]
-    held = [bit for bit in range(8 * words.numel()) if int(words[bit // 8]) >> bit % 8 & 1]
-    free = rng.choice((rng.randrange(8 * words.numel()), 8 * words.numel() - 1))
-    if held and free not in held:
+def change_number(rng: random.Random, data: bytearray, at: int) -> None:
+    """Changes nnz or a number of a record's table, mostly a little; mostly corrects the length."""
+
+    def number(place: int) -> int:
+        return int.from_bytes(data[place : place + 4], "little")
+
+    form, code, numel, payload = data[at + 5], data[at + 6], number(at + 8), at + HEADER_BYTES
+    tiles = -(-numel // PICI_TILE)
+    tables = {  # the first byte, and how many numbers
+        FORMAT_COO: (payload, number(at + 16)),
+        FORMAT_PICI: (payload + tiles * PICI_TILE // 8, tiles + 1),
+        FORMAT_BLOCKS: (payload, 4 + number(payload + 4)),
+        FORMAT_RICE: (payload, 6 + 2 * number(payload + 4)),
+    }
+    begin, count = tables.get(form, (at + 16, 1))
+    place = begin + 4 * rng.choice((0, count - 1, rng.randrange(max(count, 1))))
+    if rng.random() < 0.3 or not begin <= place <= len(data) - 4:
+        place = at + 16
+    step = rng.choice((1, 1, 4, 40, 256, 2**14, 2**31))
+    changed = (number(place) + rng.choice((-step, step))) % 2**32
+    data[place : place + 4] = changed.to_bytes(4, "little")
+    if rng.random() < 0.7 and form in (FORMAT_COO, FORMAT_PICI) and code < len(DTYPES):
+        size = payload_bytes(form, numel, number(at + 16), code)
+        data[at + 24 : at + 32] = size.to_bytes(8, "little")
+
+
+def move_bit(rng: random.Random, data: bytearray, begin: int, count: int) -> None:
+    """Moves a bit within so many bytes, often to the end: the number of bits stays right."""
+    near = data[begin : begin + count]
+    held = [bit for bit in range(8 * len(near)) if near[bit // 8] >> bit % 8 & 1]
+    free = rng.choice((rng.randrange(8 * len(near)), 8 * len(near) - 1))
+    if held and not near[free // 8] >> free % 8 & 1:
         for bit in (rng.choice(held), free):
-            words[bit // 8] ^= 1 << bit % 8
+            data[begin + bit // 8] ^= 1 << bit % 8
 
 
 def attempt(decode: Callable[[], object], *accs: torch.Tensor, intact: bool = False) -> bool:
@@ -158,83 +204,103 @@ def mend_words(rng: random.Random, record: torch.Tensor, intact: bool) -> None:
         data[48:52] = list(oracle.checksum(data[48:].tobytes()).to_bytes(4, "little"))
 
 
-def decode_message(rng: random.Random) -> bool:
-    """Dense, COO, Pici in both orders, blocks, also in a slot: `ops.decode_add_`."""
-    name = rng.choice(list(DTYPES))
-    code, numel = list(DTYPES).index(name), rng.choice(NUMELS)
-    grad = make_values(rng, numel, DTYPES[name])
-    offsets = torch.tensor([0, numel])
-    nnz, dense = torch.count_nonzero(grad).view(1), torch.zeros(1, dtype=torch.uint8)
-    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-    slots = torch.tensor([0, out.numel()]) if rng.random() < 0.3 else None
-    segments = Segments(offsets, dense, slots)
+def make_message(rng: random.Random) -> tuple[torch.Tensor, list[int], Expected]:
+    """A message of two segments in any format, where its records begin, and what it must state.
+
+    The first slot of a message in slots may be too short for its record.
+    """
+    code, numel = rng.choice((0, 1, 2, *range(7))), rng.choice((*NUMELS, 300, 9000, 9000))
+    offsets = torch.tensor([0, rng.randrange(numel + 1), numel])
+    others = (FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)  # dense where that is smaller
     spec = RecordSpec(
         code,
         STEP,
-        record_format=rng.choice((FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS)),
+        FORMAT_RICE if code in RICE_BITS or rng.random() < 0.2 else rng.choice(others),
         paper_order=rng.random() < 0.5,
         block_size=rng.choice((64, 256, 4096)),
-    )
-    with any_isa(rng):
-        if rng.random() < 0.5:
-            size = ops.encode(grad, segments, nnz, spec, out)
-        else:
-            everything = Pruning(torch.zeros(numel), offsets, torch.zeros(1), 1.0, -1)
-            size, _ = ops.prune_encode(grad, everything, segments, spec, out)
-    message, intact = damaged(rng, out[: int(size)] if slots is None else out)
-    acc = torch.full((numel,), UNTOUCHED)
-
-    def decode() -> None:
-        fresh = intact or rng.random() < 0.5
-        ops.decode_add_(
-            acc, message, Expected(offsets, code, STEP, rank=0, slots=slots), 0, fresh=fresh
-        )
-        if intact:
-            assert torch.equal(acc.nan_to_num(), (grad.float() + 0).nan_to_num())
-
-    return attempt(decode, acc, intact=intact)
-
-
-def decode_rice(rng: random.Random) -> bool:
-    """Rice records in every kind of values, kept segments beside them, on every instruction set."""
-    code, numel = rng.randrange(7), rng.choice((*NUMELS, 9000))
-    border = rng.randrange(numel + 1)
-    offsets, kept = torch.tensor([0, border, numel]), torch.tensor([0, rng.random() < 0.3])
-    spec = RecordSpec(
-        code,
-        STEP,
-        FORMAT_RICE,
         log2_span=rng.choice((12, 13, 17)),
         without_indices=code in (3, 4) and rng.random() < 0.3,
     )
-    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-    slots = None
-    if rng.random() < 0.3:
-        room = [
-            ops.message_capacity(torch.tensor([0, part]), code) for part in offsets.diff().tolist()
-        ]
-        slots = torch.tensor([0, room[0], sum(room)])
+    kept = torch.tensor([0, rng.random() < 0.2], dtype=torch.uint8)
     grad = make_values(rng, numel, rng.choice(list(DTYPES.values())))
+    if rng.random() < 0.5:
+        grad[: rng.randrange(numel + 1)] = 0
+    nnz = torch.stack([part.count_nonzero() for part in grad.tensor_split(offsets[1:-1])])
+    out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
+    residual, segments = torch.zeros(numel), Segments(offsets, kept)
     with any_isa(rng):
-        sizes = ops.encode(
-            grad,
-            Segments(offsets, kept.to(torch.uint8), slots),
-            None,
-            spec,
-            out,
-            residual_N=torch.zeros(numel) if code in RICE_BITS else None,
+        if rng.random() < 0.5:
+            added = residual if code in RICE_BITS else None
+            sizes = ops.encode(grad, segments, nnz, spec, out, residual_N=added)
+        else:
+            everything = Pruning(residual, torch.tensor([0, numel]), torch.zeros(1), 1.0, -1)
+            sizes, _ = ops.prune_encode(grad, everything, segments, spec, out)
+    first, end = sizes.cumsum(0).tolist()
+    if rng.random() < 0.7:
+        return out[:end], [0, first], Expected(offsets, code, STEP, rank=0)
+    room = max(first + 16 * rng.randrange(-1, 3), HEADER_BYTES)
+    garbage = torch.full((32,), 0xA5, dtype=torch.uint8)
+    first_slot = torch.cat([out[:first], garbage])[:room]
+    message = torch.cat([first_slot, out[first:end], garbage[: 16 * rng.randrange(3)]])
+    slots = torch.tensor([0, room, message.numel()])
+    return message, [0, int(slots[1])], Expected(offsets, code, STEP, rank=0, slots=slots)
+
+
+def sum_by_oracle(
+    acc: torch.Tensor, record: torch.Tensor, expected: Expected
+) -> torch.Tensor | None:
+    """The accumulator with the message added; None if the message is wrong."""
+    slots, acc, message = expected.slots, acc.clone(), record.numpy().tobytes()
+    places = [0, len(message)] if slots is None else slots.tolist()
+    if places[-1] != len(message):
+        return None
+    try:
+        for s, (begin, end) in enumerate(pairwise(places)):
+            part, records = message[begin:end], expected
+            if slots is not None:
+                offsets = expected.segment_offsets[s : s + 2]
+                part = part[: HEADER_BYTES + int.from_bytes(part[24:32], "little")]
+                records = replace(expected, segment_offsets=offsets)
+            message_oracle.decode_add_(acc, part, records, 0)
+    except WireFormatError:
+        return None
+    return acc
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all bits are, but for those of NaN: which survives differs between machines."""
+    return bool(((a.view(torch.int32) == b.view(torch.int32)) | a.isnan() & b.isnan()).all())
+
+
+def decode_message(rng: random.Random) -> bool:
+    """Messages in every format, also in slots, one at a time and several in one pass.
+
+    The answers are the oracle's, bit for bit, on every instruction set.
+    """
+    made, places, expected = make_message(rng)
+    message, _ = damaged(rng, made, places)
+    untouched = torch.full((int(expected.segment_offsets[-1]),), UNTOUCHED)
+    fresh, acc = rng.random() < 0.5, untouched.clone()
+    start = torch.zeros_like(acc) if fresh else untouched
+    is_whole = sum_by_oracle(start, made, expected) is not None
+    assert is_whole or expected.slots is not None, "a message of our own is refused"
+    wanted = sum_by_oracle(start, message, expected)
+    with any_isa(rng):
+        refused = attempt(lambda: ops.decode_add_(acc, message, expected, 0, fresh=fresh), acc)
+    assert refused == (wanted is None), "the oracle judges this message otherwise"
+    assert wanted is None or same(acc, wanted), "a message is added with other bits"
+
+    messages, total, one_pass = (message, made, message), start.clone(), untouched.clone()
+    for each in messages:
+        with suppress(WireFormatError):
+            ops.decode_add_(total, each, expected, 0)
+    with any_isa(rng):
+        refused_in_sum = attempt(
+            lambda: ops.decode_sum_(one_pass, messages, expected, 0, range(3), fresh=fresh)
         )
-        message, intact = damaged(rng, out[: int(sizes.sum())] if slots is None else out)
-        acc, wanted = torch.full((numel,), UNTOUCHED), torch.full((numel,), UNTOUCHED)
-        expected = Expected(offsets, code, STEP, rank=0, slots=slots)
-
-        def decode() -> None:
-            ops.decode_add_(acc, message, expected, 0)
-            if slots is None:
-                message_oracle.decode_add_(wanted, message.numpy().tobytes(), expected, 0)
-                assert torch.equal(acc.nan_to_num(), wanted.nan_to_num())
-
-        return attempt(decode, acc, intact=intact)
+    assert refused_in_sum == (refused or not is_whole), "a message of a sum is judged otherwise"
+    assert same(one_pass, total), "a sum in one pass has other bits"
+    return refused
 
 
 def decode_arguments(rng: random.Random) -> bool:
@@ -282,12 +348,13 @@ def decode_bitmap(rng: random.Random) -> bool:
     """The hash bitmap, added to the segment or to a partition."""
     place = _partition(rng)
     values = make_values(rng, place.positions, place.value_dtype)
-    numel, record = place.partition_hash.numel, hash_bitmap.encode(values, place)
-    if rng.random() < 0.1 and 0 < place.positions <= 64 and record[FORM_AT] == FORM_BITMAP:
-        move_bit(rng, record, place)
-        record, intact = record.clone(), False
-    else:
-        record, intact = damaged(rng, record)
+    numel, made = place.partition_hash.numel, hash_bitmap.encode(values, place)
+    record, intact = damaged(rng, made)
+    if rng.random() < 0.2 and made[FORM_AT] == FORM_BITMAP:
+        data = bytearray(made.numpy())
+        move_bit(rng, data, SECTIONS_AT, place.word_bytes)
+        record = torch.frombuffer(data, dtype=torch.uint8).clone()
+        intact = torch.equal(record, made)
     acc_M, acc_P = torch.full((numel,), UNTOUCHED), torch.full((place.positions,), UNTOUCHED)
 
     def decode() -> None:
@@ -380,7 +447,6 @@ def decode_quantised(rng: random.Random) -> bool:
 
 DECODERS: dict[str, Callable[[random.Random], bool]] = {
     "message": decode_message,
-    "message of Rice records": decode_rice,
     "message, wrong arguments": decode_arguments,
     "hash bitmap": decode_bitmap,
     "hash pairs": decode_pairs,

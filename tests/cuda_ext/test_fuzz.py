@@ -16,7 +16,7 @@ from megatron_sparse.cuda_ext import build
 from tests.cuda_ext.fuzz_records import DECODERS
 from tests.programs import ROOT, ended, with_variables
 
-pytestmark = pytest.mark.timeout(1200)  # three instruction sets are compiled with sanitizers first
+pytestmark = pytest.mark.timeout(1200)  # the library is compiled with sanitizers first
 COPIED = ("megatron_sparse", "cuda_ext", "triton_kernels", "scripts", "tests/cuda_ext")
 
 
@@ -37,9 +37,8 @@ def test_every_decoder_refuses_or_is_right(name):
 def test_nothing_is_found():
     done = fuzz(ROOT, 60)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    executions = [int(n) for n in re.findall(r"(\d+) executions, 0 crashes", done.stdout)]
-    assert len(executions) == 2
-    assert min(executions) > 500  # a tenth of the runs of a loaded machine in half a minute
+    (executions,) = re.findall(r"(\d+) executions, 0 crashes", done.stdout)
+    assert int(executions) > 1000  # a tenth of the runs of a loaded machine in a minute
 
 
 @pytest.mark.slow
@@ -48,6 +47,8 @@ def test_nothing_is_found():
     [
         ("decode_records.cpp", "index >= limit"),
         ("decode_records.cpp", "after - before != kernel.count_bits(words, kTileSide)"),
+        ("decode_records.cpp", "block[i] != 0"),
+        ("record_check.h", "record.sections.payload > available"),
         ("rice_records.cpp", "element >= parts.numel"),
         ("rice.h", "end > all_words"),
         ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
@@ -61,7 +62,7 @@ def test_a_missing_check_is_found(tmp_path, source, check):
     planted.write_text(planted.read_text().replace(check, "false"))
     done = fuzz(tmp_path, 60)
     assert done.returncode == 1, done.stdout[-3000:]
-    assert re.search("Sanitizer|runtime error|AssertionError|fuzz_decode: ", done.stderr)
+    assert re.search("Sanitizer|runtime error|AssertionError", done.stderr)
 
 
 @pytest.mark.parametrize("argument", ["soon", "-1", ""])
