@@ -1,9 +1,8 @@
 """Good messages of every format, and what can be wrong with them: a table that all codecs share."""
 
-import random
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -259,15 +258,3 @@ def rice_damages(good: bytes, value_dtype: int, whole: bool) -> list[Damage]:
             for value in (was ^ 1, was ^ 1 << 12, was ^ 1 << 31, 0, 2**32 - 1, was << 1):
                 found.append(Damage(put(good, at, value), None, (at, value)))
     return found
-
-
-def at_random(
-    good: bytes, trials: int, seed: int, *records: int, place: Callable[[random.Random], int]
-) -> Iterator[bytes]:
-    """Up to four bytes changed in each trial, under right checksums of the records."""
-    chance = random.Random(seed)
-    for _ in range(trials):
-        data = bytearray(good)
-        for _ in range(chance.randint(1, 4)):
-            data[min(place(chance), len(data) - 1)] = chance.randrange(256)
-        yield sealed(data, *records)

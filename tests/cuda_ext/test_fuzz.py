@@ -28,9 +28,8 @@ def fuzz(root, seconds):
 @pytest.mark.parametrize("name", DECODERS)
 def test_every_decoder_refuses_or_is_right(name):
     """The inputs of `fuzz_records.py`, without sanitizers: finds only wrong answers."""
-    refused = Counter(DECODERS[name](random.Random(seed)) for seed in range(150))
-    assert refused[True] > 10
-    assert refused[False] > 10
+    refused = Counter(DECODERS[name](random.Random(seed)) for seed in range(400))
+    assert min(refused[True], refused[False]) > 30
 
 
 @pytest.mark.slow
