@@ -52,7 +52,7 @@ COMMANDS = {
     # Show what runs have written.
     runs.stragglers: "Show which rank came last in a run, how late, and whether it did so again.",
     runs.report: "Write one HTML page about a run, or about several side by side.",
-    runs.view: "Draw a run's live view from its folder, here or as a picture.",
+    runs.view: "Draw a run's progress from its folder, here or as a picture.",
     runs.dashboard: "Make a W&B workspace: communication time first, then its causes.",
 }
 MEASURED = {

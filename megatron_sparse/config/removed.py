@@ -43,6 +43,9 @@ REMOVED: Mapping[str, str] = {
     "straggler.history": "leave it out: the last 20 steps count",
     "straggler.inject_delay_ms": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
     "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
+    "tracking.console=auto": "leave it out: a line every 10 iterations; `megatron-sparse view RUN "
+    "--follow` draws the picture",
+    "tracking.console=live": "use `megatron-sparse view RUN --follow` in another terminal",
     "tracking.flush_every": "leave it out: lines are flushed every 10 iterations, and at the end",
     "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
     "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_sparse.config.checks import Checked, choice, in_range, whole
 
-CONSOLES = ("auto", "live", "plain", "off")
+CONSOLES = ("plain", "off")
 
 
 @dataclass
@@ -14,16 +14,14 @@ class TrackingConfig(Checked):
     """Where measurements go, and how many are taken.
 
     Attributes:
-        console: what the writing rank prints while it trains: `live` (a view that redraws itself,
-            for a terminal), `plain` (one line every `sample_every` iterations) or `auto` (`live`
-            on a terminal, else `plain`), each followed by the breakdown table at the end; `off`
-            prints nothing.
+        console: what the writing rank prints: `plain` (one line every `sample_every` iterations,
+            and the breakdown table at the end) or `off`. `megatron-sparse view` draws a picture.
         tensorboard: write scalars for TensorBoard into the run's folder.
         wandb: `auto` (online with a key, offline without), `online`, `offline`, `disabled`.
         wandb_project: project name for Weights & Biases.
         sample_every: iterations between samples of the expensive metrics: those of each bucket,
             its threshold, the residual's norm (one read of the residual), and the lines of
-            `console=plain`; 0 never samples. docs/tracking.md has the costs.
+            `console`; 0 never samples. docs/tracking.md has the costs.
         trace_iters: number of iterations whose timeline goes to `trace.json` in the run's folder,
             for chrome://tracing and ui.perfetto.dev; 0 writes none.
         profile_iters: number of iterations that torch.profiler records on the writing rank, with
@@ -38,7 +36,7 @@ class TrackingConfig(Checked):
 
     SECTION = "tracking"
 
-    console: str = choice("auto", CONSOLES)
+    console: str = choice("plain", CONSOLES)
     tensorboard: bool = True
     wandb: str = choice("auto", ("auto", "online", "offline", "disabled"))
     wandb_project: str = "megatron_sparse"

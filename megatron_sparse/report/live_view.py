@@ -1,12 +1,10 @@
-"""`megatron-sparse view`: the live view of a run, drawn from the run's files.
+"""`megatron-sparse view`: a picture of a run's progress, drawn from the run's files.
 
-For runs whose terminal is elsewhere (a batch job), and for pictures. The view is that of
-`telemetry.live`, fed with the lines of `breakdown.jsonl`. Only the time left differs: time between
-iterations is not recorded, so the estimate counts the iterations alone.
+For every run, also one whose terminal is elsewhere (a batch job). The time left counts the
+iterations alone, because time between iterations is not recorded.
 
 `--follow` draws it anew as the run writes lines. It reads what the file has grown by, so a long run
-costs no more than a short one. A PNG or PDF is drawn by matplotlib character by character: no
-browser, no font beside matplotlib's own.
+costs no more than a short one. A PNG or PDF shows the text alone, without its colours.
 """
 
 from __future__ import annotations
@@ -17,26 +15,34 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.terminal_theme import SVG_EXPORT_THEME
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from megatron_sparse.errors import ConfigError, writing
+from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.lines import other_version, parse
-from megatron_sparse.telemetry.live import RunProgress, render
+from megatron_sparse.telemetry.progress import RunProgress
+from megatron_sparse.telemetry.quantities import REST, ms
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
 INTERVAL_S = 1.0
 PICTURE_COLUMNS = 100
-CHARACTER_IN = (0.085, 0.17)
-"""Width and height of a character of a PNG, in inches."""
+MIN_COLUMNS = 40
 DPI = 150
 _FONT = "DejaVu Sans Mono"
-_POINTS = 10
-_MARGIN = 1
+_STYLES = {
+    "forward_backward": "green",
+    "optimizer": "cyan",
+    "host_wait": "red",
+    "param_wait": "magenta",
+    REST: "white",
+}
 
 # rich fills in this template. Its default loads a font from a server, which a picture must not do.
 _SVG = """\
@@ -62,6 +68,48 @@ monospace; line-height: {line_height}px; }}
 </g>
 </svg>
 """
+
+
+def render(progress: RunProgress, columns: int) -> RenderableType:
+    """The view.
+
+    Args:
+        progress: progress with at least one iteration.
+        columns: width of the terminal; below `MIN_COLUMNS` there are no bars.
+    """
+    last = progress.latest
+    head = Table.grid(padding=(0, 1), expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(ratio=1)
+    head.add_column(no_wrap=True, justify="right")
+    bar = ProgressBar(total=progress.total or last.iteration, completed=last.iteration)
+    head.add_row(Text(progress.name, style="bold"), bar, progress.place())
+    iteration_ms = progress.iteration_ms
+    stages = Table.grid(padding=(0, 1), expand=True)
+    stages.add_column(no_wrap=True, width=max(map(len, STEP_STAGES)))
+    stages.add_column(justify="right", no_wrap=True, width=10)
+    stages.add_column(justify="right", no_wrap=True, width=4)
+    if columns >= MIN_COLUMNS:
+        stages.add_column(ratio=1)
+    for stage, time_ms in progress.stages().items():
+        share = time_ms / iteration_ms if iteration_ms else 0.0
+        row: list[RenderableType] = [stage, f"{ms(time_ms)} ms", f"{share:.0%}"]
+        if columns >= MIN_COLUMNS:
+            style = _STYLES[stage]
+            row.append(
+                ProgressBar(total=1, completed=share, complete_style=style, finished_style=style)
+            )
+        stages.add_row(*row)
+    inside = "  ".join(f"{stage} {ms(t)}" for stage, t in progress.bucket_stages().items() if t)
+    return Group(
+        Rule(style="dim"),
+        head,
+        Text(progress.facts()),
+        Text(progress.pace(), style="dim"),
+        stages,
+        Text(progress.traffic()),
+        Text(f"buckets, ms: {inside}" if inside else "no bucket yet", style="dim"),
+    )
 
 
 def progress_of(folder: Path, iteration: int | None) -> RunProgress:
@@ -143,90 +191,26 @@ def picture(progress: RunProgress, columns: int, output: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    if output.suffix.lower() == ".svg":
-        output.write_text(svg(progress, columns), encoding="utf-8")
-        return
-    draw(render(progress, columns), columns, _title(progress), output)
-
-
-def _title(progress: RunProgress) -> str:
-    return f"{progress.name}, iteration {progress.latest.iteration}"
-
-
-def svg(progress: RunProgress, columns: int) -> str:
-    """The view in a terminal window, as one self-contained SVG.
-
-    Args:
-        progress: progress with at least one iteration.
-        columns: width of the terminal.
-    """
+    title = f"{progress.name}, iteration {progress.latest.iteration}"
+    svg = output.suffix.lower() == ".svg"
     console = Console(
         record=True,
         file=io.StringIO(),
         width=columns,
-        force_terminal=True,
-        color_system="truecolor",
+        force_terminal=svg,
+        color_system="truecolor" if svg else None,
         highlight=False,
     )
     console.print(render(progress, columns))
-    return console.export_svg(title=_title(progress), code_format=_SVG, unique_id="view")
-
-
-def draw(view: RenderableType, columns: int, title: str, output: Path) -> None:
-    """Draws a view of rich's; the file's ending decides the format.
-
-    Args:
-        view: what the terminal would show.
-        columns: width of the terminal.
-        title: line above it.
-        output: the file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    if svg:
+        console.save_svg(str(output), title=title, code_format=_SVG, unique_id="view")
+        return
     from matplotlib.figure import Figure
 
-    console = Console(width=columns, force_terminal=True, color_system="truecolor", highlight=False)
-    lines = console.render_lines(view, console.options, pad=False)
-    width, height = columns + 2 * _MARGIN, len(lines) + 1 + 2 * _MARGIN
-    figure = Figure((width * CHARACTER_IN[0], height * CHARACTER_IN[1]), dpi=DPI)
-    FigureCanvasAgg(figure)
-    figure.patch.set_facecolor(_hex(SVG_EXPORT_THEME.background_color))
-    foreground = _hex(SVG_EXPORT_THEME.foreground_color)
-
-    def write(row: int, column: int, text: str, color: str, weight: str) -> None:
-        figure.text(
-            (column + _MARGIN) / width,
-            1 - (row + _MARGIN + 0.5) / height,
-            text,
-            color=color,
-            family=_FONT,
-            weight=weight,
-            size=_POINTS,
-            va="center_baseline",
-            parse_math=False,
-        )
-
-    write(0, 0, title, foreground, "bold")
-    for row, line in enumerate(lines, 1):
-        column = 0
-        for segment in line:
-            color, weight = foreground, "normal"
-            if segment.style is not None:
-                weight = "bold" if segment.style.bold else weight
-                if segment.style.color is not None:
-                    color = _hex(segment.style.color.get_truecolor(SVG_EXPORT_THEME))
-            # One by one: no font is exactly as wide as the grid.
-            for character in segment.text:
-                if character.strip():
-                    write(row, column, character, color, weight)
-                column += 1
-    figure.savefig(output)
-
-
-def _hex(color: tuple[int, int, int]) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*color)
+    figure = Figure(dpi=DPI)
+    text = f"{title}\n{console.export_text()}"
+    figure.text(0, 0, text, family=_FONT, parse_math=False)
+    figure.savefig(output, bbox_inches="tight")
 
 
 class Lines:

@@ -37,9 +37,8 @@ def log_path(run_dir: Path, rank: int) -> Path:
 def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
     """Sends this process's stdout and stderr to the rank's log, and appends to it.
 
-    The last rank, on which Megatron prints, also keeps its stdout; if that is a terminal, it has no
-    log, so that progress bars work. Afterwards both streams are restored. An untyped error leaves
-    its traceback in the log.
+    The last rank, on which Megatron prints, also keeps its stdout. Afterwards both streams are
+    restored. An untyped error leaves its traceback in the log.
 
     Args:
         run_dir: the run's folder, which exists.
@@ -52,8 +51,6 @@ def rank_log(run_dir: Path, rank: int, world_size: int) -> Iterator[None]:
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         with _redirected(log):
             yield
-    elif sys.stdout.isatty():
-        yield
     else:
         # In a session of its own: a signal to the job's processes would end tee, and the rank's
         # next line would then kill the rank.

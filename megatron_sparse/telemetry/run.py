@@ -29,9 +29,9 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line,
 from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
-from megatron_sparse.telemetry.live import Isolated, open_view
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
 from megatron_sparse.telemetry.profiling import IterationTraces, Span
+from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
     READINESS_FILE,
@@ -123,10 +123,9 @@ class RunTelemetry:
         self._plan_rows = plan_rows
         self._schemes_shown: list[tuple[str, str]] = []
         self._lock = ExitStack()
-        self._view = None
-        if is_writer:
-            every = tracking.sample_every
-            self._view = open_view(tracking.console, self._name, iterations, every)
+        self._progress = None
+        if is_writer and tracking.console != "off":
+            self._progress = Isolated(RunProgress(self._name, iterations), "the progress")
         if self._run_dir is not None:
             self._open_files(self._run_dir, locks)
 
@@ -271,8 +270,8 @@ class RunTelemetry:
                 self._show_plan(records, iteration)
             for sink in self._sinks:
                 sink.do(lambda shown: shown.log(scalars, iteration))
-        if self._view is not None:
-            self._view.do(lambda view: view.update(breakdown))
+        if self._progress is not None:
+            self._progress.do(lambda progress: self._show_progress(progress, breakdown))
         return breakdown
 
     def flush(self) -> None:
@@ -299,22 +298,20 @@ class RunTelemetry:
             return self._closed
         self.flush()
         if self._traces is not None:
-            self._traces.close()
-        if self._view is not None:
-            self._view.close()
+            self._traces.do(IterationTraces.close, always=True)
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
         summary["memory_bytes"] = dict(memory or {})
         summary["trials"] = dict(trials or {})
         for sink in self._sinks:
-            sink.close()
+            sink.do(lambda shown: shown.close(), always=True)
         if self._run_dir is not None:
             try:
                 write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
         self._lock.close()
-        if self._is_writer and self._tracking.console != "off":
+        if self._progress is not None:
             print_summary(summary)
         return summary
 
@@ -336,6 +333,12 @@ class RunTelemetry:
         self._since_flush += 1
         if self._since_flush >= FLUSH_EVERY:
             self.flush()
+
+    def _show_progress(self, progress: RunProgress, breakdown: IterationBreakdown) -> None:
+        """Adds an iteration that has just ended; prints a line in sampled iterations."""
+        progress.add(breakdown, time.perf_counter())
+        if self.samples(breakdown.iteration):
+            print(progress.line(), flush=True)
 
     def _show_plan(self, records: Sequence[BucketRecord], iteration: int) -> None:
         """Gives the dashboards the plan if a bucket's scheme has changed since the last time."""

@@ -221,7 +221,7 @@ def test_the_profile_has_every_stage_and_the_backward_pass(run):
     assert {event["args"]["iteration"] for event in of_buckets} == {4, 5}
 
 
-def test_without_a_terminal_there_are_plain_lines(run):
+def test_progress_is_a_line_every_few_iterations(run):
     text = (run.parent / "tracked.log").read_text()
     told = re.findall(r"^tracked: (\d+)/8.*wire/dense.* ms = forward_backward", text, re.M)
     assert told == ["2", "4", "6", "8"]

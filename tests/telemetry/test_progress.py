@@ -1,9 +1,7 @@
-"""The view of a running training: content, place, and no side effects."""
+"""The progress of a training: its words, its lines, and the view drawn of it."""
 
 import dataclasses
 import io
-import logging
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,17 +9,11 @@ from rich.console import Console
 
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.recording import STAGES
+from megatron_sparse.report.live_view import render
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import PHASES
-from megatron_sparse.telemetry.live import (
-    LiveView,
-    PlainView,
-    RunProgress,
-    clock,
-    open_view,
-    render,
-)
+from megatron_sparse.telemetry.progress import Isolated, RunProgress, clock
 
 
 def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> IterationBreakdown:
@@ -148,107 +140,43 @@ def test_it_shows_the_rate_and_what_dense_would_take():
     )
 
 
-def test_plain_prints_a_line_now_and_then():
-    file = io.StringIO()
-    view = PlainView(RunProgress("demo", 6), every=3, file=file)
-    for iteration in range(1, 7):
-        view.update(breakdown(iteration))
-    view.close()
-    lines = file.getvalue().splitlines()
-    assert [line.split(",")[0].split("  ")[0] for line in lines] == ["demo: 3/6", "demo: 6/6"]
-    assert file.getvalue().isascii()
-    assert "wire/dense 3.12%" in lines[0]
+def test_the_writer_prints_a_line_now_and_then(capsys):
+    def printed(every: int, is_writer: bool = True, **how) -> list[str]:
+        tracking = TrackingConfig(sample_every=every, **how)
+        telemetry = RunTelemetry(None, tracking, is_writer=is_writer, iterations=7)
+        for iteration in range(1, 7):
+            telemetry.end_iteration(iteration, iteration_s=0.1)
+        return capsys.readouterr().out.splitlines()
+
+    lines = printed(3)
+    assert [line.split(",")[0].split("  ")[0] for line in lines] == ["run: 3/7", "run: 6/7"]
     assert lines[0].endswith(
+        "100.00 ms = forward_backward 0.00 + optimizer 0.00 + host_wait 0.00 + other 100.00"
+    )
+    assert printed(0) == printed(1, is_writer=False) == printed(1, console="off") == []
+
+
+def test_a_line_has_the_facts_in_ascii():
+    line = progressed().line()
+    assert line.isascii()
+    assert "wire/dense 3.12%" in line
+    assert line.endswith(
         "100.00 ms = forward_backward 70.00 + optimizer 10.00 + host_wait 15.00 + other 5.00"
     )
-    silent = io.StringIO()
-    PlainView(RunProgress("demo", 6), every=0, file=silent).update(breakdown(3))
-    assert silent.getvalue() == ""
 
 
-class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+def test_a_failing_progress_is_turned_off_and_closed_once_more(caplog):
+    calls = []
 
-    def isatty(self):
-        return True
+    def fail(shown: list) -> None:
+        shown.append("called")
+        raise OSError("no space left")
 
-
-@pytest.mark.parametrize(
-    ("console", "stream", "term", "kind"),
-    [
-        ("auto", Terminal(), "xterm", LiveView),
-        ("auto", Terminal(), "dumb", PlainView),
-        ("auto", io.StringIO(), "xterm", PlainView),
-        ("plain", Terminal(), "xterm", PlainView),
-        ("live", io.StringIO(), "dumb", LiveView),
-        ("off", Terminal(), "xterm", None),
-    ],
-)
-def test_which_view(monkeypatch, console, stream, term, kind):
-    monkeypatch.setenv("TERM", term)
-    view = open_view(console, "demo", 5, 1, stream)
-    assert view is None if kind is None else type(view.shown) is kind  # type: ignore[union-attr]
-
-
-def test_prints_and_logs_go_above_the_view_and_streams_are_restored(monkeypatch):
-    """Also a log handler that holds the old stream: its lines would land inside the view."""
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    handler = logging.StreamHandler(terminal)
-    log = logging.getLogger("of.megatron")
-    log.addHandler(handler)
-    try:
-        view = LiveView(RunProgress("demo", 9), Console(file=terminal, width=80))
-        view.update(breakdown(1))
-        assert sys.stdout is not terminal
-        assert handler.stream is not terminal
-        print("a line of Megatron")
-        log.warning("a warning")
-        view._drawn_s = 0.0
-        view.update(breakdown(2))
-        view.close()
-        view.close()
-        assert sys.stdout is terminal
-        assert handler.stream is terminal
-    finally:
-        log.removeHandler(handler)
-    text = terminal.getvalue()
-    # Each line stands whole on a line of its own, and the view is drawn again below it.
-    for line in ("a line of Megatron", "a warning"):
-        before, after = text.split(line)
-        assert before.endswith("\r\x1b[2K") or before.endswith("\n") or before.endswith("\x1b[2K")
-        assert after.startswith("\n")
-        assert "forward_backward" in after
-    # The cursor is never left hidden.
-    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
-
-
-def test_it_draws_a_few_times_a_second(monkeypatch):
-    now_s = [100.0]
-    monkeypatch.setattr("megatron_sparse.telemetry.live.time.perf_counter", lambda: now_s[0])
-    view = LiveView(RunProgress("demo", 9), Console(file=io.StringIO(), width=80))
-    frames = []
-    monkeypatch.setattr(view, "_draw", lambda: frames.append(now_s[0]))
-    for iteration in range(1, 11):
-        view.update(breakdown(iteration))
-        now_s[0] += 0.0625
-    assert frames == [100.0, 100.25, 100.5]
-
-
-def test_only_the_writer_shows_something(capsys):
-    for console in ("plain", "live"):
-        tracking = TrackingConfig(console=console, sample_every=1)
-        telemetry = RunTelemetry(None, tracking, is_writer=False)
-        telemetry.end_iteration(1, iteration_s=0.1)
-        telemetry.close()
-    assert capsys.readouterr().out == ""
-    telemetry = RunTelemetry(
-        None, TrackingConfig(console="plain", sample_every=1), is_writer=True, iterations=7
-    )
-    telemetry.end_iteration(1, iteration_s=0.1)
-    assert capsys.readouterr().out.startswith("run: 1/7 ")
+    isolated = Isolated(calls, "the progress")
+    for always in (False, False, True):
+        isolated.do(fail, always=always)
+    assert calls == ["called", "called"]
+    assert caplog.text.count("the progress failed and is off for the rest of the run: OSError") == 1
 
 
 def test_the_guide_shows_the_view_as_it_is():
