@@ -80,7 +80,7 @@ def test_nvtx_ranges_are_pushed_and_popped(monkeypatch):
 
 def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp_path):
     """Includes the progress thread, which is older than the profiler; both use one clock."""
-    tracking = TrackingConfig(console="off", profile_iters=2, trace_start=2, trace_iters=1)
+    tracking = TrackingConfig(console="off", profile_iters=2, trace_start=2)
     telemetry = RunTelemetry(tmp_path, tracking, is_writer=True)
     turn, done = threading.Semaphore(0), threading.Semaphore(0)
     records: list[BucketRecord] = []
@@ -127,9 +127,6 @@ def test_the_profile_has_the_stages_of_both_threads_and_the_buckets_timeline(tmp
         mine = [e for e in events if e["name"] == stage and e.get("ph") == "X"]
         assert [e["ts"] for e in mine] == pytest.approx([a["ts"], b["ts"]], abs=5e3)
     assert {e["args"]["iteration"] for e in events if e["name"] == "b0"} == {2, 3}
-    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {e["args"]["iteration"] for e in trace if e.get("ph") == "X"} == {2}
-    assert min(e["ts"] for e in trace if e.get("ph") == "X") == 0
     assert not list(tmp_path.glob(".*"))
 
 
@@ -151,15 +148,15 @@ def test_a_gather_has_a_row_with_its_stages():
     gather.finished_s = 1.5
     gather.timer.spans.append(("decode", 1.25, 1.375))
     timeline = Timeline(0)
-    timeline.add(7, [("optimizer", 0.5, 1.0)], [], [gather])
-    events = timeline.events(timeline.begin_us)
+    timeline.add(7, [], [gather])
+    events = timeline.events(origin_us=0.5e6)
     rows = {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     whole, stage = spans["group0.0 parameters"], spans["decode"]
     assert rows[whole["tid"]] == "group0.0 parameters"
-    assert stage["tid"] == whole["tid"] != spans["optimizer"]["tid"]
+    assert stage["tid"] == whole["tid"]
     assert (whole["ts"], whole["dur"]) == (0.5e6, 0.5e6)
     assert (stage["ts"], stage["dur"]) == (0.75e6, 0.125e6)
     assert whole["args"] == {"iteration": 7, "method": "exact", "numel": 10, "wire_bytes": 8}

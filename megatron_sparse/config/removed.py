@@ -50,6 +50,7 @@ REMOVED: Mapping[str, str] = {
     "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
     "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
     "the coders on synthetic moves",
+    "tracking.trace_iters": "set tracking.profile_iters=N: profile.json has the timeline",
     "tracking.wandb_entity": "export WANDB_ENTITY=NAME",
     "training.clip_grad": "set megatron.clip_grad=NORM",
     "training.log_interval": "set megatron.log_interval=N",

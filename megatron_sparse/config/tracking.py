@@ -22,12 +22,10 @@ class TrackingConfig(Checked):
         sample_every: iterations between samples of the expensive metrics: those of each bucket,
             its threshold, the residual's norm (one read of the residual), and the lines of
             `console`; 0 never samples. docs/tracking.md has the costs.
-        trace_iters: number of iterations whose timeline goes to `trace.json` in the run's folder,
-            for chrome://tracing and ui.perfetto.dev; 0 writes none.
         profile_iters: number of iterations that torch.profiler records on the writing rank, with
             every operator and kernel of forward, backward and synchronisation, into
             `profile.json` in the run's folder; 0 records none.
-        trace_start: first iteration of the timeline and of the profile.
+        trace_start: first iteration of the profile.
         nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
         record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
             in the run's folder, before and after selection, for `megatron-sparse profile`;
@@ -41,7 +39,6 @@ class TrackingConfig(Checked):
     wandb: str = choice("auto", ("auto", "online", "offline", "disabled"))
     wandb_project: str = "megatron_sparse"
     sample_every: int = whole(10, 0)
-    trace_iters: int = whole(0, 0)
     profile_iters: int = whole(0, 0)
     trace_start: int = whole(1, 1)
     nvtx: bool = False

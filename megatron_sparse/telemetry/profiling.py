@@ -1,6 +1,5 @@
-"""The traces of some iterations: the plugin's own timeline, and torch.profiler's.
+"""The profile of some iterations: torch.profiler's trace, with the buckets' timeline beside it.
 
-`trace.json` shows the host's view and costs nothing, because its times are recorded anyway.
 `profile.json` holds torch.profiler's records of the training thread, the progress thread and the
 GPU, with every stage as a range `megatron_sparse/<stage>`. The buckets' timeline is added to it,
 because no thread works while a bucket is on the wire. The profiler slows iterations down: their
@@ -27,21 +26,16 @@ from megatron_sparse.telemetry.lines import write_whole
 
 logger = logging.getLogger(__name__)
 
-TRACE_FILE = "trace.json"
 PROFILE_FILE = "profile.json"
-TRAINING_ROW = 0
-
-Span = tuple[str, float, float]
-"""A name, and the `time.perf_counter` seconds of its begin and end."""
 
 
 class Timeline:
     """Collects events in the Trace Event Format, for chrome://tracing and ui.perfetto.dev.
 
-    One row shows the training thread, and one each bucket with its stages; the gathers of its
-    parameters have a row of their own. The timeline shows at a glance whether synchronisation
-    overlaps with the backward pass: overlapped stages of a bucket lie below `forward_backward`; the
-    waits of the training thread (`host_wait`) are the exposed part.
+    Each bucket has a row with its stages; the gathers of its parameters have a row of their own.
+    Beside the training thread's ranges the rows show whether synchronisation overlaps with the
+    backward pass: overlapped stages of a bucket lie below `forward_backward`; the waits of the
+    training thread (`host_wait`) are the exposed part.
 
     Times are the host's. On CUDA a bucket's row shows only its launch and end; its stages are
     kernels, which torch.profiler shows.
@@ -58,7 +52,6 @@ class Timeline:
     def add(
         self,
         iteration: int,
-        steps: Sequence[Span],
         records: Iterable[BucketRecord],
         gathers: Iterable[GatherRecord],
     ) -> None:
@@ -66,12 +59,9 @@ class Timeline:
 
         Args:
             iteration: its number.
-            steps: spans of the training thread.
             records: records of the buckets.
             gathers: records of the gathers of parameters.
         """
-        for name, begin_s, end_s in steps:
-            self._span(TRAINING_ROW, name, begin_s, end_s, {"iteration": iteration})
         for record in records:
             arguments = {
                 "iteration": iteration,
@@ -101,16 +91,6 @@ class Timeline:
         for stage, begin_s, end_s in record.timer.spans:
             self._span(row, stage, begin_s, end_s, {"iteration": arguments["iteration"]})
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was added."""
-        return not self._events
-
-    @property
-    def begin_us(self) -> float:
-        """Begin of the first event, in microseconds of `time.perf_counter`; 0 without events."""
-        return min((event["ts"] for event in self._events), default=0.0)
-
     def events(self, origin_us: float) -> list[dict[str, Any]]:
         """All events, in the Trace Event Format.
 
@@ -121,7 +101,7 @@ class Timeline:
         process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
         rows = [common | process] + [
             common | {"name": "thread_name", "tid": row, "args": {"name": name}}
-            for name, row in {"training thread": TRAINING_ROW, **self._rows}.items()
+            for name, row in self._rows.items()
         ]
         return rows + [event | {"ts": event["ts"] - origin_us} for event in self._events]
 
@@ -141,24 +121,21 @@ class Timeline:
         )
 
 
-class IterationTraces:
-    """Writes both files when their last iteration has ended, or at the end of the run.
+class IterationProfile:
+    """Writes the file when its last iteration has ended, or at the end of the run.
 
     For `Isolated`: a failing disk or profiler raises.
 
     Args:
         run_dir: the run's folder, which exists.
-        tracking: `trace_iters`, `profile_iters` and `trace_start` are used.
+        tracking: `profile_iters` and `trace_start` are used.
     """
 
     def __init__(self, run_dir: Path, tracking: TrackingConfig) -> None:
         self._run_dir = run_dir
         start = tracking.trace_start
-        self._traced = range(start, start + tracking.trace_iters)
         self._profiled = range(start, start + tracking.profile_iters)
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._timeline = Timeline(self._rank)
-        self._beside_profile = Timeline(self._rank)
+        self._timeline = Timeline(dist.get_rank() if dist.is_initialized() else 0)
         self._profiler: Any = None
 
     def begin(self, iteration: int) -> None:
@@ -183,31 +160,17 @@ class IterationTraces:
     def end(
         self,
         iteration: int,
-        spans: Sequence[Span],
         records: Sequence[BucketRecord],
         gathers: Sequence[GatherRecord],
     ) -> None:
-        """Adds an iteration; writes a file after its last iteration."""
-        if iteration in self._traced:
-            self._timeline.add(iteration, spans, records, gathers)
+        """Adds an iteration; writes the file after the last one."""
         if iteration in self._profiled:
-            self._beside_profile.add(iteration, spans, records, gathers)
-        if self._traced and iteration == self._traced[-1]:
-            self._write_timeline()
-        if self._profiled and iteration == self._profiled[-1]:
-            self._write_profile()
+            self._timeline.add(iteration, records, gathers)
+            if iteration == self._profiled[-1]:
+                self.close()
 
     def close(self) -> None:
         """Writes the iterations so far, for a run that ends early."""
-        self._write_timeline()
-        self._write_profile()
-
-    def _write_timeline(self) -> None:
-        timeline, self._timeline = self._timeline, Timeline(self._rank)
-        if not timeline.empty:
-            self._write(TRACE_FILE, {}, timeline.events(timeline.begin_us))
-
-    def _write_profile(self) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -219,9 +182,5 @@ class IterationTraces:
         # The profiler's times count from a calendar time, ours from a time of the host's clock.
         base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
         calendar_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
-        beside = self._beside_profile.events(base_us - calendar_us)
-        self._write(PROFILE_FILE, trace, trace["traceEvents"] + beside)
-
-    def _write(self, name: str, trace: dict[str, Any], events: list[dict[str, Any]]) -> None:
-        whole = {"displayTimeUnit": "ms", **trace, "traceEvents": events}
-        write_whole(self._run_dir / name, json.dumps(whole))
+        trace["traceEvents"] += self._timeline.events(base_us - calendar_us)
+        write_whole(self._run_dir / PROFILE_FILE, json.dumps({"displayTimeUnit": "ms", **trace}))

@@ -30,7 +30,7 @@ from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
 from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
-from megatron_sparse.telemetry.profiling import IterationTraces, Span
+from megatron_sparse.telemetry.profiling import IterationProfile
 from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
 from megatron_sparse.telemetry.readiness import (
@@ -76,7 +76,7 @@ class RunTelemetry:
         locks: whether the writer locks `run_dir` until `close`; False where the run's launcher has.
 
     Attributes:
-        waited_s: seconds of `WAITS` since the last other stage, or since the iteration began.
+        waited_s: seconds of `WAITS` since the run began.
 
     Raises:
         ConfigError: the writer cannot write to `run_dir`, or another process trains there.
@@ -111,8 +111,7 @@ class RunTelemetry:
         self._gathers_before = 0
         self._step_s: dict[str, float] = {}
         self.waited_s = 0.0
-        self._spans: list[Span] = []
-        self._traces: Isolated[IterationTraces] | None = None
+        self._profile: Isolated[IterationProfile] | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
         self._since_flush = 0
@@ -155,7 +154,7 @@ class RunTelemetry:
             remedy = "resume with the version that started the run, or choose another run folder"
             raise other_version(run_dir / BREAKDOWN_FILE, error, remedy) from None
         self._files = files
-        self._traces = Isolated(IterationTraces(run_dir, self._tracking), "the timeline")
+        self._profile = Isolated(IterationProfile(run_dir, self._tracking), "the profile")
         atexit.register(self.flush)
 
     def samples(self, iteration: int) -> bool:
@@ -171,9 +170,8 @@ class RunTelemetry:
         """
         self._step_s.pop("param_wait", None)
         self._gathers_before = len(self._gathers)
-        self.waited_s = 0.0
-        if self._traces is not None:
-            self._traces.do(lambda traces: traces.begin(iteration))
+        if self._profile is not None:
+            self._profile.do(lambda profile: profile.begin(iteration))
 
     def record_bucket(self, record: BucketRecord) -> None:
         """Keeps `record` for the current iteration; reads its times only when that ends."""
@@ -191,14 +189,8 @@ class RunTelemetry:
         """Adds host seconds to one of `STEP_STAGES` of the current iteration."""
         assert stage in STEP_STAGES, f"{stage!r} is not one of {STEP_STAGES}"
         self._step_s[stage] = self._step_s.get(stage, 0.0) + seconds
-        end_s = time.perf_counter()
-        # The call comes when the stage ends, and `seconds` excludes the waits inside the stage.
-        inside_s = 0.0
         if stage in WAITS:
             self.waited_s += seconds
-        else:
-            inside_s, self.waited_s = self.waited_s, 0.0
-        self._spans.append((stage, end_s - seconds - inside_s, end_s))
 
     def end_iteration(
         self,
@@ -231,7 +223,6 @@ class RunTelemetry:
         records, self._records = self._records, []
         gathers, self._gathers = self._gathers, []
         step_s, self._step_s = self._step_s, {}
-        spans, self._spans = self._spans, []
         readiness, self._readiness = self._readiness, []
         without = sum(record.straggler is not None for record in records)
         breakdown = iteration_breakdown(
@@ -259,8 +250,8 @@ class RunTelemetry:
         threshold = thresholds(records) if self.samples(iteration) else {}
         if self._files:
             self._write(breakdown, records, readiness, threshold)
-        if self._traces is not None:
-            self._traces.do(lambda traces: traces.end(iteration, spans, records, gathers))
+        if self._profile is not None:
+            self._profile.do(lambda profile: profile.end(iteration, records, gathers))
         if self._is_writer:
             scalars = breakdown.scalars()
             if breakdown.dense_iteration_ms is not None:
@@ -297,8 +288,8 @@ class RunTelemetry:
         if self._closed is not None:
             return self._closed
         self.flush()
-        if self._traces is not None:
-            self._traces.do(IterationTraces.close, always=True)
+        if self._profile is not None:
+            self._profile.do(IterationProfile.close, always=True)
         atexit.unregister(self.flush)
         summary = self._closed = self._summary()
         summary["memory_bytes"] = dict(memory or {})

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_sparse.profiler_ranges import PREFIX
 from megatron_sparse.run.composition import compose
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from tests.megatron.checkpoint_cases import saved_tensors
@@ -184,7 +185,7 @@ def _check_recording(run: Path) -> None:
         assert not torch.equal(gradients[0].to_dense(), gradients[1].to_dense())
 
 
-def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
+def test_a_profile_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_path):
     run = train(
         tmp_path,
         "traced",
@@ -196,20 +197,21 @@ def test_a_trace_shows_later_phases_of_a_bucket_during_later_backward_work(tmp_p
         "model.num_layers=4",
         "training.iterations=12",
         "tracking.trace_start=3",
-        "tracking.trace_iters=10",
+        "tracking.profile_iters=10",
         "tracking.record_gradients_iters=[1,2]",
     )
     _check_recording(run)
-    events = json.loads((run / "trace.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
+    events = json.loads((run / "profile.json").read_text())["traceEvents"]
+    spans = [event for event in events if "iteration" in event.get("args", {})]
     iterations = range(3, 13)
     assert {event["args"]["iteration"] for event in spans} == set(iterations)
+    backwards = [event for event in events if event["name"] == f"{PREFIX}forward_backward"]
+    backwards.sort(key=lambda event: event["ts"])
     # Of many iterations and buckets: on a busy machine a small model's backward pass may be over
     # before a peer has answered.
     overlapping = 0
-    for iteration in iterations:
+    for iteration, backward in zip(iterations, backwards, strict=True):
         mine = [event for event in spans if event["args"]["iteration"] == iteration]
-        (backward,) = [event for event in mine if event["name"] == "forward_backward"]
         end = backward["ts"] + backward["dur"]
         # The hooks of the backward pass launch the buckets, so before the last launch there is
         # backward work to come.
