@@ -129,4 +129,4 @@ def convergence(
     runner.run(options.given(output, overrides), figures, json, trains=not report)
 
 
-answer_for_renamed(bench)
+answer_for_renamed(bench, "bench")

@@ -19,6 +19,7 @@ RENAMED: dict[str, str] = {
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `plan RUN`, which has predicted beside measured times",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
+    "sweep": "use `report RUNS_DIR --output sweep.csv`, which has a line for each run",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
 
@@ -76,15 +77,22 @@ class Program(TyperGroup):
             ) from None
 
 
-def answer_for_renamed(bench: typer.Typer) -> None:
-    """Lets the commands of `RENAMED`, all of which `bench` had, answer with their error."""
+def answer_for_renamed(commands: typer.Typer, group: str = "") -> None:
+    """Lets the commands of `RENAMED` answer with their error.
+
+    Args:
+        commands: those of the program, or of a group.
+        group: such as `bench`; empty for the program.
+    """
     for name in RENAMED:
-        bench.command(
-            name.removeprefix("bench "),
-            hidden=True,
-            add_help_option=False,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_refusal(name))
+        above, _, own = name.rpartition(" ")
+        if above == group:
+            commands.command(
+                own,
+                hidden=True,
+                add_help_option=False,
+                context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+            )(_refusal(name))
 
 
 def _refusal(name: str) -> Callable[[], None]:

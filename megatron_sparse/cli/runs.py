@@ -58,20 +58,6 @@ def doctor(
     raise typer.Exit(report.run(json))
 
 
-def sweep(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The sweep's runs_dir.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.csv", callback=writable_file(".csv"), help="Write the table."),
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """For `train --multirun`. See docs/slurm.md."""
-    from megatron_sparse.run import sweep as runs
-
-    runs.report(folder, output, json)
-
-
 def corpus(
     kind: Annotated[str, typer.Option(help="code | prose")],
     output: Annotated[
@@ -122,16 +108,23 @@ def stragglers(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or a sweep's runs_dir for all."),
+    ],
     output: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE.html|DIR",
+            metavar="FILE.html|FILE.csv|DIR",
             callback=outputs(
-                {".html": writable_file(".html", makes_folder=True), FOLDER: figures_folder}
+                {
+                    ".html": writable_file(".html", makes_folder=True),
+                    ".csv": writable_file(".csv"),
+                    FOLDER: figures_folder,
+                }
             ),
-            help="The page, one self-contained file; default: report.html. A folder gets every "
-            "chart as PNG. May be repeated.",
+            help="The page, one self-contained file; default: report.html. A CSV gets a line for "
+            "each run, a folder every chart as PNG. May be repeated.",
         ),
     ] = None,
     baseline: Annotated[
@@ -147,8 +140,10 @@ def report(
     from megatron_sparse.report import page
 
     named = output or []
-    html = of_kind(named, ".html") or Path("report.html")
-    for path in page.run(runs, html, of_kind(named, FOLDER), baseline):
+    html, table, png = (of_kind(named, end) for end in (".html", ".csv", FOLDER))
+    if table is None or png is not None:
+        html = html or Path("report.html")
+    for path in page.run(runs, html, png, baseline, table):
         print(path)
 
 

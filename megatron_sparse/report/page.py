@@ -22,6 +22,7 @@ from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.report import exposed, run_charts, tables, theme
 from megatron_sparse.report.charts import Chart
 from megatron_sparse.report.run_data import RunData, load_run
+from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 from megatron_sparse.version import __version__
 
 MOST_RUNS = len(theme.SERIES)
@@ -62,15 +63,20 @@ class Section:
 
 
 def run(
-    folders: Sequence[Path], output: Path, png: Path | None, baseline: Path | None = None
+    folders: Sequence[Path],
+    output: Path | None,
+    png: Path | None,
+    baseline: Path | None = None,
+    table: Path | None = None,
 ) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: folders of the runs.
+        folders: folders of the runs, or of several runs each.
+        output: the page; its folder is made if needed. None writes none.
+        png: folder for a PNG of every chart of the page; None writes none.
         baseline: the run that the others are compared with, shown first; None takes the first.
-        output: the page; its folder is made if needed.
-        png: folder for a PNG of every chart; None writes none.
+        table: a CSV with a line for each run; None writes none.
 
     Returns:
         The files, the page first.
@@ -79,27 +85,39 @@ def run(
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
         DependencyError: matplotlib is missing.
     """
+    folders = [run for folder in folders for run in _runs_of(folder)]
     if baseline is not None:
         others = [folder for folder in folders if folder.resolve() != baseline.resolve()]
         folders = [baseline, *others]
-    if not 1 <= len(folders) <= MOST_RUNS:
+    if output is not None and len(folders) > MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",
             expected=f"1 to {MOST_RUNS} folders",
             got=len(folders),
-            remedy="write several reports",
+            remedy="write several reports, or --output FILE.csv alone",
         )
     runs = [load_run(folder, index) for index, folder in enumerate(folders)]
-    sections = sections_of(runs)
     with writing("the report"):
-        # First, because drawing takes seconds.
-        for folder in (output.parent, *([] if png is None else [png])):
-            folder.mkdir(parents=True, exist_ok=True)
-        output.write_text(render(runs, sections), encoding="utf-8")
-        written = [output]
-        if png is not None:
-            written += [chart.write_png(png) for s in sections for chart in s.charts]
+        written = []
+        if output is not None:
+            sections = sections_of(runs)
+            # First, because drawing takes seconds.
+            for folder in (output.parent, *([] if png is None else [png])):
+                folder.mkdir(parents=True, exist_ok=True)
+            output.write_text(render(runs, sections), encoding="utf-8")
+            written.append(output)
+            if png is not None:
+                written += [chart.write_png(png) for s in sections for chart in s.charts]
+        if table is not None:
+            tables.write_csv(runs, table)
+            written.append(table)
     return written
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """The runs in a folder that have an iteration; the folder itself if there are none."""
+    lines = sorted(folder.glob(f"*/{BREAKDOWN_FILE}"))
+    return [path.parent for path in lines if path.stat().st_size] or [folder]
 
 
 def sections_of(runs: Sequence[RunData]) -> list[Section]:

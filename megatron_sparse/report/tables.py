@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.described import canonical
@@ -145,8 +147,10 @@ def comparability(runs: Sequence[RunData]) -> list[str]:
 
 
 def _iterations(run: RunData) -> str:
-    skipped = run.summary["skipped"]
-    return f"{run.summary['iterations']}" + (f", {skipped} skipped" if skipped else "")
+    done, skipped = run.summary["iterations"], run.summary["skipped"]
+    asked = run.config.get("training.iterations", done)
+    unfinished = f" of {asked}" if done != asked else ""
+    return f"{done}{unfinished}" + (f", {skipped} skipped" if skipped else "")
 
 
 def _ranks(summary: Any) -> str:
@@ -297,18 +301,31 @@ def straggler_table(runs: Sequence[RunData]) -> Table:
 
 
 def difference_table(runs: Sequence[RunData]) -> Table:
-    """Configuration keys in which the runs differ; runs of unknown configuration are left out."""
-    known = [run for run in runs if run.config]
-    keys = dict.fromkeys(key for run in known for key in run.config)
+    """Configuration keys in which the runs of known configuration differ."""
     rows = []
-    for key in keys:
-        cells = [canonical(run.config[key]) if key in run.config else UNKNOWN for run in known]
-        if key not in OF_THE_RUN_ITSELF and len(set(cells)) > 1:
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        cells = [canonical(run.config[key]) if key in run.config else UNKNOWN for run in runs]
+        known = {cell for cell, run in zip(cells, runs, strict=True) if run.config}
+        if key not in OF_THE_RUN_ITSELF and len(known) > 1:
             rows.append([key, *cells])
     return Table(
         "Configuration: differences",
-        ["key", *(label_of(run, runs) for run in known)],
+        ["key", *(label_of(run, runs) for run in runs)],
         rows,
         "" if rows else "Nothing differs.",
-        frozenset(range(len(known) + 1)),
+        frozenset(range(len(runs) + 1)),
     )
+
+
+def write_csv(runs: Sequence[RunData], path: Path) -> None:
+    """Writes a line for each run: its name, the keys in which the runs differ, its summary.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    columns = [*difference_table(runs).rows, *summary_table(runs).rows]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["run", *(name for name, *_ in columns)])
+        for index, run in enumerate(runs):
+            writer.writerow([run.name, *(cells[index] for _, *cells in columns)])

@@ -1,43 +1,26 @@
-"""The runs of a sweep: the name and the outcome of each, and one table of all.
+"""The runs of a sweep: the name and the outcome of each.
 
 `train --multirun` makes a run of every combination, one after the other or, with a launcher of
 Hydra's, as jobs of Slurm. A run that fails does not end the others: each leaves an `outcome.json`
-in the sweep's folder, from which the sweep's exit code and the table come.
+in the sweep's folder, from which the sweep's exit code comes.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from megatron_sparse.config.described import flat
-from megatron_sparse.errors import ConfigError, SweepError, writing
-from megatron_sparse.run import composition
-from megatron_sparse.run.preparation import CONFIG_FILE
-from megatron_sparse.run.rows import write_rows
-from megatron_sparse.telemetry import load_summary
-from megatron_sparse.telemetry.quantities import QUANTITIES
-from megatron_sparse.telemetry.run import SUMMARY_FILE
+from megatron_sparse.errors import SweepError
 
 OUTCOME_FILE = "outcome.json"
 MULTIRUN = "multirun"
 """The folder, in the runs' folder, for files that belong to no single run."""
-_SAME_FOR_ALL = re.compile(r"name|runs_dir|cluster\.env\..*")
-_RESULTS = ("loss_first", "loss_last", "wire_ratio", "iteration_ms", "exposed_share")
-"""Of a run's `summary.json`, as its final table and `report` show them."""
-_RUN_COLUMNS = 24
-"""Characters of a run in the table, unless a name is longer."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +107,12 @@ def check(folder: Path) -> None:
             expected="exit code 0 of every run",
             got=names,
             remedy="correct what they name, then repeat the command with resume=auto; "
-            "megatron-sparse sweep shows all runs",
+            "megatron-sparse report RUNS_DIR compares the others",
         )
 
 
 def outcomes(folder: Path) -> list[RunEnd]:
-    """The outcomes below a folder, one for each ended run, in the order of writing.
+    """The outcomes below a sweep's folder, one for each ended run, in the order of writing.
 
     Raises:
         SweepError: one is damaged.
@@ -146,115 +129,3 @@ def outcomes(folder: Path) -> list[RunEnd]:
                 remedy="remove it; the run's folder has everything else",
             ) from None
     return found
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """A row for each run in a folder, and for each that failed before it had one of its own.
-
-    Columns: `name`, `state`, `iterations` (done), every key in which the runs' configurations
-    differ, the results of `summary.json`, `error`.
-
-    Raises:
-        ConfigError: there are no runs, or a run's configuration or summary is damaged.
-        SweepError: an outcome is damaged.
-    """
-    ended = {outcome.name: outcome for outcome in outcomes(folder)}
-    configs = {
-        path.parent.name: flat(asdict(composition.load(path)))
-        for path in sorted(folder.glob(f"*/{CONFIG_FILE}"))
-    }
-    if not configs and not ended:
-        raise ConfigError(
-            f"there are no runs in {folder}",
-            expected=f"folders with {CONFIG_FILE}, as train --multirun runs_dir=... makes them",
-            got="none",
-            remedy="give the runs_dir of the sweep",
-        )
-    every = {key for config in configs.values() for key in config}
-    differing = sorted(
-        key
-        for key in every
-        if not _SAME_FOR_ALL.fullmatch(key)
-        and len({repr(config.get(key)) for config in configs.values()}) > 1
-    )
-    found = []
-    for name in sorted(configs.keys() | ended.keys()):
-        config, outcome = configs.get(name, {}), ended.get(name)
-        summary = _summary(folder / name)
-        wanted = config.get("training.iterations")
-        found.append(
-            {
-                "name": name,
-                "state": _state(outcome, summary.get("iterations"), wanted),
-                "iterations": summary.get("iterations"),
-            }
-            | {key: config.get(key) for key in differing}
-            | {key: QUANTITIES[key].of(summary) if summary else None for key in _RESULTS}
-            | {"error": outcome.error if outcome else ""}
-        )
-    return found
-
-
-def _state(outcome: RunEnd | None, done: int | None, wanted: int | None) -> str:
-    if outcome is not None and outcome.exit_code:
-        return "failed"
-    return "finished" if done is not None and done == wanted else "unfinished"
-
-
-def _summary(run_dir: Path) -> Mapping[str, Any]:
-    """The run's summary; empty if the run has not written one yet."""
-    return load_summary(run_dir) if (run_dir / SUMMARY_FILE).is_file() else {}
-
-
-def report(folder: Path, csv_path: Path | None, json_path: Path | None) -> None:
-    """Prints the table of a sweep and writes it.
-
-    Args:
-        folder: the `runs_dir` of the sweep.
-        csv_path: for the table; None writes none.
-        json_path: for one JSON object a line; None writes none.
-
-    Raises:
-        ConfigError: there are no runs, a file cannot be written, or one of a run is damaged.
-        SweepError: an outcome is damaged.
-    """
-    found = rows(folder)
-    write_rows(json_path, found)
-    if csv_path is not None:
-        with writing("the table"), csv_path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(found[0]))
-            writer.writeheader()
-            writer.writerows(found)
-    console = Console(highlight=False)
-    console.print(f"{len(found)} runs in {folder}", markup=False)
-    for table in _tables(found, console.width):
-        console.print(table)
-
-
-def _tables(found: Sequence[Mapping[str, Any]], width: int) -> Iterator[Table]:
-    """Tables of as many runs side by side as fit, with a row for each setting and result.
-
-    Rows that are empty in every run are left out.
-    """
-    shown = [key for key in found[0] if any(row[key] not in (None, "") for row in found)]
-    columns = max(_RUN_COLUMNS, *(len(row["name"]) for row in found))
-    each = max(1, (width - max(map(len, shown))) // (columns + 2))
-    for first in range(0, len(found), each):
-        some = found[first : first + each]
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        for _ in some:
-            table.add_column(overflow="fold", max_width=columns)
-        for key in shown:
-            style = "bold" if key == "name" else None
-            table.add_row(key, *(escape(_cell(key, row[key])) for row in some), style=style)
-        yield table
-
-
-def _cell(key: str, value: object) -> str:
-    if value is None:
-        return "-"
-    if key in QUANTITIES:
-        return QUANTITIES[key].text(value)
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.splitlines()[0] if text else ""

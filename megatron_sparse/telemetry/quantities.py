@@ -1,6 +1,6 @@
 """The quantities of a run: how each is computed, named and written, in every table and report.
 
-`QUANTITIES` is the one list of what a summary shows; the final table, `report` and `sweep` take
+`QUANTITIES` is the one list of what a summary shows; the final table and `report` take
 their labels, values and units from it. Curves over the iterations are in `metrics`.
 """
 

@@ -77,15 +77,17 @@ class TestOneNameForOutputs:
             "report a b",
             "report a --output charts",
             "report a --output x.html --output charts",
+            "report a --output x.csv",
             "stragglers a --output x.csv",
             "stragglers a --output x.csv --output x.SVG",
         ):
             assert run(line) == 0
         a, html, charts = Path("a"), Path("x.html"), Path("charts")
         assert given == [
-            ([a, Path("b")], Path("report.html"), None, None),
-            ([a], Path("report.html"), charts, None),
-            ([a], html, charts, None),
+            ([a, Path("b")], Path("report.html"), None, None, None),
+            ([a], Path("report.html"), charts, None, None),
+            ([a], html, charts, None, None),
+            ([a], None, None, None, Path("x.csv")),
             (a, None, Path("x.csv")),
             (a, Path("x.SVG"), Path("x.csv")),
         ]

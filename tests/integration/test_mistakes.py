@@ -21,7 +21,7 @@ FORMER = {
         *("bench training", "bench time-to-loss", "bench convergence"),
     ),
     "--png": ("report runs/x",),
-    "--csv": ("stragglers runs/x", "sweep runs/x"),
+    "--csv": ("stragglers runs/x",),
 }
 """Former names of `--output`, with the commands that had them."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
@@ -150,7 +150,6 @@ MISTAKES = (
     Mistake("plan --bucket-bytes 4MB5 --ranks 4 --cluster perlmutter", "K, M or G"),
     Mistake("view no/run", "the folder of a run"),
     Mistake("report thesis", "the folder of a run"),
-    Mistake("sweep thesis", "runs_dir"),
     Mistake("profile made", "tracking.record_gradients_iters"),
     Mistake("profile no/such/folder", "no gradient dump", "record_gradients_iters"),
     Mistake("report " + "made " * 9, "1 to 8"),
@@ -165,7 +164,7 @@ MISTAKES = (
     Mistake("view made --output view.jpg", "--output view.png"),
     Mistake("report made --output report.pdf", "--output report.html", "ends in .html"),
     Mistake("stragglers made --output=d.png --output=d.txt", ".png or .svg or .pdf or .csv"),
-    Mistake("sweep made --output table.txt", "ends in .csv"),
+    Mistake("report made --output table.txt", "or .csv"),
     Mistake("report made --output thesis/thesis.tex/report.html", "cannot be written"),
     Mistake("report made --output=notes.txt/charts --output=a.html", "cannot be written"),
     Mistake("view made --output notes.txt/v.svg", "cannot be written"),

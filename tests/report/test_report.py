@@ -1,5 +1,6 @@
 """`megatron-sparse report`: the page of a run, and errors for other folders."""
 
+import csv
 import json
 import re
 import struct
@@ -385,6 +386,26 @@ def test_the_command_writes_page_and_pictures(run, tmp_path, capsys):
         assert head.startswith(b"\x89PNG")
         assert width == round(charts.WIDTH_IN * charts.PNG_DPI)
         assert height > 200
+
+
+def test_a_csv_has_a_line_for_each_run_of_a_sweep(tmp_path, capsys):
+    """More runs than a page has colours; one has no iteration yet."""
+    names = [f"run_{index}_whose_name_goes_on_and_on" for index in range(page.MOST_RUNS + 1)]
+    for index, name in enumerate(names):
+        config = {"leak": 1 - index / 10, "training": {"iterations": 4 if index else 3}}
+        make_run(tmp_path / "runs" / name, name, iterations=3, config=config)
+    (tmp_path / "runs" / "begins").mkdir()
+    (tmp_path / "runs" / "begins" / "breakdown.jsonl").touch()
+    output = tmp_path / "sweep.csv"
+    assert commands.run("report", tmp_path / "runs", "--output", output) == 0
+    assert capsys.readouterr().out == f"{output}\n"
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == names
+    assert [row["leak"] for row in rows[:3]] == ["1.0", "0.9", "0.8"]
+    assert [row["iterations"] for row in rows[:2]] == ["3", "3 of 4"]
+    assert {row["last loss"] for row in rows} == {"3.0000"}
+    assert "too many runs" in refused(capsys, "report", tmp_path / "runs")
 
 
 def test_a_long_run_is_thinned(tmp_path):

@@ -1,31 +1,13 @@
-"""Sweeps: unique names, failures that end no other run, one table."""
+"""Sweeps: unique names, and failures that end no other run."""
 
-import csv
-import json
 import os
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from megatron_sparse.errors import ConfigError, SweepError
-from megatron_sparse.run import application, launch, preparation, sweep
-from megatron_sparse.run.composition import compose, save
-from tests.commands import run
-from tests.tracked import json_lines
-
-
-def made_run(folder: Path, name: str, *overrides: str, loss: float | None = None) -> None:
-    """The folder of a run; without a loss the run has not finished."""
-    config = compose(
-        ["training.iterations=5", "training.lr_warmup_iters=1", f"name={name}", *overrides]
-    )
-    (folder / name).mkdir(parents=True)
-    save(config, folder / name / preparation.CONFIG_FILE, "command")
-    if loss is not None:
-        steady = {"wire_ratio": 0.1, "iteration_ms": 2.0}
-        summary = {"iterations": 5, "loss_last": loss, "phases": {"target": steady}}
-        (folder / name / "summary.json").write_text(json.dumps(summary))
+from megatron_sparse.run import application, launch, sweep
+from megatron_sparse.run.composition import compose
 
 
 class TestNames:
@@ -121,71 +103,17 @@ class TestMultirun:
         assert self.sweep(monkeypatch, tmp_path, lambda config: 0, "scheme=dense,zen")
 
 
-class TestTable:
-    """`megatron-sparse sweep FOLDER`."""
+class TestOutcomes:
+    """The files that runs of a sweep leave."""
 
-    def test_columns_are_differing_keys_and_results(self, tmp_path):
-        made_run(tmp_path, "a", "scheme=direct", "compression.leak=0.9", loss=2.0)
-        made_run(tmp_path, "b", "scheme=zen", "compression.leak=0.9", loss=3.0)
-        made_run(tmp_path, "c", "scheme=zen", "compression.leak=0.5")
-        sweep.RunEnd("d", 2, "no data\n  expected: some").write(tmp_path / "multirun/now/3")
-        rows = {row["name"]: row for row in sweep.rows(tmp_path)}
-        assert list(rows) == ["a", "b", "c", "d"]
-        assert {key for key in rows["a"] if "." in key} == {"scheme.name", "compression.leak"}
-        states = ["finished", "finished", "unfinished", "failed"]
-        assert [row["state"] for row in rows.values()] == states
-        assert (rows["b"]["scheme.name"], rows["b"]["compression.leak"]) == ("zen", 0.9)
-        assert (rows["b"]["loss_last"], rows["c"]["loss_last"]) == (3.0, None)
-        assert rows["b"]["wire_ratio"] == 0.1
-        assert rows["d"]["error"].startswith("no data")
+    def test_they_are_in_the_order_of_writing(self, tmp_path):
+        for number, code in ((1, 2), (2, 0)):
+            sweep.RunEnd("a", code, "").write(tmp_path / str(number))
+            # The clock of a disk may be too coarse to tell the two apart.
+            os.utime(tmp_path / str(number) / sweep.OUTCOME_FILE, (3 - number, 3 - number))
+        assert [outcome.exit_code for outcome in sweep.outcomes(tmp_path)] == [0, 2]
 
-    def test_a_repeated_run_counts_by_its_last_result(self, tmp_path):
-        made_run(tmp_path, "a", loss=2.0)
-        sweep.RunEnd("a", 2, "at first").write(tmp_path / "multirun/1/0")
-        first = tmp_path / "multirun/1/0" / sweep.OUTCOME_FILE
-        sweep.RunEnd("a", 0, "").write(tmp_path / "multirun/2/0")
-        second = tmp_path / "multirun/2/0" / sweep.OUTCOME_FILE
-        # The clock of a disk may be too coarse to tell the two apart.
-        os.utime(first, (1, 1))
-        os.utime(second, (2, 2))
-        (row,) = sweep.rows(tmp_path)
-        assert (row["state"], row["error"]) == ("finished", "")
-
-    def test_files_hold_the_table(self, tmp_path, capsys, monkeypatch):
-        monkeypatch.setenv("COLUMNS", "300")
-        made_run(tmp_path, "a", "scheme=direct", loss=2.0)
-        files = ("--output", tmp_path / "t.csv", "--json", tmp_path / "t.json")
-        assert run("sweep", tmp_path, *files) == 0
-        printed = capsys.readouterr().out
-        assert "1 runs in" in printed
-        with (tmp_path / "t.csv").open() as file:
-            (line,) = csv.DictReader(file)
-        (row,) = json_lines(tmp_path / "t.json")
-        assert line["name"] == row["name"] == "a"
-        assert float(line["loss_last"]) == row["loss_last"] == 2.0
-
-    @pytest.mark.parametrize("columns", [80, 100])
-    def test_settings_are_rows_and_words_are_whole(self, tmp_path, capsys, monkeypatch, columns):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        schemes = ["agsparse", "dense", "direct", "zen"]
-        names = [f"run_scheme-{scheme}_leak-0.9" for scheme in schemes]
-        for name, scheme in zip(names, schemes, strict=True):
-            made_run(tmp_path, name, f"scheme={scheme}", loss=2.0)
-        assert run("sweep", tmp_path) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert max(map(len, lines[1:])) <= columns
-        found = [word for line in lines if line.startswith("name ") for word in line.split()[1:]]
-        assert found == names
-        rows = [line.split()[1:] for line in lines if line.startswith("scheme.name")]
-        assert [scheme for row in rows for scheme in row] == schemes
-
-    def test_mistakes_are_typed(self, tmp_path):
-        made_run(tmp_path, "a", loss=2.0)
-        with pytest.raises(ConfigError, match="table cannot be written"):
-            sweep.report(tmp_path, tmp_path / "no/such.csv", None)
-        (tmp_path / "a" / "summary.json").write_text("{")
-        with pytest.raises(ConfigError, match="damaged"):
-            sweep.rows(tmp_path)
+    def test_a_damaged_one_is_a_typed_error(self, tmp_path):
         (tmp_path / sweep.OUTCOME_FILE).write_text("[]")
         with pytest.raises(SweepError, match="damaged"):
-            sweep.rows(tmp_path)
+            sweep.outcomes(tmp_path)
