@@ -2,8 +2,10 @@
 
 `torch.profiler.record_function` takes several microseconds even when no profiler runs, and every
 bucket has half a dozen stages. So a range is opened only while a profiler is on: ours
-(`tracking.profile_iters`), Megatron's or the user's. The check takes 0.05 microseconds. NVTX offers
-no such check, and torch's own NVTX ranges cover one thread only, so `tracking.nvtx` is a switch.
+(`tracking.profile_iters`), Megatron's or the user's. The check takes 0.05 microseconds.
+
+For Nsight Systems torch turns ranges into NVTX's (`emit_nvtx`, which `megatron.profile=true`
+opens), but those of one thread only. Other threads open theirs here.
 
 Ranges are named `megatron_sparse/<stage>`.
 """
@@ -16,29 +18,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.autograd.profiler as torch_profiler
 
-from megatron_sparse.errors import ConfigError
-
 PREFIX = "megatron_sparse/"
 
-_nvtx = False
 _NOTHING = nullcontext()
-
-
-def mark_nvtx(wanted: bool) -> None:
-    """Switches NVTX ranges on or off, for the whole process.
-
-    Raises:
-        ConfigError: this PyTorch has no NVTX.
-    """
-    global _nvtx
-    if wanted and not torch.cuda.is_available():
-        raise ConfigError(
-            "tracking.nvtx=true without a GPU",
-            expected="a CUDA device, whose ranges Nsight Systems records",
-            got="none",
-            remedy="set tracking.nvtx=false; tracking.profile_iters works on a CPU",
-        )
-    _nvtx = wanted
 
 
 def profiler_is_on() -> bool:
@@ -50,14 +32,14 @@ def profiler_is_on() -> bool:
 
 def marked(name: str) -> AbstractContextManager[object]:
     """A range around the `with` body, on one thread, if a profiler is on; else it does nothing."""
-    recorded = profiler_is_on()
-    return _range(PREFIX + name, recorded) if recorded or _nvtx else _NOTHING
+    return _range(PREFIX + name) if profiler_is_on() else _NOTHING
 
 
 @contextmanager
-def _range(name: str, recorded: bool) -> Iterator[None]:
+def _range(name: str) -> Iterator[None]:
+    elsewhere = torch.cuda.is_available() and not torch.autograd._profiler_enabled()
     with (
-        torch.cuda.nvtx.range(name) if _nvtx else _NOTHING,
-        torch_profiler.record_function(name) if recorded else _NOTHING,
+        torch.cuda.nvtx.range(name) if elsewhere else _NOTHING,
+        torch_profiler.record_function(name),
     ):
         yield

@@ -47,6 +47,7 @@ REMOVED: Mapping[str, str] = {
     "--follow` draws the picture",
     "tracking.console=live": "use `megatron-sparse view RUN --follow` in another terminal",
     "tracking.flush_every": "leave it out: lines are flushed every 10 iterations, and at the end",
+    "tracking.nvtx": "set megatron.profile=true under nsys, which opens NVTX ranges",
     "tracking.record_gradients": "leave it out: gradients are recorded before and after selection",
     "tracking.record_parameters_iters": "leave it out: `megatron-sparse bench parameters` measures "
     "the coders on synthetic moves",

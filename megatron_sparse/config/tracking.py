@@ -26,7 +26,6 @@ class TrackingConfig(Checked):
             every operator and kernel of forward, backward and synchronisation, into
             `profile.json` in the run's folder; 0 records none.
         trace_start: first iteration of the profile.
-        nvtx: open an NVTX range around every stage, for Nsight Systems; needs a GPU.
         record_gradients_iters: iterations in which every rank writes its gradients to `gradients/`
             in the run's folder, before and after selection, for `megatron-sparse profile`;
             docs/profiling.md has their size.
@@ -41,7 +40,6 @@ class TrackingConfig(Checked):
     sample_every: int = whole(10, 0)
     profile_iters: int = whole(0, 0)
     trace_start: int = whole(1, 1)
-    nvtx: bool = False
     record_gradients_iters: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ from megatron_sparse.megatron.host_symbols import log_untested_megatron, require
 from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
-from megatron_sparse.profiler_ranges import mark_nvtx, marked
+from megatron_sparse.profiler_ranges import marked
 from megatron_sparse.telemetry import RunTelemetry, ScalarSink, TensorBoardSink, WandbSink
 from megatron_sparse.telemetry.lines import write_whole
 
@@ -135,7 +135,6 @@ class Plugin:
         if run := get_wandb_writer():
             config = self._resolved_config or dataclasses.asdict(self.config)
             sinks.append(WandbSink(run, config))
-        mark_nvtx(self.config.tracking.nvtx)
         return RunTelemetry(
             self._run_dir,
             self.config.tracking,

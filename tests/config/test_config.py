@@ -100,7 +100,7 @@ class TestPluginSections:
             (TrackingConfig, "console", True),
             (TrackingConfig, "sample_every", -1),
             (TrackingConfig, "profile_iters", 1.5),
-            (TrackingConfig, "nvtx", "on"),
+            (TrackingConfig, "tensorboard", "on"),
         ],
     )
     def test_refusals_name_the_key(self, section, key, value):
