@@ -37,7 +37,8 @@ def marked(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    elsewhere = torch.cuda.is_available() and not torch.autograd._profiler_enabled()
+    of_this_thread = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    elsewhere = torch.cuda.is_available() and not of_this_thread
     with (
         torch.cuda.nvtx.range(name) if elsewhere else _NOTHING,
         torch_profiler.record_function(name),

@@ -49,7 +49,6 @@ COMMANDS = {
     plans.calibrate: "Measure this cluster's links, codecs and host into a file for the planner.",
     plans.plan: "Show every scheme's predicted time for each bucket, and the chosen scheme.",
     # Show what runs have written.
-    runs.stragglers: "Show which rank came last in a run, how late, and whether it did so again.",
     runs.report: "Write one HTML page about a run, or about several side by side.",
     runs.view: "Draw a run's progress from its folder, here or as a picture.",
     runs.dashboard: "Make a W&B workspace: communication time first, then its causes.",

@@ -19,6 +19,7 @@ RENAMED: dict[str, str] = {
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `plan RUN`, which has predicted beside measured times",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
+    "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
     "sweep": "use `report RUNS_DIR --output sweep.csv`, which has a line for each run",
 }
 """Such as `bench host`, with the remedy that the error gives; sorted."""
@@ -73,7 +74,7 @@ class Program(TyperGroup):
                 f"{former} is now {OUTPUT}",
                 expected=f"{OUTPUT} PATH, whose ending decides the format",
                 got=former,
-                remedy=f"write {OUTPUT} in its place; `report` and `stragglers` take it twice",
+                remedy=f"write {OUTPUT} in its place; `report` takes it twice",
             ) from None
 
 

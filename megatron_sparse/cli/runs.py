@@ -9,12 +9,10 @@ import typer
 
 from megatron_sparse.cli.outputs import (
     FOLDER,
-    PICTURES,
     JsonFile,
     figures_folder,
     of_kind,
     outputs,
-    picture,
     view_picture,
     writable_file,
     writable_folder,
@@ -86,25 +84,6 @@ def build(
 
     builder = import_module("megatron_sparse.cuda_ext.build")
     raise typer.Exit(builder.main(["--cuda", cuda, *(["--verbose"] if verbose else [])]))
-
-
-def stragglers(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE.png|FILE.csv",
-            callback=outputs({**dict.fromkeys(PICTURES, picture), ".csv": writable_file(".csv")}),
-            help="Draw the delays' CDF, or write a line for each bucket and iteration; "
-            "may be repeated.",
-        ),
-    ] = None,
-) -> None:
-    """Needs a run with straggler.mode=observe, persistent or dynamic."""
-    from megatron_sparse.telemetry import readiness
-
-    named = output or []
-    readiness.run(run, of_kind(named, *PICTURES), of_kind(named, ".csv"))
 
 
 def report(

@@ -288,12 +288,15 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
 
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
-    """A row for each run that measured delays."""
-    found = [(run, statistics_of(list(run.readiness.values()))) for run in runs]
-    rows = [[label_of(run, runs), *delay_cells(one)] for run, one in found if one is not None]
+    """A row for each run that measured delays; of one run alone, its buckets', too."""
+    measured = {label_of(run, runs): list(run.readiness.values()) for run in runs}
+    if len(runs) == 1:
+        measured |= {name: [records] for name, records in runs[0].readiness.items()}
+    found = [(name, statistics_of(records)) for name, records in measured.items()]
+    rows = [[name, *delay_cells(one)] for name, one in found if one is not None]
     return Table(
         "Delay of the last rank",
-        ["run", "count", "median ms", "mean ms", "max ms", "most often rank", "share", "again"],
+        ["", "count", "median ms", "mean ms", "max ms", "most often rank", "share", "again"],
         rows,
         "Share: how often that rank was last. Again: how often the last rank of a step was also "
         "last in the next step.",

@@ -3,33 +3,22 @@
 `readiness.jsonl` has one line for each bucket and iteration: how long each rank of the group waited
 for the last one, in milliseconds (`waited_ms`, 0 for the straggler). Runs write it unless
 `straggler.mode` is `off` or `pinned`.
-
-`megatron-sparse stragglers RUN` shows them as a table, a CSV and the CDF of StragglAR's figures 2a
-and 8: for each delay, the fraction of bucket synchronisations whose last rank was at most that much
-later than the others.
 """
 
 from __future__ import annotations
 
-import csv
 import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from megatron_sparse.errors import ConfigError, writing
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
-from megatron_sparse.straggler.detector import DelayStatistics, delay_cdf, delay_s, last_rank
-from megatron_sparse.telemetry.console import plain_table
+from megatron_sparse.straggler.detector import DelayStatistics, delay_s, last_rank
 from megatron_sparse.telemetry.lines import other_version, read_lines
-from megatron_sparse.telemetry.quantities import delay_cells
 
 READINESS_FILE = "readiness.jsonl"
-ALL = "all"
 
 
 def readiness_line(record: ReadinessRecord) -> str:
@@ -107,86 +96,3 @@ def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[s
         scalars["straggler/delay_ms"] = sum(delay_s(record.ready_s) for record in records) * 1e3
         scalars["straggler/rank"] = float(last_rank(longest.ready_s))
     return scalars
-
-
-def run(run_dir: Path, output: Path | None, csv_path: Path | None) -> None:
-    """Prints a run's table of delays; draws the CDF and writes the CSV if requested.
-
-    Args:
-        run_dir: folder of a run whose `straggler.mode` measured delays.
-        output: PNG of the CDF; None draws none.
-        csv_path: CSV with one line for each bucket and iteration; None writes none.
-
-    Raises:
-        ConfigError: the run has measured nothing, or a file cannot be written.
-    """
-    buckets = load_readiness(run_dir)
-    if not buckets:
-        raise ConfigError(
-            f"{run_dir} has measured no delays yet",
-            expected="at least three iterations",
-            got="no delay that all ranks know",
-            remedy="train longer",
-        )
-    Console(highlight=False).print(table_of(buckets))
-    with writing("the delays"):
-        if csv_path is not None:
-            _write_csv(buckets, csv_path)
-        if output is not None:
-            _draw(buckets, run_dir.name, output)
-
-
-def table_of(buckets: dict[str, list[ReadinessRecord]]) -> Table:
-    """A row for each bucket and one for all of them."""
-    title = "delay: how much later than all others the last rank was ready"
-    numbers = ("count", "median ms", "mean ms", "max ms", "last rank", "share", "persistence")
-    table = plain_table(title, "bucket", *numbers)
-    rows = {name: [records] for name, records in buckets.items()}
-    if len(buckets) > 1:
-        rows[ALL] = list(buckets.values())
-    for name, records in rows.items():
-        statistics = statistics_of(records)
-        assert statistics is not None, "a bucket that is in the file has a line there"
-        table.add_row(name, *delay_cells(statistics), style="bold" if name == ALL else None)
-    return table
-
-
-def _write_csv(buckets: dict[str, list[ReadinessRecord]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["iteration", "bucket", "last_rank", "delay_ms"])
-        for record in _in_order(buckets):
-            delay_ms = delay_s(record.ready_s) * 1e3
-            writer.writerow(
-                [record.step + 1, record.bucket, last_rank(record.ready_s), f"{delay_ms:.4f}"]
-            )
-
-
-def _in_order(buckets: dict[str, list[ReadinessRecord]]) -> Sequence[ReadinessRecord]:
-    records = [record for of_bucket in buckets.values() for record in of_bucket]
-    return sorted(records, key=lambda record: record.step)
-
-
-def _draw(buckets: dict[str, list[ReadinessRecord]], title: str, path: Path) -> None:
-    # Imported here: it takes a second, and only drawing needs it.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.subplots()
-    for name, records in {**buckets, ALL: _in_order(buckets)}.items():
-        delays_s, fractions = delay_cdf([delay_s(record.ready_s) for record in records])
-        delays_ms = [delay * 1e3 for delay in delays_s]
-        is_all = name == ALL
-        axes.step(
-            delays_ms,
-            fractions,
-            where="post",
-            label=name if is_all else None,
-            color="black" if is_all else "silver",
-            linewidth=2 if is_all else 0.8,
-            zorder=2 if is_all else 1,
-        )
-    axes.set(title=f"{title}: straggler delay", xlabel="ms", ylabel="CDF", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right", title="grey: single buckets")
-    figure.savefig(path, dpi=150)

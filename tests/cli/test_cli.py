@@ -67,19 +67,16 @@ class TestOneNameForOutputs:
     def test_a_command_gets_each_by_its_ending(self, monkeypatch, tmp_path):
         pytest.importorskip("matplotlib")
         from megatron_sparse.report import page
-        from megatron_sparse.telemetry import readiness
 
         given: list[tuple[object, ...]] = []
         monkeypatch.setattr(page, "run", lambda *paths: given.append(paths) or [])
-        monkeypatch.setattr(readiness, "run", lambda *paths: given.append(paths))
         monkeypatch.chdir(tmp_path)
         for line in (
             "report a b",
             "report a --output charts",
             "report a --output x.html --output charts",
             "report a --output x.csv",
-            "stragglers a --output x.csv",
-            "stragglers a --output x.csv --output x.SVG",
+            "report a --output x.csv --output x.HTML",
         ):
             assert run(line) == 0
         a, html, charts = Path("a"), Path("x.html"), Path("charts")
@@ -88,8 +85,7 @@ class TestOneNameForOutputs:
             ([a], Path("report.html"), charts, None, None),
             ([a], html, charts, None, None),
             ([a], None, None, None, Path("x.csv")),
-            (a, None, Path("x.csv")),
-            (a, Path("x.SVG"), Path("x.csv")),
+            ([a], Path("x.HTML"), None, None, Path("x.csv")),
         ]
 
 

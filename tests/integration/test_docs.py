@@ -28,7 +28,7 @@ CHECKER = Checker()
 TOUR = ROOT / "docs" / "quick-tour.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Each takes seconds at most, on runs made for these tests; one for each kind of command.
-CHEAP = ("report", "view", "plan", "stragglers", "schedule", "profile", "simulate --list")
+CHEAP = ("report", "view", "plan", "schedule", "profile", "simulate --list")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 

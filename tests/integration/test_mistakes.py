@@ -21,7 +21,7 @@ FORMER = {
         *("bench training", "bench time-to-loss", "bench convergence"),
     ),
     "--png": ("report runs/x",),
-    "--csv": ("stragglers runs/x",),
+    "--csv": ("report runs/x",),
 }
 """Former names of `--output`, with the commands that had them."""
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "WANDB_MODE")
@@ -163,7 +163,6 @@ MISTAKES = (
     train("runs_dir=. name=thesis", "choose another name"),
     Mistake("view made --output view.jpg", "--output view.png"),
     Mistake("report made --output report.pdf", "--output report.html", "ends in .html"),
-    Mistake("stragglers made --output=d.png --output=d.txt", ".png or .svg or .pdf or .csv"),
     Mistake("report made --output table.txt", "or .csv"),
     Mistake("report made --output thesis/thesis.tex/report.html", "cannot be written"),
     Mistake("report made --output=notes.txt/charts --output=a.html", "cannot be written"),

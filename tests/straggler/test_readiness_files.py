@@ -1,4 +1,4 @@
-"""A run's records of delays: lines, summary, scalars, the command's table and files."""
+"""A run's records of delays: lines, summary, scalars."""
 
 import json
 
@@ -9,7 +9,6 @@ from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.telemetry.readiness import READINESS_FILE, load_readiness
 from megatron_sparse.telemetry.run import RunTelemetry
-from tests.commands import refused, run
 
 QUIET = TrackingConfig(console="off", tensorboard=False, wandb="disabled")
 
@@ -66,33 +65,3 @@ def test_a_run_that_measures_nothing_has_no_file(tmp_path):
     assert not (tmp_path / READINESS_FILE).exists()
     with pytest.raises(ConfigError, match="holds no measured delays"):
         load_readiness(tmp_path)
-
-
-def test_the_command_prints_draws_and_writes(tmp_path, capsys):
-    telemetry = RunTelemetry(tmp_path, QUIET, is_writer=True)
-    _iterate(telemetry, range(1, 6))
-    telemetry.close()
-    picture, table = tmp_path / "cdf.png", tmp_path / "delays.csv"
-    assert run("stragglers", tmp_path, f"--output={picture}", f"--output={table}") == 0
-    printed = capsys.readouterr().out
-    assert all(word in printed for word in ("persistence", "all", "3.00", "100%"))
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = table.read_text().splitlines()
-    assert rows[:2] == ["iteration,bucket,last_rank,delay_ms", "1,a,1,3.0000"]
-    assert len(rows) == 1 + 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("nowhere", "no measured delays"),
-        ("RUN --output=cdf.xyz", "cannot write this kind of file"),
-        ("RUN --output=no/such/folder.csv", "cannot be written"),
-    ],
-)
-def test_mistakes_are_one_error(arguments, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "RUN").mkdir()
-    line = {"iteration": 1, "bucket": "a", "waited_ms": [0.0, 1.0]}
-    (tmp_path / "RUN" / READINESS_FILE).write_text(json.dumps(line) + "\n")
-    assert words in refused(capsys, "stragglers", arguments)
