@@ -18,22 +18,23 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 WIDTH, HEIGHT = 1180, 2600
 
 
-def draw(runs: Sequence[Path], folder: Path) -> None:
+def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
     """Writes both pictures.
 
     Args:
+        chromium: draws the report.
         runs: folders of two runs that have ended.
         folder: for the pictures.
     """
     iterations = live_view.progress_of(runs[1], None).latest.iteration
     progress = live_view.progress_of(runs[1], iterations * 2 // 3)
     live_view.picture(progress, live_view.PICTURE_COLUMNS, folder / "live-view.svg")
-    with tempfile.TemporaryDirectory() as scratch, browser.opened(Path(scratch)) as tab:
+    with tempfile.TemporaryDirectory() as scratch:
         (written,) = page.run(runs, Path(scratch) / "report.html", None)
-        tab.open(written, WIDTH, 900)
-        upper = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
-        tab.screenshot(folder / "report.png", upper)
+        tab = browser.tab_of(chromium, written, WIDTH, HEIGHT)
+        tab.screenshot(path=folder / "report.png")
 
 
 if __name__ == "__main__":
-    draw([Path(text) for text in sys.argv[1:3]], FOLDER)
+    with browser.opened() as chromium:
+        draw(chromium, [Path(text) for text in sys.argv[1:3]], FOLDER)

@@ -4,7 +4,9 @@ scripts/system_packages.sh installs Chromium, as in CI.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -36,42 +38,48 @@ def report(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tab(tmp_path_factory) -> Iterator[browser.Browser]:
-    with browser.opened(tmp_path_factory.mktemp("browser")) as tab:
-        yield tab
+def chromium() -> Iterator[browser.Browser]:
+    with browser.opened() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def tab_on(chromium, report) -> Callable[..., browser.Page]:
+    """Shows the report on a screen of this size."""
+    return partial(browser.tab_of, chromium, report)
 
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("screen", [DESK, PHONE])
-def test_it_fits_and_follows_the_colour_scheme(tab, report, tmp_path, screen, dark):
-    tab.open(report, *screen, dark=dark)
+def test_it_fits_and_follows_the_colour_scheme(tab_on, screen, dark):
+    tab = tab_on(*screen, dark=dark)
     width = screen[0]
-    assert tab.value("document.documentElement.scrollWidth") <= width
-    assert tab.value(TOO_WIDE) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert tab.evaluate(TOO_WIDE) == []
     paper = getattr(theme.PAPER, "dark" if dark else "light")
     rgb = tuple(int(paper[i : i + 2], 16) for i in (1, 3, 5))
-    assert tab.value("getComputedStyle(document.body).backgroundColor") == f"rgb{rgb}"
-    shot = pixels(tab.screenshot(tmp_path / "page.png"))
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb{rgb}"
+    shot = pixels(tab.screenshot(full_page=True))
     assert shot.shape[1] == width
     assert share(shot, rgb) > 0.5, "most of the page is paper"
 
 
 @pytest.mark.parametrize("screen", [DESK, PHONE])
-def test_every_chart_shows_data_and_text_large_enough(tab, report, tmp_path, screen):
-    tab.open(report, *screen)
-    boxes = tab.value(
+def test_every_chart_shows_data_and_text_large_enough(tab_on, screen):
+    tab = tab_on(*screen)
+    boxes = tab.evaluate(
         "[...document.querySelectorAll('figure svg')].map(e => {const b = "
         "e.getBoundingClientRect(); return {x: b.x, y: b.y + scrollY, width: b.width, "
         "height: b.height}})"
     )
     assert len(boxes) >= 12
-    whole = pixels(tab.screenshot(tmp_path / "page.png"))
+    whole = pixels(tab.screenshot(full_page=True))
     for box in boxes:
         assert box["width"] >= 300
         x, y, width, height = (int(box[key]) for key in ("x", "y", "width", "height"))
         drawn = 1 - share(whole[y : y + height, x : x + width], whole[1, 1])
         assert 0.005 < drawn < 0.9, "a chart is blank, or nothing but colour"
-    heights = tab.value(
+    heights = tab.evaluate(
         "[...document.querySelectorAll('figure svg text')].map(e => {const m = e.getScreenCTM();"
         "return parseFloat(getComputedStyle(e).fontSize) * Math.hypot(m.a, m.b)})"
     )
@@ -79,9 +87,8 @@ def test_every_chart_shows_data_and_text_large_enough(tab, report, tmp_path, scr
     assert min(heights) >= 9
 
 
-def test_charts_of_two_runs_share_a_row(tab, report):
-    tab.open(report, *DESK)
-    tops = tab.value(
+def test_charts_of_two_runs_share_a_row(tab_on):
+    tops = tab_on(*DESK).evaluate(
         "Object.fromEntries([...document.querySelectorAll('figure')]"
         ".map(e => [e.id, e.getBoundingClientRect().top]))"
     )
@@ -91,16 +98,17 @@ def test_charts_of_two_runs_share_a_row(tab, report):
     assert all(tops[first] == tops[second] for first, second in pairs), tops
 
 
-def test_only_the_page_itself_is_requested(tab, report):
-    tab.requests.clear()
-    tab.open(report, *DESK)
-    assert set(tab.requests) == {report.resolve().as_uri()}
-    assert tab.value("document.scripts.length") == 0
+def test_only_the_page_itself_is_requested(tab_on, report):
+    tab, requested = tab_on(*DESK), set()
+    tab.on("request", lambda request: requested.add(request.url))
+    tab.reload()
+    assert requested == {report.resolve().as_uri()}
+    assert tab.evaluate("document.scripts.length") == 0
 
 
-def test_it_prints_on_a4(tab, report, tmp_path):
-    tab.open(report, *DESK, dark=True)
-    pdf = tab.pdf(tmp_path / "report.pdf").read_bytes()
+def test_it_prints_on_a4(tab_on):
+    tab = tab_on(*DESK, dark=True)
+    pdf = tab.pdf(prefer_css_page_size=True)
     assert pdf.startswith(b"%PDF")
     boxes = {tuple(map(float, b.split())) for b in re.findall(rb"/MediaBox \[([^\]]+)\]", pdf)}
     (box,) = boxes
@@ -109,18 +117,17 @@ def test_it_prints_on_a4(tab, report, tmp_path):
     pages = pdf.count(b"/Type /Page\n")
     assert 2 <= pages <= 10
     # With a wide table Chromium would shrink all pages until it fits.
-    tab.call("Emulation.setEmulatedMedia", media="print", features=[])
-    tab.resize(703, 1000)  # 210 mm less the margins
-    assert tab.value("document.documentElement.scrollWidth") <= 703
-    assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(254, 254, 254)"
-    tab.call("Emulation.setEmulatedMedia", media="", features=[])
+    tab.emulate_media(media="print")
+    tab.set_viewport_size({"width": 703, "height": 1000})  # 210 mm less the margins
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 703
+    assert tab.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(254, 254, 254)"
 
 
-def pixels(path: Path) -> np.ndarray:
+def pixels(png: bytes) -> np.ndarray:
     """Of a PNG: uint8 [height, width, 3]."""
     from matplotlib import image
 
-    return (image.imread(path)[..., :3] * 255).round().astype("uint8")
+    return (image.imread(BytesIO(png))[..., :3] * 255).round().astype("uint8")
 
 
 def share(of: np.ndarray, colour: Sequence[int] | np.ndarray) -> float:
@@ -128,10 +135,10 @@ def share(of: np.ndarray, colour: Sequence[int] | np.ndarray) -> float:
     return float((of == colour).all(axis=-1).mean())
 
 
-def test_the_pictures_of_the_docs_are_drawn_again(tmp_path):
+def test_the_pictures_of_the_docs_are_drawn_again(chromium, tmp_path):
     runs = [make_run(tmp_path / "dense", "dense", density=1.0), make_run(tmp_path / "thin", "thin")]
-    figures.draw(runs, tmp_path)
-    shot = pixels(tmp_path / "report.png")
+    figures.draw(chromium, runs, tmp_path)
+    shot = pixels((tmp_path / "report.png").read_bytes())
     assert shot.shape[1] == figures.WIDTH
     assert 0.5 < share(shot, shot[figures.HEIGHT - 1, figures.WIDTH - 1]) < 0.97
     view = (tmp_path / "live-view.svg").read_text("utf-8")

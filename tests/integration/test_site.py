@@ -50,13 +50,13 @@ CUT = """
 
 
 @pytest.mark.parametrize(("width", "scrolls"), [(1280, False), (360, True)])
-def test_no_table_is_cut(site: Path, tmp_path: Path, width: int, scrolls: bool) -> None:
+def test_no_table_is_cut(site: Path, width: int, scrolls: bool) -> None:
     pages = sorted(site.rglob("index.html"))
-    with browser.opened(tmp_path) as tab:
+    with browser.opened() as chromium:
         for page in pages:
-            tab.open(page, width, 900)
-            assert tab.value(CUT.replace("SCROLLS", str(scrolls).lower())) == 0, page
-            assert tab.value("document.documentElement.scrollWidth") <= width, page
+            with browser.tab_of(chromium, page, width, 900) as tab:
+                assert tab.evaluate(CUT.replace("SCROLLS", str(scrolls).lower())) == 0, page
+                assert tab.evaluate("document.documentElement.scrollWidth") <= width, page
     assert len(pages) > 30
 
 
