@@ -3,8 +3,6 @@
 On 2 gloo ranks a sum has only one order, so results are compared bit for bit.
 """
 
-import json
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch
 
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
-from tests.megatron.test_pretrain import losses, train
 from tests.megatron.train_ranks import AT_TARGET, of_all_ranks, on_ranks, running
 
 TIMEOUT_S = 600
@@ -89,29 +86,3 @@ def test_a_name_that_both_lists_find_is_refused(rank):
     with refused as caught, running(FORMS["all_reduce"], **PRUNED, **both):
         pass
     assert NAME in str(caught.value)
-
-
-@pytest.mark.slow
-def test_lossless_parameters_train(tmp_path):
-    """Through `train`."""
-    iterations = 4
-    run = train(
-        tmp_path,
-        "lossless",
-        "compression=topk99",
-        "compression.density=0.02",
-        "compression.warmup_iters=1",
-        "compression.ramp_iters=0",
-        "compression.lossless_patterns=[word_embeddings]",
-        "model.tied_embeddings=false",
-        "scheme=agsparse",
-        f"training.iterations={iterations}",
-    )
-    found = losses(run)
-    assert sorted(found) == list(range(1, iterations + 1))
-    # Mock data of 512 tokens: as good as guessing among them to begin with, and no step blows up.
-    assert all(loss == pytest.approx(math.log(512), rel=0.1) for loss in found.values())
-    target = json.loads((run / "summary.json").read_text())["phases"]["target"]
-    assert target["iterations"] == iterations - 1
-    # 2 % of the pruned parameters, norms and biases whole, and the rows that a step asked for.
-    assert 0 < target["wire_bytes"] < 0.25 * target["dense_bytes"]

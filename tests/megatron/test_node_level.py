@@ -17,8 +17,6 @@ from tests.megatron import test_parallel
 from tests.megatron.checkpoint_cases import save
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, report
-from tests.megatron.test_pretrain import train
-from tests.megatron.test_resume import TARGET, assert_goes_on_exactly, resumed_from
 from tests.megatron.train_ranks import equal, logged, of_all_ranks, on_ranks, running
 
 LAYOUTS = {
@@ -170,38 +168,6 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path
             save(again.attachment, tmp_path / "of ranks")
         with _loaded(tmp_path / "of ranks", layout, level) as (again, _):
             assert equal(_held(again), held)
-
-
-def _train_on_two_nodes(folder, name, *overrides):
-    """A run whose 4 ranks count as 2 nodes; its folder."""
-    return train(
-        folder,
-        name,
-        "cluster.nodes=2",
-        "cluster.ranks_per_node=2",
-        "compression.level=node",
-        "scheme=direct",
-        "training.global_batch_size=8",
-        "training.overlap_grad_reduce=true",
-        "training.use_distributed_optimizer=true",
-        "parameters.method=exact",
-        "parameters.verify_every=1",
-        *TARGET,
-        *overrides,
-    )
-
-
-def test_resuming_is_bit_exact(tmp_path):
-    whole = _train_on_two_nodes(tmp_path, "whole")
-    resumed = _train_on_two_nodes(tmp_path, "resumed", *resumed_from(whole))
-    tensors = assert_goes_on_exactly(resumed, whole)
-    residuals = [value for name, value in tensors.items() if ".residual." in name]
-    assert residuals
-    assert all(len(rows) == 2 for rows in residuals), "one for each node"
-    assert all(any(bool(rows[row].any()) for rows in residuals) for row in range(2))
-    said = (tmp_path / "whole.log").read_text()
-    assert "level node: 2 nodes of 2 ranks" in said
-    assert "once per node" in said, "parameters take the lanes"
 
 
 @pytest.mark.slow  # eight processes that import Megatron

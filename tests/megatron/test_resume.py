@@ -52,8 +52,10 @@ LAYOUTS = {
     ),
     # Loaders with workers and validation draw from the generator that dropout uses on a CPU. Before
     # each validation and save Megatron gathers once more, and between them in the forward pass.
-    "dropout, lossy parameters": (
+    "dropout, lossless embedding, lossy parameters": (
         "scheme=agsparse",
+        "compression.lossless_patterns=[word_embeddings]",
+        "model.tied_embeddings=false",
         "model.dropout=0.1",
         "megatron.num_workers=1",
         "training.eval_interval=2",
@@ -64,20 +66,19 @@ LAYOUTS = {
         "parameters.method=lossy",
         "parameters.verify_every=1",
     ),
+    # 4 ranks that count as 2 nodes.
+    "level node": (
+        "cluster.nodes=2",
+        "cluster.ranks_per_node=2",
+        "compression.level=node",
+        "scheme=direct",
+        "training.global_batch_size=8",
+        "training.overlap_grad_reduce=true",
+        "training.use_distributed_optimizer=true",
+        "parameters.method=exact",
+        "parameters.verify_every=1",
+    ),
 }
-
-
-def assert_goes_on_exactly(resumed, whole):
-    """The run that resumed at `SAVED_AT` has the losses and the last checkpoint of the whole one.
-
-    Returns:
-        The tensors of the checkpoint, by key.
-    """
-    expected = losses(whole)
-    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
-    tensors = saved_tensors(whole, ITERATIONS)
-    assert equal(tensors, saved_tensors(resumed, ITERATIONS))
-    return tensors
 
 
 def resumed_from(whole):
@@ -90,10 +91,13 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     flags = (*TARGET, *LAYOUTS[layout])
     whole = train(tmp_path, "whole", *flags)
     resumed = train(tmp_path, "resumed", *flags, *resumed_from(whole))
-    tensors = assert_goes_on_exactly(resumed, whole)
+    expected = losses(whole)
+    assert losses(resumed) == {i: expected[i] for i in range(SAVED_AT + 1, ITERATIONS + 1)}
+    tensors = saved_tensors(whole, ITERATIONS)
+    assert equal(tensors, saved_tensors(resumed, ITERATIONS))
     residuals = [value for name, value in tensors.items() if ".residual." in name]
-    assert all(len(rows) == 2 for rows in residuals)
-    assert any(bool(rows[1].any()) for rows in residuals)
+    assert all(len(rows) == 2 for rows in residuals), "one for each data-parallel rank or node"
+    assert all(any(bool(rows[row].any()) for rows in residuals) for row in range(2))
     masters = [name for name in tensors if ".master." in name]
     assert bool(masters) is ("lossy" in layout)
     if masters:
@@ -105,6 +109,14 @@ def test_resuming_is_bit_exact(tmp_path, layout):
         plans = [json.loads((run / "plan.json").read_text()) for run in (whole, resumed)]
         assert plans[0] == plans[1]
         assert any(row["profile"] for row in plans[0]["buckets"])
+    if "lossless" in layout:
+        embedding = [name for name in tensors if "residual" in name and "word_embed" in name]
+        assert len(embedding) == 1
+        assert not tensors[embedding[0]].any()
+    if "node" in layout:
+        said = (tmp_path / "whole.log").read_text()
+        assert "level node: 2 nodes of 2 ranks" in said
+        assert "once per node" in said, "parameters take the lanes"
 
 
 @pytest.mark.slow
