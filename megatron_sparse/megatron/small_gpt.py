@@ -25,16 +25,11 @@ class SmallGPTConfig:
     distributed_optimizer: bool = False
     bf16: bool = False
     fp16: bool = False
-    tensor_parallel: int = 1
     average_in_collective: bool = False
     bucket_size: int | None = 40_000
     check_for_nan: bool = False
     loss_per_token: bool = False
     loss_scale_window: int = 1000
-    optimizer: str = "adam"
-    sgd_momentum: float = 0.0
-    clip_grad: float = 1.0
-    weight_decay: float = 0.01
 
 
 class SmallGPT:
@@ -53,7 +48,7 @@ class SmallGPT:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         if not parallel_state.model_parallel_is_initialized():
-            parallel_state.initialize_model_parallel(setting.tensor_parallel, 1)
+            parallel_state.initialize_model_parallel(1, 1)
         torch.manual_seed(seed)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         dtype = torch.float32
@@ -70,7 +65,6 @@ class SmallGPT:
             hidden_dropout=0.0,
             attention_dropout=0.0,
             gradient_accumulation_fusion=False,
-            tensor_model_parallel_size=setting.tensor_parallel,
             calculate_per_token_loss=setting.loss_per_token,
         )
         model: Any = GPTModel(
@@ -95,11 +89,7 @@ class SmallGPT:
         )
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer=setting.optimizer,
-                sgd_momentum=setting.sgd_momentum,
                 lr=1e-2,
-                clip_grad=setting.clip_grad,
-                weight_decay=setting.weight_decay,
                 bf16=setting.bf16,
                 fp16=setting.fp16,
                 params_dtype=dtype,

@@ -1,6 +1,7 @@
 """The layouts that docs/parallelism.md calls refused, and its table. Starts no process."""
 
 import re
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -77,37 +78,20 @@ def test_every_setting_is_a_flag_of_this_megatron():
         assert actions[refusal.flag].dest in (refusal.attribute, refusal.key)
 
 
-def _parsed(monkeypatch, refusal):
-    """Megatron with parsed arguments that turn the setting on."""
-    from megatron.training import global_vars
-
-    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
-    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
-
-
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
 def test_install_refuses_a_setting_that_megatron_has_parsed(monkeypatch, refusal):
-    _parsed(monkeypatch, refusal)
-    with pytest.raises(ConfigError, match=refusal.flag):
-        install()
+    """Also before Megatron builds a model, for scripts that install before it parses."""
+    from megatron.training import global_vars, training
 
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda each: each.key)
-def test_install_refuses_a_setting_before_megatron_builds_a_model(monkeypatch, refusal):
-    """For scripts that install before Megatron parses its arguments."""
-    from megatron.training import training
-
-    def build(*args, **kwargs):
-        raise AssertionError("Megatron has built the model")
-
-    monkeypatch.setattr(training, "setup_model_and_optimizer", build)
-    plugin = install()
-    try:
-        _parsed(monkeypatch, refusal)
+    parsed = SimpleNamespace(**{refusal.attribute: refusal.allowed + 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
+        with pytest.raises(ConfigError, match=refusal.flag):
+            install()
+    with closing(install()):
+        monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", parsed)
         with pytest.raises(ConfigError, match=refusal.flag):
             training.setup_model_and_optimizer(None)
-    finally:
-        plugin.close()
 
 
 @pytest.mark.parametrize(
@@ -207,19 +191,13 @@ def test_attach_refuses_a_model_with_a_setting(refusal):
         check_supported(chunk)
 
 
-def _fsdp_classes():
-    from megatron.core.distributed import TorchFullyShardedDataParallel
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-
-    return TorchFullyShardedDataParallel, FullyShardedDataParallel
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_attach_refuses_a_model_in_fsdp(index):
+@pytest.mark.parametrize("name", ["TorchFullyShardedDataParallel", "FullyShardedDataParallel"])
+def test_attach_refuses_a_model_in_fsdp(name):
     """The class is Megatron's own; an instance of it would need a GPU."""
-    kind = _fsdp_classes()[index]
+    from megatron.core import distributed
+
+    kind = getattr(distributed, name)
     with pytest.raises(HostError) as caught:
         check_supported(kind.__new__(kind))
-    assert kind.__qualname__ in str(caught.value)
-    assert "--use-megatron-fsdp" in str(caught.value)
-    assert "--use-torch-fsdp2" in str(caught.value)
+    for word in (kind.__qualname__, "--use-megatron-fsdp", "--use-torch-fsdp2"):
+        assert word in str(caught.value)
