@@ -41,11 +41,9 @@ from megatron_sparse.collectives.base import (
     Yielded,
     exchange_sizes,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.link_density import LinkDensity, prunable_nnz, prunable_numel
 from megatron_sparse.collectives.records import Cut, shard_cuts
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.collectives.sparse_ring import buffers as sparse_ring_buffers
 from megatron_sparse.collectives.sparse_ring import (
     ring_gather_sums,
     ring_gather_sums_cost,
@@ -119,13 +117,6 @@ def _initial_densities(
     return [announced / numel if numel else 1.0 for (announced,) in table]
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """Those of `sparse_ring`, and dense partial sums: one that comes, a narrowed one that goes."""
-    dense = max(cut.numel for cut in sizes.shards) * sizes.partial_bytes
-    found = sparse_ring_buffers(sizes) | {"incoming": dense}
-    return found if sizes.partial_dtype == "fp32" else found | {"outgoing": dense}
-
-
 def cost(run: DryRun) -> None:
     """`sparse_ring.cost`, with sums that go dense from a density on that depends on the link.
 
@@ -147,7 +138,6 @@ SCHEME = Scheme(
     run=adaptive_ring,
     place=160,
     cost=cost,
-    buffers=buffers,
     needs_shards=True,
     runs_across_nodes=True,
 )

@@ -38,7 +38,6 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     exchange_sizes,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
@@ -212,19 +211,6 @@ def _power_of_two(most: int) -> int:
     return 1 << (max(most, 1).bit_length() - 1)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """All ranks' messages, but for this rank's own; for a reduce-scatter their parts of its shard.
-
-    `scheme.nccl_engine` has room for its own, too.
-    """
-    if sizes.scatters:
-        received = sizes.ranks * sizes.message_bytes(sizes.shards[sizes.rank])
-    else:
-        others = sizes.ranks - (not sizes.options.nccl_engine)
-        received = others * sizes.message_bytes(sizes.whole)
-    return sizes.of_sparse_sum({"received": received})
-
-
 def cost(run: DryRun) -> None:
     """The predicted time: runs the same rounds on the modelled clocks of `run`.
 
@@ -264,7 +250,6 @@ SCHEME = Scheme(
     place=70,
     extra_cuts=part_borders,
     cost=cost,
-    buffers=buffers,
     takes_slots=True,
     has_engine=True,
     runs_across_nodes=True,

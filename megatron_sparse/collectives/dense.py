@@ -26,11 +26,8 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import POSTED, Exchange, Identity, Steps, exchange_sizes
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
-from megatron_sparse.collectives.dense_allpairs import buffers as allpairs_buffers
 from megatron_sparse.collectives.dense_allpairs import dense_allpairs
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.pricing.dry_run import DryRun
 
 
@@ -72,13 +69,6 @@ def _needs_fp32_sums(bucket: Bucket, value_dtype: torch.dtype) -> bool:
     return overflows or (bucket.fp32_sums and bucket.op is CollectiveOp.REDUCE_SCATTER)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """None, but for those of `dense_allpairs` where that takes over."""
-    if _needs_fp32_sums(sizes.bucket, VALUE_DTYPES[sizes.value_dtype]):
-        return allpairs_buffers(sizes)
-    return {}
-
-
 def cost(run: DryRun) -> None:
     """The backend's own collective, as a ring over its measured link (`ClusterModel.dense`).
 
@@ -96,4 +86,4 @@ def cost(run: DryRun) -> None:
     run.clocks.work(rounds * (link.alpha_s + link.beta_s * nbytes))
 
 
-SCHEME = Scheme("dense", Input.DENSE, run=dense, place=10, cost=cost, buffers=buffers)
+SCHEME = Scheme("dense", Input.DENSE, run=dense, place=10, cost=cost)

@@ -19,11 +19,11 @@ import torch
 
 from megatron_sparse.collectives.accumulator import dense_group, store
 from megatron_sparse.collectives.base import Exchange, Steps, even_cuts
-from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.shape import FP32_BYTES
 
 
 def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -82,16 +82,6 @@ def _add_in_order(
         round_into(target_M, sum_M.add_(last))
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The other ranks' parts of this rank's piece, and the fp32 sum of narrower ones."""
-    cuts = even_cuts(sizes.bucket.numel, sizes.ranks)
-    own = cuts[sizes.rank + 1] - cuts[sizes.rank]
-    found = {"parts": (sizes.ranks - 1) * own * sizes.value_bytes}
-    if sizes.value_bytes < FP32_BYTES:
-        found["piece"] = own * FP32_BYTES
-    return found
-
-
 def cost(run: DryRun) -> None:
     """All pieces at once, twice; the n parts of a piece are added in between.
 
@@ -106,6 +96,4 @@ def cost(run: DryRun) -> None:
         run.clocks.everybody_at_once(numel * run.b, run.host_s)
 
 
-SCHEME = Scheme(
-    "dense_allpairs", Input.DENSE, run=dense_allpairs, place=40, cost=cost, buffers=buffers
-)
+SCHEME = Scheme("dense_allpairs", Input.DENSE, run=dense_allpairs, place=40, cost=cost)

@@ -21,7 +21,6 @@ import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
 from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.dense_ring import ring_all_gather, ring_reduce_scatter
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import straggler_of
@@ -78,12 +77,6 @@ def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> P
         holders *= 2
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The whole of the bucket that comes and, narrowed, goes; ranks that take no part hold less."""
-    most = sizes.bucket.numel if sizes.ranks > 1 else 0
-    return sizes.of_accumulator(most, most)
-
-
 def cost(run: DryRun) -> None:
     """All ranks but the last all-reduce; one of them meets the last; the sum is then broadcast.
 
@@ -121,6 +114,5 @@ SCHEME = Scheme(
     run=dense_broadcast,
     place=50,
     cost=cost,
-    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
 )

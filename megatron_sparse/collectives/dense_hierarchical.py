@@ -25,14 +25,13 @@ value and of a partial sum are as for `dense_ring`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.accumulator import Accumulator, store
 from megatron_sparse.collectives.base import Exchange, Identity, Phase, Steps, Subgroup, even_cuts
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.dense_rhd import (
     Folding,
     double,
@@ -187,20 +186,6 @@ def unfold(results: list[torch.Tensor], lanes: Lanes, inside: Subgroup, rank: in
         yield from inside.exchange(sends, [], last=True)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The parts that come and, narrowed, go: a guest's all, a lane's part, a half of that."""
-    bucket, lanes = sizes.bucket, Lanes(sizes.nodes, sizes.rank)
-    k, cuts = len(lanes.members), piece_cuts(bucket, lanes.order())
-    part = max(stop - start for start, stop in pairwise(cuts[::k]))
-    most = part if lanes.count > 1 or k > 1 else 0
-    is_guest = sizes.rank != lanes.home
-    incoming, outgoing = (bucket.numel if has else most for has in (lanes.guests, is_guest))
-    found = sizes.of_accumulator(0 if is_guest else incoming, outgoing)
-    if sizes.scatters:
-        found["shuffled"] = bucket.numel * sizes.value_bytes
-    return found
-
-
 def cost(run: DryRun) -> None:
     """Rings within nodes, halving and doubling between them (PCCL, section 4.1).
 
@@ -244,6 +229,4 @@ def cost(run: DryRun) -> None:
         run.clocks.work(intra.alpha_s + -(-guests // lanes) * intra.beta_s * nbytes)
 
 
-SCHEME = Scheme(
-    "dense_hierarchical", Input.DENSE, run=dense_hierarchical, place=60, cost=cost, buffers=buffers
-)
+SCHEME = Scheme("dense_hierarchical", Input.DENSE, run=dense_hierarchical, place=60, cost=cost)

@@ -16,7 +16,7 @@ With equal shards, rank r sends (n - 1) / n N (q + 1/4) / 8 bytes in q bits; for
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.collectives.direct import buffers, reduce_shards, split_cost, spread_sums_cost
+from megatron_sparse.collectives.direct import reduce_shards, split_cost, spread_sums_cost
 from megatron_sparse.collectives.records import reads_reports
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -50,7 +50,6 @@ SCHEME = Scheme(
     run=dense_q,
     place=85,
     cost=cost,
-    buffers=buffers,
     needs_shards=True,
     takes_slots=True,
     sends_whole=True,

@@ -26,7 +26,6 @@ import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
 from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -176,14 +175,6 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """At most half of the bucket that comes and as much, narrowed, that goes; all if ranks fold."""
-    numel = sizes.bucket.numel
-    folds = sizes.ranks.bit_count() > 1
-    most = 0 if sizes.ranks == 1 else numel if folds else -(-numel // 2)
-    return sizes.of_accumulator(most, most)
-
-
 def cost(run: DryRun) -> None:
     """Recursive halving, then doubling.
 
@@ -238,4 +229,4 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         run.exchange(from_lead_n, numel * run.b)
 
 
-SCHEME = Scheme("dense_rhd", Input.DENSE, run=dense_rhd, place=30, cost=cost, buffers=buffers)
+SCHEME = Scheme("dense_rhd", Input.DENSE, run=dense_rhd, place=30, cost=cost)

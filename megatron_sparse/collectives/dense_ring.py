@@ -14,13 +14,10 @@ pieces (n - 1) / n N (p + b). b are the bytes of a value, p those of a partial s
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 
 from megatron_sparse.collectives.accumulator import Accumulator, dense_group, store
 from megatron_sparse.collectives.base import Exchange, Phase, Steps, Subgroup, even_cuts
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
@@ -74,15 +71,6 @@ def ring_all_gather(
         )
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """A piece that comes, a narrowed one that goes, and the fp32 sum of narrower values."""
-    if sizes.ranks == 1:
-        return sizes.of_accumulator(0, 0)
-    cuts = even_cuts(sizes.bucket.numel, sizes.ranks)
-    largest = max(stop - start for start, stop in pairwise(cuts))
-    return sizes.of_accumulator(largest, largest)
-
-
 def cost(run: DryRun) -> None:
     """Reduce-scatter round the ring, then all-gather round the ring.
 
@@ -109,4 +97,4 @@ def ring_all_gather_cost(run: DryRun, numel: float) -> None:
         run.shift(-1, numel / run.n * run.b)
 
 
-SCHEME = Scheme("dense_ring", Input.DENSE, run=dense_ring, place=20, cost=cost, buffers=buffers)
+SCHEME = Scheme("dense_ring", Input.DENSE, run=dense_ring, place=20, cost=cost)

@@ -34,7 +34,6 @@ from megatron_sparse.collectives.base import (
     Yielded,
     exchange_sizes,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
@@ -141,14 +140,6 @@ def encode_own_shard(
     return buffer, sizes
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """All ranks' records of this rank's shard, and for an all-reduce the sums of all shards."""
-    received = {"received": sizes.ranks * sizes.message_bytes(sizes.shards[sizes.rank])}
-    if sizes.scatters:
-        return sizes.of_sparse_sum(received)
-    return sizes.of_sparse_sum(received | {"gathered": sizes.sums_bytes()})
-
-
 def cost(run: DryRun) -> None:
     """Contiguous shards to their owners, the owners' sums to every rank.
 
@@ -224,7 +215,6 @@ SCHEME = Scheme(
     run=direct,
     place=80,
     cost=cost,
-    buffers=buffers,
     needs_shards=True,
     takes_slots=True,
     has_engine=True,

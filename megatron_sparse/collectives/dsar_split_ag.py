@@ -16,7 +16,6 @@ ranks r ... r + d - 1, in the last round only as many as are missing. With equal
 from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import split_cost
 from megatron_sparse.collectives.gather import doubling_all_gather_cost
 from megatron_sparse.collectives.records import reads_reports
@@ -38,13 +37,6 @@ def dsar_split_ag(exchange: Exchange, message: Message) -> Steps:
     return (yield from split_and_double(NAME, exchange, message, dense=True))
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """All ranks' records of this rank's shard, and the sums of all shards, dense."""
-    received = sizes.ranks * sizes.message_bytes(sizes.shards[sizes.rank])
-    gathered = sum(cut.capacity(sizes.value_dtype) for cut in sizes.shards)
-    return sizes.of_sparse_sum({"received": received, "gathered": gathered})
-
-
 def cost(run: DryRun) -> None:
     """As `ssar_split_ag`, with dense sums, whose sizes are known.
 
@@ -64,7 +56,6 @@ SCHEME = Scheme(
     run=dsar_split_ag,
     place=110,
     cost=cost,
-    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,

@@ -48,7 +48,6 @@ from typing import cast
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Layout, ParameterSlice
 from megatron_sparse.collectives.accumulator import partial_name, store
@@ -62,16 +61,13 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     without,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes, MessagePlaces
 from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, unfold
 from megatron_sparse.collectives.gather import pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.cuda_ext.ops import message_capacity
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
-from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
@@ -285,40 +281,6 @@ def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> P
     yield from inside.in_rounds(rounds, independent=True, last=True)
 
 
-def buffers(sizes: BufferSizes, inners: Mapping[str, Scheme]) -> dict[str, int]:
-    """The contribution as a vector, its lane's parts of the node, the node's sum, and `inner`'s.
-
-    A node's sum is taken to have as many non-zero elements as all its ranks' messages.
-    """
-    bucket, inner = sizes.bucket, inners[sizes.options.inner]
-    lanes = Lanes(sizes.nodes, sizes.rank)
-    parts, found = LaneParts(bucket, sizes.places.layout, lanes), {}
-    if sizes.scatters or bucket.grad_N.dtype != torch.float32:
-        found["lanes"] = FP32_BYTES * bucket.numel
-    if sizes.rank != lanes.home:
-        return found
-    with FakeTensorMode():  # only its shape is read
-        values_N = torch.empty(bucket.numel, device=bucket.grad_N.device)
-    lane_bucket = parts.lane_bucket(values_N, inner)
-    ranks = len(lanes.members[lanes.node])
-    found["parts"] = FP32_BYTES * lane_bucket.numel * (ranks - 1)
-    if len(lanes.members) == 1 or inner.buffers is None:
-        return found
-    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
-    density = min(1.0, ranks * int(sizes.places.slots.capacity_S.sum()) / max(bucket.numel, 1))
-    records = _lane_records(sizes.partial_dtype, 0, inner, sizes.options, density)
-    across = replace(
-        sizes,
-        bucket=lane_bucket,
-        rank=lanes.node,
-        nodes=tuple(range(len(lanes.members))),
-        value_dtype=sizes.partial_dtype,
-        message=MessagePlaces.of(layout, segment_capacity(layout, density), records, fixed=False),
-    )
-    found["message"] = message_capacity(layout.segment_offsets, records.value_dtype)
-    return found | inner.buffers(across)
-
-
 def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
     """The three phases; the densest lane decides.
 
@@ -385,6 +347,4 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
     run.clocks.wait_for(lane.clocks)
 
 
-SCHEME = Scheme(
-    NAME, Input.SPARSE, run=hierarchical, place=170, cost=cost, buffers=buffers, takes_inner=True
-)
+SCHEME = Scheme(NAME, Input.SPARSE, run=hierarchical, place=170, cost=cost, takes_inner=True)

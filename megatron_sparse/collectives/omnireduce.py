@@ -22,7 +22,6 @@ from __future__ import annotations
 from megatron_sparse.collectives.base import Exchange, Steps
 from megatron_sparse.collectives.direct import (
     add_shards_cost,
-    buffers,
     reduce_shards,
     send_shards_cost,
     spread_sums_cost,
@@ -69,7 +68,6 @@ SCHEME = Scheme(
     run=omnireduce,
     place=140,
     cost=cost,
-    buffers=buffers,
     needs_shards=True,
     own_format="blocks",
     runs_across_nodes=True,

@@ -67,7 +67,7 @@ def find_schemes() -> dict[str, Scheme]:
     inners = {name: scheme for name, scheme in found.items() if scheme.runs_across_nodes}
     for name, scheme in found.items():
         if scheme.takes_inner:
-            functions = {key: getattr(scheme, key) for key in ("run", "cost", "buffers")}
+            functions = {key: getattr(scheme, key) for key in ("run", "cost")}
             bound = {key: partial(f, inners=inners) for key, f in functions.items() if f}
             found[name] = replace(scheme, **bound)
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))

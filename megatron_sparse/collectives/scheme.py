@@ -37,8 +37,6 @@ class Scheme:
             planner takes the one with the lowest place.
         cost: predicts the time: runs the scheme's rounds, without data, on the modelled clocks of a
             `DryRun`. None: the planner never chooses the scheme.
-        buffers: the bytes of the buffers that it takes, by purpose, `MessageBuffers`' without the
-            bucket's name. None: the account of the plugin's memory says that it does not know them.
         ops: the operations that it can compute.
         needs_shards: its messages are cut at the shards' borders even for an all-reduce.
         extra_cuts: further elements of a bucket, beside its shards' borders, at which its messages
@@ -60,7 +58,6 @@ class Scheme:
     run: Callable[..., Steps]
     place: int
     cost: Callable[..., None] | None = None
-    buffers: Callable[..., dict[str, int]] | None = None
     ops: frozenset[CollectiveOp] = ALL_OPS
     needs_shards: bool = False
     extra_cuts: Callable[[Bucket], Cuts] = lambda _: ()

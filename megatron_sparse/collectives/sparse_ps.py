@@ -26,7 +26,6 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.checksummed import checksummed_size
 from megatron_sparse.collectives.records import (
     check_announced,
@@ -97,21 +96,6 @@ def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
     yield from group.exchange([(peer, encoded[peer]) for peer in peers], [], last=True)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """On the server: all messages, and the encoded sums. On another rank: the sum that it gets."""
-    if sizes.rank != SERVER:
-        received = sizes.shards[sizes.rank] if sizes.scatters else sizes.whole
-        return sizes.of_sparse_sum({"received": received.capacity(sizes.value_dtype)})
-    # In an all-reduce one encoded sum goes to all ranks.
-    sums = sizes.shards if sizes.scatters else [sizes.whole]
-    return sizes.of_sparse_sum(
-        {
-            "received": sizes.ranks * sizes.message_bytes(sizes.whole),
-            "encoded": sum(cut.capacity(sizes.value_dtype) for cut in sums),
-        }
-    )
-
-
 def cost(run: DryRun) -> None:
     """Everything to rank 0 and back.
 
@@ -138,6 +122,4 @@ def cost(run: DryRun) -> None:
     run.work(~is_server_n * form.seconds(CodecOp.DECODE, piece, sum_n, run.b))
 
 
-SCHEME = Scheme(
-    NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, buffers=buffers, runs_across_nodes=True
-)
+SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, runs_across_nodes=True)

@@ -30,7 +30,6 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     exchange_sizes,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.direct import encode_own_shard
 from megatron_sparse.collectives.gather import ring_all_gather
 from megatron_sparse.collectives.link_density import LinkDensity
@@ -176,15 +175,6 @@ def _whole(sums: SparseSum, cut: Cut) -> torch.Tensor:
     return round_into(sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]), part)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """A partial sum that comes and one that goes, and for an all-reduce the sums of all shards."""
-    most = max(cut.capacity("fp32") for cut in sizes.shards)
-    partial = {"received": most, "encoded": most} | sizes.scratch(sizes.shards)
-    if sizes.scatters:
-        return sizes.of_sparse_sum(partial)
-    return sizes.of_sparse_sum(partial | {"gathered": sizes.sums_bytes()})
-
-
 def cost(run: DryRun) -> None:
     """The sum is encoded again in each step.
 
@@ -271,7 +261,6 @@ SCHEME = Scheme(
     run=sparse_ring,
     place=120,
     cost=cost,
-    buffers=buffers,
     needs_shards=True,
     runs_across_nodes=True,
 )

@@ -20,7 +20,6 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps, exchange_sizes, whole_group
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
 from megatron_sparse.collectives.records import exchange_records, whole_cut
 from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
@@ -90,13 +89,6 @@ def ssar_rd(exchange: Exchange, message: Message) -> Steps:
     return group.sent_bytes
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """A sum that comes and one that goes, each as large as a dense fp32 record of the bucket."""
-    most = sizes.whole.capacity("fp32")
-    scratch = sizes.scratch([sizes.whole])
-    return sizes.of_sparse_sum({"received": most, "encoded": most} | scratch)
-
-
 def cost(run: DryRun) -> None:
     """The whole sum: in each round it covers twice as many ranks and is encoded again.
 
@@ -155,7 +147,6 @@ SCHEME = Scheme(
     run=ssar_rd,
     place=90,
     cost=cost,
-    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     runs_across_nodes=True,
 )

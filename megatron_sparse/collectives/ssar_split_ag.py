@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from megatron_sparse.collectives.base import Exchange, Identity, Steps
 from megatron_sparse.collectives.direct import (
-    buffers,
     encode_own_shard,
     split,
     split_cost,
@@ -71,7 +70,6 @@ SCHEME = Scheme(
     run=ssar_split_ag,
     place=100,
     cost=cost,
-    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,

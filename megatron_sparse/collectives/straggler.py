@@ -47,8 +47,6 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     whole_group,
 )
-from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
-from megatron_sparse.collectives.dense_ring import buffers as ring_buffers
 from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
@@ -212,23 +210,4 @@ class _Sums:
             torch.add(early_M, late_M, out=self._target_N[elements])
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The most of an early rank, of the straggler, and of `dense_ring` where none is known."""
-    found = ring_buffers(sizes)
-    if sizes.ranks == 1:
-        return found
-    shares = shares_of(sizes.bucket, straggler=0 if sizes.rank else sizes.ranks - 1)
-    numel = max(part.stop - part.start for share in shares for part in share.reduces)
-    reduced = max(sum(part.stop - part.start for part in share.reduces) for share in shares)
-    taken = {
-        "parts": (sizes.ranks - 2) * reduced * sizes.value_bytes,
-        "early": reduced * FP32_BYTES,
-        "incoming": numel * max(sizes.value_bytes, sizes.partial_bytes),
-        "outgoing": numel * sizes.partial_bytes if sizes.partial_dtype != "fp32" else 0,
-    }
-    return {key: max(found.get(key, 0), taken.get(key, 0)) for key in found | taken}
-
-
-SCHEME = Scheme(
-    "straggler", Input.DENSE, run=straggler, place=180, buffers=buffers, skips_straggler=True
-)
+SCHEME = Scheme("straggler", Input.DENSE, run=straggler, place=180, skips_straggler=True)

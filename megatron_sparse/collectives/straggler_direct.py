@@ -58,8 +58,6 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
-from megatron_sparse.collectives.buffer_sizes import BufferSizes
-from megatron_sparse.collectives.direct import buffers as direct_buffers
 from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_all_gather, pairwise_rounds
 from megatron_sparse.collectives.records import Cut, check_announced, message_part
@@ -310,34 +308,11 @@ class _Run:
         yield from self.group.in_rounds(rounds, before, last=True)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """The most of an early rank, of the straggler, and of `direct` where none is known."""
-    found = direct_buffers(sizes)
-    if sizes.ranks == 1:
-        return found
-    shares = shares_of(sizes.bucket, straggler=0 if sizes.rank else sizes.ranks - 1)
-    reduced = max(
-        sum(sizes.message_bytes(Cut(sizes.places.layout, elements=part)) for part in share.reduces)
-        for share in shares
-    )
-    given = sizes.shards if sizes.scatters else [sizes.whole]
-    early_sums = max(cut.capacity(sizes.partial_dtype) for cut in given)
-    taken = {
-        "received": (sizes.ranks - 1) * reduced,
-        "late": sizes.message_bytes(sizes.whole),
-        "given": early_sums,
-        "gathered": 0 if sizes.scatters else early_sums,
-        **sizes.scratch(given),
-    }
-    return {key: max(found.get(key, 0), taken.get(key, 0)) for key in found | taken}
-
-
 SCHEME = Scheme(
     NAME,
     Input.SPARSE,
     run=straggler_direct,
     place=190,
-    buffers=buffers,
     needs_shards=True,
     extra_cuts=straggler_cuts,
     skips_straggler=True,

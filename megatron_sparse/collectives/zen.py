@@ -28,7 +28,7 @@ On CUDA it needs the compiled kernels, and the host waits for the device at ever
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from functools import cache
 
 import torch
@@ -44,7 +44,6 @@ from megatron_sparse.collectives.base import (
     exchange_sizes,
     whole_group,
 )
-from megatron_sparse.collectives.buffer_sizes import FP32_BYTES, BufferSizes
 from megatron_sparse.collectives.direct import gather_sums_cost, send_shards_cost
 from megatron_sparse.collectives.gather import pairwise_all_gather, pairwise_all_to_all
 from megatron_sparse.collectives.records import check_sizes
@@ -60,7 +59,7 @@ from megatron_sparse.formats.hash_partition import (
     PartitionHash,
     PermutationHash,
 )
-from megatron_sparse.formats.hash_record import ALL_FORMS, BY_POSITION, PartitionRecord
+from megatron_sparse.formats.hash_record import PartitionRecord
 from megatron_sparse.formats.hierarchical_hash import Partitioned, entries, hierarchical_hash, split
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
 from megatron_sparse.formats.rounding import round_into
@@ -188,29 +187,6 @@ def _pull(
     yield from pairwise_all_gather(own, room, sizes, group, arrived)
 
 
-def buffers(sizes: BufferSizes) -> dict[str, int]:
-    """All ranks' pairs of this rank's partition and their sum; the others' sums, without overlap.
-
-    Partitions are taken to be of equal size.
-    """
-    n, dtype = sizes.ranks, VALUE_DTYPES[sizes.value_dtype]
-    h0 = PermutationHash(sizes.bucket.numel, n, HASH_SEED)
-    places = [PartitionRecord(h0, server, dtype, offset=0, step=0) for server in range(n)]
-    own, sent = places[sizes.rank], int(sizes.places.slots.capacity_S.sum())
-
-    def nbytes(place: PartitionRecord, ranks: int, forms: Sequence[int]) -> int:
-        return place.nbytes(min(-(-sent * ranks // n), place.positions), forms)
-
-    others = [place for place in places if place is not own]
-    return sizes.of_sparse_sum(
-        {
-            "received": n * nbytes(own, 1, ALL_FORMS),
-            "partition": own.positions * FP32_BYTES,
-            "gathered": sum(nbytes(place, n, BY_POSITION) for place in others),
-        }
-    )
-
-
 def cost(run: DryRun) -> None:
     """Shards by hash: all servers carry the same load.
 
@@ -245,7 +221,6 @@ SCHEME = Scheme(
     run=zen,
     place=150,
     cost=cost,
-    buffers=buffers,
     ops=ALL_REDUCE_ONLY,
     own_format="coo",
     waits_on_cuda=True,

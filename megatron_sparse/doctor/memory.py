@@ -1,26 +1,92 @@
 """`megatron-sparse doctor --memory OVERRIDE...`: what the plugin would hold in a run.
 
-Takes the arguments of `train`, starts nothing, and needs neither Megatron nor a GPU.
+Takes the arguments of `train`, starts no training, and needs neither Megatron nor a GPU. The run's
+own pipeline synchronises a short bucket on virtual ranks, with the run's settings, from the warm-up
+to the target. Buffers grow to the size of the largest step and stay; their bytes for each element
+are those of the run's buckets. On a GPU the buckets of a group share them. The memory that kernels
+take while they run is computed as their launchers lay it out (`cuda_ext.workspace`).
+
+Thresholds come from samples, and records have headers: buffers are right to a few percent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.markup import escape
 
-from megatron_sparse.bucket import Bucket
-from megatron_sparse.config.level import INSTANCE
+from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.collectives import AUTO, SCHEMES, Input
+from megatron_sparse.collectives.base import without
+from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
+from megatron_sparse.config.level import INSTANCE, RANK
+from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.run import RunConfig
+from megatron_sparse.config.sparse import (
+    AUTO_CAPACITY,
+    CompressionConfig,
+    SparseConfig,
+    StragglerConfig,
+)
+from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.doctor.checks import console, table
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import TURNS, VALUE_DTYPES, wire_dtype_of
+from megatron_sparse.planner import Planner
+from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.planner.levels import shapes_of
-from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.pricing.shape import FP32_BYTES
+from megatron_sparse.recording import NullSink
+from megatron_sparse.reduction.job import Gate
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
 from megatron_sparse.reduction.level_parts import instance_part, node_part
-from megatron_sparse.reduction.memory import ITEMS, MemoryAccount, MemoryShare, account
+from megatron_sparse.reduction.memory import ITEMS, item_of
+from megatron_sparse.reduction.progress import Progress
+from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.telemetry.quantities import size
+from megatron_sparse.transport import Topology, VirtualCluster
+from megatron_sparse.transport.topology import NO_TIME, members_of
+from megatron_sparse.transport.virtual import VirtualTransport
+from megatron_sparse.wire import FORMAT_RICE
+
+NUMEL, NUMEL_PER_RANK = 2**17, 2**10
+"""Elements of the short bucket, whichever of the two is more."""
+MOST_RANKS = 64
+"""Virtual ranks, unless a node or an instance has more: 128 take a minute."""
+RAMP_STEPS = 4
+"""Steps of the ramp that are run, its first one included."""
+OWN = frozenset({"message", "narrow"})
+"""Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """What the plugin will hold on one rank.
+
+    Attributes:
+        parameters: elements of the parameters on this rank.
+        nbytes: by item of `ITEMS`, in that order; items of no bytes are left out.
+        notes: what the numbers leave out, in words.
+    """
+
+    parameters: int
+    nbytes: dict[str, int]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """Bytes of all items."""
+        return sum(self.nbytes.values())
+
+    def of_parameter(self, nbytes: int) -> float:
+        """Bytes for each parameter."""
+        return nbytes / self.parameters if self.parameters else 0.0
 
 
 def run(overrides: Sequence[str], json: Path | None = None) -> int:
@@ -95,23 +161,253 @@ def of_run(config: RunConfig) -> MemoryAccount:
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, undo=undo)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-    shares = _shares(buckets, config)
-    return account(sparse, shares, undo=undo, parameter_dtype=dtype or torch.float32)
-
-
-def _shares(buckets: Sequence[Bucket], config: RunConfig) -> list[MemoryShare]:
-    """What the first rank selects from; Megatron numbers tensor-parallel ranks first."""
+    # Megatron numbers tensor-parallel ranks first.
     nodes = tuple(
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
         for rank in range(buckets[0].world_size)
     )
-    sparse = config.sparse
-    choice = choose_level(sparse, nodes, buckets[0].instances, shapes_of(buckets, sparse))
+    found = account(sparse, buckets, nodes, undo=undo)
+    if sparse.parameters.method in COMPRESSED:
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+        shards = sum(
+            bucket.numel // bucket.world_size
+            for bucket in buckets
+            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1
+        )
+        if shards:
+            found.nbytes["parameters"] = shards * (dtype or torch.float32).itemsize
+    return found
+
+
+def account(
+    config: SparseConfig, buckets: Sequence[Bucket], nodes: Sequence[int], *, undo: bool
+) -> MemoryAccount:
+    """Computes what the plugin will hold for the gradients of one group of ranks.
+
+    Args:
+        config: resolved.
+        buckets: of one rank; only their shapes, dtypes and devices are read.
+        nodes: of each rank of the group.
+        undo: whether steps can be skipped or repeated; `compression.undo=always` counts too.
+    """
+    largest = max(buckets, key=lambda bucket: bucket.numel)
+    on_gpu = largest.grad_N.is_cuda
+    choice = choose_level(config, nodes, largest.instances, shapes_of(buckets, config))
+    config, notes = _with_one_scheme(config, largest)
+    if config.scheme.capacity == "auto":
+        # Decided here: the virtual ranks are on a CPU. A scheme that skips a rank has no slots.
+        name = config.scheme.name
+        takes_slots = name == AUTO or SCHEMES[name].takes_slots
+        has_slots = on_gpu and takes_slots and not config.straggler.leaves_behind
+        scheme = replace(config.scheme, capacity=AUTO_CAPACITY if has_slots else None)
+        config = replace(config, scheme=scheme)
+    ranks = largest.world_size
+    if choice.level != INSTANCE and ranks > MOST_RANKS:
+        of_node = nodes.count(nodes[0])
+        ranks = max(MOST_RANKS // of_node, 1) * of_node
+        nodes, choice = nodes[:ranks], replace(choice, nodes=choice.nodes[: ranks // of_node])
+        notes += (f"as of {ranks} ranks: with scheme=agsparse more ranks receive more",)
+    short = _short(buckets, largest, ranks)
+    taken = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
+    if choice.level != RANK and not on_gpu:
+        taken["parts"] += _sent_inside(short, choice)
+    of_largest = largest.numel / short.numel
+    of_all = sum(bucket.numel for bucket in buckets) / short.numel
+    found: Counter[str] = Counter()
+    for purpose, nbytes in taken.items():
+        if purpose in ("residual", "undo") or not (on_gpu or purpose == "scratch"):
+            found[item_of(purpose)] += round(nbytes * of_all)
+        elif not on_gpu or purpose != "scratch":
+            turns = min(TURNS, len(buckets)) if purpose in OWN else 1
+            found[item_of(purpose)] += round(nbytes * of_largest) * turns
+    if on_gpu:
+        part = _part(largest, choice)
+        rooms = (round(taken[name] * of_largest) for name in ("message", "gathered", "encoded"))
+        found["workspace"] = _workspace(config, part, *rooms)
+    parameters = sum(piece.numel for bucket in buckets for piece in bucket.parameters)
+    return MemoryAccount(parameters, {item: found[item] for item in ITEMS if found[item]}, notes)
+
+
+def taken_on_virtual_ranks(
+    config: SparseConfig,
+    bucket: Bucket,
+    nodes: Sequence[int],
+    choice: LevelChoice,
+    *,
+    undo: bool = False,
+) -> Counter[str]:
+    """Bytes that a rank's reducer holds after steps with normal gradients: the most of any rank.
+
+    Args:
+        config: its scheme, or the fewest bytes, decide; a straggler is pinned.
+        bucket: synchronised on a CPU; only its shape and dtype are read.
+        nodes: of each rank of the group.
+        choice: the level.
+        undo: as of `ResidualStore`.
+
+    Returns:
+        By `residual`, `undo` and the purpose of the buffer.
+    """
+    undo |= config.compression.undo == "always"
+    if config.straggler.leaves_behind:
+        config = replace(config, straggler=StragglerConfig(mode="pinned", rank=0))
+    instances = bucket.instances if choice.level == INSTANCE else 1
+    sizes = tuple(map(len, members_of(nodes))) * instances
+    cluster = VirtualCluster(sum(sizes), Topology(sizes, NO_TIME, NO_TIME))
+    residual_dtype = RESIDUAL_DTYPES[config.compression.residual_dtype]
+    ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
+    for groups in groups_of(cluster, choice, instances):
+        residuals = ResidualStore(residual_dtype)
+        residuals.undo = residuals.is_reported = undo
+        planner, progress = Planner(config.compression, config.scheme), Progress(cluster.device, 0)
+        reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
+        grad_N = torch.empty(bucket.numel, dtype=bucket.grad_N.dtype)
+        ranks.append((reducer, residuals, replace(bucket, grad_N=grad_N, layouts={})))
+    for step in _steps(config.compression):
+        for seed, (_, _, own) in enumerate(ranks):
+            own.grad_N.normal_(generator=torch.Generator().manual_seed(seed))
+
+        def pipeline(transport: VirtualTransport, step: int = step) -> Any:
+            reducer, _, own = ranks[transport.rank]
+            # No other bucket waits at the gates.
+            return without(reducer.synchronise(reducer.job(own, step)), Gate)
+
+        cluster.run(pipeline)
+        for _, residuals, _ in ranks if undo else ():
+            residuals.commit()
+    most: Counter[str] = Counter()
+    for reducer, residuals, _ in ranks:
+        most |= Counter(reducer.buffers.by_purpose())
+        undo_bytes = residuals.undo_nbytes
+        most |= Counter(residual=residuals.nbytes - undo_bytes, undo=undo_bytes)
+    return most
+
+
+def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
+    """The groups of each rank of a virtual cluster.
+
+    Args:
+        cluster: its ranks are numbered instance by instance.
+        choice: the level; its ranks are those of the first instance.
+        instances: of the distributed optimizer.
+    """
+    n = len(cluster.transports)
+    each = n // instances
+
+    def made(groups: Iterable[Sequence[int]]) -> dict[int, VirtualTransport]:
+        return {
+            r: own for ranks in groups for r, own in zip(ranks, cluster.group(ranks), strict=True)
+        }
+
+    firsts, lanes = range(0, n, each), list(zip(*choice.nodes, strict=True))
+    whole = made(range(first, first + each) for first in firsts)
+    inside = made([first + r for r in node] for first in firsts for node in choice.nodes)
+    across = made([first + r for r in lane] for first in firsts for lane in lanes)
+    others = made(range(place, n, each) for place in range(each))
+    found = []
+    for rank in range(n):
+        if choice.level == INSTANCE:
+            level = LevelGroups(whole[rank], others[rank], INSTANCE)
+            found.append(Groups(whole[rank], level=level))
+            continue
+        level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
+        several = others[rank] if instances > 1 else None
+        found.append(Groups(whole[rank], None, several, level))
+    return found
+
+
+def _steps(compression: CompressionConfig) -> list[int]:
+    """Steps whose plans may differ; the second one at the target makes undo copies."""
+    start, ramp = compression.warmup, compression.ramp
+    count = min(ramp, RAMP_STEPS)
+    in_ramp = (start + ramp * i // count for i in range(count))
+    return sorted({0, *in_ramp, start + ramp, start + ramp + 1})
+
+
+def _with_one_scheme(config: SparseConfig, bucket: Bucket) -> tuple[SparseConfig, tuple[str, ...]]:
+    """The configuration without `planner`, and a note where that may change buffers."""
+    scheme, planner = config.scheme, config.planner
+    if planner.pin:
+        target = _steps(config.compression)[-1]
+        scheme = replace(
+            scheme, name=planner_of(config, logs=False).plan_for(bucket, target).scheme
+        )
+        notes = (f"as if planner.pin gave every bucket {scheme.name}",)
+    elif scheme.name == AUTO and planner.cluster:
+        notes = ("planner.cluster may choose schemes that need other buffers",)
+    else:
+        notes = ()
+    return replace(config, scheme=scheme, planner=type(planner)()), notes
+
+
+def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
+    """A bucket of so many ranks, at most as long as the largest one.
+
+    Of its two parameters one is kept: as much of it as of all buckets.
+    """
+    numel = min(largest.numel, max(NUMEL, NUMEL_PER_RANK * ranks))
+    numel = max(numel // ranks, 1) * ranks
+    pieces = [piece for bucket in buckets for piece in bucket.parameters]
+    kept = sum(piece.numel for piece in pieces if piece.keep)
+    cut = round(numel * (1 - kept / sum(piece.numel for piece in pieces)))
+    shape = [ParameterSlice("w", 0, cut), ParameterSlice("kept", cut, numel, keep=True)]
+    return replace(
+        largest,
+        grad_N=torch.empty(numel, dtype=largest.grad_N.dtype, device="meta"),
+        parameters=[piece for piece in shape if piece.numel],
+        world_size=ranks,
+        layouts={},
+    )
+
+
+def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
+    """What a rank selects from."""
     if choice.level == INSTANCE:
-        return [MemoryShare(0, [instance_part(bucket, 0) for bucket in buckets], buckets)]
-    parts, members = list(buckets), range(len(nodes))
-    if len(choice.nodes) > 1:
-        parts = [node_part(bucket, len(choice.nodes[0]), 0) for bucket in buckets]
-        members = choice.across(0)
-    return [MemoryShare(0, parts, buckets, nodes=tuple(nodes[rank] for rank in members))]
+        return instance_part(bucket, 0)
+    return node_part(bucket, len(choice.nodes[0]), 0) if len(choice.nodes) > 1 else bucket
+
+
+def _sent_inside(bucket: Bucket, choice: LevelChoice) -> int:
+    """Bytes that `dense_allpairs` takes inside a node or instance, over gloo; see `level`."""
+    members = len(choice.nodes[0]) if choice.nodes else bucket.world_size
+    scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
+    element_bytes = bucket.grad_N.element_size()
+    sums_bytes = FP32_BYTES if element_bytes < FP32_BYTES else 0
+    shard = bucket.numel // (bucket.world_size if scatters else members)
+    return shard * ((members - 1) * element_bytes + sums_bytes)
+
+
+def _workspace(
+    config: SparseConfig, bucket: Bucket, message: int, gathered: int, encoded: int
+) -> int:
+    """Bytes of the largest calls on both streams of a GPU: selection, and encoding of a sum.
+
+    Args:
+        config: as of `taken_on_virtual_ranks`.
+        bucket: what a rank selects from.
+        message: bytes of its buffer.
+        gathered: bytes of the buffer of all ranks' sums, each of which encodes its own.
+        encoded: bytes of the buffer of one encoded sum.
+    """
+    planner, selecting = Planner(config.compression, config.scheme), 0
+    segments, n = 1, bucket.world_size
+    for step in _steps(config.compression):
+        plan = planner.plan_for(bucket, step)
+        if SCHEMES[plan.scheme].takes is Input.DENSE:
+            continue
+        spec = plan.message_spec(bucket, config.scheme)
+        layout, dtype = bucket.layout(spec.sharded, spec.extra_cuts), bucket.grad_N.dtype
+        records, segments = spec.record_spec(dtype, step), layout.segment_keep.numel()
+        if records.record_format == FORMAT_RICE:
+            encoding = workspace.rice_encode_bytes(bucket.numel, segments, records, message)
+        else:
+            value_bytes = VALUE_DTYPES[wire_dtype_of(dtype, plan.wire_dtype)].itemsize
+            encoding = workspace.encode_bytes(bucket.numel, segments, value_bytes, message)
+        samples, ranges = config.compression.samples_at(plan.density), layout.range_piece.numel()
+        sampling = workspace.threshold_bytes(ranges, bucket.numel, samples)
+        selecting = max(selecting, encoding, sampling)
+    sums = [(n, gathered // n), (1, encoded)]
+    return selecting + max(
+        workspace.encode_bytes(bucket.numel // parts, segments, FP32_BYTES, room) if room else 0
+        for parts, room in sums
+    )

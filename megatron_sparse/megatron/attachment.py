@@ -48,7 +48,7 @@ from megatron_sparse.recording import NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.level_parts import in_whole_bucket
-from megatron_sparse.reduction.memory import MemoryAccount, account, held, share_of
+from megatron_sparse.reduction.memory import held
 from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter
 from megatron_sparse.transport.groups import borrow_group, return_group
@@ -267,11 +267,6 @@ class Attachment(HostState):
             for group in self.groups
             for bucket in group.buckets
         ]
-
-    def memory_account(self) -> MemoryAccount:
-        """The bytes that this rank will hold at most, computed; see `reduction.memory`."""
-        shares = [share_of(each, self._buckets_of(key)) for key, each in self._reducers.items()]
-        return account(self.config, shares, undo=self.residuals.undo)
 
     def memory_report(self) -> dict[str, int]:
         """The bytes that this rank holds now, by item; see `reduction.memory`."""

@@ -162,9 +162,8 @@ class Plugin:
         assert self.attachment is not None
         self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
         self._optimizer_bound = True
-        if _is_writer():
-            account = self.attachment.memory_account().line()
-            print(account, *self.attachment.lines, sep="\n", flush=True)
+        for line in self.attachment.lines if _is_writer() else ():
+            print(line, flush=True)
         checkpoint.save_with(self.attachment, optimizer, lambda: self._saves_sharded)
         return optimizer
 

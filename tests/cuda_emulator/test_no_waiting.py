@@ -3,6 +3,7 @@
 And what a reducer holds after steps on a GPU is the account of its memory.
 """
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import without
+from megatron_sparse.config.sparse import AUTO_CAPACITY
 from megatron_sparse.cuda_ext.reports import HostCopy
+from megatron_sparse.doctor.memory import taken_on_virtual_ranks
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.memory import MemoryShare, account, held
+from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.memory import held, item_of
 from megatron_sparse.reduction.progress import InOrderProgress
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import VirtualCluster
@@ -117,20 +121,24 @@ ACCOUNTS: list[tuple[CollectiveOp, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("op", "overrides"), ACCOUNTS)
 def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) -> None:
-    """To the byte: in capacity mode all sizes are known beforehand."""
+    """To the byte of what virtual ranks hold on a CPU: in capacity mode all sizes are known."""
     ranks = Ranks(op, **overrides)
     for step in range(STEPS):
         ranks.fill(step)
         ranks.step(step)
     config = at_target(samples=200, **{k: v for k, v in overrides.items() if k != "dtype"})
-    for rank, each in enumerate(ranks.each):
-        reducer, bucket = each.reducer, each.bucket
-        found = held(reducer.selector.residuals, [reducer])
-        expected = dict(account(config, [MemoryShare(rank, [bucket])], undo=False).nbytes)
-        # Lent by torch's allocator for each call; and copies of tables, in a cache.
-        assert expected.pop("workspace", 1) > 0
-        assert expected.pop("tables", 1) > 0
-        assert {item: nbytes for item, nbytes in found.items() if nbytes} == expected
+    nodes = (0,) * RANKS
+    if config.scheme.capacity == "auto":
+        config.scheme.capacity = AUTO_CAPACITY
+    taken = taken_on_virtual_ranks(config, ranks.each[0].bucket, nodes, choose_level(config, nodes))
+    del taken["scratch"]  # of the CPU's encoder
+    expected = Counter()
+    for purpose, nbytes in taken.items():
+        expected[item_of(purpose)] += nbytes
+    found = Counter()
+    for each in ranks.each:
+        found |= Counter(held(each.reducer.selector.residuals, [each.reducer]))
+    assert found == expected
 
 
 def test_between_launch_and_update_the_host_waits_for_nothing(

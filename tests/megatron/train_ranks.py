@@ -200,7 +200,6 @@ def train(setting: SmallGPTConfig | Layout, steps: int, **options: Any) -> dict[
         if run.attachment is not None:
             found |= {
                 "memory": run.attachment.memory_report(),
-                "account": run.attachment.memory_account().nbytes,
                 "lines": run.attachment.lines,
                 "numel": sum(bucket.numel for bucket in run.attachment.buckets),
             }

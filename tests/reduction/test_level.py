@@ -6,7 +6,6 @@ import torch
 from megatron_sparse.bucket import CollectiveOp, Reduction
 from megatron_sparse.config.sparse import StragglerConfig
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.reduction.memory import MemoryShare, account, held
 from tests.reduction.virtual_level import OPTIONS, VirtualRanks, gradients, settings
 
 AR, RS = CollectiveOp.ALL_REDUCE, CollectiveOp.REDUCE_SCATTER
@@ -169,35 +168,6 @@ def test_the_residual_is_half_as_large_with_two_ranks_a_node():
     ranks = VirtualRanks(settings(), (2, 2), RS, 20_000)
     ranks.step(gradients(ranks, 0), 0)
     assert ranks.store(0).nbytes - ranks.store(0).undo_nbytes == 10_000 * 4
-
-
-@pytest.mark.parametrize(
-    ("level", "op", "dtype", "fp32_sums"),
-    [
-        ("node", AR, torch.float32, False),
-        ("node", AR, torch.bfloat16, False),
-        ("node", RS, torch.float32, True),
-        ("node", RS, torch.bfloat16, False),
-        ("node", RS, torch.bfloat16, True),
-        ("instance", RS, torch.bfloat16, False),
-        ("instance", RS, torch.bfloat16, True),
-    ],
-)
-def test_the_account_has_what_a_level_holds(level, op, dtype, fp32_sums):
-    """With an fp32 sum inside the buffers of `dense_allpairs` too."""
-    instances = 2 if level == "instance" else 1
-    sizes = (2, 2) * instances
-    # Of values in few bits the account counts the scratch memory at most.
-    config = settings(level=level, capacity=1.5, value_bits=None)
-    ranks = VirtualRanks(config, sizes, op, dtype=dtype, instances=instances)
-    for bucket in ranks.buckets:
-        bucket.fp32_sums = fp32_sums
-    ranks.step(gradients(ranks, 0, dtype), 0)
-    reducer, bucket = ranks.reducers[1], ranks.buckets[1]
-    share = MemoryShare(reducer.across.rank, [reducer.part(bucket)], [bucket], is_virtual=True)
-    counted, found = account(config, [share], undo=False).nbytes, held(ranks.store(1), [reducer])
-    items = ("residual", "messages", "received", "sums", "workspace")
-    assert [counted.get(item) for item in items] == [found.get(item) for item in items]
 
 
 def test_the_plan_of_a_group_on_one_node_says_dense():

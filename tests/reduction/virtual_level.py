@@ -1,6 +1,5 @@
 """Reducers of a virtual cluster at a level above `rank`, driven step by step."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +10,12 @@ from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
+from megatron_sparse.doctor.memory import groups_of
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.level import LevelGroups
-from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
-from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.reduction.level_choice import choose_level
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
-from megatron_sparse.transport.virtual import VirtualTransport
 from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
@@ -182,30 +179,3 @@ class VirtualRanks:
         if bucket.op is CollectiveOp.ALL_REDUCE:
             return result_N
         return result_N[bucket.shard(rank % self.each)]
-
-
-def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
-    """The groups of each rank of a cluster."""
-    n = len(cluster.transports)
-    each = n // instances
-
-    def made(groups: Iterable[Sequence[int]]) -> dict[int, VirtualTransport]:
-        return {
-            r: own for ranks in groups for r, own in zip(ranks, cluster.group(ranks), strict=True)
-        }
-
-    firsts, lanes = range(0, n, each), list(zip(*choice.nodes, strict=True))
-    whole = made(range(first, first + each) for first in firsts)
-    inside = made([first + r for r in node] for first in firsts for node in choice.nodes)
-    across = made([first + r for r in lane] for first in firsts for lane in lanes)
-    others = made(range(place, n, each) for place in range(each))
-    found = []
-    for rank in range(n):
-        if choice.level == INSTANCE:
-            level = LevelGroups(whole[rank], others[rank], INSTANCE)
-            found.append(Groups(whole[rank], level=level))
-            continue
-        level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
-        several = others[rank] if instances > 1 else None
-        found.append(Groups(whole[rank], None, several, level))
-    return found
