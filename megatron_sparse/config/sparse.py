@@ -177,12 +177,10 @@ class PlannerConfig:
             no effect.
         schemes: names of candidate schemes; `dense` is always a candidate. null takes all, but
             `dense_q`, which rounds, only with `compression.value_bits`.
-        pin: a `plan.json` whose schemes are used, whatever they cost.
     """
 
     cluster: str | None = None
     schemes: list[str] | None = None
-    pin: str | None = None
 
     def __post_init__(self) -> None:
         if self.schemes is not None and not self.schemes:
@@ -219,13 +217,13 @@ class SparseConfig:
                     remedy=f"write {made.__name__}(...)",  # type: ignore[union-attr]
                 )
         priced = self.scheme.name == "auto" and self.planner.cluster is not None
-        if self.compression.threshold_scope == "tp_group" and priced and not self.planner.pin:
+        if self.compression.threshold_scope == "tp_group" and priced:
             raise ConfigError(
                 "compression.threshold_scope=tp_group needs the same plan on the whole group",
-                expected="a scheme by name, planner.pin, or planner.cluster=null",
+                expected="a scheme by name, or planner.cluster=null",
                 got=f"planner.cluster={self.planner.cluster}, with which each data-parallel group "
                 "makes its own plan",
-                remedy="pin the plan of another run, or set planner.cluster=null, or "
+                remedy="name a scheme, or set planner.cluster=null, or "
                 "compression.threshold_scope=bucket",
             )
         if self.scheme.wire_dtype is not None and not self.compression.enabled:
@@ -255,13 +253,13 @@ class SparseConfig:
 
     def _check_auto_density(self) -> None:
         """Refuses `density=auto` where presets cannot be tried."""
-        if self.scheme.given_sum_bits is None or self.planner.pin is not None:
+        if self.scheme.given_sum_bits is None:
             raise ConfigError(
                 "compression.density=auto tries presets, which send values in few bits",
-                expected="what sends values and sums in few bits, and no planner.pin",
+                expected="what sends values and sums in few bits",
                 got=f"scheme={self.scheme.name}, scheme.format={self.scheme.format}, "
                 f"compression.value_bits={self.compression.value_bits}, "
-                f"scheme.sum_bits={self.scheme.sum_bits}, planner.pin={self.planner.pin}",
+                f"scheme.sum_bits={self.scheme.sum_bits}",
                 remedy="name a density, as compression.density=0.22",
             )
 

@@ -38,7 +38,6 @@ from megatron_sparse.doctor.checks import console, table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import TURNS, VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Planner
-from megatron_sparse.planner.configured import planner_of
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.pricing.shape import FP32_BYTES
 from megatron_sparse.recording import NullSink
@@ -193,7 +192,9 @@ def account(
     largest = max(buckets, key=lambda bucket: bucket.numel)
     on_gpu = largest.grad_N.is_cuda
     choice = choose_level(config, nodes, largest.instances, shapes_of(buckets, config))
-    config, notes = _with_one_scheme(config, largest)
+    notes: tuple[str, ...] = ()
+    if config.scheme.name == AUTO and config.planner.cluster:
+        notes = ("planner.cluster may choose schemes that need other buffers",)
     if config.scheme.capacity == "auto":
         # Decided here: the virtual ranks are on a CPU. A scheme that skips a rank has no slots.
         name = config.scheme.name
@@ -322,22 +323,6 @@ def _steps(compression: CompressionConfig) -> list[int]:
     count = min(ramp, RAMP_STEPS)
     in_ramp = (start + ramp * i // count for i in range(count))
     return sorted({0, *in_ramp, start + ramp, start + ramp + 1})
-
-
-def _with_one_scheme(config: SparseConfig, bucket: Bucket) -> tuple[SparseConfig, tuple[str, ...]]:
-    """The configuration without `planner`, and a note where that may change buffers."""
-    scheme, planner = config.scheme, config.planner
-    if planner.pin:
-        target = _steps(config.compression)[-1]
-        scheme = replace(
-            scheme, name=planner_of(config, logs=False).plan_for(bucket, target).scheme
-        )
-        notes = (f"as if planner.pin gave every bucket {scheme.name}",)
-    elif scheme.name == AUTO and planner.cluster:
-        notes = ("planner.cluster may choose schemes that need other buffers",)
-    else:
-        notes = ()
-    return replace(config, scheme=scheme, planner=type(planner)()), notes
 
 
 def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:

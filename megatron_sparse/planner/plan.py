@@ -60,10 +60,7 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
-        # An own format has full values: only a pinned plan names such a scheme beside few bits.
-        bits = self.value_bits if scheme.own_format is None else None
-        if scheme.sends_whole:
-            bits = dense_value_bits(bits)
+        bits = dense_value_bits(self.value_bits) if scheme.sends_whole else self.value_bits
         form = scheme.message_format(options)
         if bits is not None and (form == "auto" or scheme.sends_whole):
             form = "rice"  # the one format of quantised values

@@ -11,11 +11,12 @@ import torch
 from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
+from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
 from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
 from megatron_sparse.planner import Planner, choice
 from megatron_sparse.planner.choice import Pace, PricedPlanner
-from megatron_sparse.planner.configured import PinnedPlanner, planner_of, with_swept_thresholds
+from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
+from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
 from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner
@@ -204,59 +205,13 @@ def test_a_damaged_state_is_one_error(damage):
         a_planner().load_state_dict(damage)
 
 
-def _written(tmp_path, **changes):
-    row = a_planner().report(a_bucket(), 0) | changes
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps({"step": 1, "buckets": [row]}))
-    return path
-
-
-def pinned(path, **overrides):
-    """The planner that follows a file."""
-    config = SparseConfig.from_overrides(
-        **{"warmup_iters": 0, "ramp_iters": 0} | overrides, planner=PlannerConfig(pin=str(path))
-    )
-    return planner_of(config, logs=False)
-
-
-def test_a_pinned_plan_is_followed(prices, tmp_path):
-    path = _written(tmp_path, chosen="ssar_rd")
-    planner = pinned(path, warmup_iters=1)
-    assert isinstance(planner, PinnedPlanner)
-    found = plan(planner, 1)
-    assert (found.scheme, found.predicted_us) == ("ssar_rd", 70.0)
-    assert plan(planner, 0).scheme == "dense_q"
-
-
-@pytest.mark.parametrize("name", ["zen", "direct"])
-def test_a_pinned_scheme_without_few_bits_sends_full_values(prices, tmp_path, name):
-    found = plan(pinned(_written(tmp_path, chosen=name)), 0)
-    spec = found.message_spec(a_bucket(), SchemeConfig())
-    assert (found.scheme, spec.value_bits) == (name, 4 if name == "direct" else None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"bucket": "other"}, "bucket"),
-        ({"numel": 5}, "numel"),
-        ({"world_size": 8}, "world_size"),
-        ({"chosen": "magic"}, "scheme"),
-        ({"op": "reduce_scatter"}, "op"),
-    ],
-)
-def test_a_plan_of_another_model_is_refused(prices, tmp_path, changes, word):
-    with pytest.raises(ConfigError, match=f"another {word}"):
-        plan(pinned(_written(tmp_path, **changes)))
-
-
 @pytest.mark.parametrize("text", [None, "", "{}", '{"buckets": [{}]}', '{"buckets": [3]}'])
 def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match="is no plan"):
-        pinned(path)
+        read_plan(path)
 
 
 def test_the_configuration_says_which_planner():
@@ -265,9 +220,6 @@ def test_the_configuration_says_which_planner():
     assert isinstance(planner_of(priced, logs=False), choice.PricedPlanner)
     fixed = SparseConfig.from_overrides(scheme="direct", planner=priced.planner)
     assert type(planner_of(fixed, logs=False)) is Planner
-    both = SparseConfig.from_overrides(scheme="direct", planner=PlannerConfig(pin="p.json"))
-    with pytest.raises(ConfigError, match=r"planner\.pin and scheme\.name"):
-        planner_of(both, logs=False)
 
 
 def test_swept_thresholds_are_taken_where_none_are_given(tmp_path):
