@@ -9,7 +9,6 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.collectives.base import even_cuts
 from megatron_sparse.formats.hash_partition import HASH_SEED, PermutationHash
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers
 from megatron_sparse.transport import Link, Topology
@@ -26,6 +25,7 @@ from tests.collectives.cases import (
 )
 
 RANKS = (1, 2, 3, 4, 5, 8)
+DENSE = ("dense_ring", "dense_rhd", "dense_allpairs", "dense_broadcast", "dense_hierarchical")
 ONE_ROUND_A_SECOND = Link(1.0, 0.0)
 
 
@@ -243,111 +243,18 @@ def test_in_the_paced_exchanges_no_port_is_ever_shared():
     assert torch.tensor(cluster.clock_s).min() > 0
 
 
-def _pieces(case):
-    cuts = even_cuts(case.numel, case.n)
-    return [b - a for a, b in pairwise(cuts)]
-
-
-def _ring(case, p, b):
-    pieces, total = _pieces(case), case.numel
-    sent = [(total - own) * p for own in pieces]
-    rounds = case.n - 1
-    if case.op is CollectiveOp.ALL_REDUCE:
-        sent = [s + (total - pieces[(r + 1) % case.n]) * b for r, s in enumerate(sent)]
-        rounds *= 2
-    return sent, rounds
-
-
-def _rhd(case, p, b):
-    n, total, pieces = case.n, case.numel, _pieces(case)
-    active = 2 ** int(math.log2(n))
-    surplus, levels = n - active, int(math.log2(active))
-    lead_of = [2 * j if j < surplus else j + surplus for j in range(active)] + [n]
-    block = [sum(pieces[lead_of[j] : lead_of[j + 1]]) for j in range(active)]
-    reduce = case.op is CollectiveOp.ALL_REDUCE
-    sent = [total * p] * n  # the folded ranks'
-    for j, lead in enumerate(lead_of[:-1]):
-        sent[lead] = (total - block[j]) * p
-        if reduce:
-            for d in (2**level for level in range(levels)):
-                sent[lead] += sum(block[j // d * d : (j // d + 1) * d]) * b
-        if j < surplus:
-            sent[lead] += total * b if reduce else pieces[lead + 1] * p
-    return sent, levels * (2 if reduce else 1) + (2 if surplus else 0)
-
-
-def _allpairs(case, p, b):
-    pieces, n = _pieces(case), case.n
-    sent = [(case.numel - own) * b for own in pieces]
-    if case.op is CollectiveOp.ALL_REDUCE:
-        sent = [s + (n - 1) * own * b for s, own in zip(sent, pieces, strict=True)]
-    rounds = 2 if case.op is CollectiveOp.ALL_REDUCE else 1
-    return sent, rounds if n > 1 else 0
-
-
-def _broadcast(case, p, b):
-    n, total = case.n, case.numel
-    if n == 1:
-        return [0], 0
-    cuts = even_cuts(total, n - 1)
-    ring = [y - x for x, y in pairwise(cuts)]
-    sent = [(total - ring[r]) * p + (total - ring[(r + 1) % (n - 1)]) * 4 for r in range(n - 1)]
-    sent = [*sent, 0] if n > 2 else [0, 0]
-    sent[0] += total * p
-    sent[n - 1] += total * p
-    order, holders, rounds = [0, n - 1, *range(1, n - 1)], 2, 0
-    while holders < n:
-        for sender in order[: min(holders, n - holders)]:
-            sent[sender] += total * b
-        holders, rounds = 2 * holders, rounds + 1
-    assert rounds == math.ceil(math.log2(n)) - 1
-    return sent, 2 * (n - 2) + 1 + rounds
-
-
-DENSE_COSTS = {
-    "dense_ring": _ring,
-    "dense_rhd": _rhd,
-    "dense_allpairs": _allpairs,
-    "dense_broadcast": _broadcast,
-}
-
-
 @pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize("name", DENSE_COSTS)
-def test_dense_bytes_and_rounds_are_those_of_the_header(name, op):
-    if name == "dense_broadcast" and op is CollectiveOp.REDUCE_SCATTER:
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_schemes_report_what_they_send(name, op):
+    """How much that is, and in how many rounds: `tests/planner/test_costs.py`."""
+    if op not in SCHEMES[name].ops:
         op = CollectiveOp.ALL_REDUCE
     for n in (*RANKS, 7, 16):
-        topology = Topology((n,), ONE_ROUND_A_SECOND, ONE_ROUND_A_SECOND)
+        totals = []
         for dtype, wire in DTYPES:
-            case = Case(name, n, op, dtype, wire, 1, 1001, straggler=None)
-            sums = 2 if (dtype, wire) == ("fp32", "bf16") else 4
-            expected, rounds = DENSE_COSTS[name](case, sums, VALUE_BYTES[WIRE_CODES[wire]])
-            ran = run_case(case, topology)
-            assert ran.sent_bytes() == ran.sent == expected, case
-            if name == "dense_broadcast" and n & (n - 1):
-                # In the last round only ranks that sent in the round before may have to send, and
-                # in the model a sender does not wait for its message to arrive.
-                assert rounds - 1 <= ran.cluster.modelled_s <= rounds, case
-            else:
-                assert ran.cluster.modelled_s == rounds, case
-
-
-@pytest.mark.parametrize("op", list(CollectiveOp))
-@pytest.mark.parametrize(("m", "k"), [(2, 4), (3, 2), (4, 1), (1, 8), (4, 4)])
-def test_the_hierarchy_sends_the_headers_bytes_between_nodes(m, k, op):
-    n, total = m * k, 3 * 4 * 4 * 16
-    inner, outer = Link(1.0, 0.0), Link(1000.0, 0.0)
-    case = Case("dense_hierarchical", n, op, density=1, numel=total)
-    ran = run_case(case, Topology((m,) * k, inner, outer))
-    assert ran.sent_bytes() == ran.sent
-    cluster = ran.cluster
-    halves = 2 if op is CollectiveOp.ALL_REDUCE else 1
-    node = cluster.topology.nodes
-    for rank in range(n):
-        links = {key: size for key, size in cluster.link_bytes.items() if key[0] == rank}
-        between = sum(size for (a, b), size in links.items() if node[a] != node[b])
-        within = sum(size for (a, b), size in links.items() if node[a] == node[b])
-        assert within == halves * (m - 1) * total * 4 // m
-        assert between == halves * (k - 1) * total * 4 // (m * k)
-    assert cluster.modelled_s == halves * ((m - 1) * 1.0 + math.log2(k) * 1000.0)
+            ran = run_case(Case(name, n, op, dtype, wire, 1, 1008 * n, straggler=None))
+            assert ran.sent_bytes() == ran.sent, (n, dtype, wire)
+            totals.append(sum(ran.sent))
+        fp32, bf16, narrowed = totals
+        assert n == 1 or fp32 / 2 <= narrowed < fp32, n
+        assert fp32 / 2 <= bf16 <= fp32, n

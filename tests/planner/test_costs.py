@@ -193,6 +193,8 @@ def test_bytes_are_those_of_the_virtual_cluster(scheme, op, nodes, nic):
         # Sums' densities differ by 2 % between shards. Messages that wait for one card at the same
         # moment may be served in another order.
         tolerance = 0.10 if nic == "node" else 0.03
+        if SCHEMES[scheme].takes is Input.DENSE and nic == "rank":
+            tolerance = 2e-5  # nothing is left to chance
         assert predicted_s == pytest.approx(taken_s, rel=tolerance), n
 
 
