@@ -13,19 +13,9 @@ uses the best sparse candidate in such a step, unless no sparse candidate would 
 dense even at full overlap. A bucket changes its scheme only for a gain of more than
 `Pace.hysteresis`.
 
-With `scheme.deterministic=false` measured times count too. Every `Pace.replan_every` steps the
-ranks exchange their times of the present scheme and of `dense` (each rank's median over the last
-steps; the slowest rank's counts). `dense` replaces a scheme that is slower than `dense` by more
-than the hysteresis. After `Pace.retry_after` steps, or when the target density has fallen by
-half, the planner tries the next best candidate; after the last one it starts again at the first.
-Dense is measured in the warm-up and whenever a bucket is dense; if the last measurement is
-`Pace.retry_after` steps old, or there is none, the planner makes `PROBE_STEPS` steps dense to
-measure it.
-
 All ranks decide alike. They use only the configuration and exchanged numbers, which are the same
-bits on every rank, in the same order. Times travel with a fingerprint of the bucket's state, so
-ranks whose states differ get an error. Cost: the sampler's exchange in a profile step, and 8 (2 +
-n) bytes per rank and bucket in a replan step. Both run before the collective, on the progress
+bits on every rank, in the same order; nothing is decided from timing (`reduction.setting_trials`
+does that). Cost: the sampler's exchange in a profile step, before the collective, on the progress
 thread. Changes take effect in the next step.
 """
 
@@ -34,16 +24,14 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections import deque
 from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import Exchange
-from megatron_sparse.collectives.base import Identity, Yielded, exchange_sizes
+from megatron_sparse.collectives.base import Yielded
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.errors import CheckpointError, MegatronSparseError
@@ -64,9 +52,7 @@ from megatron_sparse.planner.prices import (
 )
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.recording import BucketRecord
 from megatron_sparse.sparsity.sampling import sample_profile
-from megatron_sparse.transport import Transport
 
 PRICED_OPTIONS = (
     "format",
@@ -84,11 +70,6 @@ PRICED_OPTIONS = (
 
 logger = logging.getLogger("megatron_sparse")
 
-KEPT_RECORDS = 15
-"""The measured time is the median over this many steps."""
-PROBE_STEPS = 5
-"""Number of steps that run dense to measure `dense`."""
-
 
 @dataclass(frozen=True)
 class Pace:
@@ -101,17 +82,11 @@ class Pace:
             selections (docs/profiling.md).
         hysteresis: a bucket changes its scheme only if the new one's time is shorter by more than
             this fraction of the current one's: predictions err by about as much.
-        replan_every: steps between comparisons of measured with predicted times on all ranks; not
-            with `scheme.deterministic`, which takes no decision from timing.
-        retry_after: steps for which a scheme measured slower than dense is not tried again, and
-            after which dense is measured again.
     """
 
     profile_iters: int = 3
     profile_every: int = 200
     hysteresis: float = 0.05
-    replan_every: int = 50
-    retry_after: int = 1000
 
 
 class PricedPlanner(Planner):
@@ -143,7 +118,6 @@ class PricedPlanner(Planner):
         self._options = scheme
         self._logs = logs
         self._states: dict[str, BucketState] = {}
-        self._records: dict[tuple[str, str], deque[BucketRecord]] = {}
 
     # The choice
 
@@ -151,18 +125,13 @@ class PricedPlanner(Planner):
         if bucket.world_size == 1:
             return Choice(DENSE, "one rank")
         state = self._state_of(bucket)
-        if state.failed and density <= state.failed_density / 2:
-            state.failed, state.dense_until, state.chosen = [], 0, None
-        if state.dense_until and step >= state.dense_until:
-            state.dense_until = 0
-            self._decide(bucket, state, step, density)
-        elif state.chosen is None:
+        if state.chosen is None:
             self._decide(bucket, state, step, density)
         if takes_dense(str(state.chosen)) and self._profiles(state, step, density):
-            scheme = least(state.predicted_us, _untried(state))
+            scheme = least(state.predicted_us, _sparse(state))
             reason = f"to sample the sparsity; else {state.chosen}: {state.reason}"
             return Choice(scheme, reason, state.predicted_us[scheme])
-        return _settled(state, step)
+        return _settled(state)
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
         """Prices all candidates, and keeps or changes the scheme."""
@@ -176,13 +145,9 @@ class PricedPlanner(Planner):
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
-        before, failed = state.chosen, set(state.failed)
-        if not any(prices[name] < prices[DENSE] for name in prices.keys() - failed - {DENSE}):
-            state.failed = []  # All have been tried.
-        best = least(prices, [name for name in prices if name not in state.failed])
-        keeps = before in prices and before not in state.failed
-        if keeps and prices[best] >= (1 - self._pace.hysteresis) * prices[str(before)]:
-            best = str(before)
+        before, best = state.chosen, least(prices, prices)
+        if before in prices and prices[best] >= (1 - self._pace.hysteresis) * prices[before]:
+            best = before
         if takes_dense(best):
             overlapping = price(fully_overlapping(profile))
             state.hopeless = takes_dense(least(overlapping, overlapping))
@@ -197,9 +162,7 @@ class PricedPlanner(Planner):
 
     def _profiles(self, state: BucketState, step: int, density: float) -> bool:
         """Whether the bucket's sparsity is sampled in this step."""
-        if state.hopeless or step < state.dense_until or density >= 1:
-            return False
-        if not _untried(state):
+        if state.hopeless or density >= 1 or not _sparse(state):
             return False
         ramp, every = self._compression.warmup, self._pace.profile_every
         target = ramp + self._compression.ramp
@@ -228,26 +191,14 @@ class PricedPlanner(Planner):
 
     # What ranks exchange
 
-    def follow(self, record: BucketRecord) -> None:
-        """See `Planner`."""
-        if not self._scheme.deterministic:
-            key = (record.bucket, record.scheme)
-            self._records.setdefault(key, deque(maxlen=KEPT_RECORDS)).append(record)
-
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None
     ) -> Generator[Yielded, None, None]:
-        """See `Planner`.
-
-        Raises:
-            CommunicationError: another rank has a different plan.
-        """
+        """See `Planner`."""
         bucket, transport = exchange.bucket, exchange.transport
         if plan.phase is Phase.OFF or bucket.world_size == 1:
             return
         state = self._state_of(bucket)
-        if not self._scheme.deterministic and step and step % self._pace.replan_every == 0:
-            yield from self._compare(bucket, state, plan, step, transport)
         if plan.phase is Phase.WARMUP and step + 1 == self._compression.warmup:
             # Pricing takes time, so it is done here and not at the launch of the next step.
             _, density = phase_and_density(self._compression, step + 1)
@@ -262,49 +213,6 @@ class PricedPlanner(Planner):
             if before is None or not alike(before, state.profile, self._pace.hysteresis):
                 self._decide(bucket, state, step, plan.density)
 
-    def _compare(
-        self, bucket: Bucket, state: BucketState, plan: Plan, step: int, transport: Transport
-    ) -> Generator[Yielded, None, None]:
-        """Exchanges the times of dense and of the present scheme; may change the plan."""
-        chosen = state.chosen or DENSE
-        names = list(dict.fromkeys([DENSE, chosen]))
-        own_ns = [self._measured_ns(bucket.name, name, step) for name in names]
-        identity = Identity(
-            f"plan {state.fingerprint():#x}", bucket, str(bucket.grad_N.dtype), step
-        )
-        table = yield from exchange_sizes(own_ns, identity, transport)
-        for index, name in enumerate(names):
-            if all(row[index] for row in table):
-                state.measured_us[name] = max(row[index] for row in table) / 1e3
-                state.dense_step = step if name == DENSE else state.dense_step
-        if plan.phase is Phase.WARMUP or chosen == DENSE or step < state.dense_until:
-            return
-        dense_us, chosen_us = state.measured_us.get(DENSE), state.measured_us.get(chosen)
-        if dense_us is None or step - state.dense_step >= self._pace.retry_after:
-            reason = f"for {PROBE_STEPS} steps, to be measured"
-            self._go_dense(bucket, state, step, PROBE_STEPS, reason)
-        elif chosen_us is not None and dense_us < (1 - self._pace.hysteresis) * chosen_us:
-            state.failed, state.failed_density = [*state.failed, chosen], plan.density
-            reason = f"{chosen} took {chosen_us:.0f} us and dense {dense_us:.0f} us, measured"
-            self._go_dense(bucket, state, step, self._pace.retry_after, reason)
-
-    def _go_dense(
-        self, bucket: Bucket, state: BucketState, step: int, steps: int, reason: str
-    ) -> None:
-        state.dense_until, state.dense_reason = step + 1 + steps, reason
-        self._log(step, bucket, str(state.chosen), DENSE, reason)
-
-    def _measured_ns(self, bucket: str, scheme: str, step: int) -> int:
-        """This rank's median since the last call; 0 without a measurement."""
-        records = self._records.pop((bucket, scheme), ())
-        # The step's own record is not complete yet, and a straggler may have changed a scheme.
-        times_us = [
-            sum(r.timer.times_us().values())
-            for r in records
-            if r.step < step and r.scheme == scheme
-        ]
-        return round(median(times_us) * 1e3) if times_us else 0
-
     def _log(self, step: int, bucket: Bucket, before: str, after: str, reason: str) -> None:
         if self._logs:
             logger.info(
@@ -312,24 +220,22 @@ class PricedPlanner(Planner):
             )
 
     def replan(self) -> None:
-        """See `Planner`. Profiles and measured times are of the old density: dropped too."""
+        """See `Planner`. Profiles are of the old density: dropped too."""
         self._states.clear()
-        self._records.clear()
 
     # Reports and checkpoints
 
     def report(self, bucket: Bucket, step: int) -> dict[str, Any]:
-        """See `Planner`. The row also holds the profile and the measured times."""
+        """See `Planner`. The row also holds the profile."""
         plan, state = self.plan_for(bucket, step), self._state_of(bucket)
         choice = Choice(plan.scheme, plan.reason)
         if plan.phase in (Phase.RAMP, Phase.TARGET) and bucket.world_size > 1:
-            choice = _settled(state, step)  # ignores the temporary scheme of a sampling step
+            choice = _settled(state)  # ignores the temporary scheme of a sampling step
         return {
             "bucket": bucket.name,
             **asdict(self._shape_of(bucket)),
             "density": plan.density,
             "predicted_us": state.predicted_us,
-            "measured_us": state.measured_us,
             "chosen": choice.scheme,
             "reason": choice.reason,
             "profile": state.to_dict()["profile"],
@@ -384,16 +290,12 @@ class PricedPlanner(Planner):
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 
 
-def _settled(state: BucketState, step: int) -> Choice:
+def _settled(state: BucketState) -> Choice:
     """The choice for a step."""
-    scheme, reason = str(state.chosen), state.reason
-    if step < state.dense_until:
-        scheme, reason = DENSE, state.dense_reason
-    return Choice(scheme, reason, state.predicted_us[scheme])
+    scheme = str(state.chosen)
+    return Choice(scheme, state.reason, state.predicted_us[scheme])
 
 
-def _untried(state: BucketState) -> list[str]:
-    """The sparse candidates that have not failed."""
-    return [
-        name for name in state.predicted_us if not takes_dense(name) and name not in state.failed
-    ]
+def _sparse(state: BucketState) -> list[str]:
+    """The sparse candidates."""
+    return [name for name in state.predicted_us if not takes_dense(name)]

@@ -21,7 +21,6 @@ from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.recording import BucketRecord
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
 WORTHWHILE = 0.7
@@ -219,9 +218,6 @@ class Planner:
             time_s = predict(DENSE, shape, whole, self._cluster, self._scheme)
             self._dense_us[shape] = time_s * 1e6
         return self._dense_us[shape]
-
-    def follow(self, record: BucketRecord) -> None:
-        """Called at each launch of a bucket; the record is completed during the flight."""
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None

@@ -247,32 +247,25 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
         markup=False,
     )
     if row["predicted_us"]:
-        measured = row.get("measured_us") or {}
-        console.print(_table(row["chosen"], row["predicted_us"], "predicted us", 1, measured))
+        console.print(_table(row["chosen"], row["predicted_us"], "predicted us", 1))
     elif row.get("predicted_bytes"):
         column = "predicted wire(B) of a rank"
-        console.print(_table(row["chosen"], row["predicted_bytes"], column, 0, {}))
+        console.print(_table(row["chosen"], row["predicted_bytes"], column, 0))
     console.print(f"chosen: {row['chosen']}: {row['reason']}\n", markup=False)
 
 
-def _table(
-    chosen: str, prices: dict[str, float], column: str, digits: int, measured: dict[str, float]
-) -> Table:
+def _table(chosen: str, prices: dict[str, float], column: str, digits: int) -> Table:
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column("scheme")
     table.add_column(column, justify="right")
     table.add_column("/ dense", justify="right")
-    if measured:
-        table.add_column("measured us", justify="right")
     for name, price in sorted(prices.items(), key=lambda item: item[1]):
-        cells = [f"{measured[name]:.0f}" if name in measured else "-"] if measured else []
         table.add_row(
             "*" if name == chosen else "",
             name,
             f"{price:.{digits}f}",
             f"{price / prices[DENSE]:.2f}" if prices.get(DENSE) else "-",
-            *cells,
             style="bold" if name == chosen else None,
         )
     return table

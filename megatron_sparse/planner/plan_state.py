@@ -7,7 +7,6 @@ the ranks have exchanged.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,12 +35,6 @@ class BucketState:
         profile_density: the target density of the step that sampled it.
         hopeless: True if no candidate would beat dense even if all ranks selected the same
             elements.
-        measured_us: by scheme, the last time that all ranks agreed on.
-        dense_step: the step in which dense was last measured; -1 if never.
-        failed: schemes that measured slower than dense and are not to be tried again yet.
-        failed_density: the target density at which the last of them failed.
-        dense_until: before this step the bucket is dense, regardless of predictions; 0 for no step.
-        dense_reason: the reason for `dense_until`.
         lanes: as `Bucket.lanes`.
     """
 
@@ -55,12 +48,6 @@ class BucketState:
     profile: SparsityProfile | None = None
     profile_density: float = 1.0
     hopeless: bool = False
-    measured_us: dict[str, float] = field(default_factory=dict)
-    dense_step: int = -1
-    failed: list[str] = field(default_factory=list)
-    failed_density: float = 1.0
-    dense_until: int = 0
-    dense_reason: str = ""
     lanes: int = 1
 
     @classmethod
@@ -79,8 +66,6 @@ class BucketState:
         return self.__dict__ | {
             "profile": profile,
             "predicted_us": dict(self.predicted_us),
-            "measured_us": dict(self.measured_us),
-            "failed": list(self.failed),
         }
 
     @classmethod
@@ -94,10 +79,6 @@ class BucketState:
         profile = values["profile"]
         made = None if profile is None else SparsityProfile.from_dict(profile)
         return cls(**{**values, "profile": made})
-
-    def fingerprint(self) -> int:
-        """A checksum, equal only on ranks with equal decisions from equal numbers."""
-        return zlib.crc32(json.dumps(self.to_dict(), sort_keys=True).encode())
 
 
 def read_plan(path: Path) -> dict[str, dict[str, Any]]:

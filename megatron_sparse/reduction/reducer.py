@@ -231,8 +231,6 @@ class GradientReducer:
         self._stragglers.begin_step(step)
         job = self.job(bucket, step)
         record = job.record
-        # The planner compares its predictions with the times that the pipeline records.
-        self.planner.follow(record)
         pending = Pending(
             bucket.name, self.synchronise(job), record.timer, record, self._sink, on_done
         )

@@ -8,7 +8,7 @@ from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, Sche
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.pricing.cluster import find
-from megatron_sparse.recording import BucketRecord, StageTimer
+from megatron_sparse.recording import StageTimer
 from megatron_sparse.simulate.pricing import make_message
 from megatron_sparse.transport import VirtualCluster
 
@@ -42,11 +42,9 @@ class Ranks:
     def __init__(self, world_size=4, **settings):
         self.world_size = world_size
         self.planners = [a_planner(**settings) for _ in range(world_size)]
-        self.took_us = {}
-        """By scheme, the time of a step on rank 0; other ranks take 1 us."""
 
     def step(self, step, gradients=None):
-        """Plans a step, records its times, lets the planners exchange them; returns the schemes."""
+        """Plans a step and lets the planners sample the gradients; returns the scheme."""
         plans = []
 
         def start(transport):
@@ -57,16 +55,11 @@ class Ranks:
             plan = planner.plan_for(bucket, step)
             plans.append(plan)
             timer, buffers = StageTimer(), MessageBuffers()
-            record = BucketRecord(
-                bucket.name, step, plan.scheme, plan.phase, plan.density, numel=NUMEL, timer=timer
-            )
-            planner.follow(record)
             message = None
             if gradients is not None and not plan.scheme.startswith("dense"):
                 message = make_message(bucket, plan.sharded, "auto", buffers, timer)
             exchange = Exchange(bucket, transport, buffers, timer, SchemeConfig())
             yield from planner.share(exchange, plan, step, message)
-            timer.add("network", self.took_us.get(plan.scheme, 1.0) if rank == 0 else 1.0)
             return 0
 
         VirtualCluster(self.world_size).run(start)

@@ -1,9 +1,8 @@
-"""The planner that chooses by predicted time: choices, hysteresis, measurements, state, errors."""
+"""The planner that chooses by predicted time: choices, hysteresis, state, errors."""
 
 import json
 import logging
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,19 +11,17 @@ from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.collectives.registry import check
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import PlannerConfig, SparseConfig
-from megatron_sparse.errors import CheckpointError, CommunicationError, ConfigError
+from megatron_sparse.errors import CheckpointError, ConfigError
 from megatron_sparse.planner import Planner, choice
 from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import find
 from megatron_sparse.simulate.gradients import fully_overlapping, uniform
-from tests.planner.planned import NUMEL, SPARSE, Ranks, a_bucket, a_planner
+from tests.planner.planned import NUMEL, Ranks, a_bucket, a_planner
 from tests.ranks import run_ranks
 from tests.records import Kept
 from tests.reduction.reducers import reducer_over_gloo, residual_of
-
-TIMED = {"scheme": {"deterministic": False}, "replan_every": 10, "retry_after": 100}
 
 
 @pytest.fixture
@@ -110,76 +107,12 @@ def test_a_dense_bucket_goes_sparse_to_be_sampled_unless_overlap_would_not_help(
     assert [ranks.step(step, same) for step in range(7)] == ["dense"] * 7
 
 
-def test_a_scheme_that_is_measured_slower_than_dense_gives_way_and_gets_another_turn(
-    prices, caplog
-):
-    caplog.set_level(logging.INFO, "megatron_sparse")
-    ranks = Ranks(compression={"warmup_iters": 20}, **TIMED)
-    ranks.took_us = {"dense": 90.0, "agsparse": 120.0, "direct": 80.0}
-    found = [ranks.step(step) for step in range(250)]
-    # Dense is measured in the warm-up, agsparse by step 30, and only rank 0 is slow.
-    assert found[:20] == ["dense"] * 20
-    assert found[20:31] == ["agsparse"] * 11
-    assert found[31:131] == ["dense"] * 100
-    # The next best one is tried, stays, and dense is measured again every 100 steps.
-    assert set(found[131:141]) == {"direct"}
-    again = pairwise(found[131:])
-    assert found.count("dense") == 120 + 5 * sum(each == ("direct", "dense") for each in again)
-    assert "agsparse took 120 us and dense 90 us, measured" in caplog.text
-    states = [planner.state_dict() for planner in ranks.planners]
-    assert all(state == states[0] for state in states)
-    assert states[0]["buckets"]["b"]["measured_us"]["direct"] == 80.0
-
-
-def test_when_every_scheme_has_failed_the_first_one_is_tried_again(prices):
-    ranks = Ranks(compression={"warmup_iters": 20}, **TIMED)
-    ranks.took_us = {"dense": 50.0} | dict.fromkeys(SPARSE, 90.0)
-    found = [ranks.step(step) for step in range(400)]
-    order = [found[i] for i in range(1, 400) if found[i] != "dense" and found[i - 1] == "dense"]
-    assert order == ["agsparse", "direct", "ssar_rd", "agsparse"]
-    assert found.count("dense") > 320
-
-
-def test_without_a_warmup_some_steps_are_dense_to_measure_it(prices):
-    ranks = Ranks(**TIMED)
-    ranks.took_us = {"dense": 50.0, "agsparse": 90.0}
-    found = [ranks.step(step) for step in range(40)]
-    assert found == ["agsparse"] * 11 + ["dense"] * 5 + ["agsparse"] * 5 + ["dense"] * 19
-
-
-def test_half_the_density_is_a_new_chance(prices):
-    ramp = {"warmup_iters": 10, "ramp_iters": 40, "ramp_start_density": 0.16}
-    ranks = Ranks(compression=ramp, **TIMED)
-    ranks.took_us = {"dense": 50.0} | dict.fromkeys(SPARSE, 90.0)
-    found = [ranks.step(step) for step in range(50)]
-    # The density falls to half in 10 steps: agsparse fails in step 20, and is back in step 30.
-    assert found[21:30] == ["dense"] * 9
-    assert found[30] == "agsparse"
-
-
-def test_deterministic_takes_no_decision_from_timing(prices):
-    ranks = Ranks(compression={"warmup_iters": 20}, replan_every=10)
-    ranks.took_us = {"dense": 1.0, "agsparse": 1e6}
-    assert {ranks.step(step) for step in range(20, 60)} == {"agsparse"}
-    assert ranks.planners[0].state_dict()["buckets"]["b"]["measured_us"] == {}
-
-
-def test_ranks_with_different_plans_are_an_error(prices):
-    ranks = Ranks(**TIMED)
-    for step in range(20):
-        ranks.step(step)
-    ranks.planners[2].load_state_dict(ranks.planners[2].state_dict() | {"buckets": {}})
-    with pytest.raises(CommunicationError, match="not in the same collective"):
-        ranks.step(20)
-
-
 def test_a_resumed_planner_decides_alike(prices):
     gradients = [uniform(NUMEL, 0.01).gradient(rank) for rank in range(4)]
-    ranks = Ranks(**TIMED)
-    ranks.took_us = {"agsparse": 80.0}
+    ranks = Ranks()
     for step in range(15):
         ranks.step(step, gradients)
-    resumed = Ranks(**TIMED)
+    resumed = Ranks()
     for before, after in zip(ranks.planners, resumed.planners, strict=True):
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
         assert after.state_dict() == before.state_dict()
@@ -255,9 +188,9 @@ def _train(rank, world_size, steps):
     import torch.distributed as dist
 
     section = PlannerConfig(cluster="ethernet_25gbit")
-    times = {"warmup_iters": 2, "ramp_iters": 0, "deterministic": False, "timeout_s": 30.0}
+    times = {"warmup_iters": 2, "ramp_iters": 0, "timeout_s": 30.0}
     config = SparseConfig.from_overrides(density=0.02, planner=section, **times)
-    pace = Pace(replan_every=4, profile_iters=1)
+    pace = Pace(profile_iters=1)
     sections = config.compression, config.scheme, section
     planner = PricedPlanner(*sections, find(section.cluster), logs=False, pace=pace)
     sink, errors = Kept(), []
@@ -289,4 +222,3 @@ def test_two_gloo_ranks_plan_alike_and_sum_exactly():
     for _, step, _, predicted_us in found:
         assert (predicted_us is not None) == (step >= 2), "the warm-up is not predicted"
     assert state["buckets"]["large"]["profile"]["density"] > 0
-    assert "dense" in state["buckets"]["large"]["measured_us"]
