@@ -166,12 +166,6 @@ def levels(
     schemes: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", callback=figures_folder, help="Draw the curves there: PNG and CSV."
-        ),
-    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Times come from cost models. See docs/levels.md."""
@@ -179,7 +173,7 @@ def levels(
     from megatron_sparse.config.checks import in_range, one_of
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
     from megatron_sparse.pricing.cluster import find
-    from megatron_sparse.simulate.levels import Training, draw_levels, level_rows, print_levels
+    from megatron_sparse.simulate.levels import Training, level_rows, print_levels
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
     in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
@@ -191,8 +185,6 @@ def levels(
     counts = parse_counts("--ranks", ranks, 2)
     rows = list(level_rows(training, find(cluster), settings, counts, names))
     print_levels(rows, training, json)
-    for path in draw_levels(rows, training, output) if output is not None else ():
-        print(path)
 
 
 def schedule(

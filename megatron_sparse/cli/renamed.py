@@ -12,12 +12,12 @@ from megatron_sparse.errors import ConfigError
 
 RENAMED: dict[str, str] = {
     "bench bits": "see the bits of a record in docs/wire-format.md, which a test makes again",
-    "bench cost-models": "use `plan RUN`, which has predicted beside measured times",
+    "bench cost-models": "use `report RUN`, which has measured over predicted times",
     "bench density": "see `sent_density` of `bench collectives`",
     "bench host": "use `bench bucket`, whose `host_us` is the host's time for a bucket",
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
-    "bench planner": "use `plan RUN`, which has predicted beside measured times",
+    "bench planner": "use `report RUN`, which has measured over predicted times",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
     "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
     "sweep": "use `report RUNS_DIR --output sweep.csv`, which has a line for each run",
@@ -40,6 +40,7 @@ OPTIONS: dict[str, str] = {
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
+    "levels --output": "draw the rows of `--json`, an object for each number of ranks and level",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -328,14 +329,16 @@ def _steps(compression: CompressionConfig) -> list[int]:
 def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
     """A bucket of so many ranks, at most as long as the largest one.
 
-    Of its two parameters one is kept: as much of it as of all buckets.
+    It has a parameter of each kind, with the kind's part of all buckets.
     """
     numel = min(largest.numel, max(NUMEL, NUMEL_PER_RANK * ranks))
     numel = max(numel // ranks, 1) * ranks
-    pieces = [piece for bucket in buckets for piece in bucket.parameters]
-    kept = sum(piece.numel for piece in pieces if piece.keep)
-    cut = round(numel * (1 - kept / sum(piece.numel for piece in pieces)))
-    shape = [ParameterSlice("w", 0, cut), ParameterSlice("kept", cut, numel, keep=True)]
+    kinds: Counter[tuple[bool, bool]] = Counter()
+    for piece in (piece for bucket in buckets for piece in bucket.parameters):
+        kinds[piece.keep, piece.lossless] += piece.numel
+    borders = [round(numel * part / kinds.total()) for part in accumulate(kinds.values())]
+    cuts = zip([0, *borders], borders, kinds, strict=False)
+    shape = [ParameterSlice(f"w{start}", start, stop, *kind) for start, stop, kind in cuts]
     return replace(
         largest,
         grad_N=torch.empty(numel, dtype=largest.grad_N.dtype, device="meta"),

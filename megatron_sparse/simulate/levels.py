@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -47,8 +46,6 @@ from megatron_sparse.planner.prices import DENSE, candidates
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.run.rows import CellRow, cell, print_table
-from megatron_sparse.simulate import figures
-from megatron_sparse.simulate.figures import Canvas, How
 
 BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Megatron's default size of a bucket, whichever of the two is more."""
@@ -62,7 +59,6 @@ CHUNK_S = 0.25e-3
 """Of a chunk's 512 steps on a GPU, however short the shard is: docs/parameters.md."""
 
 LABEL = "model (cost models), not measured"
-HEIGHT_IN = 4.5
 
 
 @dataclass(frozen=True)
@@ -323,44 +319,3 @@ def print_levels(rows: Sequence[LevelRow], training: Training, json_path: Path |
     """Prints what was priced, then a line for each row; see `print_table`."""
     print(f"{describe(training, rows[0].cluster)}; milliseconds of a {LABEL}")
     print_table(rows, json_path)
-
-
-def draw_levels(rows: Sequence[LevelRow], training: Training, folder: Path) -> list[Path]:
-    """Writes `levels.csv` and `levels.png`.
-
-    Returns:
-        The files.
-
-    Raises:
-        DependencyError: matplotlib is missing.
-    """
-    title = f"{describe(training, rows[0].cluster)}\n{LABEL}"
-    plain = [row.to_dict() for row in rows]
-    return figures.write_picture(folder, "levels", plain, _draw, HEIGHT_IN, title=title)
-
-
-def _draw(rows: Sequence[dict[str, Any]], canvas: Canvas) -> None:
-    """Whole synchronisation on the left, dense over it on the right."""
-    series = [row | {"series": f"{row['preset']}, {row['level']}"} for row in rows]
-    dense = {row["ranks"]: row for row in rows}.values()
-    for name, column in (("dense", "dense_ms"), ("best dense", "best_dense_ms")):
-        series += [
-            row
-            | {
-                "series": name,
-                "preset": name,
-                "level": name,
-                "total_ms": row[column],
-                "speedup": row["dense_ms"] / row[column],
-            }
-            for row in dense
-        ]
-    left, right = canvas.subplots(1, 2)
-    styles = figures.styles_of(series, colour="preset", form="level")
-    for axes, column, ylabel in (
-        (left, "total_ms", "whole synchronisation (ms)"),
-        (right, "speedup", "dense / whole synchronisation"),
-    ):
-        how: How = {"log": "xy", "ticks": True, "xlabel": "ranks", "ylabel": ylabel}
-        figures.draw_lines(axes, series, "ranks", column, styles, **how)
-    figures.shared_legend(canvas, [left, right])

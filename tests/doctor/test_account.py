@@ -83,6 +83,16 @@ def test_capacity_sizes_messages_by_density() -> None:
     assert auto_on_cpu.nbytes["messages"] == sent.nbytes["messages"]
 
 
+def test_lossless_parameters_are_received_whole() -> None:
+    """Half of the bucket, of seven other ranks; of the other half a hundredth."""
+    plain = bucket(device="cpu")
+    first, *others = plain.parameters
+    half = replace(plain, parameters=[replace(first, lossless=True), *others])
+    config = at_target(scheme="agsparse", capacity=None)
+    found, pruned = (of(config, each).nbytes["received"] for each in (half, plain))
+    assert found - pruned == pytest.approx(7 * 4 * NUMEL / 2, rel=0.05)
+
+
 def test_few_bits_take_a_workspace_with_room_for_all_values() -> None:
     """fp32 for every element, two bitmaps and 1/16 byte for the groups; and that of sums."""
     few = of(at_target(density=0.05, value_bits=4), bucket()).nbytes["workspace"]
