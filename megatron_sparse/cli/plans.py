@@ -72,10 +72,6 @@ def plan(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="A run's folder, or its plan.json.")
     ] = None,
-    recording: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="A gradient dump: a run's folder, or its gradients/."),
-    ] = None,
     bucket_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE,...", help="Fp32 buckets of these sizes, such as 1M,64M."),
@@ -90,7 +86,7 @@ def plan(
     density: Annotated[
         float | None,
         typer.Option(
-            min=1e-9, max=1, help="Density of the gradients; default for --bucket-bytes: 0.01."
+            min=1e-9, max=1, help="Density of the gradients, with --bucket-bytes; default: 0.01."
         ),
     ] = None,
     value_bits: Annotated[
@@ -129,7 +125,6 @@ def plan(
         pricing = plan_rows.Pricing(find(cluster), names, value_bits=value_bits)
     rows = plan_rows.rows(
         run=run,
-        dump=recording,
         sizes=sizes,
         ranks=ranks,
         pricing=pricing,

@@ -41,6 +41,8 @@ OPTIONS: dict[str, str] = {
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
     "levels --output": "draw the rows of `--json`, an object for each number of ranks and level",
+    "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
+    "sparsity of its gradients",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -1,4 +1,4 @@
-"""The rows that `megatron-sparse plan` shows: of a run, of a gradient dump, or of buckets by size.
+"""The rows that `megatron-sparse plan` shows: of a run, or of buckets by size.
 
 A row is a mapping: `bucket, numel, density, predicted_us` (scheme -> time), `chosen, reason`, and
 the bucket's other facts (`op, world_size, kept_numel, element_bytes, partial_bytes, value_bits,
@@ -27,8 +27,6 @@ from megatron_sparse.planner.prices import DENSE, candidates, explain, least, pr
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.sparsity.characteristics import largest, profile_of
-from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 
 Row = dict[str, Any]
 ASSUMED_DENSITY = 0.01
@@ -123,42 +121,6 @@ def of_run(path: Path, pricing: Pricing | None, ranks: int | None) -> list[Row]:
     return priced
 
 
-def of_dump(
-    path: Path, pricing: Pricing, ranks: int | None, density: float | None, op: CollectiveOp
-) -> list[Row]:
-    """Each bucket of a dump's last iteration.
-
-    Args:
-        path: the dump's folder, or the folder of the run that made it.
-        pricing: see `Pricing`.
-        ranks: number of ranks; if it differs from the dump's, the profile is extrapolated.
-        density: prunes each rank's gradient to its largest elements. None takes the recorded
-            selection or, if only gradients were recorded, their non-zero elements.
-        op: the buckets' operation.
-
-    Raises:
-        ProfileError: the dump is missing or damaged.
-    """
-    dump = GradientDump.open(path)
-    iteration = dump.iterations[-1]
-    rows = []
-    for name in dump.buckets:
-        kinds = dump.kinds(iteration, name)
-        if density is None and Kind.SELECTED in kinds:
-            gradients = dump.read(iteration, name, Kind.SELECTED)
-            basis = f"selected in iteration {iteration}"
-        else:
-            gradients = dump.read(iteration, name)
-            basis = f"recorded in iteration {iteration}"
-            if density is not None:
-                gradients = [largest(gradient, density) for gradient in gradients]
-        profile = profile_of(gradients)
-        element_bytes = min(gradients[0].element_size(), 4)
-        shape = BucketShape(profile.numel, 0, element_bytes, op, ranks or profile.world_size)
-        rows.append(pricing.row(name, shape, profile, basis))
-    return rows
-
-
 def of_sizes(
     sizes: Sequence[int], pricing: Pricing, ranks: int, density: float, op: CollectiveOp
 ) -> list[Row]:
@@ -173,39 +135,35 @@ def of_sizes(
 def rows(
     *,
     run: Path | None,
-    dump: Path | None,
     sizes: Sequence[int] | None,
     ranks: int | None,
     pricing: Pricing | None,
     density: float | None,
     op: CollectiveOp,
 ) -> list[Row]:
-    """The rows for `run`, `dump` or `sizes`: exactly one is given. See `of_run` and so on.
+    """The rows for `run` or `sizes`: exactly one is given. See `of_run` and `of_sizes`.
 
     Raises:
-        ConfigError: none or several of them are given, an argument that they need is missing, or
-            there is no plan.
-        ProfileError: the dump is missing or damaged.
+        ConfigError: none or both of them are given, an argument that they need is missing, or there
+            is no plan.
+        ProfileError: a profile in the plan is damaged.
     """
-    given = {"RUN": run, "--recording": dump, "--bucket-bytes": sizes}
-    named = [option for option, value in given.items() if value is not None]
-    if len(named) != 1:
+    if (run is None) == (sizes is None):
         raise ConfigError(
             "plan: it is not clear what is to be planned",
-            expected="one of RUN, --recording DIR and --bucket-bytes SIZE,...",
-            got=" and ".join(named) or "none of them",
+            expected="either RUN or --bucket-bytes SIZE,...",
+            got="none of them" if run is None else "RUN and --bucket-bytes",
         )
     if run is not None and (pricing or ranks is None):
         return of_run(run, pricing, ranks)
     if pricing is None:
+        priced = "--bucket-bytes" if run is None else "RUN with --ranks"
         raise ConfigError(
-            f"plan: {named[0]}{' with --ranks' if run else ''} needs a cluster to be priced on",
+            f"plan: {priced} needs a cluster to be priced on",
             expected="--cluster FILE, or the name of a shipped model cluster",
             got="no --cluster",
             remedy="--cluster ethernet_25gbit; `megatron-sparse calibrate` measures one",
         )
-    if dump is not None:
-        return of_dump(dump, pricing, ranks, density, op)
     if ranks is None or sizes is None:
         raise ConfigError(
             "plan: --bucket-bytes needs a number of ranks", expected="--ranks N", got="no --ranks"

@@ -211,7 +211,7 @@ MISTAKES = (
     Mistake("plan --bucket-bytes 1M --ranks 2 --cluster perlmutter --value-bits 5", "--value-bits"),
     Mistake("plan runs/x --ranks 4", "needs a cluster"),
     Mistake("plan no_such_run", "is no plan"),
-    Mistake("plan --recording no_such --cluster perlmutter", "no gradient dump"),
+    Mistake("plan --recording no_such --cluster perlmutter", "planner.cluster"),
     Mistake("plan runs/x --cluster perlmutter --schemes magic", "planner.schemes"),
     Mistake("plan runs/x --op broadcast", "--op"),
     # Benches that exchange messages.

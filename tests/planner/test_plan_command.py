@@ -2,14 +2,10 @@
 
 import json
 
-import pytest
-
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.planner.plan import Planner
-from megatron_sparse.simulate.gradients import fully_overlapping
-from megatron_sparse.sparsity.gradient_dump import GradientDumpWriter, Kind
 from tests import commands
-from tests.planner.planned import NUMEL, a_bucket, a_planner
+from tests.planner.planned import a_bucket, a_planner
 from tests.tracked import json_lines
 
 KEYS = {"bucket", "numel", "density", "predicted_us", "chosen", "reason"}
@@ -91,19 +87,3 @@ def test_what_dense_was_compared_with_is_shown(tmp_path, capsys):
     assert row["chosen"] == "dense"
     least = min(nbytes for name, nbytes in row["predicted_bytes"].items() if name != "dense")
     assert f" {least} B against dense" in row["reason"]
-
-
-def test_a_recording(tmp_path, capsys):
-    gradients = fully_overlapping(NUMEL, 0.02)
-    for rank in range(2):
-        writer = GradientDumpWriter(tmp_path, [1], rank=rank, world_size=2)
-        writer.write("w", 1, Kind.GRADIENT, gradients.gradient(rank))
-    out = tmp_path / "out.jsonl"
-    where = ("--recording", tmp_path, "--cluster", "ethernet_25gbit", *FEW, "--json", out)
-    assert run(*where) == 0
-    (row,) = json_lines(out)
-    assert (row["numel"], row["world_size"]) == (NUMEL, 2)
-    assert row["density"] == pytest.approx(0.02, rel=0.01)
-    assert run(*where, "--density", 0.01) == 0
-    assert json_lines(out)[0]["density"] == pytest.approx(0.01, rel=0.01)
-    assert "recorded in iteration 1" in capsys.readouterr().out
