@@ -152,7 +152,7 @@ class PricedPlanner(Planner):
             overlapping = price(fully_overlapping(profile))
             state.hopeless = takes_dense(least(overlapping, overlapping))
         how = "sampled" if state.profile else "assumed uniform"
-        state.chosen, state.density = best, density
+        state.chosen = best
         state.reason = explain(best, prices, f"density {profile.density:.3g} {how}")
         if best != before:
             self._log(step, bucket, before or "nothing", best, state.reason)

@@ -29,7 +29,6 @@ class BucketState:
         world_size: ranks.
         chosen: the scheme, None before the first choice.
         reason: why it was chosen, in words.
-        density: the target density that it was chosen for.
         predicted_us: every candidate's predicted time when the scheme was chosen.
         profile: the last sampled profile, None before the first.
         profile_density: the target density of the step that sampled it.
@@ -43,7 +42,6 @@ class BucketState:
     world_size: int
     chosen: str | None = None
     reason: str = ""
-    density: float = 1.0
     predicted_us: dict[str, float] = field(default_factory=dict)
     profile: SparsityProfile | None = None
     profile_density: float = 1.0
