@@ -125,7 +125,7 @@ def damaged(
                 case 1:
                     data[at] ^= 1 << rng.randrange(8)
                 case 2:
-                    move_bit(rng, data, at, rng.choice((8, 512)))
+                    move_bit(rng, data, at, rng.choice((8, 64, 512)))
                 case _:
                     change_number(rng, data, rng.choice(places))
         if rng.random() < 0.1:

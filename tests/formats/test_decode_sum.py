@@ -1,8 +1,11 @@
-"""decode_sum_ on the CPU: several messages in one pass have the bits of one after another."""
+"""decode_sum_ on the CPU: several messages in one pass have the bits of one after another.
+
+`tests/cuda_ext/fuzz_records.py` has sums of damaged messages, and of messages in slots.
+"""
 
 import os
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -57,7 +60,7 @@ def expected_of(form: str) -> Expected:
     return Expected(OFFSETS, WIRE_CODES[FORMS[form][1]], STEP, rank=0)
 
 
-def records_of(form: str, density: float, seed: int) -> tuple[torch.Tensor, ...]:
+def message_of(form: str, density: float, seed: int) -> torch.Tensor:
     """The records from `BASE` on of a message that begins before it.
 
     The last segment is kept. NaN, infinity and -0.0 are among the values.
@@ -71,11 +74,7 @@ def records_of(form: str, density: float, seed: int) -> tuple[torch.Tensor, ...]
     keep = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.uint8)
     out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
     sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out, BUFFERS)
-    return out[: int(sizes.sum())].split(sizes.tolist())[1:]
-
-
-def message_of(form: str, density: float, seed: int) -> torch.Tensor:
-    return torch.cat(records_of(form, density, seed))
+    return out[int(sizes[0]) : int(sizes.sum())]
 
 
 def messages_of(mix: str, ranks: int) -> list[torch.Tensor]:
@@ -138,15 +137,6 @@ def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
     check_sum(acc_M, messages, expected, fresh=True)
 
 
-def test_batches_have_the_bits_of_one_sum() -> None:
-    messages, expected = messages_of("rice_q4", 5), expected_of("rice_q4")
-    whole_M, got_M = torch.empty(NUMEL), torch.full((NUMEL,), torch.nan)
-    decode_sum_(whole_M, messages, expected, range(5))
-    decode_sum_(got_M, messages[:3], expected, range(3))
-    decode_sum_(got_M, messages[3:], expected, range(3, 5), fresh=False)
-    cases.assert_same_bits(got_M, whole_M, "two batches")
-
-
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("bad_ranks", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
 def test_bad_messages_are_left_out_and_reported(bad_ranks: tuple[int, ...], fresh: bool) -> None:
@@ -168,37 +158,6 @@ def test_bad_messages_are_left_out_and_reported(bad_ranks: tuple[int, ...], fres
         reports.read()
     with pytest.raises(WireFormatError, match=f"rank {first}: field checksum"):
         decode_sum_(got_M, messages, expected, range(10, 13), fresh=fresh)
-
-
-def test_an_index_out_of_order_is_found_before_anything_is_added() -> None:
-    good, bad = message_of("coo", 0.03, 0), message_of("coo", 0.03, 1)
-    expected = expected_of("coo")
-    at = 2 * 48  # the second segment's first indices
-    bad[at : at + 4] = bad[at + 4 : at + 8]
-    wanted_M = added_one_by_one(torch.zeros(NUMEL), [good, good], expected, fresh=True)
-    got_M, reports = torch.empty(NUMEL), Reports()
-    decode_sum_(got_M, [good, bad, good], expected, range(3), reports=reports)
-    cases.assert_same_bits(got_M, wanted_M, "the others' sum")
-    with pytest.raises(WireFormatError, match="rank 1: field indices"):
-        reports.read()
-
-
-def test_slots() -> None:
-    """Records in slots of capacity mode, with garbage behind them."""
-    records = [records_of("rice", density, seed) for seed, density in enumerate(DENSITIES[:3])]
-    rooms = [max(map(len, same)) + 32 for same in zip(*records, strict=True)]
-    messages = []
-    for own in records:
-        message = torch.full((sum(rooms),), 0xA5, dtype=torch.uint8)
-        for slot, record in zip(message.split(rooms), own, strict=True):
-            slot[: len(record)] = record
-        messages.append(message)
-    slots = torch.tensor([0, *accumulate(rooms)])
-    expected = replace(expected_of("rice"), slots=slots)
-    wanted_M = added_one_by_one(torch.zeros(NUMEL), messages, expected, fresh=True)
-    got_M = torch.empty(NUMEL)
-    decode_sum_(got_M, messages, expected, range(3))
-    cases.assert_same_bits(got_M, wanted_M, "messages in slots")
 
 
 def test_arguments_that_do_not_fit_are_refused(place) -> None:
