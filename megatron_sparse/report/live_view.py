@@ -3,8 +3,8 @@
 For every run, also one whose terminal is elsewhere (a batch job). The time left counts the
 iterations alone, because time between iterations is not recorded.
 
-`--follow` draws it anew as the run writes lines. It reads what the file has grown by, so a long run
-costs no more than a short one. A PNG or PDF shows the text alone, without its colours.
+`--follow` draws it anew as the run writes lines. It reads the end of the file, so a long run costs
+no more than a short one. A PNG or PDF shows the text alone, without its colours.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import math
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from megatron_sparse.telemetry.quantities import REST, ms
 from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 
 INTERVAL_S = 1.0
+TAIL_BYTES = 1 << 18
+"""Read to follow a run: the lines of 100 iterations, of which a view shows means over the last."""
 PICTURE_COLUMNS = 100
 MIN_COLUMNS = 40
 DPI = 150
@@ -132,35 +135,20 @@ def progress_of(folder: Path, iteration: int | None) -> RunProgress:
             got=iteration,
             remedy="leave --iteration out to see the last one",
         )
-    progress = _begin(folder)
-    now_s = 0.0
-    for line in shown:
-        now_s += line.iteration_ms / 1e3
-        progress.add(line, now_s)
-    return progress
+    return _progress(folder, shown)
 
 
-def progress_at_start(folder: Path) -> RunProgress:
-    """The progress of a run of which no iteration is known.
-
-    Raises:
-        ConfigError: the folder is not a run's.
-    """
-    if not any((folder / name).is_file() for name in (CONFIG_FILE, BREAKDOWN_FILE)):
-        raise ConfigError(
-            f"{folder} is not the folder of a run",
-            expected=f"a folder with {CONFIG_FILE}, such as runs/quickstart",
-            got="a folder without it" if folder.is_dir() else "no such folder",
-            remedy="name the folder that training printed",
-        )
-    return _begin(folder)
-
-
-def _begin(folder: Path) -> RunProgress:
+def _progress(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
+    """The progress of a run after these iterations."""
     _, config = load_config(folder, [])
     total = config.get("training.iterations")
     name = config.get("name") or folder.resolve().name
-    return RunProgress(name, total if isinstance(total, int) else None)
+    progress = RunProgress(name, total if isinstance(total, int) else None)
+    now_s = 0.0
+    for line in lines:
+        now_s += line.iteration_ms / 1e3
+        progress.add(line, now_s)
+    return progress
 
 
 def run(folder: Path, iteration: int | None, output: Path | None, columns: int | None) -> None:
@@ -213,36 +201,15 @@ def picture(progress: RunProgress, columns: int, output: Path) -> None:
     figure.savefig(output, bbox_inches="tight")
 
 
-class Lines:
-    """The iterations of a run, as they come.
-
-    Args:
-        folder: the run's folder.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / BREAKDOWN_FILE
-        self._read_bytes = 0
-
-    def new(self) -> tuple[list[IterationBreakdown], bool]:
-        """Complete lines that were written since the last call.
-
-        A damaged line is left out, as in reports.
-
-        Returns:
-            The iterations, and whether the file began anew: a run of the same name was started.
-        """
-        try:
-            began_anew = self._path.stat().st_size < self._read_bytes
-            with self._path.open("rb") as file:
-                file.seek(0 if began_anew else self._read_bytes)
-                text = file.read()
-        except FileNotFoundError:
-            return [], False
-        complete = text[: text.rfind(b"\n") + 1]
-        self._read_bytes = len(complete) + (0 if began_anew else self._read_bytes)
-        found = filter(None, map(parse, complete.splitlines(keepends=True)))
-        return [IterationBreakdown.of_line(line) for line in found], began_anew
+def _tail(path: Path) -> list[IterationBreakdown]:
+    """The iterations in a file's last `TAIL_BYTES`; damaged lines are left out, as in reports."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [IterationBreakdown.of_line(line) for line in filter(None, map(parse, lines))]
 
 
 def follow(folder: Path, columns: int | None) -> None:
@@ -258,28 +225,30 @@ def follow(folder: Path, columns: int | None) -> None:
         ConfigError: the folder is not a run's, or another version writes it.
     """
     console = Console(width=columns, highlight=False)
-    lines, now_s = Lines(folder), 0.0
-    progress = progress_at_start(folder)
+    if not any((folder / name).is_file() for name in (CONFIG_FILE, BREAKDOWN_FILE)):
+        raise ConfigError(
+            f"{folder} is not the folder of a run",
+            expected=f"a folder with {CONFIG_FILE}, such as runs/quickstart",
+            got="a folder without it" if folder.is_dir() else "no such folder",
+            remedy="name the folder that training printed",
+        )
+    drawn: int | None = None
     with ExitStack() as screen:
         live = None
         if console.is_terminal:
-            waiting = Text(f"{progress.name}: no iteration is written yet")
+            waiting = Text(f"{folder}: no iteration is written yet")
             live = screen.enter_context(Live(waiting, console=console, auto_refresh=False))
         while True:
             try:
-                found, began_anew = lines.new()
-                if began_anew:
-                    progress = progress_at_start(folder)
-                for line in found:
-                    now_s += line.iteration_ms / 1e3
-                    progress.add(line, now_s)
-                if found:
+                lines = _tail(folder / BREAKDOWN_FILE)
+                if lines and lines[-1].iteration != drawn:
+                    drawn, progress = lines[-1].iteration, _progress(folder, lines)
                     view = render(progress, console.width)
                     if live is None:
                         console.print(view)
                     else:
                         live.update(view, refresh=True)
-                    if progress.total is not None and progress.latest.iteration >= progress.total:
+                    if progress.total is not None and drawn >= progress.total:
                         return
                 time.sleep(INTERVAL_S)
             except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from megatron_sparse.config.checks import in_range, one_of
 from megatron_sparse.errors import ConfigError, ProfileError
+from megatron_sparse.report.tables import PROFILE_COLUMNS, profile_cells
 from megatron_sparse.sparsity.balance import Loads, Sample
 from megatron_sparse.sparsity.characteristics import largest, nonzero_elements, profile_of_elements
 from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
@@ -25,10 +26,6 @@ from megatron_sparse.telemetry.console import plain_table
 
 ALL = "all"
 """The row of all buckets of a group together."""
-HEADERS = (
-    *("elements", "density", "overlap", "min-max", "of the sum", "densified"),
-    *("skewness", "push/pull", "hashed"),
-)
 
 
 def run(
@@ -160,37 +157,23 @@ def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
 def print_table(samples: Sequence[Sample], title: str) -> None:
     """A line for each bucket: means over the iterations."""
     print(title)
-    table = plain_table("", "bucket", *HEADERS)
+    table = plain_table("", "bucket", *PROFILE_COLUMNS, "push/pull", "hashed")
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
     for name, members in by_bucket.items():
         bold = name.rpartition("/")[2] == ALL
-        table.add_row(name, *_cells(members), style="bold" if bold else None)
+        cells = (
+            *profile_cells([sample.profile for sample in members]),
+            _push_pull([sample.contiguous for sample in members]),
+            _push_pull([sample.hashed for sample in members]),
+        )
+        table.add_row(name, *cells, style="bold" if bold else None)
     # Without a terminal there is no width to keep to, and a cut table says nothing.
     console = Console(highlight=False)
     Console(highlight=False, width=None if console.is_terminal else 132).print(table)
     print("overlap: median over pairs of ranks; skewness: at as many partitions as ranks;")
     print("push/pull: ZEN's imbalance ratios of contiguous shards, hashed: of its hash; 1 is best")
-
-
-def _cells(members: Sequence[Sample]) -> list[str]:
-    """A bucket's numbers as `print_table` shows them: means over its samples."""
-    profiles = [sample.profile for sample in members]
-    n = profiles[0].world_size
-    # Quantiles 0, 0.5 and 1 of `QUANTILES`.
-    least, median, most = (fmean(p.overlap[index] for p in profiles) for index in (0, 2, 4))
-    return [
-        str(members[0].numel),
-        f"{fmean(p.density for p in profiles):.3%}",
-        f"{median:.3f}",
-        f"{least:.2f}-{most:.2f}",
-        f"{fmean(p.sum_density(n) for p in profiles):.3%}",
-        f"{fmean(p.densification[n] for p in profiles):.2f}",
-        f"{fmean(p.skewness.get(n, 1.0) for p in profiles):.2f}",
-        _push_pull([sample.contiguous for sample in members]),
-        _push_pull([sample.hashed for sample in members]),
-    ]
 
 
 def _push_pull(loads: Sequence[Loads]) -> str:

@@ -27,10 +27,9 @@ from megatron_sparse.report.charts import (
 )
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.simulate.figures import Axes
-from megatron_sparse.straggler.detector import delay_cdf, delay_s, last_rank
+from megatron_sparse.straggler.detector import delay_cdf, delay_s
 from megatron_sparse.telemetry.quantities import REST, at_target, thread_parts
 
-BYTES_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 BAR_IN, AXIS_IN = 0.3, 1.1
 """Inches of a bar with its gap, and of everything else in a bar chart."""
 MOST_BUCKETS = 16
@@ -42,14 +41,14 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     sending = [run for run in runs if run.iterations.dense_bytes.any()]
     found = {
         "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
-        "bytes": [_wire_ratio(sending), _sent(sending)] if sending else [],
+        "bytes": [_wire_ratio(sending)] if sending else [],
         "time": _stage_means(runs),
         "exposed": _exposed_share(runs),
         "iteration": [_iteration_time(runs)],
         "stragglers": [],
     }
     if measured := [run for run in runs if run.readiness]:
-        found["stragglers"] = [_delays(measured), _last_ranks(measured)]
+        found["stragglers"] = [_delays(measured)]
     return found
 
 
@@ -105,27 +104,6 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
         "dense ring would send. The scale is logarithmic." + TARGET_NOTE
     )
     return Chart("wire-ratio", "Bytes on the wire against dense", note, draw)
-
-
-def _sent(runs: Sequence[RunData]) -> Chart:
-    totals = [max(r.iterations.dense_bytes.sum(), r.iterations.wire_bytes.sum()) for r in runs]
-    power = min(int(np.log2(max(*totals, 1.0)) // 10), len(BYTES_UNITS) - 1)
-
-    def draw(axes: Axes) -> None:
-        handles = []
-        for run in runs:
-            colour = theme.of_run(run.index).light
-            columns = run.iterations
-            for values, dash in ((columns.dense_bytes, ":"), (columns.wire_bytes, "-")):
-                x, y = thinned(columns.number, np.cumsum(values) / 2 ** (10 * power))
-                (handle,) = axes.plot(x, y, color=colour, linestyle=dash)
-            handles.append(handle)
-        axes.set_xlabel("iteration")
-        axes.set_ylabel(BYTES_UNITS[power])
-        _legend(axes, handles, runs)
-
-    note = "Summed from the first iteration on; dotted: bytes that a dense ring would have sent."
-    return Chart("sent", f"Sent so far ({BYTES_UNITS[power]})", note, draw)
 
 
 def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
@@ -232,40 +210,6 @@ def _delays(runs: Sequence[RunData]) -> Chart:
         "much later than all others."
     )
     return Chart("straggler-delays", "How late the last rank was", note, draw)
-
-
-def _last_ranks(runs: Sequence[RunData]) -> Chart:
-    def draw(axes: Axes) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        width = 0.8 / len(runs)
-        most = 0
-        for index, run in enumerate(runs):
-            shares = last_shares(run)
-            most = max(most, len(shares))
-            axes.bar(
-                np.arange(len(shares)) + (index - (len(runs) - 1) / 2) * width,
-                np.array(shares) * 100,
-                width=width,
-                color=theme.of_run(run.index).light,
-            )
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set(xlabel="rank", ylabel="last in %", xlim=(-0.6, most - 0.4))
-        axes.grid(axis="x", visible=False)
-        _legend(axes, [bars[0] for bars in axes.containers], runs)
-
-    note = "How often each rank was last; with equal chances it would be 1 / ranks."
-    return Chart("straggler-ranks", "Last rank", note, draw)
-
-
-def last_shares(run: RunData) -> list[float]:
-    """For each rank, the share of bucket synchronisations in which it was last."""
-    records = [record for of_bucket in run.readiness.values() for record in of_bucket]
-    counts = np.bincount(
-        [last_rank(record.ready_s) for record in records],
-        minlength=max(len(record.ready_s) for record in records),
-    )
-    return (counts / len(records)).tolist()
 
 
 def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart]]:

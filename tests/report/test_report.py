@@ -284,9 +284,9 @@ def test_numbers_of_stragglers_and_sparsity(run):
     assert delays["group1.0"] == ["10", "2.00", "2.00", "2.00", "1", "100%", "100%"]
     assert len(cells(tables.straggler_table([data, data]))) == 1
     row = cells(tables.sparsity_table(data, [data]))["group0.0"]
-    assert row[1] == "1.00%"
+    assert row[1] == "1.000%"
     # Four ranks that select independently: 1 - 0.99^4.
-    assert row[3] == "3.94%"
+    assert row[4] == "3.940%"
 
 
 def test_only_what_differs_is_listed(tmp_path):
