@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.markup import escape
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import AUTO, SCHEMES, Input
@@ -35,7 +34,6 @@ from megatron_sparse.config.sparse import (
     StragglerConfig,
 )
 from megatron_sparse.cuda_ext import workspace
-from megatron_sparse.doctor.checks import console, table
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import TURNS, VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Planner
@@ -49,7 +47,6 @@ from megatron_sparse.reduction.level_parts import instance_part, node_part
 from megatron_sparse.reduction.memory import ITEMS, item_of
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.telemetry.quantities import size
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME, members_of
 from megatron_sparse.transport.virtual import VirtualTransport
@@ -103,8 +100,13 @@ def run(overrides: Sequence[str], json: Path | None = None) -> int:
         ConfigError: the configuration is wrong, or it trains without the plugin.
         DatasetError: neither the model nor the data gives a vocabulary.
     """
+    # Here, so that a machine without rich can compare the account with a GPU's memory.
+    from rich.markup import escape
+
+    from megatron_sparse.doctor.checks import console, table
     from megatron_sparse.run import composition
     from megatron_sparse.run.rows import write_rows
+    from megatron_sparse.telemetry.quantities import size
 
     config = composition.compose(overrides)
     found = of_run(config)
