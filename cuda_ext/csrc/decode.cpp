@@ -1,5 +1,4 @@
-// decode_add_ and decode_sum_ on the CPU: checks of the arguments and threads; decode_records.h and
-// decode_sum.h do the work.
+// decode_add_ and decode_sum_ on the CPU: checks of the arguments; decode_records.h does the work.
 //
 // A message's status is {code, segment, field, value}; it is added only if the code is 0.
 #include <torch/csrc/stable/library.h>
@@ -7,7 +6,6 @@
 
 #include "check.h"
 #include "decode_records.h"
-#include "decode_sum.h"
 #include "isa.h"
 
 namespace megatron_sparse {
@@ -60,19 +58,15 @@ void write_status(const Status& status, int64_t* fields) {
   fields[3] = status.value;
 }
 
-const auto kThreads = [](int64_t count, const auto& work) {
-  torch::stable::parallel_for(0, count, 1, work);
-};
-
 Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
                       int64_t value_dtype, int64_t step, int64_t base, bool fresh,
                       std::optional<Tensor> slots, std::optional<Tensor> sums) {
-  Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
-  expected.sums = check_sums(sums, 1, expected);
-  const MessageBytes content = check_message(message);
+  const Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
+  MessageBytes content = check_message(message);
+  content.sums = check_sums(sums, 1, expected);
   Tensor result = torch::stable::new_empty(segment_offsets, {4});
-  write_status(decode_records(content.bytes, content.size, expected, fresh,
-                              static_cast<float*>(acc.mutable_data_ptr()), kernels(), kThreads),
+  write_status(decode_records(content, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()),
+                              kernels()),
                static_cast<int64_t*>(result.mutable_data_ptr()));
   return result;
 }
@@ -91,7 +85,7 @@ Tensor decode_sum_cpu(const Tensor& acc, const std::vector<Tensor>& messages,
     contents[i].sums = found + i * expected.segment_count;
   }
   const std::vector<Status> statuses = sum_records(
-      contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()), kernels(), kThreads);
+      contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()), kernels());
   Tensor result = torch::stable::new_empty(segment_offsets, {4 * count});
   int64_t* fields = static_cast<int64_t*>(result.mutable_data_ptr());
   for (int64_t i = 0; i < count; ++i) write_status(statuses[i], fields + 4 * i);

@@ -1,6 +1,9 @@
 #include "decode_records.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "pici_order.h"
@@ -111,6 +114,22 @@ Status check_blocks(const DecodeChunk& chunk, int64_t value_bytes) {
   return {};
 }
 
+// Everything but the headers: indices, prefix sums, bits and padding.
+Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
+  switch (chunk.kind) {
+    case kKindDense:
+      return {};
+    case kKindCoo:
+      return check_indices(chunk, chunk.numel);
+    case kKindBlocks:
+      return check_blocks(chunk, dtype_bytes(chunk.dtype));
+    case kKindRice:
+      return check_rice_chunk(chunk, kernel);
+    default:
+      return check_tiles(chunk, kernel);
+  }
+}
+
 // The elements of the segment that the chunk covers: up to the next chunk's first one.
 struct Span {
   int64_t begin;
@@ -208,24 +227,24 @@ DecodeChunk part_of(const DecodeChunk& record, int64_t begin, int64_t end) {
   return part;
 }
 
-Status find_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+Status find_records(const MessageBytes& message, const Expected& expected,
                     std::vector<DecodeChunk>& records) {
   const int64_t* slots = expected.slots;
-  if (slots != nullptr && slots[expected.segment_count] != message_bytes) {
-    return {true, expected.segment_count, kFieldSize, message_bytes};
+  if (slots != nullptr && slots[expected.segment_count] != message.size) {
+    return {true, expected.segment_count, kFieldSize, message.size};
   }
   int64_t at = 0;
   for (int64_t s = 0; s < expected.segment_count; ++s) {
-    const int64_t end = slots == nullptr ? message_bytes : slots[s + 1];
+    const int64_t end = slots == nullptr ? message.size : slots[s + 1];
     if (end - at < kHeaderBytes) return {true, s, kFieldSize, end};
     Header header;
-    std::memcpy(&header, message + at, sizeof header);
+    std::memcpy(&header, message.bytes + at, sizeof header);
     at += kHeaderBytes;
     DecodeChunk record = {};
     const int64_t offset = expected.offsets[s];
-    const uint32_t sum = expected.sums == nullptr ? 0 : static_cast<uint32_t>(expected.sums[s]);
+    const uint32_t sum = message.sums == nullptr ? 0 : static_cast<uint32_t>(message.sums[s]);
     const FieldError error = check_header(
-        header, message + at, end - at,
+        header, message.bytes + at, end - at,
         {offset, expected.offsets[s + 1] - offset, expected.value_dtype, expected.step, sum},
         record);
     if (error.wrong) return {true, s, error.field, error.value};
@@ -235,7 +254,7 @@ Status find_records(const uint8_t* message, int64_t message_bytes, const Expecte
     records.push_back(record);
     at = slots == nullptr ? at + record.sections.payload : end;
   }
-  if (at != message_bytes) return {true, expected.segment_count, kFieldSize, message_bytes};
+  if (at != message.size) return {true, expected.segment_count, kFieldSize, message.size};
   return {};
 }
 
@@ -251,21 +270,6 @@ std::vector<DecodeChunk> cut_records(const std::vector<DecodeChunk>& records) {
     } while (chunk.begin < record.end);
   }
   return chunks;
-}
-
-Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
-  switch (chunk.kind) {
-    case kKindDense:
-      return {};
-    case kKindCoo:
-      return check_indices(chunk, chunk.numel);
-    case kKindBlocks:
-      return check_blocks(chunk, dtype_bytes(chunk.dtype));
-    case kKindRice:
-      return check_rice_chunk(chunk, kernel);
-    default:
-      return check_tiles(chunk, kernel);
-  }
 }
 
 void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel) {
@@ -303,6 +307,37 @@ void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& 
     default:
       add_paper_tiles(chunk, value_dtype, target, kernel);
   }
+}
+
+Status check_chunks(const std::vector<DecodeChunk>& chunks, const Kernels& kernel) {
+  const int64_t count = static_cast<int64_t>(chunks.size());
+  std::atomic<int64_t> bad{count};
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      if (!check_chunk(chunks[c], kernel).wrong) continue;
+      int64_t lowest = bad.load();
+      while (c < lowest && !bad.compare_exchange_weak(lowest, c)) {
+      }
+      return;
+    }
+  });
+  return bad < count ? check_chunk(chunks[bad], kernel) : Status{};
+}
+
+Status decode_records(const MessageBytes& message, const Expected& expected, bool fresh, float* acc,
+                      const Kernels& kernel) {
+  std::vector<DecodeChunk> records;
+  Status status = find_records(message, expected, records);
+  if (status.wrong) return status;
+  const std::vector<DecodeChunk> chunks = cut_records(records);
+  status = check_chunks(chunks, kernel);
+  if (status.wrong) return status;
+  // Indices ascend, so no two chunks touch the same element.
+  const int64_t count = static_cast<int64_t>(chunks.size());
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) add_chunk(chunks[c], fresh, acc, kernel);
+  });
+  return {};
 }
 
 }  // namespace megatron_sparse

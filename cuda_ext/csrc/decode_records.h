@@ -1,10 +1,8 @@
 // The decoder of wire messages on the CPU: checks a peer's message completely, then adds it.
 //
 // Nothing in the message is trusted, and the accumulator is changed only if all of it is right.
-// Free of torch; the caller provides the threads.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -30,6 +28,11 @@ struct Expected {
   // Where the records begin, and the end of the last slot; null for back to back. Bytes behind a
   // record in its slot are not read.
   const int64_t* slots = nullptr;
+};
+
+struct MessageBytes {
+  const uint8_t* bytes;
+  int64_t size;
   const int64_t* sums = nullptr;  // of sealed records: those of their payloads
 };
 
@@ -44,7 +47,7 @@ struct DecodeChunk : DecodeRecord {
 };
 
 // Checks the headers and finds the record of each segment: a chunk of all of its units.
-Status find_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
+Status find_records(const MessageBytes& message, const Expected& expected,
                     std::vector<DecodeChunk>& records);
 
 // Elements that a unit of the chunk's record stands for; of Pici's and Rice's records the last unit
@@ -59,9 +62,6 @@ DecodeChunk part_of(const DecodeChunk& record, int64_t begin, int64_t end);
 // units still has one chunk, which covers the whole segment.
 std::vector<DecodeChunk> cut_records(const std::vector<DecodeChunk>& records);
 
-// Checks everything but the headers: indices, prefix sums, bits and padding.
-Status check_chunk(const DecodeChunk& chunk, const Kernels& kernel);
-
 // Adds a checked chunk. With `fresh` the accumulator's content is ignored and becomes the chunk's,
 // zero included; the chunks of a record then cover its segment.
 void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& kernel);
@@ -70,41 +70,17 @@ void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& 
 Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel);
 void add_rice_chunk(const DecodeChunk& chunk, float* target, const Kernels& kernel);
 
-// Checks the chunks of a message; parallel(n, work) calls work(begin, end) on parts of [0, n).
-template <class Parallel>
-Status check_chunks(const std::vector<DecodeChunk>& chunks, const Kernels& kernel,
-                    Parallel parallel) {
-  const int64_t count = static_cast<int64_t>(chunks.size());
-  // The lowest bad chunk is reported, whichever thread finds one first.
-  std::atomic<int64_t> bad{count};
-  parallel(count, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      if (!check_chunk(chunks[c], kernel).wrong) continue;
-      int64_t lowest = bad.load();
-      while (c < lowest && !bad.compare_exchange_weak(lowest, c)) {
-      }
-      return;
-    }
-  });
-  return bad < count ? check_chunk(chunks[bad], kernel) : Status{};
-}
+// Checks everything in chunks of a message: indices, prefix sums, bits and padding. Reports the
+// lowest bad one, whichever thread finds one first.
+Status check_chunks(const std::vector<DecodeChunk>& chunks, const Kernels& kernel);
 
-template <class Parallel>
-Status decode_records(const uint8_t* message, int64_t message_bytes, const Expected& expected,
-                      bool fresh, float* acc, const Kernels& kernel, Parallel parallel) {
-  std::vector<DecodeChunk> records;
-  Status status = find_records(message, message_bytes, expected, records);
-  if (status.wrong) return status;
-  const std::vector<DecodeChunk> chunks = cut_records(records);
-  status = check_chunks(chunks, kernel, parallel);
-  if (status.wrong) return status;
-  // Indices ascend, so no two chunks touch the same element.
-  parallel(static_cast<int64_t>(chunks.size()), [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      add_chunk(chunks[c], fresh, acc, kernel);
-    }
-  });
-  return {};
-}
+// Adds a message, if all of it is right.
+Status decode_records(const MessageBytes& message, const Expected& expected, bool fresh, float* acc,
+                      const Kernels& kernel);
+
+// Adds messages in one pass (decode_sum.cpp). A bad one is left out. With `fresh` the accumulator's
+// content is ignored, and it becomes the sum of the good messages.
+std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const Expected& expected,
+                                bool fresh, float* acc, const Kernels& kernel);
 
 }  // namespace megatron_sparse

@@ -1,18 +1,39 @@
-#include "decode_sum.h"
+// The sum of several messages on the CPU: each is checked completely, then all are added in one
+// pass over the accumulator.
+//
+// The pass goes window by window. A window stays in a cache while every message adds its entries to
+// it, in the order of the messages. So memory is read and written once, not once for each message.
+// A large fresh sum is added up beside the accumulator, in memory that stays in a cache, and then
+// copied past the caches: memory is only written. The bits are those of one message after another.
+#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <numeric>
 
+#include "decode_records.h"
+
 namespace megatron_sparse {
 namespace {
 
+// Elements of a sum that the processor's caches do not hold until it is read.
+constexpr int64_t kLargeSum = int64_t{1} << 21;
 // Elements of a window, at least: 128 KiB, so that it stays in the second-level cache with what the
 // messages' entries need there.
 constexpr int64_t kWindow = int64_t{1} << 15;
 // Of one that is added up beside the accumulator, at most: 512 KiB.
 constexpr int64_t kMostBeside = int64_t{1} << 17;
+
+// Elements of a segment, so that no unit of a record lies on both sides of a border.
+struct Window {
+  int64_t segment;
+  int64_t begin;
+  int64_t end;
+  int64_t acc_begin;  // of the segment, in the accumulator
+};
+
+using Records = std::vector<DecodeChunk>;  // of a message, one for each segment
 
 // The kernels for an accumulator that is in a cache.
 Kernels of_cached(const Kernels& kernel) {
@@ -32,8 +53,7 @@ void add_part(const std::vector<Records>& messages, const Window& window, int64_
   }
 }
 
-}  // namespace
-
+// Cuts the segments into windows; `messages` are the records of those that are added.
 std::vector<Window> cut_windows(const std::vector<Records>& messages, const Expected& expected) {
   std::vector<Window> windows;
   for (int64_t s = 0; s < expected.segment_count; ++s) {
@@ -53,6 +73,8 @@ std::vector<Window> cut_windows(const std::vector<Records>& messages, const Expe
   return windows;
 }
 
+// Adds the entries of checked messages in a window. With `fresh` the window becomes their sum;
+// `is_large`: the whole sum does not fit a cache.
 void add_window(const std::vector<Records>& messages, const Window& window, bool fresh,
                 bool is_large, float* acc, const Kernels& kernel) {
   const int64_t numel = window.end - window.begin;
@@ -68,6 +90,30 @@ void add_window(const std::vector<Records>& messages, const Window& window, bool
   std::memset(sum.data(), 0, 4 * numel);
   add_part(messages, window, -window.begin, sum.data(), of_cached(kernel));
   kernel.copy_past_caches(sum.data(), numel, to);
+}
+
+}  // namespace
+
+std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const Expected& expected,
+                                bool fresh, float* acc, const Kernels& kernel) {
+  std::vector<Status> statuses;
+  std::vector<Records> good;
+  for (const MessageBytes& message : messages) {
+    Records records;
+    Status status = find_records(message, expected, records);
+    if (!status.wrong) status = check_chunks(cut_records(records), kernel);
+    if (!status.wrong) good.push_back(std::move(records));
+    statuses.push_back(status);
+  }
+  const std::vector<Window> windows = cut_windows(good, expected);
+  const int64_t numel = expected.offsets[expected.segment_count] - expected.offsets[0];
+  const int64_t count = static_cast<int64_t>(windows.size());
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t w = begin; w < end; ++w) {
+      add_window(good, windows[w], fresh, numel >= kLargeSum, acc, kernel);
+    }
+  });
+  return statuses;
 }
 
 }  // namespace megatron_sparse
