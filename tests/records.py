@@ -1,6 +1,6 @@
 """Measurements as the reducer hands them to telemetry."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_sparse.recording import BucketRecord, GatherRecord, NullSink, ReadinessRecord
@@ -59,7 +59,6 @@ class Sink:
 
     def __init__(self, breaks_at: int | None = None) -> None:
         self.rows: dict[int, dict[str, float]] = {}
-        self.plans: list[tuple[int, Sequence[Sequence[Any]]]] = []
         self.closed = 0
         self._breaks_at = breaks_at
 
@@ -68,10 +67,6 @@ class Sink:
         self.rows[step] = dict(scalars)
         if step == self._breaks_at:
             raise ConnectionError("gone")
-
-    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """See `ScalarSink`."""
-        self.plans.append((step, rows))
 
     def close(self) -> None:
         """See `ScalarSink`."""

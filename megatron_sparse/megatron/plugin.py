@@ -142,7 +142,6 @@ class Plugin:
             sinks=sinks,
             resolved_config=self._resolved_config,
             iterations=_arguments().train_iters,
-            plan_rows=lambda: self.attachment.plan_rows() if self.attachment else [],
             locks=self._resolved_config is None,
         )
 

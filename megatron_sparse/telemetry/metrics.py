@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,8 +17,6 @@ from megatron_sparse.straggler.detector import delay_s
 
 STEP = "iteration"
 """The x axis of every curve."""
-PLAN = "planner/plan"
-"""The table of the plan; not a number."""
 
 
 @dataclass(frozen=True)
@@ -190,17 +187,3 @@ def bucket_scalars(
     for late in readiness:
         named[f"bucket/{late.bucket}/delay_ms"] = delay_s(late.ready_s) * 1e3
     return {name: float(value) for name, value in named.items() if value is not None}
-
-
-PLAN_COLUMNS = ("bucket", "elements", "density", "scheme", "predicted_ms", "reason")
-
-
-def plan_table(rows: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """The rows of `plan.json` as table rows with the columns `PLAN_COLUMNS`."""
-    lines = []
-    for row in rows:
-        predicted_us = row.get("predicted_us", {}).get(row["chosen"])
-        predicted_ms = None if predicted_us is None else predicted_us / 1e3
-        bucket, elements, density = row["bucket"], row["numel"], row["density"]
-        lines.append([bucket, elements, density, row["chosen"], predicted_ms, row["reason"]])
-    return lines

@@ -29,7 +29,7 @@ from megatron_sparse.telemetry.breakdown import IterationBreakdown, bucket_line,
 from megatron_sparse.telemetry.console import SUMMARY_FILE, print_summary
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.lines import JsonLines, other_version, read_lines, write_whole
-from megatron_sparse.telemetry.metrics import bucket_scalars, plan_table, thresholds
+from megatron_sparse.telemetry.metrics import bucket_scalars, thresholds
 from megatron_sparse.telemetry.profiling import IterationProfile
 from megatron_sparse.telemetry.progress import Isolated, RunProgress
 from megatron_sparse.telemetry.quantities import target_density
@@ -52,8 +52,6 @@ FLUSH_EVERY = 10
 BREAKDOWN_FILE = "breakdown.jsonl"
 BUCKETS_FILE = "buckets.jsonl"
 
-PlanRows = Callable[[], Sequence[Mapping[str, Any]]]
-
 
 class RunTelemetry:
     """Implements `recording.RecordSink` for one process of a training run.
@@ -71,8 +69,6 @@ class RunTelemetry:
         sinks: dashboards; `close` closes them.
         resolved_config: `name` and `compression.density` of it go into the summary.
         iterations: iterations of the whole run, for the time left; None if unknown.
-        plan_rows: returns the rows of `plan.json`; called in sampled iterations in which a
-            bucket's scheme has changed. None shows no plan.
         locks: whether the writer locks `run_dir` until `close`; False where the run's launcher has.
 
     Attributes:
@@ -97,7 +93,6 @@ class RunTelemetry:
         sinks: Sequence[ScalarSink] = (),
         resolved_config: Mapping[str, Any] | None = None,
         iterations: int | None = None,
-        plan_rows: PlanRows | None = None,
         locks: bool = False,
     ) -> None:
         self._run_dir = Path(run_dir) if run_dir is not None and is_writer else None
@@ -119,8 +114,6 @@ class RunTelemetry:
         self._closed: dict[str, Any] | None = None
         self._readiness: list[ReadinessRecord] = []
         self._files: tuple[JsonLines, ...] = ()
-        self._plan_rows = plan_rows
-        self._schemes_shown: list[tuple[str, str]] = []
         self._lock = ExitStack()
         self._progress = None
         if is_writer and tracking.console != "off":
@@ -258,7 +251,6 @@ class RunTelemetry:
                 scalars["comm/saved_hours"] = self._history.saved_hours
             if self.samples(iteration):
                 scalars |= bucket_scalars(records, threshold, readiness)
-                self._show_plan(records, iteration)
             for sink in self._sinks:
                 sink.do(lambda shown: shown.log(scalars, iteration))
         if self._progress is not None:
@@ -330,16 +322,6 @@ class RunTelemetry:
         progress.add(breakdown, time.perf_counter())
         if self.samples(breakdown.iteration):
             print(progress.line(), flush=True)
-
-    def _show_plan(self, records: Sequence[BucketRecord], iteration: int) -> None:
-        """Gives the dashboards the plan if a bucket's scheme has changed since the last time."""
-        schemes = sorted((record.bucket, str(record.scheme)) for record in records)
-        if self._plan_rows is None or not self._sinks or schemes == self._schemes_shown:
-            return
-        self._schemes_shown = schemes
-        rows = plan_table(self._plan_rows())
-        for sink in self._sinks:
-            sink.do(lambda shown: shown.log_plan(rows, iteration))
 
     def _on_files(self, act: Callable[[JsonLines], None]) -> None:
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megatron_sparse.config.redaction import recorded_environment, redact
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.extras import require
-from megatron_sparse.telemetry.metrics import GROUPS, PLAN, PLAN_COLUMNS, STEP
+from megatron_sparse.telemetry.metrics import GROUPS, STEP
 
 OF_MEGATRON = frozenset({"train/loss", "train/grad_norm", "train/learning_rate", "comm/wire_ratio"})
 """Metrics that Megatron itself writes to its dashboards: `lm loss`, `grad-norm`, `learning-rate`,
@@ -27,9 +27,6 @@ class ScalarSink(Protocol):
 
     def log(self, scalars: Mapping[str, float], step: int) -> None:
         """Writes `scalars` for iteration `step`; called in ascending order of `step`."""
-
-    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Writes the plan in use from iteration `step` on; rows have `metrics.PLAN_COLUMNS`."""
 
     def close(self) -> None:
         """Writes buffered data; called once."""
@@ -50,12 +47,6 @@ class TensorBoardSink:
         for name, value in scalars.items():
             if name not in OF_MEGATRON:
                 self._writer.add_scalar(name, value, step)
-
-    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Adds a text with a Markdown table, which TensorBoard renders."""
-        lines = [PLAN_COLUMNS, ["---"] * len(PLAN_COLUMNS), *rows]
-        text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-        self._writer.add_text(PLAN, text, step)
 
     def close(self) -> None:
         """Flushes the events."""
@@ -84,11 +75,6 @@ class WandbSink:
         """Logs one row of history at `step`."""
         shown = {name: value for name, value in scalars.items() if name not in OF_MEGATRON}
         self._run.log({**shown, STEP: step}, step=step)
-
-    def log_plan(self, rows: Sequence[Sequence[Any]], step: int) -> None:
-        """Logs a table into the row of `step`."""
-        table = _import_wandb().Table(columns=list(PLAN_COLUMNS), data=[list(row) for row in rows])
-        self._run.log({PLAN: table}, step=step)
 
     def close(self) -> None:
         """Does nothing: Megatron finishes its run."""

@@ -11,7 +11,7 @@ from megatron_sparse.profiler_ranges import PREFIX
 from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.dashboard import SECTIONS
-from megatron_sparse.telemetry.metrics import METRICS, PLAN, PLAN_COLUMNS, known
+from megatron_sparse.telemetry.metrics import METRICS, known
 from tests.megatron.test_pretrain import launch, lines
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
@@ -59,7 +59,7 @@ def run(tmp_path_factory) -> Path:
 
 def ours(names) -> set[str]:
     """Without those of Megatron, which have no slash, and of W&B."""
-    return {name for name in names if "/" in name and name != PLAN}
+    return {name for name in names if "/" in name}
 
 
 def test_wandb_has_the_values_of_the_files(run):
@@ -171,16 +171,6 @@ def test_every_panel_of_the_dashboard_draws_something(run):
             shown = set(panel.metrics) - OF_MEGATRON | ({"comm/wire_ratio"} & set(panel.metrics))
             assert shown, panel.title
             assert shown <= logged, panel.title
-
-
-def test_the_plan_is_a_table(run):
-    rows = [row for row in wandb_history(run) if PLAN in row]
-    assert rows
-    path = max(run.glob("wandb/offline-run-*/files/media/table/planner/plan_*"))
-    table = json.loads(path.read_text())
-    assert table["columns"] == list(PLAN_COLUMNS)
-    planned = json.loads((run / "plan.json").read_text())["buckets"]
-    assert [line[0] for line in table["data"]] == [row["bucket"] for row in planned]
 
 
 def test_the_configuration_is_in_wandb_without_secrets(run):

@@ -16,11 +16,9 @@ from megatron_sparse.recording import BUCKET_STAGES, STAGES, ReadinessRecord
 from megatron_sparse.telemetry import RunTelemetry, dashboard
 from megatron_sparse.telemetry.metrics import (
     METRICS,
-    PLAN_COLUMNS,
     STEP,
     bucket_scalars,
     known,
-    plan_table,
     thresholds,
 )
 from tests.commands import run
@@ -109,13 +107,9 @@ class Untouchable:
         raise AssertionError(f"read by {name} in an iteration that is not sampled")
 
 
-def test_buckets_thresholds_and_plan_are_read_every_few_iterations(tmp_path):
-    """And the plan is shown again only when a bucket has another scheme."""
-    sink, scheme, tracking = Sink(), "dense", TrackingConfig(console="off", sample_every=2)
-    us = {"direct": 1500.0}
-    row = {"bucket": "b", "numel": 8, "density": 0.5, "reason": "why", "predicted_us": us}
-    plan = {"plan_rows": lambda: [row | {"chosen": scheme}]}
-    telemetry = RunTelemetry(tmp_path, tracking, is_writer=True, sinks=[sink], **plan)
+def test_buckets_and_thresholds_are_read_every_few_iterations(tmp_path):
+    sink, tracking = Sink(), TrackingConfig(console="off", sample_every=2)
+    telemetry = RunTelemetry(tmp_path, tracking, is_writer=True, sinks=[sink])
     for iteration in range(1, 9):
         scheme = "dense" if iteration < 5 else "direct"
         pruned = torch.tensor([0.5]) if scheme == "direct" else None
@@ -128,8 +122,6 @@ def test_buckets_thresholds_and_plan_are_read_every_few_iterations(tmp_path):
     assert sampled == [2, 4, 6, 8]
     assert [step for step, row in sink.rows.items() if "bucket/b/threshold" in row] == [6, 8]
     assert all(known(name) for row in sink.rows.values() for name in row)
-    assert [step for step, _ in sink.plans] == [2, 6]
-    assert sink.plans[1][1] == [["b", 8, 0.5, "direct", 1.5, "why"]]
     lines = json_lines(tmp_path / "buckets.jsonl")
     assert [line["threshold"] for line in lines] == [None] * 5 + [0.5, None, 0.5]
 
@@ -141,12 +133,6 @@ def test_sampling_can_be_off_and_is_the_writers(tmp_path):
     ):
         telemetry = RunTelemetry(tmp_path, tracking, is_writer=writer)
         assert not any(telemetry.samples(iteration) for iteration in range(1, 30))
-
-
-def test_plan_rows_without_a_cost_model_have_no_prediction():
-    row = {"bucket": "b", "numel": 8, "density": 1.0, "chosen": "dense", "reason": "scheme=dense"}
-    (line,) = plan_table([row])
-    assert dict(zip(PLAN_COLUMNS, line, strict=True))["predicted_ms"] is None
 
 
 def test_the_guide_lists_every_metric_with_its_unit():
