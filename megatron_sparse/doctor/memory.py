@@ -3,8 +3,8 @@
 Takes the arguments of `train`, starts no training, and needs neither Megatron nor a GPU. The run's
 own pipeline synchronises a short bucket on virtual ranks, with the run's settings, from the warm-up
 to the target. Buffers grow to the size of the largest step and stay; their bytes for each element
-are those of the run's buckets. On a GPU the buckets of a group share them. The memory that kernels
-take while they run is computed as their launchers lay it out (`cuda_ext.workspace`).
+are those of the run's buckets. On a GPU the buckets of a group share them; of the memory that
+kernels take while they run there is an upper bound.
 
 Thresholds come from samples, and records have headers: buffers are right to a few percent.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
-from megatron_sparse.collectives import AUTO, SCHEMES, Input
+from megatron_sparse.collectives import AUTO, SCHEMES
 from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.level import INSTANCE, RANK
@@ -33,9 +33,8 @@ from megatron_sparse.config.sparse import (
     SparseConfig,
     StragglerConfig,
 )
-from megatron_sparse.cuda_ext import workspace
 from megatron_sparse.errors import ConfigError
-from megatron_sparse.formats.message import TURNS, VALUE_DTYPES, wire_dtype_of
+from megatron_sparse.formats.message import TURNS
 from megatron_sparse.planner import Planner
 from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.pricing.shape import FP32_BYTES
@@ -50,7 +49,6 @@ from megatron_sparse.reduction.reducer import GradientReducer, Groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME, members_of
 from megatron_sparse.transport.virtual import VirtualTransport
-from megatron_sparse.wire import FORMAT_RICE
 
 NUMEL, NUMEL_PER_RANK = 2**17, 2**10
 """Elements of the short bucket, whichever of the two is more."""
@@ -58,6 +56,9 @@ MOST_RANKS = 64
 """Virtual ranks, unless a node or an instance has more: 128 take a minute."""
 RAMP_STEPS = 4
 """Steps of the ramp that are run, its first one included."""
+BITMAPS = 0.4
+"""Bytes an element, beside values, that a GPU's encoder takes for bitmaps, groups and offsets
+(`csrc/encode_workspace.cuh`); three bitmaps for Rice, else two: then a quarter is enough."""
 OWN = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
@@ -372,6 +373,8 @@ def _workspace(
 ) -> int:
     """Bytes of the largest calls on both streams of a GPU: selection, and encoding of a sum.
 
+    Samples of thresholds take less, but in small models.
+
     Args:
         config: as of `taken_on_virtual_ranks`.
         bucket: what a rank selects from.
@@ -379,25 +382,22 @@ def _workspace(
         gathered: bytes of the buffer of all ranks' sums, each of which encodes its own.
         encoded: bytes of the buffer of one encoded sum.
     """
-    planner, selecting = Planner(config.compression, config.scheme), 0
-    segments, n = 1, bucket.world_size
-    for step in _steps(config.compression):
-        plan = planner.plan_for(bucket, step)
-        if SCHEMES[plan.scheme].takes is Input.DENSE:
-            continue
-        spec = plan.message_spec(bucket, config.scheme)
-        layout, dtype = bucket.layout(spec.sharded, spec.extra_cuts), bucket.grad_N.dtype
-        records, segments = spec.record_spec(dtype, step), layout.segment_keep.numel()
-        if records.record_format == FORMAT_RICE:
-            encoding = workspace.rice_encode_bytes(bucket.numel, segments, records, message)
-        else:
-            value_bytes = VALUE_DTYPES[wire_dtype_of(dtype, plan.wire_dtype)].itemsize
-            encoding = workspace.encode_bytes(bucket.numel, segments, value_bytes, message)
-        samples, ranges = config.compression.samples_at(plan.density), layout.range_piece.numel()
-        sampling = workspace.threshold_bytes(ranges, bucket.numel, samples)
-        selecting = max(selecting, encoding, sampling)
-    sums = [(n, gathered // n), (1, encoded)]
-    return selecting + max(
-        workspace.encode_bytes(bucket.numel // parts, segments, FP32_BYTES, room) if room else 0
-        for parts, room in sums
-    )
+    planner, n = Planner(config.compression, config.scheme), bucket.world_size
+    plans = [planner.plan_for(bucket, step) for step in _steps(config.compression)]
+    if all(SCHEMES[plan.scheme].takes_all for plan in plans):
+        return 0
+    few_bits = config.compression.given_value_bits is not None
+    selecting = encoder_bytes(bucket.numel, FP32_BYTES * bucket.numel if few_bits else message)
+    if encoded:
+        return selecting + encoder_bytes(bucket.numel, encoded)
+    return selecting + (encoder_bytes(bucket.numel // n, gathered // n) if gathered else 0)
+
+
+def encoder_bytes(numel: int, values_bytes: int) -> int:
+    """An upper bound of the memory that a GPU's encoder takes; see `BITMAPS`.
+
+    Example:
+        >>> encoder_bytes(2**20, 2**14) / 2**20
+        0.41562461853027344
+    """
+    return round(BITMAPS * numel) + values_bytes

@@ -162,7 +162,3 @@ EXPORT int64_t workspace_of_rice_encode(int64_t numel, int64_t segments, int val
   return megatron_sparse::rice_encode_workspace_bytes(
       call, {value_dtype, log2_span, without_indices, nullptr, megatron_sparse::kFp32, -1});
 }
-
-EXPORT int64_t workspace_of_threshold(int64_t ranges, int64_t numel, int64_t samples) {
-  return megatron_sparse::threshold_workspace_bytes(ranges, numel, samples);
-}

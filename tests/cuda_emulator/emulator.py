@@ -64,7 +64,7 @@ class Emulator:
             space, _, name = schema.name.partition("::")
             if space == "megatron_sparse" and not hasattr(self._ops, name):
                 self._schemas.define(str(schema).removeprefix("megatron_sparse::"))
-        for name in ("encode", "rice_encode", "threshold"):
+        for name in ("encode", "rice_encode"):
             getattr(self.library, f"workspace_of_{name}").restype = ctypes.c_int64
 
     def schedule(

@@ -17,7 +17,7 @@ from tests.report_runs import make_run
 
 FORMER = {
     "--out": (
-        *("profile runs/x", "calibrate", "levels", "simulate --all", "corpus --kind code"),
+        *("profile runs/x", "calibrate", "simulate --all", "corpus --kind code"),
         *("bench training", "bench time-to-loss", "bench convergence"),
     ),
     "--png": ("report runs/x",),
