@@ -8,16 +8,19 @@ DEADLINE_S = 300.0
 """The limit of a wait whose length is not what a test is about."""
 
 
-def until(condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
-    """Returns when the condition holds.
+def until[T](
+    condition: Callable[[], T], within_s: float = DEADLINE_S, seen: Callable[[], object] = str
+) -> T:
+    """The condition's value when it holds.
 
     Raises:
-        AssertionError: it does not within the limit.
+        AssertionError: it does not within the limit; with what is `seen` then.
     """
     deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"it has not come within {within_s:.0f} s"
-        time.sleep(0.005)
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"it has not come in {within_s:.0f} s: {seen()}"
+        time.sleep(0.02)
+    return found
 
 
 def is_gone(process: int) -> bool:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from megatron_sparse.run import local_ranks
 from tests.programs import ROOT, ended, why_no_bed
 from tests.tracked import json_lines
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, until
 
 NETBED = ROOT / "scripts" / "netbed.sh"
 TOOLS = ("ip", "tc", "mount", "unshare", "nsenter", "setpriv")
@@ -74,12 +73,11 @@ def sleepers(mark: str) -> list[str]:
 
 def wait_for(mark: str, number: int, run: subprocess.Popen[str]) -> None:
     """Returns once there are so many sleepers; ends the run if that never happens."""
-    deadline = time.monotonic() + DEADLINE_S
-    while len(sleepers(mark)) != number:
-        if time.monotonic() > deadline:
-            run.kill()
-            pytest.fail(f"{processes_with(mark)}, not {number} sleepers")
-        time.sleep(0.05)
+    try:
+        until(lambda: len(sleepers(mark)) == number, seen=lambda: processes_with(mark))
+    except AssertionError:
+        run.kill()
+        raise
 
 
 @pytest.fixture

@@ -14,8 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import pytest
 
 from tests.programs import ROOT, SMALL_RUN, Done, ended, why_no_bed
 from tests.tracked import json_lines
-from tests.waiting import DEADLINE_S
+from tests.waiting import DEADLINE_S, until
 
 BED = str(ROOT / "scripts" / "slurm_bed.sh")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare", "setsid")
@@ -52,16 +51,6 @@ pytestmark = [
 ]
 
 
-def until[T](what: str, seen: Callable[[], T], notes: Callable[[], str] = str) -> T:
-    """What is seen at last."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not (found := seen()):
-        if time.monotonic() > deadline_s:
-            pytest.fail(f"no {what} after {WAIT_S} s: {notes()}")
-        time.sleep(0.05)
-    return found
-
-
 @dataclass(frozen=True)
 class Job:
     """One batch job.
@@ -78,8 +67,8 @@ class Job:
 
     def field(self, name: str) -> str:
         asked = ("scontrol", "show", "job", self.number)
-        what = "answer of scontrol, which a busy machine's controller owes at times"
-        shown = until(what, lambda: self.bed.run(*asked).stdout)
+        # Which a busy machine's controller owes at times.
+        shown = until(lambda: self.bed.run(*asked).stdout, WAIT_S)
         found = re.search(rf"\b{name}=(\S+)", shown)
         assert found, f"scontrol says nothing of {name}: {shown}"
         return found[1]
@@ -89,11 +78,11 @@ class Job:
 
     def reaches(self, iteration: int) -> None:
         line = re.compile(rf"iteration +{iteration}/")
-        until(f"iteration {iteration}", lambda: bool(line.search(self.text())), self.end)
+        until(lambda: line.search(self.text()), WAIT_S, self.end)
 
     def finishes(self) -> None:
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until("end of the job", lambda: self.field("JobState") in ended, self.end)
+        until(lambda: self.field("JobState") in ended, WAIT_S, self.end)
         assert self.field("JobState") == "COMPLETED", self.end()
 
     def end(self) -> str:
@@ -275,7 +264,7 @@ def test_scripts_name_the_mistake(bed: Bed):
     assert alone.returncode == 2
     assert "sbatch scripts/train_srun.sbatch" in alone.stderr
     job = bed.submit("train_torchrun.sbatch", "nopython", PYTHON="/bin/false")
-    until("end", lambda: job.field("JobState") == "FAILED", job.end)
+    until(lambda: job.field("JobState") == "FAILED", WAIT_S, job.end)
     assert job.field("ExitCode") == "2:0"
     assert "the interpreter does not fit" in job.text()
 

@@ -1,8 +1,6 @@
 """Shared parts of the checkpoint tests: the plugin's state alone, and what a checkpoint holds."""
 
-import io
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,18 +30,6 @@ def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:
     }
     torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
     return state
-
-
-def saved_object(run: Path, iteration: int, key: str) -> Any:
-    """An object of a run's distributed checkpoint, by its key and shard."""
-    state: dict[str, Any] = {key: io.BytesIO()}
-    reader = torch_checkpoint.FileSystemReader(_folder(run, iteration))
-    torch_checkpoint.load(state, storage_reader=reader, no_dist=True)
-    found = state[key]
-    if isinstance(found, io.BytesIO):
-        found.seek(0)
-        found = torch.load(found, weights_only=True)
-    return found[0]
 
 
 def _folder(run: Path, iteration: int) -> Path:

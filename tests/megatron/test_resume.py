@@ -8,8 +8,7 @@ import json
 
 import pytest
 
-from megatron_sparse.planner.plan_state import read_plan
-from tests.megatron.checkpoint_cases import saved_object, saved_tensors
+from tests.megatron.checkpoint_cases import saved_tensors
 from tests.megatron.test_pretrain import ITERATIONS, PRUNED, lines, losses, train
 from tests.megatron.train_ranks import equal
 
@@ -117,21 +116,6 @@ def test_resuming_is_bit_exact(tmp_path, layout):
         said = (tmp_path / "whole.log").read_text()
         assert "level node: 2 nodes of 2 ranks" in said
         assert "once per node" in said, "parameters take the lanes"
-
-
-@pytest.mark.slow
-def test_a_plan_by_predicted_time_is_in_the_files(tmp_path):
-    whole = train(tmp_path, "whole", *TARGET, *PLANNED)
-    rows = read_plan(whole)
-    assert {line["bucket"] for line in lines(whole, "buckets")} == set(rows)
-    for line in lines(whole, "buckets"):
-        assert (line["predicted_us"] is None) == (line["phase"] == "warmup")
-        assert line["measured_us"] > 0
-    for row in rows.values():
-        assert set(row["predicted_us"]) == {"dense", "direct", "ssar_rd"}
-    assert any(row["chosen"] != "dense" for row in rows.values())
-    saved = saved_object(whole, SAVED_AT, "megatron_sparse.state.tp0.pp0/shard_0_2")
-    assert set(saved["planner"]["buckets"]) == set(rows)
 
 
 @pytest.mark.slow

@@ -17,10 +17,7 @@ SLOW = (
     "compression.density=0.05",
     "compression.value_bits=null",
 )
-
-
-def _pinned(rank):
-    return ("scheme=straggler_direct", "straggler.mode=pinned", f"straggler.rank={rank}")
+PINNED = ("scheme=straggler_direct", "straggler.mode=pinned", "straggler.rank=2")
 
 
 def _schemes(run):
@@ -56,20 +53,10 @@ def test_delays_are_in_the_run(observed):
 
 def test_skipping_the_last_rank_gives_the_same_bits(observed, tmp_path):
     """Ranks add in order, then the straggler: with the last rank that is the order of `direct`."""
-    run = train(tmp_path, "aware", *_pinned(2), *SLOW)
+    run = train(tmp_path, "aware", *PINNED, *SLOW)
     assert _schemes(run) == {("straggler_direct", 2)}
     assert losses(run) == losses(observed)
     assert not (run / "readiness.jsonl").exists()
     plan = json.loads((run / "plan.json").read_text())
     pinned = {"scheme": "straggler_direct", "rank": 2, "least_delay_ms": None}
     assert all(bucket["straggler"] == pinned for bucket in plan["buckets"])
-
-
-@pytest.mark.slow
-def test_a_wrong_guess_changes_the_order_of_addition_only_and_repeats(observed, tmp_path):
-    runs = [train(tmp_path, name, *_pinned(1), *SLOW) for name in ("once", "again")]
-    assert losses(runs[0]) == losses(runs[1])
-    # Five steps of Adam at fp32, whose sums differ in the last bit.
-    assert list(losses(runs[0]).values()) == pytest.approx(
-        list(losses(observed).values()), rel=1e-4
-    )

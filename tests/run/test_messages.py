@@ -13,25 +13,6 @@ from megatron_sparse.run import application, full_disk, interrupt, launch, prepa
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.interrupt import LOCAL_RANKS
 
-MEANT = {
-    "--multi-run": "did you mean --multirun?",
-    "--density": "did you mean compression.density=VALUE?",
-    "compression.density=1%": "write 0.01",
-    "compression.value_bits=5": "auto | 8 | 4 | 3 | 2 | null",
-    "scheme=ringallreduce": "did you mean adaptive_ring or dense_ring or sparse_ring?",
-    "scheme=omnireduc": "did you mean omnireduce?",
-    "preset=safe,balanced": "got:      preset=safe,balanced",
-    "megatron.split=949,50,1": "quote it: 'megatron.split=\"949,50,1\"'",
-}
-
-
-@pytest.mark.parametrize("said", MEANT)
-def test_a_mistake_on_the_command_line(said):
-    with pytest.raises(ConfigError) as refused:
-        application.train(["data=mock", said])
-    assert MEANT[said] in str(refused.value)
-    assert "***" not in str(refused.value)
-
 
 @pytest.mark.parametrize("variable", LOCAL_RANKS)
 def test_a_mistake_is_reported_once_a_node(monkeypatch, variable):
