@@ -53,6 +53,7 @@ def _own_parts(attachment, rank):
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_the_embeddings_gradient_is_denses_and_costs_less(rank, form):
+    """With everything lossless, training is dense training's, bit for bit."""
     setting, named = FORMS[form], ["word_embeddings"]
     dense = _train(rank, setting, scheme="dense")
     kept = _train(rank, setting, scheme="direct", keep_patterns=named)
@@ -68,13 +69,7 @@ def test_the_embeddings_gradient_is_denses_and_costs_less(rank, form):
     saved = sum(of_all_ranks(kept.wire_bytes - lossless.wire_bytes))
     # Dense, each of two ranks sends half of it to the other, and half of the sum back.
     assert saved > 0.7 * STEPS * there_and_back * embedding_bytes
-
-
-@pytest.mark.parametrize("form", FORMS)
-@on_ranks(2, timeout_s=TIMEOUT_S)
-def test_with_everything_lossless_training_is_denses_bit_for_bit(rank, form):
-    dense = _train(rank, FORMS[form], scheme="dense")
-    everything = _train(rank, FORMS[form], scheme="direct", lossless_patterns=["."])
+    everything = _train(rank, setting, scheme="direct", lossless_patterns=["."])
     assert torch.equal(dense.weights, everything.weights)
     assert not any(view.any() for view in everything.residuals.values())
 

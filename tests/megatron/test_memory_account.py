@@ -91,13 +91,11 @@ def _shape(bucket: Bucket) -> tuple[Any, ...]:
     return bucket.numel, str(bucket.op), parameters
 
 
-each_cut = pytest.mark.parametrize(
-    ("overlap", "distributed"), list(itertools.product((False, True), repeat=2))
-)
+CUTS = list(itertools.product((False, True), repeat=2))
 """Overlap, which cuts the gradients into several buckets; the distributed optimizer."""
 
 
-@each_cut
+@pytest.mark.parametrize(("overlap", "distributed"), CUTS)
 @on_ranks(2, timeout_s=TIMEOUT_S)
 def test_the_account_is_what_is_held(rank: int, overlap: bool, distributed: bool) -> None:
     """Of small buckets, whose records have many headers: to a fifth, residuals to the byte."""
@@ -123,31 +121,29 @@ def test_the_account_is_what_is_held(rank: int, overlap: bool, distributed: bool
         assert found["sizes exchanged"].held["messages"] > dense
 
 
-@each_cut
 @on_ranks(2)
-def test_buckets_are_predicted_as_megatron_makes_them(
-    rank: int, overlap: bool, distributed: bool
-) -> None:
+def test_buckets_are_predicted_as_megatron_makes_them(rank: int) -> None:
     """Sizes, cuts and kept parameters, from the configuration of a run alone."""
-    setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
-    with running(setting, **OPTIONS, scheme="direct") as run:
-        made = [_shape(bucket) for bucket in run.attachment.buckets]
-    config = RunConfig(
-        model=ModelConfig(
-            num_layers=setting.layers,
-            hidden_size=setting.hidden,
-            num_attention_heads=4,
-            seq_length=setting.sequence,
-            vocab_size=setting.vocabulary,
-            tied_embeddings=False,
-        ),
-        cluster=ClusterConfig(ranks_per_node=2, device="cpu"),
-        data=DataConfig(dir=None, mock=True, vocab_size=setting.vocabulary),
-        training=TrainingConfig(
-            precision="fp32", overlap_grad_reduce=overlap, use_distributed_optimizer=distributed
-        ),
-        megatron={"ddp_bucket_size": setting.bucket_size},
-    )
-    config.compression.keep_below_numel = OPTIONS["keep_below_numel"]
-    predicted = predicted_buckets(config, setting.vocabulary)
-    assert made == [_shape(bucket) for bucket in predicted]
+    for overlap, distributed in CUTS:
+        setting = SmallGPTConfig(overlap=overlap, distributed_optimizer=distributed)
+        with running(setting, **OPTIONS, scheme="direct") as run:
+            made = [_shape(bucket) for bucket in run.attachment.buckets]
+        config = RunConfig(
+            model=ModelConfig(
+                num_layers=setting.layers,
+                hidden_size=setting.hidden,
+                num_attention_heads=4,
+                seq_length=setting.sequence,
+                vocab_size=setting.vocabulary,
+                tied_embeddings=False,
+            ),
+            cluster=ClusterConfig(ranks_per_node=2, device="cpu"),
+            data=DataConfig(dir=None, mock=True, vocab_size=setting.vocabulary),
+            training=TrainingConfig(
+                precision="fp32", overlap_grad_reduce=overlap, use_distributed_optimizer=distributed
+            ),
+            megatron={"ddp_bucket_size": setting.bucket_size},
+        )
+        config.compression.keep_below_numel = OPTIONS["keep_below_numel"]
+        predicted = predicted_buckets(config, setting.vocabulary)
+        assert made == [_shape(bucket) for bucket in predicted]
