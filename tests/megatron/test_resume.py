@@ -96,7 +96,7 @@ def test_resuming_is_bit_exact(tmp_path, layout):
     assert equal(tensors, saved_tensors(resumed, ITERATIONS))
     residuals = [value for name, value in tensors.items() if ".residual." in name]
     assert all(len(rows) == 2 for rows in residuals), "one for each data-parallel rank or node"
-    assert all(any(bool(rows[row].any()) for rows in residuals) for row in range(2))
+    assert any(bool(rows[1].any()) for rows in residuals)
     masters = [name for name in tensors if ".master." in name]
     assert bool(masters) is ("lossy" in layout)
     if masters:
@@ -113,6 +113,7 @@ def test_resuming_is_bit_exact(tmp_path, layout):
         assert len(embedding) == 1
         assert not tensors[embedding[0]].any()
     if "node" in layout:
+        assert any(bool(rows[0].any()) for rows in residuals)
         said = (tmp_path / "whole.log").read_text()
         assert "level node: 2 nodes of 2 ranks" in said
         assert "once per node" in said, "parameters take the lanes"
