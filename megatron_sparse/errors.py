@@ -83,10 +83,6 @@ class ProfileError(MegatronSparseError):
     """A sparsity profile or a gradient dump is unreadable, or of another model."""
 
 
-class ScheduleError(MegatronSparseError):
-    """A schedule breaks a rule: names the round, the rank and the chunk."""
-
-
 class SweepError(MegatronSparseError):
     """Runs of a sweep failed, or its folder holds damaged outcomes."""
 

@@ -56,7 +56,6 @@ COMMANDS = {
 MEASURED = {
     plans.profile: "Measure the sparsity of recorded gradients: density, overlap, skewness.",
     plans.levels: "Price whole synchronisations at the levels rank and node: a model.",
-    plans.schedule: "Make, check and show a straggler-aware all-reduce's schedule.",
     plans.simulate: "Draw the papers' figures anew on the virtual cluster: a model.",
 }
 for _commands, _panel in ((COMMANDS, None), (MEASURED, MEASUREMENTS)):

@@ -13,7 +13,6 @@ from megatron_sparse.bench.options import parse_counts, parse_size
 from megatron_sparse.cli.outputs import (
     JsonFile,
     figures_folder,
-    picture,
     writable_file,
     writable_folder,
 )
@@ -180,33 +179,6 @@ def levels(
     counts = parse_counts("--ranks", ranks, 2)
     rows = list(level_rows(training, find(cluster), settings, counts, names))
     print_levels(rows, training, json)
-
-
-def schedule(
-    ranks: Annotated[int, typer.Option(help="Ranks in the group, at least 2.")],
-    straggler: Annotated[
-        int | None, typer.Option(help="The straggler's rank; default: the last rank.")
-    ] = None,
-    size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Buffer size for the cost table.")
-    ] = "64M",
-    alpha_us: Annotated[
-        float, typer.Option(min=0, help="Latency of a message in us, for the cost table.")
-    ] = 10.0,
-    gbit: Annotated[
-        float, typer.Option(min=1e-6, help="Link rate in Gbit/s, for the cost table.")
-    ] = 25.0,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", callback=picture, help="Draw the schedule.")
-    ] = None,
-    json: JsonFile = None,
-) -> None:
-    """Costs come from the alpha-beta model; nothing is measured."""
-    from megatron_sparse.straggler import report
-    from megatron_sparse.transport import Link
-
-    link = Link(alpha_us * 1e-6, 8 / (gbit * 1e9))
-    report.run(ranks, straggler, parse_size("--size", size), link, output, json)
 
 
 def simulate(

@@ -19,6 +19,7 @@ RENAMED: dict[str, str] = {
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `report RUN`, which has measured over predicted times",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
+    "schedule": "use `simulate --paper stragglar`, which draws what schedules cost",
     "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
     "sweep": "use `report RUNS_DIR --output sweep.csv`, which has a line for each run",
 }

@@ -1,1 +1,1 @@
-"""Straggler-aware reduction: schedules, their proof, their cost. Nothing here communicates."""
+"""Straggler-aware reduction: schedules and their cost. Nothing here communicates."""

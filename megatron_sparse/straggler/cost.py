@@ -72,13 +72,6 @@ def allpairs_cost(n: int) -> Cost:
     return Cost(2, 2 * (n - 1) / n)
 
 
-def broadcast_cost(n: int, *, worst: bool = False) -> Cost:
-    """The early ranks all-reduce; the straggler and one exchange everything; that is broadcast."""
-    levels = (n - 1).bit_length()
-    early = Cost(2 * (n - 2), 2 * (n - 2) / (n - 1)) if worst else Cost(0, 0)
-    return Cost(early.rounds + levels, early.buffers + levels)
-
-
 def reduce_scatter_cost(n: int) -> Cost:
     """A ring reduce-scatter of the n - 1 early ranks: what the delay may hide."""
     return Cost(n - 2, (n - 2) / (n - 1))
@@ -88,22 +81,6 @@ def straggler_aware_cost(n: int, rounds: int, *, worst: bool = False) -> Cost:
     """A schedule of so many rounds of a chunk each; in the worst case after the reduce-scatter."""
     early = reduce_scatter_cost(n) if worst else Cost(0, 0)
     return Cost(early.rounds + rounds, early.buffers + rounds / (n - 1))
-
-
-def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
-    """Best and worst case of the all-reduces that the paper compares, by the scheme's name.
-
-    Args:
-        n: ranks.
-        rounds: of the straggler-aware schedule.
-    """
-    return {
-        "straggler": (straggler_aware_cost(n, rounds), straggler_aware_cost(n, rounds, worst=True)),
-        "dense_ring": (ring_cost(n), ring_cost(n)),
-        "dense_rhd": (rhd_cost(n), rhd_cost(n)),
-        "dense_allpairs": (allpairs_cost(n), allpairs_cost(n)),
-        "dense_broadcast": (broadcast_cost(n), broadcast_cost(n, worst=True)),
-    }
 
 
 def critical_delay_s(n: int, rounds: int, buffer_bytes: float, link: Link) -> float:

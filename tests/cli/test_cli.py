@@ -29,7 +29,7 @@ class TestRoot:
         commands, panel = capsys.readouterr().out.split("Measurements and models")
         for command in ("train", "doctor", "corpus", "build"):
             assert f" {command} " in commands
-        for command in ("bench", "simulate", "schedule", "levels", "profile"):
+        for command in ("bench", "simulate", "levels", "profile"):
             assert f" {command} " in panel
             assert f" {command} " not in commands
 

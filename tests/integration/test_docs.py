@@ -28,7 +28,7 @@ CHECKER = Checker()
 TOUR = ROOT / "docs" / "quick-tour.md"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 # Each takes seconds at most, on runs made for these tests; one for each kind of command.
-CHEAP = ("report", "view", "plan", "schedule", "profile", "simulate --list")
+CHEAP = ("report", "view", "plan", "profile", "simulate --list")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
@@ -102,7 +102,7 @@ class TestTheCheckerItself:
             "megatron-sparse report",
             "megatron-sparse doctor --jsn x",
             "megatron-sparse bench prune --itres 3",
-            "megatron-sparse schedule --ranks many",
+            "megatron-sparse plan --ranks many",
             "megatron-sparse train scheme=quick",
             "megatron-sparse train compression.densty=0.1",
             "python scripts/train.py model=none",

@@ -169,7 +169,6 @@ MISTAKES = (
     Mistake("report made --output thesis/thesis.tex/report.html", "cannot be written"),
     Mistake("report made --output=notes.txt/charts --output=a.html", "cannot be written"),
     Mistake("view made --output notes.txt/v.svg", "cannot be written"),
-    Mistake("schedule --ranks 4 --output schedule.bmp", "--output schedule.png"),
     Mistake("report made --png charts", "write --output in its place"),
     Mistake("bench prune --json no/folder/rows.jsonl", "there is no folder"),
     Mistake("bench prune --json thesis", "is a folder"),

@@ -1,0 +1,32 @@
+"""Costs of the all-reduces that StragglAR compares (table 1)."""
+
+from megatron_sparse.straggler.cost import (
+    Cost,
+    allpairs_cost,
+    rhd_cost,
+    ring_cost,
+    straggler_aware_cost,
+)
+
+
+def broadcast_cost(n: int, *, worst: bool = False) -> Cost:
+    """The early ranks all-reduce; the straggler and one exchange everything; that is broadcast."""
+    levels = (n - 1).bit_length()
+    early = Cost(2 * (n - 2), 2 * (n - 2) / (n - 1)) if worst else Cost(0, 0)
+    return Cost(early.rounds + levels, early.buffers + levels)
+
+
+def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
+    """Best and worst case of the all-reduces that the paper compares, by the scheme's name.
+
+    Args:
+        n: ranks.
+        rounds: of the straggler-aware schedule.
+    """
+    return {
+        "straggler": (straggler_aware_cost(n, rounds), straggler_aware_cost(n, rounds, worst=True)),
+        "dense_ring": (ring_cost(n), ring_cost(n)),
+        "dense_rhd": (rhd_cost(n), rhd_cost(n)),
+        "dense_allpairs": (allpairs_cost(n), allpairs_cost(n)),
+        "dense_broadcast": (broadcast_cost(n), broadcast_cost(n, worst=True)),
+    }
