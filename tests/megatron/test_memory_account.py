@@ -13,6 +13,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.model import ModelConfig
+from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.run import ClusterConfig, DataConfig, RunConfig, TrainingConfig
 from megatron_sparse.doctor.memory import account
 from megatron_sparse.megatron.predicted_buckets import predicted_buckets
@@ -24,7 +25,12 @@ TIMEOUT_S = 900
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 STEPS = 3
 """Warm-up, ramp and target. Undo copies are made in the second step."""
-OPTIONS = AT_TARGET | {"density": 0.05, "samples": 20_000}
+OPTIONS = AT_TARGET | {
+    "density": 0.05,
+    "samples": 20_000,
+    # `auto` keeps shards, or none, by measured times.
+    "parameters": ParametersConfig(method="raw"),
+}
 PLUGINS: dict[str, dict[str, Any]] = {
     "sizes exchanged": {"scheme": "direct", "capacity": None},
     "fixed sizes": {"scheme": "direct", "capacity": 1.5},
