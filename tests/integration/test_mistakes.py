@@ -80,8 +80,6 @@ MISTAKES = (
     train("compression.value_bits=5", "auto | 8 | 4 | 3 | 2 | null"),
     train("scheme=omnireduc", "did you mean omnireduce?"),
     train("scheme=ringallreduce", "did you mean adaptive_ring or dense_ring or sparse_ring?"),
-    train("scheme=omnireduc", "did you mean omnireduce?"),
-    train("preset=safe,balanced", "got:      preset=safe,balanced"),
     Mistake(
         "train --multirun data=mock 'compression.density=interval(0.1,0.2)'",
         "no list of values",
