@@ -28,8 +28,8 @@ REMOVED: Mapping[str, str] = {
     "model.init_std": "set megatron.init_method_std=S",
     "model.rotary_base": "set megatron.rotary_base=N",
     "planner.hysteresis": "leave it out: a change of scheme needs a gain of 5 %",
-    "planner.pin": "set scheme.name=NAME, or planner.cluster: with scheme.deterministic=true a "
-    "repeated run makes the same plan",
+    "planner.pin": "set scheme.name=NAME, or planner.cluster, by which a repeated run makes "
+    "the same plan",
     "planner.profile_every": "leave it out: sparsity is sampled every 200 steps",
     "planner.profile_iters": "leave it out: the first 3 steps of ramp and target are sampled",
     "planner.replan_every": "leave it out: compression.density=auto compares measured times",

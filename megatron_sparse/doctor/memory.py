@@ -58,7 +58,7 @@ RAMP_STEPS = 4
 """Steps of the ramp that are run, its first one included."""
 BITMAPS = 0.4
 """Bytes an element, beside values, that a GPU's encoder takes for bitmaps, groups and offsets
-(`csrc/encode_workspace.cuh`); three bitmaps for Rice, else two: then a quarter is enough."""
+(`csrc/encode_workspace.cuh`): three bitmaps for Rice; for other formats two, which take less."""
 OWN = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
@@ -219,10 +219,13 @@ def account(
     of_largest = largest.numel / short.numel
     of_all = sum(bucket.numel for bucket in buckets) / short.numel
     found: Counter[str] = Counter()
+    of_each_bucket = {"residual", "undo"} if on_gpu else taken.keys() - {"scratch"}
+    if on_gpu:
+        del taken["scratch"]  # of the CPU's encoder; a GPU's is `workspace`
     for purpose, nbytes in taken.items():
-        if purpose in ("residual", "undo") or not (on_gpu or purpose == "scratch"):
+        if purpose in of_each_bucket:
             found[item_of(purpose)] += round(nbytes * of_all)
-        elif not on_gpu or purpose != "scratch":
+        else:
             turns = min(TURNS, len(buckets)) if purpose in OWN else 1
             found[item_of(purpose)] += round(nbytes * of_largest) * turns
     if on_gpu:

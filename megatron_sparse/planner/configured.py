@@ -6,10 +6,7 @@ import logging
 from dataclasses import replace
 
 from megatron_sparse.collectives import AUTO
-from megatron_sparse.config.sparse import (
-    RING_DENSITIES,
-    SparseConfig,
-)
+from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.plan import Planner
 from megatron_sparse.pricing.cluster import find

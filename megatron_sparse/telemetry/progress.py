@@ -1,4 +1,7 @@
-"""Progress of a training run: means over its last iterations, and their words."""
+"""Progress of a training run: means over its last iterations, and their words.
+
+Also what keeps a failing display, of progress or of anything else, from ending the run.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The decoders under sanitizers: `scripts/fuzz.sh`, and that it finds planted defects.
 
-`scripts/test.sh` runs the script itself, after the tests, for two minutes. Here are its quick parts
+`scripts/test.sh` runs the script itself, after the tests, for a minute. Here are its quick parts
 and, marked slow, the proof that a planted defect is found.
 """
 

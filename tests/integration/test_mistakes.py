@@ -145,7 +145,7 @@ MISTAKES = (
     train("resume=must", "resume=auto"),
     train("planner.cluster=no.yaml", "perlmutter"),
     train("planner.cluster=notes.txt", "calibrate"),
-    train("planner.pin=no.json", "scheme.deterministic=true"),
+    train("planner.pin=no.json", "planner.cluster, by which a repeated run"),
     Mistake("plan --bucket-bytes 4M --ranks 4 --cluster no.yaml", "perlmutter"),
     Mistake("plan --bucket-bytes 4MB5 --ranks 4 --cluster perlmutter", "K, M or G"),
     Mistake("view no/run", "the folder of a run"),
