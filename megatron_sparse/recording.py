@@ -80,6 +80,10 @@ class Awaited:
         """Takes over what the progress thread has measured, in seconds."""
         self.finished_s = finished_s
 
+    def hand_to(self, sink: RecordSink) -> None:
+        """Gives the record to its sink."""
+        raise NotImplementedError
+
 
 @dataclass
 class BucketRecord(Awaited):
@@ -195,6 +199,10 @@ class StageTimer:
     def inside(self) -> AbstractContextManager[None]:
         """Adds the time of the `with` body, a part of the stage `network`, to `inside_us`."""
         return self._timed(INSIDE_TIER, is_span=False)
+
+    def in_flight(self) -> AbstractContextManager[None]:
+        """Adds the time of the `with` body, which may end in another call, to stage `network`."""
+        return self._timed("network", is_span=True)
 
     @contextmanager
     def _timed(self, name: str, *, is_span: bool) -> Iterator[None]:

@@ -29,7 +29,7 @@ from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import checkpoint_process
-from megatron_sparse.megatron.bucket_group import Handle, swap_in, swap_out
+from megatron_sparse.megatron.bucket_group import Handle, TimedHandle, swap_in, swap_out
 from megatron_sparse.megatron.buckets import GroupBuckets, collect, device_of
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
 from megatron_sparse.megatron.optimizer_step import UnconfirmedSums, WatchedOptimizer
@@ -44,7 +44,7 @@ from megatron_sparse.megatron.units import (
     may_repeat_or_skip,
 )
 from megatron_sparse.planner.configured import with_swept_thresholds
-from megatron_sparse.recording import NullSink, RecordSink
+from megatron_sparse.recording import BucketRecord, NullSink, RecordSink
 from megatron_sparse.reduction.host_state import HostState
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.level_parts import in_whole_bucket
@@ -172,12 +172,31 @@ class Attachment(HostState):
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
-        """Starts the synchronisation of one bucket group. Called by its `start_grad_sync`."""
-        self._count_launch(group)
+        """Starts the synchronisation of one bucket group, which is not left to Megatron."""
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # With an optimizer, its step confirms the sums.
         return Handle(pending, Pending.confirm if self._optimizer is None else self._sums.add)
+
+    def left_to_megatron(self, group: GroupBuckets) -> TimedHandle | None:
+        """For Megatron's own collective if it is all that a group needs, launched next; else None.
+
+        The first bucket's stage `network` lasts from the launch until Megatron has waited: its
+        handle does not say when the collective ends.
+        """
+        self._count_launch(group)
+        reducer = self.reducer(group)
+        if not all(reducer.left_to_host(bucket, self.step) for bucket in group.buckets):
+            return None
+        records = [reducer.record_of_host(bucket, self.step) for bucket in group.buckets]
+        flight = records[0].timer.in_flight()
+        flight.__enter__()
+
+        def count(waited_s: float) -> None:
+            flight.__exit__(None, None, None)
+            self.sink.record_stage(BucketRecord.WAIT, waited_s)
+
+        return TimedHandle(records, self.sink, count)
 
     def start_gather(self, group: GroupBuckets) -> Handle | None:
         """Launches a group's gather of parameters; None leaves it to Megatron."""
@@ -187,6 +206,11 @@ class Attachment(HostState):
     def forget_parameters(self) -> None:
         """Gathers raw next. For all ranks, after writing parameters without `load_state_dict`."""
         self.parameters.forget()
+
+    def residuals_came_back(self) -> None:
+        """For all ranks, when residuals were loaded, or restored after a skipped step."""
+        for reducer in self._reducers.values():
+            reducer.residuals_came_back()
 
     def _count_launch(self, group: GroupBuckets) -> None:
         """Without an optimizer, the second launch of a group begins a new step."""
@@ -243,6 +267,7 @@ class Attachment(HostState):
             self.residuals.commit(unit_change, share)
         else:
             self.residuals.rollback()
+            self.residuals_came_back()
         self.step += 1
         self._between_steps()
         self.follow_loss_scale()

@@ -3,7 +3,8 @@
 Its `start_grad_sync` first runs Megatron's own method over a group of one rank: that prepares the
 bucket (CUDA-graph events, extra main gradients, the NaN check, gradient scaling), and its
 collective changes nothing. Then it starts the reducer, and Megatron waits for the reducer's handle.
-It also overrides `finish_grad_sync`, for the one case in which Megatron does not wait.
+It also overrides `finish_grad_sync`, for the one case in which Megatron does not wait. Where a sum
+is all that the reducer would make, Megatron's own collective runs, and is timed.
 
 Its `start_param_sync` starts the exact gather of parameters, or Megatron's own, which is timed.
 """
@@ -11,13 +12,14 @@ Its `start_param_sync` starts the exact gather of parameters, or Megatron's own,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
 from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.recording import Awaited, RecordSink
 from megatron_sparse.reduction.job import Pending
 
 
@@ -47,6 +49,42 @@ class Handle:
             self._then(each)
 
 
+class TimedHandle:
+    """What Megatron calls `wait()` on where its own collective runs. Made right before the launch.
+
+    Args:
+        records: of the group's buckets; the first one is given the wait for all of them.
+        sink: receives the records.
+        then: called with the host's seconds of the wait, before the sink has the records.
+
+    Attributes:
+        handle: Megatron's, which on CUDA lets only the current stream wait; None if Megatron has
+            waited in the launch.
+    """
+
+    def __init__(
+        self, records: Sequence[Awaited], sink: RecordSink, then: Callable[[float], None]
+    ) -> None:
+        self.handle: Any = None
+        self._records = records
+        self._sink = sink
+        self._then = then
+        self._began_s = time.perf_counter()
+
+    def wait(self) -> None:
+        """Waits as Megatron's handle does."""
+        start_s = self._began_s
+        if self.handle is not None:
+            start_s = time.perf_counter()
+            self.handle.wait()
+        end_s = time.perf_counter()
+        self._then(end_s - start_s)
+        for index, record in enumerate(self._records):
+            record.wait_began_s, record.finished_s = start_s, end_s
+            record.exposed_s = 0.0 if index else end_s - start_s
+            record.hand_to(self._sink)
+
+
 class CompressedBucketGroup(_ParamAndGradBucketGroup):
     """Megatron's bucket group with three methods replaced; never constructed, only swapped in.
 
@@ -73,9 +111,18 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
             return
+        attachment, overlap = self.sparse_attachment, self.ddp_config.overlap_grad_reduce
+        timed: TimedHandle | None = attachment.left_to_megatron(self.sparse_group)
+        if timed is not None:
+            super().start_grad_sync()
+            timed.handle = self.grad_reduce_handle
+            if overlap:
+                self.grad_reduce_handle = timed
+            else:
+                timed.wait()
+            return
         self._prepare_alone()
-        handle: Handle = self.sparse_attachment.launch(self.sparse_group)
-        overlap = self.ddp_config.overlap_grad_reduce
+        handle: Handle = attachment.launch(self.sparse_group)
         if overlap:
             self.grad_reduce_handle = handle
         if not overlap or (self.is_first_batch and self._has_instances):
@@ -103,16 +150,15 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             super().start_param_sync(force_sync=True)
             return
         assert self.param_gather_handle is None, "Megatron waits for a gather before the next one"
-        began_s = time.perf_counter()
         attachment, group = self.sparse_attachment, self.sparse_group
         handle = attachment.start_gather(group)
         if handle is not None:
             waits_later = self.ddp_config.overlap_param_gather and not force_sync
         else:
+            handle = attachment.parameters.timed(group, attachment.step)
             super().start_param_sync(force_sync=force_sync)
-            megatrons = self.param_gather_handle  # None if Megatron has already waited
-            handle = attachment.parameters.timed(group, attachment.step, megatrons, began_s)
-            waits_later = megatrons is not None
+            handle.handle = self.param_gather_handle
+            waits_later = handle.handle is not None
         if waits_later:
             self.param_gather_handle = handle
         else:

@@ -114,6 +114,7 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
     for group in attachment.groups:
         parts = map(attachment.reducer(group).part, group.buckets)
         attachment.residuals.load(parts, saved.residuals)
+    attachment.residuals_came_back()
     attachment.step = saved.step
     attachment.usual_norm = UsualNorm(saved.norms)
     attachment.parameters.forget()

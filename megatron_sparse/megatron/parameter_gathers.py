@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron_sparse.config.level import NODE
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.megatron.bucket_group import TimedHandle
 from megatron_sparse.megatron.buckets import GroupBuckets
 from megatron_sparse.megatron.parameter_masters import (
     MASTERS_ELSEWHERE,
@@ -180,17 +180,8 @@ class ParameterGathers:
         assert pending.record is not None, "every gather has one"
         self.waited_s += pending.record.exposed_s
 
-    def timed(self, group: GroupBuckets, step: int, handle: Any, began_s: float) -> SimpleNamespace:
-        """Megatron's own gather of a group, which has begun, timed by the host.
-
-        Returns a handle, whose `wait()` waits as Megatron's does: on CUDA only the current stream.
-
-        Args:
-            group: the bucket group.
-            step: the training step.
-            handle: Megatron's; None if it has waited already.
-            began_s: `time.perf_counter` before the launch.
-        """
+    def timed(self, group: GroupBuckets, step: int) -> TimedHandle:
+        """For Megatron's own gather of a group in step `step`, which is launched next."""
         n = group.process_group.size()
         records = [
             GatherRecord(
@@ -200,27 +191,17 @@ class ParameterGathers:
                 numel=values.numel(),
                 dense_bytes=dense_gather_bytes(values, n),
                 wire_bytes=dense_gather_bytes(values, n),
-                launched_s=began_s,
+                launched_s=time.perf_counter(),
             )
             for bucket, values in _parameter_buffers(group)
             if n > 1
         ]
 
-        def wait() -> None:
-            start_s = began_s
-            if handle is not None:
-                start_s = time.perf_counter()
-                handle.wait()
-            end_s = time.perf_counter()
-            if records:
-                records[0].exposed_s = end_s - start_s  # of the whole group
-            for record in records:
-                record.finished_s = end_s
-                self._sink.record_gather(record)
-            self.waited_s += end_s - start_s
-            self._sink.record_stage("param_wait", end_s - start_s)
+        def count(waited_s: float) -> None:
+            self.waited_s += waited_s
+            self._sink.record_stage(GatherRecord.WAIT, waited_s)
 
-        return SimpleNamespace(wait=wait)
+        return TimedHandle(records, self._sink, count)
 
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""

@@ -200,8 +200,14 @@ class GradientReducer:
         if groups.instances is not None:
             self._instances = SumOverInstances(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
-        self._agreed_while_off: set[str] = set()
-        """Buckets about which ranks agreed while compression was off."""
+        self._only_sums = (
+            groups.level is None
+            and groups.instances is None
+            and dump is None
+            and config.straggler.mode == "off"
+        )
+        self._sent_while_off: dict[str, int] = {}
+        """Buckets that were sent whole since compression is off, and the first such step."""
 
     def part(self, bucket: Bucket) -> Bucket:
         """What this rank selects from and keeps a residual of: at level `rank` the bucket itself.
@@ -239,6 +245,27 @@ class GradientReducer:
         # A step's first launch also starts a job that exchanges waiting times with other ranks.
         self._stragglers.launched(self.progress)
         return pending
+
+    def left_to_host(self, bucket: Bucket, step: int) -> bool:
+        """Whether the host's own collective does all that `start` would do; on every rank alike.
+
+        It does where compression is off, but for the first step, which may be repeated: in it the
+        residual is sent, and ranks agree about the bucket.
+        """
+        is_off = not self._config.compression.enabled
+        return is_off and self._only_sums and self._sent_while_off.get(bucket.name, step) < step
+
+    def residuals_came_back(self) -> None:
+        """Residuals were loaded, or a skipped step's were restored: buckets send them first."""
+        self._sent_while_off.clear()
+
+    def record_of_host(self, bucket: Bucket, step: int) -> BucketRecord:
+        """The record of a bucket that is left to the host, which launches its collective now."""
+        record = self.job(bucket, step).record
+        record.nnz = bucket.numel
+        record.message_bytes = bucket.grad_N.nbytes
+        record.wire_bytes = record.dense_bytes
+        return record
 
     def job(self, bucket: Bucket, step: int) -> BucketJob:
         """Plans the synchronisation of `bucket`, which `synchronise` runs."""
@@ -336,12 +363,12 @@ class GradientReducer:
             self._config.scheme,
             straggler=record.straggler,
             averages=job.backend_divides,
-            goes_on=bucket.name in self._agreed_while_off,
+            goes_on=bucket.name in self._sent_while_off,
         )
         if self._config.compression.enabled:
-            self._agreed_while_off.clear()
+            self._sent_while_off.clear()
         else:
-            self._agreed_while_off.add(bucket.name)
+            self._sent_while_off.setdefault(bucket.name, job.step)
         message = selected if isinstance(selected, Message) else None
         yield from self.planner.share(exchange, plan, job.step, message)
         return exchange

@@ -137,6 +137,40 @@ def test_the_running_switch_empties_the_residual_and_detach_restores_megatron(ra
 
 
 @on_ranks(2)
+def test_where_nothing_is_compressed_megatrons_own_collectives_run_and_are_recorded(rank):
+    """From the second step on, and again from the second after a skipped one."""
+    for setting in SETTINGS:
+        with running(setting, enabled=False) as run:
+            for _ in range(3):
+                run.step()
+            run.attachment.residuals_came_back()
+            for _ in range(2):
+                run.step()
+            names = [bucket.name for bucket in run.attachment.buckets]
+        steps = [[r for r in run.records.buckets if r.step == step] for step in range(5)]
+        assert all(sorted(r.bucket for r in step) == sorted(names) for step in steps)
+        # The progress thread worked for the plugin's own.
+        own = [any(record.host_wall_us for record in step) for step in steps]
+        assert own == [True, False, False, True, False]
+        assert all(step[0].timer.times_us()["network"] for step in steps)
+        assert all(step[0].finished_s > step[0].launched_s for step in steps)
+        sent = [[(r.wire_bytes, r.nnz, r.density, r.scheme) for r in step] for step in steps]
+        assert all(sorted(step) == sorted(sent[0]) for step in sent)
+
+
+@on_ranks(2)
+def test_a_repeated_step_sends_the_residual_again_where_compression_was_switched_off(rank):
+    with running(SmallGPTConfig(), undo="always", **SPARSE) as run:
+        run.step()
+        run.attachment.config.compression.enabled = False
+        tokens, found = run.model.batch(), []
+        for _ in range(2):
+            run.model.gradients(tokens)
+            found.append({b.name: b.grad_N.clone() for b in run.attachment.buckets})
+        assert equal(*found)
+
+
+@on_ranks(2)
 def test_set_density_holds_from_the_next_step_on_and_ranks_that_disagree_change_nothing(rank):
     with running(SmallGPTConfig(), **SPARSE) as run:
         run.step()

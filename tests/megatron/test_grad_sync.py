@@ -1,4 +1,4 @@
-"""Gradient synchronisation under the dense plan against Megatron's own, element by element.
+"""Dense gradient synchronisation, and none of the plugin's, against Megatron's own, by element.
 
 The cases are those of Megatron's unit tests of gradient sync (`tests/unit_tests/distributed`). All
 run in one launch of two ranks. Each builds two models, one of them attached, and compares the whole
@@ -9,6 +9,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 from tests.megatron.train_ranks import on_ranks
@@ -97,8 +98,9 @@ def _step(model: Any, setting: Setting, seed: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("options", [{"scheme": "dense"}, {"enabled": False}])
 @on_ranks(2)
-def test_every_element_of_the_buffer_is_megatrons(rank):
+def test_every_element_of_the_buffer_is_megatrons(rank, options):
     from megatron.core import parallel_state
 
     from megatron_sparse.megatron import attach, detach
@@ -107,7 +109,7 @@ def test_every_element_of_the_buffer_is_megatrons(rank):
     mismatches, most_buckets = [], 0
     for setting in settings():
         plain, attached = _model(setting), _model(setting)
-        attachment = attach(attached, scheme="dense", watch_peers=False)
+        attachment = attach(attached, **options, watch_peers=False)
         most_buckets = max(most_buckets, len(attachment.buckets))
         for step in range(2):
             wanted, got = (_step(model, setting, 100 * step + rank) for model in (plain, attached))
