@@ -143,7 +143,7 @@ class GradientDumpWriter:
         partial = path.with_suffix(".partial")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save({"version": VERSION, **_packed(values.detach())}, partial)
+            torch.save(_packed(values.detach()), partial)
             os.replace(partial, path)
         except OSError as error:
             self._is_broken = True
@@ -151,23 +151,28 @@ class GradientDumpWriter:
 
 
 def _packed(values: torch.Tensor) -> dict[str, Any]:
-    """Flat values with their indices, or without where that is not larger."""
-    numel, dtype = values.numel(), values.dtype
-    if values.is_sparse and values.sparse_dim() == 1 and values.dim() == 2:
-        rows = values.coalesce()
-        columns = rows.shape[1]
-        index_K = (
-            rows.indices()[0].unsqueeze(1) * columns + torch.arange(columns, device=values.device)
-        ).flatten()
-        value_K = rows.values().flatten()
-    else:
-        dense_N = values.to_dense().flatten()
-        index_K = dense_N.nonzero().squeeze(1)
-        value_K = dense_N[index_K]
-        if index_K.numel() * (4 + dtype.itemsize) >= numel * dtype.itemsize:
-            return {"numel": numel, "values": dense_N.cpu().clone()}
-    narrow = torch.int32 if numel < 2**31 else torch.int64
-    return {"numel": numel, "values": value_K.cpu(), "indices": index_K.to(narrow).cpu()}
+    """Flat values with the indices of those that are not zero, or all of them if that is less."""
+    dense_N = values.to_dense().flatten()
+    sparse_N = dense_N.to_sparse()
+    numel, value_bytes = dense_N.numel(), dense_N.dtype.itemsize
+    index_dtype = torch.int32 if numel < 2**31 else torch.int64
+    index_K, value_K = sparse_N.indices()[0].to(index_dtype), sparse_N.values()
+    held: dict[str, Any] = {"version": VERSION, "numel": numel}
+    if value_K.numel() * (index_dtype.itemsize + value_bytes) >= numel * value_bytes:
+        return held | {"values": dense_N.cpu().clone()}
+    return held | {"values": value_K.cpu(), "indices": index_K.cpu()}
+
+
+def _unpacked(held: dict[str, Any]) -> torch.Tensor:
+    """The inverse of `_packed`. Raises one error or another if `held` is not its result."""
+    if held["version"] != VERSION:
+        raise ValueError(f"version {held['version']}")
+    if "indices" not in held:
+        return held["values"].view(held["numel"])
+    index_SK = held["indices"].unsqueeze(0)
+    return torch.sparse_coo_tensor(
+        index_SK, held["values"], (held["numel"],), is_coalesced=True, check_invariants=True
+    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +304,7 @@ class GradientDump:
 def _load(path: Path) -> torch.Tensor:
     """One file's tensor, checked: a dump may come from somebody else."""
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
+        return _unpacked(torch.load(path, map_location="cpu", weights_only=True))
     except FileNotFoundError:
         raise ProfileError(
             f"a gradient dump is incomplete: {path} is missing",
@@ -308,34 +313,9 @@ def _load(path: Path) -> torch.Tensor:
             remedy="bring the folders of all nodes together, or dump again",
         ) from None
     except Exception as error:  # torch's reader may raise anything on damaged bytes
-        raise _damaged(path, "a file that torch.load reads", error) from None
-    if not isinstance(held, dict) or held.get("version") != VERSION:
-        raise _damaged(path, f"a dump of version {VERSION}", type(held).__name__)
-    numel, values, indices = (held.get(name) for name in ("numel", "values", "indices"))
-    if not isinstance(numel, int) or not isinstance(values, torch.Tensor) or values.dim() != 1:
-        raise _damaged(path, "numel and 1-D values", sorted(held))
-    if indices is None:
-        if values.numel() != numel:
-            raise _damaged(path, f"{numel} values", values.numel())
-        return values
-    if (
-        not isinstance(indices, torch.Tensor)
-        or indices.shape != values.shape
-        or indices.dtype not in (torch.int32, torch.int64)
-    ):
-        raise _damaged(path, "as many indices as values", indices)
-    index_K = indices.long()
-    if index_K.numel() and not (
-        int(index_K[0]) >= 0 and int(index_K[-1]) < numel and bool((index_K.diff() > 0).all())
-    ):
-        raise _damaged(path, f"ascending indices below {numel}", "others")
-    return torch.sparse_coo_tensor(
-        index_K.unsqueeze(0), values, (numel,), is_coalesced=True, check_invariants=True
-    )
-
-
-def _damaged(path: Path, expected: object, got: object) -> ProfileError:
-    first = (str(got).splitlines() or [type(got).__name__])[0]
-    return ProfileError(
-        f"{path} is no dumped gradient", expected=expected, got=first, remedy="dump again"
-    )
+        raise ProfileError(
+            f"{path} is no dumped gradient",
+            expected=f"numel, values and indices, as version {VERSION} writes them",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            remedy="dump again",
+        ) from None
