@@ -23,7 +23,7 @@ if (_checkout / "cuda_ext" / "csrc").is_dir() and not (Path(__file__).parent / "
 _EXPORTS = {
     "SparseConfig": "megatron_sparse.config.sparse",
     "CompressionConfig": "megatron_sparse.config.compression",
-    "SchemeConfig": "megatron_sparse.config.sparse",
+    "SchemeConfig": "megatron_sparse.config.scheme",
     "TrackingConfig": "megatron_sparse.config.tracking",
     "install": "megatron_sparse.megatron",
     "attach": "megatron_sparse.megatron",
@@ -35,7 +35,8 @@ _EXPORTS = {
 
 if TYPE_CHECKING:
     from megatron_sparse.config.compression import CompressionConfig
-    from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
+    from megatron_sparse.config.scheme import SchemeConfig
+    from megatron_sparse.config.sparse import SparseConfig
     from megatron_sparse.config.tracking import TrackingConfig
     from megatron_sparse.ddp.state import DDPState, ddp_hook
     from megatron_sparse.megatron import attach, detach, install

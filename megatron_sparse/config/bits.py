@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from dataclasses import replace
 
 from megatron_sparse.config.compression import CompressionConfig
+from megatron_sparse.config.scheme import SchemeConfig
 from megatron_sparse.errors import ConfigError
 
 QUANTISED_FORMATS = ("auto", "rice")
@@ -44,27 +46,49 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
     return has_full or (len(named) > 0 and named.issubset(DENSE_SCHEMES))
 
 
-def is_allowed(checked: Callable[[], object]) -> bool:
-    """Whether a check, or the making of a section, raises no `ConfigError`."""
-    try:
-        checked()
-    except ConfigError:
-        return False
-    return True
+def resolve_bits(
+    compression: CompressionConfig, scheme: SchemeConfig, candidates: Collection[str] | None
+) -> tuple[CompressionConfig, SchemeConfig]:
+    """Replaces `auto` of `compression.value_bits` and `scheme.sum_bits`.
 
-
-def check_value_bits(compression: CompressionConfig, form: str, wire_dtype: str | None) -> None:
-    """Refuses a format or a dtype that contradicts `compression.value_bits`.
+    It stands for few bits where the other keys allow them, and for null (in full) elsewhere.
 
     Args:
-        compression: has the bits.
-        form: `scheme.format`.
-        wire_dtype: `scheme.wire_dtype`.
+        compression: not mutated.
+        scheme: not mutated.
+        candidates: `planner.schemes`.
 
     Raises:
-        ConfigError: names the keys.
+        ConfigError: bits that the user has named do not go with the other keys.
     """
-    bits = compression.given_value_bits
+    if compression.value_bits == "auto":
+        in_full = (
+            # Unpruned elements travel as they are, unless the user asks for few bits.
+            not compression.enabled
+            or compression.given_density == 1
+            or compression.lossless_patterns
+            or scheme.nccl_engine
+            or scheme.format not in QUANTISED_FORMATS
+            or scheme.wire_dtype is not None
+            or sends_full_values(scheme.name, candidates)
+        )
+        compression = replace(compression, value_bits=None if in_full else AUTO_VALUE_BITS)
+    _check_value_bits(compression, scheme)
+    if scheme.sum_bits == "auto":
+        few = compression.value_bits is not None and _owners_keep_the_rest(compression, scheme)
+        scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if few else None)
+    _check_sum_bits(compression, scheme)
+    return compression, scheme
+
+
+def _owners_keep_the_rest(compression: CompressionConfig, scheme: SchemeConfig) -> bool:
+    """Whether the owner of a sum has an fp32 residual for what few bits leave of it."""
+    return compression.residual_dtype == "fp32" and scheme.name != "hierarchical"
+
+
+def _check_value_bits(compression: CompressionConfig, scheme: SchemeConfig) -> None:
+    """Refuses a format or a dtype that contradicts `compression.value_bits`."""
+    bits, form = compression.value_bits, scheme.format
     if bits is None:
         return
     if form not in QUANTISED_FORMATS:
@@ -74,42 +98,31 @@ def check_value_bits(compression: CompressionConfig, form: str, wire_dtype: str 
             got=form,
             remedy="leave scheme.format or compression.value_bits out",
         )
-    if wire_dtype is not None:
+    if scheme.wire_dtype is not None:
         raise ConfigError(
             f"compression.value_bits={bits} and scheme.wire_dtype exclude each other",
             expected="scheme.wire_dtype=null",
-            got=wire_dtype,
+            got=scheme.wire_dtype,
             remedy="leave one of the two out",
         )
 
 
-def check_sum_bits(
-    compression: CompressionConfig, scheme: str, form: str, sum_bits: int | None
-) -> None:
-    """Refuses sums in few bits where nothing could keep the rest.
-
-    Args:
-        compression: has the bits of values, and the residual's dtype.
-        scheme: `scheme.name`.
-        form: `scheme.format`.
-        sum_bits: `scheme.sum_bits`.
-
-    Raises:
-        ConfigError: names the keys.
-    """
-    if sum_bits is None:
+def _check_sum_bits(compression: CompressionConfig, scheme: SchemeConfig) -> None:
+    """Refuses sums in few bits where nothing could keep the rest."""
+    bits = scheme.sum_bits
+    if bits is None:
         return
-    if form != "rice" and compression.given_value_bits is None:
+    if scheme.format != "rice" and compression.value_bits is None:
         raise ConfigError(
-            f"scheme.sum_bits={sum_bits} needs records with values of few bits",
+            f"scheme.sum_bits={bits} needs records with values of few bits",
             expected="scheme.format=rice, or compression.value_bits",
-            got=f"scheme.format={form}",
+            got=f"scheme.format={scheme.format}",
             remedy="set scheme.format=rice, or scheme.sum_bits=null",
         )
-    if compression.residual_dtype != "fp32" or scheme == "hierarchical":
+    if not _owners_keep_the_rest(compression, scheme):
         raise ConfigError(
-            f"scheme.sum_bits={sum_bits}: a sum's owner has no fp32 residual for it",
+            f"scheme.sum_bits={bits}: a sum's owner has no fp32 residual for it",
             expected="compression.residual_dtype=fp32, and a scheme without a hierarchy",
-            got=f"residual_dtype={compression.residual_dtype}, scheme.name={scheme}",
+            got=f"residual_dtype={compression.residual_dtype}, scheme.name={scheme.name}",
             remedy="leave scheme.sum_bits out",
         )

@@ -13,8 +13,8 @@ from typing import Any
 from megatron_sparse.config.checks import Checked, choice, divides, in_range, number, whole
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.parameters import COMPRESSED, ParametersConfig
+from megatron_sparse.config.scheme import DTYPES
 from megatron_sparse.config.sparse import (
-    DTYPES,
     CompressionConfig,
     PlannerConfig,
     SchemeConfig,

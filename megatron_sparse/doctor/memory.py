@@ -27,12 +27,8 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.level import INSTANCE, RANK
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.config.sparse import (
-    AUTO_CAPACITY,
-    CompressionConfig,
-    SparseConfig,
-    StragglerConfig,
-)
+from megatron_sparse.config.scheme import AUTO_CAPACITY
+from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import TURNS
 from megatron_sparse.planner import Planner

@@ -6,7 +6,8 @@ import logging
 from dataclasses import replace
 
 from megatron_sparse.collectives import AUTO
-from megatron_sparse.config.sparse import RING_DENSITIES, SparseConfig
+from megatron_sparse.config.scheme import RING_DENSITIES
+from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.choice import PricedPlanner
 from megatron_sparse.planner.plan import Planner
 from megatron_sparse.pricing.cluster import find

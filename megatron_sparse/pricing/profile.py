@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_sparse.config.sparse import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
+from megatron_sparse.config.scheme import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
 from megatron_sparse.errors import ProfileError
 
 MOST_PARTITIONS = 128

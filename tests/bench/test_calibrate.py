@@ -15,7 +15,7 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
 )
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
-from megatron_sparse.config.sparse import RING_DENSITIES
+from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.recording import StageTimer

@@ -11,7 +11,8 @@ import torch
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.link_density import LinkDensity
-from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
+from megatron_sparse.config.scheme import RING_DENSITIES
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.wire import FORMAT_COO, FORMAT_DENSE, FORMAT_PICI
 from tests.collectives import cases
 from tests.collectives.cases import (

@@ -9,13 +9,8 @@ from megatron_sparse.collectives.scheme import Input
 from megatron_sparse.config.bits import DENSE_SCHEMES, FULL_VALUE_SCHEMES
 from megatron_sparse.config.compression import VALUE_BITS, CompressionConfig
 from megatron_sparse.config.parameters import ParametersConfig
-from megatron_sparse.config.sparse import (
-    DTYPES,
-    MESSAGE_FORMATS,
-    PlannerConfig,
-    SchemeConfig,
-    SparseConfig,
-)
+from megatron_sparse.config.scheme import DTYPES, MESSAGE_FORMATS
+from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
 from megatron_sparse.config.straggler import StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run.composition import compose

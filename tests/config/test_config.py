@@ -127,13 +127,6 @@ class TestPluginSections:
         text = refusal(SparseConfig.from_overrides, **overrides)
         assert all(word in text for word in words), text
 
-    def test_few_bits_are_taken(self):
-        for bits in (8, 4, 3, 2, None):
-            for form in ("auto", "rice"):
-                config = check(SparseConfig.from_overrides(value_bits=bits, format=form))
-                assert config.compression.value_bits == bits
-        assert SparseConfig.from_overrides(value_bits=4, density=1.0).compression.density == 1
-
     @pytest.mark.parametrize(
         "others",
         [{"capacity": None}, {"name": "direct", "capacity": None}, {"name": "ssar_split_ag"}],

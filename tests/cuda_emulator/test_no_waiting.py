@@ -13,7 +13,7 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import without
-from megatron_sparse.config.sparse import AUTO_CAPACITY
+from megatron_sparse.config.scheme import AUTO_CAPACITY
 from megatron_sparse.cuda_ext.reports import HostCopy
 from megatron_sparse.doctor.memory import taken_on_virtual_ranks
 from megatron_sparse.recording import BucketRecord

@@ -12,7 +12,8 @@ import torch
 
 from megatron_sparse.bucket import ParameterSlice
 from megatron_sparse.collectives import SCHEMES
-from megatron_sparse.config.sparse import MESSAGE_FORMATS, CompressionConfig, SchemeConfig
+from megatron_sparse.config.scheme import MESSAGE_FORMATS
+from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import Slots

@@ -8,7 +8,8 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, check
 from megatron_sparse.compression.schedule import Phase
-from megatron_sparse.config.sparse import AUTO_CAPACITY, SchemeConfig, SparseConfig, StragglerConfig
+from megatron_sparse.config.scheme import AUTO_CAPACITY
+from megatron_sparse.config.sparse import SchemeConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.plan import Plan
 from megatron_sparse.planner.prices import fits, predict

@@ -20,7 +20,8 @@ from typing import Any
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives.adaptive_ring import adaptive_ring
 from megatron_sparse.collectives.base import Exchange, Steps
-from megatron_sparse.config.sparse import RING_DENSITIES, SchemeConfig
+from megatron_sparse.config.scheme import RING_DENSITIES
+from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import Message, MessageBuffers, encode, record_spec
 from megatron_sparse.planner.link_timing import Clock, Measuring, timed
 from megatron_sparse.recording import StageTimer

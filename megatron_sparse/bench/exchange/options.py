@@ -27,7 +27,7 @@ from megatron_sparse.bench.options import (
 )
 from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.config.level import NODE, RANK
-from megatron_sparse.config.sparse import MESSAGE_FORMATS
+from megatron_sparse.config.scheme import MESSAGE_FORMATS
 from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
