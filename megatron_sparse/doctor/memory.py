@@ -12,7 +12,7 @@ Thresholds come from samples, and records have headers: buffers are right to a f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -36,12 +36,11 @@ from megatron_sparse.planner.levels import shapes_of
 from megatron_sparse.pricing.shape import FP32_BYTES
 from megatron_sparse.recording import NullSink
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.level import LevelGroups
-from megatron_sparse.reduction.level_choice import LevelChoice, choose_level
+from megatron_sparse.reduction.level_choice import LevelChoice, choose_level, virtual_groups
 from megatron_sparse.reduction.level_parts import instance_part, node_part
 from megatron_sparse.reduction.memory import ITEMS, item_of
 from megatron_sparse.reduction.progress import Progress
-from megatron_sparse.reduction.reducer import GradientReducer, Groups
+from megatron_sparse.reduction.reducer import GradientReducer
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME, members_of
 from megatron_sparse.transport.virtual import VirtualTransport
@@ -260,7 +259,7 @@ def taken_on_virtual_ranks(
     cluster = VirtualCluster(sum(sizes), Topology(sizes, NO_TIME, NO_TIME))
     residual_dtype = RESIDUAL_DTYPES[config.compression.residual_dtype]
     ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
-    for groups in groups_of(cluster, choice, instances):
+    for groups in virtual_groups(cluster, choice, instances):
         residuals = ResidualStore(residual_dtype)
         residuals.undo = residuals.is_reported = undo
         planner, progress = Planner(config.compression, config.scheme), Progress(cluster.device, 0)
@@ -285,39 +284,6 @@ def taken_on_virtual_ranks(
         undo_bytes = residuals.undo_nbytes
         most |= Counter(residual=residuals.nbytes - undo_bytes, undo=undo_bytes)
     return most
-
-
-def groups_of(cluster: VirtualCluster, choice: LevelChoice, instances: int) -> list[Groups]:
-    """The groups of each rank of a virtual cluster.
-
-    Args:
-        cluster: its ranks are numbered instance by instance.
-        choice: the level; its ranks are those of the first instance.
-        instances: of the distributed optimizer.
-    """
-    n = len(cluster.transports)
-    each = n // instances
-
-    def made(groups: Iterable[Sequence[int]]) -> dict[int, VirtualTransport]:
-        return {
-            r: own for ranks in groups for r, own in zip(ranks, cluster.group(ranks), strict=True)
-        }
-
-    firsts, lanes = range(0, n, each), list(zip(*choice.nodes, strict=True))
-    whole = made(range(first, first + each) for first in firsts)
-    inside = made([first + r for r in node] for first in firsts for node in choice.nodes)
-    across = made([first + r for r in lane] for first in firsts for lane in lanes)
-    others = made(range(place, n, each) for place in range(each))
-    found = []
-    for rank in range(n):
-        if choice.level == INSTANCE:
-            level = LevelGroups(whole[rank], others[rank], INSTANCE)
-            found.append(Groups(whole[rank], level=level))
-            continue
-        level = LevelGroups(inside[rank], across[rank]) if choice.nodes else None
-        several = others[rank] if instances > 1 else None
-        found.append(Groups(whole[rank], None, several, level))
-    return found
 
 
 def _steps(compression: CompressionConfig) -> list[int]:

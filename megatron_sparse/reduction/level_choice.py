@@ -9,8 +9,9 @@ a group come to the same result: they have the same configuration and node numbe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO as AUTO_SCHEME
@@ -21,6 +22,9 @@ from megatron_sparse.planner.levels import LevelComparison, LevelPricing
 from megatron_sparse.planner.prices import DENSE, fits
 from megatron_sparse.pricing.cluster import ClusterModel, find
 from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.reducer import Groups
+from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.topology import members_of
 
 PRICED_NUMEL = 2**24
@@ -60,6 +64,37 @@ class LevelChoice:
         """
         place = rank % len(self.nodes[0])
         return tuple(members[place] for members in self.nodes)
+
+
+def virtual_groups(
+    cluster: VirtualCluster, choice: LevelChoice, instances: int = 1
+) -> list[Groups]:
+    """The groups of each rank of a virtual cluster.
+
+    Args:
+        cluster: its ranks are numbered instance by instance.
+        choice: the level; its ranks are those of the first instance.
+        instances: of the distributed optimizer.
+    """
+    n = len(cluster.transports)
+    each = n // instances
+    made = cache(lambda ranks: dict(zip(ranks, cluster.group(ranks), strict=True)))
+    found = []
+    for rank in range(n):
+        first, place = rank // each * each, rank % each
+
+        def own(places: Iterable[int], rank: int = rank, first: int = first) -> Transport:
+            """This rank's end of a group inside its instance."""
+            return made(tuple(first + place for place in places))[rank]
+
+        whole, level = own(range(each)), None
+        others = made(tuple(range(place, n, each)))[rank] if instances > 1 else None
+        if choice.level == INSTANCE and others is not None:
+            level, others = LevelGroups(whole, others, INSTANCE), None
+        elif choice.nodes:
+            level = LevelGroups(own(choice.inside(place)), own(choice.across(place)))
+        found.append(Groups(whole, None, others, level))
+    return found
 
 
 def choose_level(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, virtual_groups
+from megatron_sparse.bench.exchange.case import BucketCase, BucketPath
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input, skips_straggler
@@ -25,7 +25,7 @@ from megatron_sparse.pricing.cluster import FORMATS, ClusterModel, CodecOp, Code
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.records import Piece, RecordFormat
 from megatron_sparse.pricing.shape import BucketShape
-from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.transport import Link, VirtualCluster

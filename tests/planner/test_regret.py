@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from megatron_sparse import wire
-from megatron_sparse.bench.exchange.case import BucketCase, BucketPath, virtual_groups
+from megatron_sparse.bench.exchange.case import BucketCase, BucketPath
 from megatron_sparse.bench.exchange.options import CollectiveSweep
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Input
@@ -39,7 +39,7 @@ from megatron_sparse.pricing.densities import without_chance
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord, StageTimer
-from megatron_sparse.reduction.level_choice import LevelChoice
+from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate.cluster_models import MACHINES

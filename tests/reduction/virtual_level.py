@@ -10,10 +10,9 @@ from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.level import INSTANCE
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.doctor.memory import groups_of
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.level_choice import choose_level, virtual_groups
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
 from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
@@ -107,7 +106,7 @@ class VirtualRanks:
         self.cluster = VirtualCluster(self.n, topology)
         self.each = self.n // instances
         self.choice = choose_level(config, topology.nodes[: self.each], instances)
-        groups = groups_of(self.cluster, self.choice, instances)
+        groups = virtual_groups(self.cluster, self.choice, instances)
         self.reducers = [reducer_of(config, own) for own in groups]
         shape = parameters(numel), op, self.each, reduction, instances
         self.buckets = [Bucket("0", torch.zeros(numel, dtype=dtype), *shape) for _ in range(self.n)]

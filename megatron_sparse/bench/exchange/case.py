@@ -12,7 +12,7 @@ driven step by step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -26,19 +26,16 @@ from megatron_sparse.collectives.base import without
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.bits import AUTO_SUM_BITS
 from megatron_sparse.config.compression import DENSE_VALUE_BITS, dense_value_bits
-from megatron_sparse.config.level import NODE, RANK
+from megatron_sparse.config.level import RANK
 from megatron_sparse.config.sparse import SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.planner import Planner
 from megatron_sparse.recording import BucketRecord, NullSink, StageTimer
 from megatron_sparse.reduction.job import Gate
-from megatron_sparse.reduction.level import LevelGroups
-from megatron_sparse.reduction.level_choice import LevelChoice
 from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer, Groups
-from megatron_sparse.transport import Transport, VirtualCluster
 
 CHECK_STEPS = 2
 """The second step has a residual, and buffers that are not new."""
@@ -309,33 +306,3 @@ class BucketPath:
         if part.name not in self.residuals:
             return torch.zeros(bucket.numel, device=bucket.grad_N.device)
         return in_whole_bucket(self.residuals.begin(part), part, bucket)
-
-
-def groups_of_nodes(
-    choice: LevelChoice, rank: int, make: Callable[[Sequence[int]], Transport]
-) -> LevelGroups | None:
-    """The node and the lane of a rank; None at level `rank`.
-
-    Args:
-        choice: the level.
-        rank: the rank.
-        make: makes a group's transport; called for the two groups of the rank.
-    """
-    if choice.level != NODE:
-        return None
-    return LevelGroups(make(choice.inside(rank)), make(choice.across(rank)))
-
-
-def virtual_groups(cluster: VirtualCluster, choice: LevelChoice) -> list[Groups]:
-    """The groups of each rank of a cluster."""
-    made = {
-        ranks: dict(zip(ranks, cluster.group(ranks), strict=True))
-        for ranks in [*choice.nodes, *zip(*choice.nodes, strict=True)]
-    }
-    return [
-        Groups(
-            transport,
-            level=groups_of_nodes(choice, rank, lambda ranks, rank=rank: made[tuple(ranks)][rank]),
-        )
-        for rank, transport in enumerate(cluster.transports)
-    ]

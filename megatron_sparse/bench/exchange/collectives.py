@@ -30,9 +30,7 @@ from megatron_sparse.bench.exchange.case import (
     BucketCase,
     BucketPath,
     cases_of,
-    groups_of_nodes,
     left_out,
-    virtual_groups,
 )
 from megatron_sparse.bench.exchange.frame import Bench, each_case, typed
 from megatron_sparse.bench.exchange.frame import run as run_bench
@@ -44,7 +42,8 @@ from megatron_sparse.config.level import NODE
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.link_timing import LinkSweep, complete, host_clock, ring_times
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.level import LevelGroups
+from megatron_sparse.reduction.level_choice import choose_level, virtual_groups
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.run.rows import CellRow
 from megatron_sparse.transport import ProcessGroupTransport, Topology, VirtualCluster
@@ -200,8 +199,9 @@ class CollectiveBench(Bench[CollectiveSweep]):
         if choice.level != NODE:
             return Groups(self._transport)
         if self._level_groups is None:
-            level = groups_of_nodes(choice, self.rank, self._open)
-            self._level_groups = Groups(self._transport, level=level)
+            inside = self._open(choice.inside(self.rank))
+            across = self._open(choice.across(self.rank))
+            self._level_groups = Groups(self._transport, level=LevelGroups(inside, across))
         return self._level_groups
 
     def _open(self, ranks: Sequence[int]) -> ProcessGroupTransport:
