@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
 from megatron_sparse.errors import DependencyError
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found. Imports nothing."""
+    """Whether a module can be found.
+
+    Imports the packages above it, which of `megatron` are no code: CPU mode comes before that.
+    """
     try:
-        return _find(module) is not None
+        return find_spec(module) is not None
     except (ImportError, ValueError):
         return False
 
@@ -24,23 +25,6 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _find(module: str) -> ModuleSpec | None:
-    """The module's spec; None if there is none.
-
-    `find_spec` alone would import the parents, and CPU mode comes before any import of megatron.
-    """
-    parent = module.rpartition(".")[0]
-    if not parent:
-        return find_spec(module)
-    is_blocked = module in sys.modules and sys.modules[module] is None  # as `import` sees it
-    package = _find(parent)
-    if package is None or package.submodule_search_locations is None or is_blocked:
-        return None
-    folders = package.submodule_search_locations
-    specs = (finder.find_spec(module, folders) for finder in sys.meta_path)
-    return next(filter(None, specs), None)
 
 
 def require(module: str, does: str, extra: str, otherwise: str = "") -> None:

@@ -279,7 +279,8 @@ def enable() -> None:
             got=f"{torch.cuda.device_count()} GPU(s)",
             remedy="hide them: CUDA_VISIBLE_DEVICES= (or cluster.device=cpu)",
         )
-    loaded = sorted(name for name in sys.modules if name.split(".")[0] == "megatron")
+    # `megatron` itself has no code.
+    loaded = sorted(name for name in sys.modules if name.startswith("megatron."))
     if loaded:
         raise HostError(
             "CPU mode was enabled too late",
