@@ -27,7 +27,7 @@ from megatron_sparse.report.charts import (
 )
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.simulate.figures import Axes
-from megatron_sparse.straggler.detector import delay_cdf, delay_s
+from megatron_sparse.straggler.detector import delay_s
 from megatron_sparse.telemetry.quantities import REST, at_target, thread_parts
 
 BAR_IN, AXIS_IN = 0.3, 1.1
@@ -193,12 +193,11 @@ def _delays(runs: Sequence[RunData]) -> Chart:
         handles = []
         for run in runs:
             records = [record for of_bucket in run.readiness.values() for record in of_bucket]
-            delays_s, fractions = delay_cdf([delay_s(record.ready_s) for record in records])
-            shown = np.unique(np.linspace(0, len(delays_s) - 1, 200).astype(int))  # at most 200
-            (handle,) = axes.step(
-                np.array(delays_s)[shown] * 1e3,
-                np.array(fractions)[shown],
-                where="post",
+            delays_s = [delay_s(record.ready_s) for record in records]
+            fractions = np.linspace(0, 1, 200)
+            (handle,) = axes.plot(
+                np.quantile(delays_s, fractions) * 1e3,
+                fractions,
                 color=theme.of_run(run.index).light,
             )
             handles.append(handle)

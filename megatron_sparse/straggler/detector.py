@@ -89,17 +89,6 @@ class DelayStatistics:
         )
 
 
-def delay_cdf(delays_s: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Delays in ascending order, and for each the fraction that is not longer.
-
-    Example:
-        >>> delay_cdf([0.3, 0.1])
-        ([0.1, 0.3], [0.5, 1.0])
-    """
-    ordered = sorted(delays_s)
-    return ordered, [(index + 1) / len(ordered) for index in range(len(ordered))]
-
-
 def share_bound(hits: int, count: int) -> float:
     """Lower end of Wilson's one-sided 95 % interval for a probability seen as `hits` of `count`.
 

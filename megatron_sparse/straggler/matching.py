@@ -156,8 +156,8 @@ class _Even(_State):
             return None
         if self.number < self.levels and (self.held[receiver] or receiver <= 2 * (self.levels - 1)):
             return None
-        oldest = (missing & -missing).bit_length() - 1
-        return 0.0, oldest if self.reducing else missing.bit_length() - 1
+        oldest, newest = (missing & -missing).bit_length() - 1, missing.bit_length() - 1
+        return 0.0, (oldest if self.reducing else newest)
 
     def _spoils(self, receiver: int, sender: int) -> bool:
         """Whether the receiver is in its window and the sender holds something too new for it."""

@@ -11,7 +11,6 @@ from megatron_sparse.straggler.detector import (
     HISTORY,
     DelayStatistics,
     History,
-    delay_cdf,
     delay_s,
     last_rank,
     persistent_straggler,
@@ -56,16 +55,6 @@ def test_steps_of_different_buckets_do_not_follow_one_another():
     found = DelayStatistics.of([always_0, always_1])
     assert found is not None
     assert found.persistence == 1
-
-
-@given(TIMES)
-def test_the_cdf_rises_to_one(delays_s):
-    ordered, fractions = delay_cdf(delays_s)
-    assert ordered == sorted(delays_s)
-    for delay, fraction in zip(ordered, fractions, strict=True):
-        # Ties have several steps; the highest of them is the fraction.
-        assert fraction <= sum(d <= delay for d in delays_s) / len(delays_s)
-    assert fractions[-1] == 1
 
 
 @pytest.mark.parametrize(("hits", "count"), [(5, 5), (15, 20), (6, 10), (0, 7), (49, 50)])
