@@ -91,11 +91,7 @@ class ResidualStore:
                 )
             self._restore(name)
         existed = name in self._residuals
-        if not existed:
-            self._residuals[name] = torch.zeros(
-                bucket.numel, dtype=self.dtype, device=bucket.grad_N.device
-            )
-        residual_N = self._residuals[name]
+        residual_N = self._residuals[name] if existed else self._add_zeros(bucket)
         if self.is_reported:
             self._pending[name] = existed
             if self.undo and existed:
@@ -103,6 +99,12 @@ class ResidualStore:
                 if copy_N is None or copy_N.numel() != bucket.numel:  # the host has cut it anew
                     copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
                 copy_N.copy_(residual_N)
+        return residual_N
+
+    def _add_zeros(self, bucket: Bucket) -> torch.Tensor:
+        """Gives a bucket a residual of zeros, in place of any that it has."""
+        residual_N = torch.zeros(bucket.numel, dtype=self.dtype, device=bucket.grad_N.device)
+        self._residuals[bucket.name] = residual_N
         return residual_N
 
     def drop_later(self, bucket: Bucket) -> None:
@@ -165,12 +167,7 @@ class ResidualStore:
         if self._is_apart:
             self.rollback()
         if share is not None:
-            for name, existed in self._pending.items():
-                residual_N = self._residuals[name]
-                if existed:
-                    torch.lerp(self._undo_copies[name], residual_N, share, out=residual_N)
-                else:
-                    residual_N.mul_(share)
+            self._keep_share(share)
         if unit_change is not None:
             for name, residual_N in self._residuals.items():
                 self._change_unit(name, residual_N, unit_change)
@@ -181,6 +178,15 @@ class ResidualStore:
         self._emptied.clear()
         self._pending.clear()
         self._goes_on = False
+
+    def _keep_share(self, share: float) -> None:
+        """Takes each pending residual this part of the way from its old value to its new one."""
+        for name, existed in self._pending.items():
+            new_N = self._residuals[name]
+            if existed:
+                torch.lerp(self._undo_copies[name], new_N, share, out=new_N)
+            else:
+                new_N.mul_(share)
 
     def _change_unit(self, name: str, residual_N: torch.Tensor, change: torch.Tensor) -> None:
         """Converts what was left before this step: all of it, or the old part of a selection."""
@@ -283,11 +289,7 @@ class ResidualStore:
                 self._residuals.pop(bucket.name, None)
                 continue
             self._buckets[bucket.name] = bucket
-            residual_N = self._residuals.setdefault(
-                bucket.name,
-                torch.zeros(bucket.numel, dtype=self.dtype, device=bucket.grad_N.device),
-            )
-            residual_N.zero_()
+            residual_N = self._add_zeros(bucket)
             for piece in pieces:
                 value = saved[piece.name, piece.offset]
                 check_size(piece.name, value.numel(), piece.stop - piece.start)

@@ -151,10 +151,12 @@ def _of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
     if len(head) >= _KEY_COLUMNS:
         yield head
         head = ""
-    margin = " " * _KEY_COLUMNS
-    wrapped = textwrap.wrap(key.line, WIDTH - _KEY_COLUMNS - 2)
-    for number, line in enumerate(wrapped):
-        yield f"{head if number == 0 else '':{len(margin)}}# {line}"
+    yield from textwrap.wrap(
+        key.line,
+        WIDTH,
+        initial_indent=f"{head:{_KEY_COLUMNS}}# ",
+        subsequent_indent=f"{'':{_KEY_COLUMNS}}# ",
+    )
 
 
 def _for_template(text: str) -> str:

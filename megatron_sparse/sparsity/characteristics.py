@@ -113,17 +113,7 @@ def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
         gradient: dense, or torch's sparse COO (an embedding's rows too); on any device, for which
             the host waits.
     """
-    if gradient.is_sparse:
-        whole = gradient.coalesce()
-        indices_SK, values = whole.indices(), whole.values()
-        row_K = torch.zeros(values.shape[0], dtype=torch.int64, device=values.device)
-        for extent, index_K in zip(whole.shape, indices_SK, strict=False):
-            row_K = row_K * extent + index_K
-        inner = math.prod(whole.shape[whole.sparse_dim() :])
-        flat = values.reshape(values.shape[0], inner) if values.numel() else values.view(0, inner)
-        entry_K, column_K = flat.nonzero(as_tuple=True)
-        return (row_K[entry_K] * inner + column_K).cpu().numpy()
-    return gradient.detach().flatten().nonzero().squeeze(1).cpu().numpy()
+    return gradient.detach().to_dense().flatten().nonzero().squeeze(1).cpu().numpy()
 
 
 def largest(gradient: torch.Tensor, density: float) -> torch.Tensor:
@@ -155,9 +145,9 @@ def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
 def profile_of(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
     """The exact profile of all ranks' gradients of one bucket.
 
-    Holds N / 4 bytes for each rank of the gradients' N elements, and 8 bytes for each non-zero
-    element of one rank. Takes n log n passes over N / 8 bytes, and one for each pair of ranks, at
-    most `MOST_PAIRS`.
+    Holds N / 4 bytes for each rank of the gradients' N elements; of one rank its dense form, and 8
+    bytes for each non-zero element. Takes n log n passes over N / 8 bytes, and one for each pair of
+    ranks, at most `MOST_PAIRS`.
 
     Args:
         gradients: one for each rank, all of one shape; dense or torch's sparse COO.

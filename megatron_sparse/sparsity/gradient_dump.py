@@ -250,9 +250,7 @@ class GradientDump:
         Raises:
             ProfileError: there is no such iteration or bucket.
         """
-        place = self._place(iteration, bucket)
-        folder = place / "rank-0000"
-        return [kind for kind in Kind if (folder / f"{self._stem(bucket)}.{kind}.pt").is_file()]
+        return [kind for kind in Kind if self._files(iteration, bucket, kind)[0].is_file()]
 
     def read(self, iteration: int, bucket: str, kind: Kind = Kind.GRADIENT) -> list[torch.Tensor]:
         """One tensor for each rank: 1-D, dense or torch's sparse COO, as it was stored.
@@ -266,11 +264,7 @@ class GradientDump:
             ProfileError: there is no such iteration or bucket; a rank's file is missing, damaged,
                 or of another size than the first one's.
         """
-        place, stem = self._place(iteration, bucket), self._stem(bucket)
-        world_size = self.buckets[bucket].world_size
-        found = [
-            _load(place / f"rank-{rank:04d}" / f"{stem}.{kind}.pt") for rank in range(world_size)
-        ]
+        found = [_load(file) for file in self._files(iteration, bucket, kind)]
         sizes = [values.numel() for values in found]
         if len(set(sizes)) > 1:
             raise ProfileError(
@@ -281,10 +275,8 @@ class GradientDump:
             )
         return found
 
-    def _stem(self, bucket: str) -> str:
-        return self.buckets[bucket].stem
-
-    def _place(self, iteration: int, bucket: str) -> Path:
+    def _files(self, iteration: int, bucket: str, kind: Kind) -> list[Path]:
+        """Each rank's file, whether it is there or not."""
         for what, asked, there in (
             ("iteration", iteration, self.iterations),
             ("bucket", bucket, list(self.buckets)),
@@ -295,7 +287,9 @@ class GradientDump:
                     expected=", ".join(map(str, there)),
                     got=asked,
                 )
-        return self._of(iteration) / self.buckets[bucket].group
+        dumped = self.buckets[bucket]
+        place, name = self._of(iteration) / dumped.group, f"{dumped.stem}.{kind}.pt"
+        return [place / f"rank-{rank:04d}" / name for rank in range(dumped.world_size)]
 
     def _of(self, iteration: int) -> Path:
         return self.folder / f"iteration-{iteration:06d}"

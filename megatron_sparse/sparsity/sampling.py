@@ -266,25 +266,19 @@ class SamplePlan:
             total_P: int64, elements of all ranks in each.
             words_nW: each rank's elements in the windows.
         """
-        n = words_nW.shape[0]
-        mean_P, size_P = total_P / n, np.diff(self._cuts).astype(np.float64)
-        # Two classes for each factor of two in density; those without any element are one.
-        mantissa_P, exponent_P = np.frexp(mean_P / size_P)
-        keys_P = np.where(
-            total_P > 0, 2 * exponent_P + (mantissa_P >= 0.75), np.iinfo(np.int32).min
+        mean_P, size_P = total_P / len(words_nW), np.diff(self._cuts).astype(np.float64)
+        class_P, classes = _classes_by_density(mean_P / size_P)
+        middle_W = np.minimum(
+            self.window_W.numpy() * WINDOW_NUMEL + WINDOW_NUMEL // 2, self.numel - 1
         )
-        classes, class_P = np.unique(keys_P, return_inverse=True)
-        middle_W = self.window_W.numpy() * WINDOW_NUMEL + WINDOW_NUMEL // 2
-        partition_W = (
-            np.searchsorted(self._cuts, np.minimum(middle_W, self.numel - 1), side="right") - 1
-        )
+        class_W = class_P[np.searchsorted(self._cuts, middle_W, side="right") - 1]
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
             """A set's elements in the windows of each class, the mean over some sets."""
             bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             size_W = bits_W.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
-            return np.bincount(class_P[partition_W], size_W, classes.size) / len(words_gW)
+            return np.bincount(class_W, size_W, classes) / len(words_gW)
 
         single_C, found = by_class(words_nW), {}
         single = math.fsum(single_C.tolist())
@@ -337,6 +331,15 @@ class SamplePlan:
             most = _independent(fraction, n)
             found[size] = min(max(fraction + share * (most - fraction), 0.0), 1.0)
         return found
+
+
+def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
+    """Each partition's class, and their number: two for a factor of two in density, one for 0."""
+    mantissa_P, exponent_P = np.frexp(density_P)
+    keys_P = 2 * exponent_P + (mantissa_P >= 0.75)
+    keys_P[density_P == 0] = np.iinfo(np.int32).min
+    classes, class_P = np.unique(keys_P, return_inverse=True)
+    return class_P, classes.size
 
 
 def _any_of(words_gW: np.ndarray, count: int) -> np.ndarray:
