@@ -118,10 +118,7 @@ OTHERS = (
     {"version": 99},
     HELD | {"numel": "4"},
     HELD | {"numel": 5},
-    *(
-        PAIR | {"indices": torch.tensor(i)}
-        for i in ([1], [2, 1], [2, 2], [2, 9], [-1, 2])
-    ),
+    *(PAIR | {"indices": torch.tensor(i)} for i in ([1], [2, 1], [2, 2], [2, 9], [-1, 2])),
 )
 """Contents of files that are no dump's."""
 
