@@ -1,4 +1,4 @@
-"""Exposed communication of a run: how much of an iteration, in which buckets, since when.
+"""Exposed communication of a run: how much of an iteration, in which buckets.
 
 The first section of a report. Time is exposed if the training thread waits, for a bucket or for
 gathered parameters: `telemetry.quantities.exposed_share` is the definition.
@@ -6,8 +6,7 @@ gathered parameters: `telemetry.quantities.exposed_share` is the definition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,12 +32,6 @@ from megatron_sparse.telemetry.quantities import (
 
 MOST_BUCKETS = 6
 """Buckets that a chart shows by name; the others are one area."""
-LEAST_CHANGE = 0.01
-"""A smaller change of the share is not worth a sentence."""
-LEAST_EXPLAINED = 0.5
-"""The part of the share's variance that a change must explain; noise explains little anywhere."""
-LEAST_ITERATIONS = 5
-MOST_LEVELS = 4
 REST, PARAMETERS = "other buckets", "parameters"
 
 
@@ -86,100 +79,23 @@ class ExposedTimes:
         return max(float(np.percentile(total, 98)) * 1.15, 1.0)
 
 
-@dataclass(frozen=True)
-class Plateau:
-    """A part of a run in which a share stays about the same.
-
-    Attributes:
-        first: its first iteration.
-        share: of its time: the sum of the waits over the sum of the times.
-    """
-
-    first: int
-    share: float
-
-
-def levels_of(number: np.ndarray, share: np.ndarray, iteration_ms: np.ndarray) -> list[Plateau]:
-    """The levels of a share, the latest first: at most `MOST_LEVELS`.
-
-    The run is cut in two where that explains most of the variance, and its later part again,
-    as long as the cut is clear.
-
-    Args:
-        number: the iterations' numbers.
-        share: one value for each; NaN is left out.
-        iteration_ms: their times, which weigh the shares.
-
-    Returns:
-        Levels without gaps; a single one where nothing has clearly changed; none without values.
-
-    Example:
-        >>> share = np.repeat([0.4, 0.1], 50)
-        >>> levels = levels_of(np.arange(1, 101), share, np.ones(100))
-        >>> [(level.first, round(level.share, 6)) for level in levels]
-        [(51, 0.1), (1, 0.4)]
-    """
-    known = np.isfinite(share)
-    number, share, iteration_ms = number[known], share[known], iteration_ms[known]
-    levels: list[Plateau] = []
-    while len(share):
-        cut = _cut(share) if len(levels) < MOST_LEVELS - 1 else None
-        end = len(share) if cut is None else cut
-        mean = float(np.average(share[:end], weights=iteration_ms[:end]))
-        levels.insert(0, Plateau(int(number[0]), mean))
-        number, share, iteration_ms = number[end:], share[end:], iteration_ms[end:]
-    return levels
-
-
-def _cut(share: np.ndarray) -> int | None:
-    """The index at which a new level begins; None if no place is clear."""
-    count = len(share)
-    if count < 2 * LEAST_ITERATIONS:
-        return None
-    # The first iterations compile and allocate: such outliers are no level.
-    bounded = np.clip(share, *np.percentile(share, [2, 98]))
-    sizes = np.arange(1, count)
-    sums = np.cumsum(bounded)
-    low, high = sums[:-1] / sizes, (sums[-1] - sums[:-1]) / (count - sizes)
-    # Of the variance around the common mean, the part between the two means.
-    explained = sizes * (count - sizes) / count * (low - high) ** 2
-    explained[: LEAST_ITERATIONS - 1] = 0.0
-    explained[count - LEAST_ITERATIONS :] = 0.0
-    cut = int(explained.argmax()) + 1
-    variance = float(((bounded - bounded.mean()) ** 2).sum())
-    change = abs(float(np.median(share[:cut]) - np.median(share[cut:])))
-    clear = explained[cut - 1] >= LEAST_EXPLAINED * variance and change >= LEAST_CHANGE
-    return cut if clear else None
-
-
-def sentences(
-    summary: Mapping[str, Any], times: ExposedTimes, levels: Sequence[Plateau]
-) -> list[str]:
-    """The answers in words: how much, where, since when, and what dense would have taken.
+def sentences(summary: Mapping[str, Any], times: ExposedTimes) -> list[str]:
+    """The answers in words: how much, where, and what dense would have taken.
 
     Args:
         summary: of the run.
         times: waits by bucket.
-        levels: of the exposed share, the latest first.
     """
     steady = at_target(summary)
     said = [
         f"{percent(steady['exposed_share'])} of an iteration is exposed communication: "
         f"{of_all(steady)}, means of {scope(summary)}."
     ]
-    if len(levels) > 1:
-        *later, first = levels
-        parts = ", ".join(f"{percent(one.share)} from iteration {one.first} on" for one in later)
-        said.append(f"It is {parts}, and {percent(first.share)} before.")
-    since = levels[0].first if len(levels) > 1 else 0
-    totals = {
-        name: float(share[times.number >= since].sum()) for name, share in times.shares().items()
-    }
+    totals = {name: float(share.sum()) for name, share in times.shares().items()}
     if (whole := sum(totals.values())) > 0 and len(totals) > 1:
         worst = sorted(totals, key=lambda name: -totals[name])[:2]
         named = " and ".join(f"{short(name)} ({totals[name] / whole:.0%})" for name in worst)
-        when = f" from iteration {since} on" if since else ""
-        said.append(f"The longest waits{when} are for {named}.")
+        said.append(f"The longest waits are for {named}.")
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         said.append(f"Throughput: {speed}.")
     if summary.get("world_size") != 1:

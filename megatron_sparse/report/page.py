@@ -145,7 +145,6 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             tables=[tables.summary_table(runs)],
         ),
         section("loss", "Loss", unknown="No finite loss."),
-        section("time", "Where the time went"),
         section(
             "bytes",
             "Bytes on the wire",
@@ -182,10 +181,8 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
 
 
 def _answer(one: RunData, runs: Sequence[RunData]) -> str:
-    """How much of the run's iterations is exposed, in which buckets, since when."""
-    columns = one.iterations
-    levels = exposed.levels_of(columns.number, columns.exposed_share, columns.iteration_ms)
-    text = " ".join(exposed.sentences(one.summary, one.exposed, levels))
+    """How much of the run's iterations is exposed, and in which buckets."""
+    text = " ".join(exposed.sentences(one.summary, one.exposed))
     return text if len(runs) == 1 else f"{run_charts.label_of(one, runs)}. {text}"
 
 

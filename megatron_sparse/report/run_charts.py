@@ -1,7 +1,7 @@
 """The charts of a report.
 
-First those with a line or a bar for each run: loss, bytes, time, means of stages, stragglers. Then
-those of one run: its iterations stage by stage, its buckets, and their sparsity.
+First those with a line for each run: loss, bytes, time, stragglers. Then those of one run: its
+iterations stage by stage, its buckets, and their sparsity.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_sparse.report.charts import (
 from megatron_sparse.report.run_data import BucketMedians, RunData
 from megatron_sparse.simulate.figures import Axes
 from megatron_sparse.straggler.detector import delay_s
-from megatron_sparse.telemetry.quantities import REST, at_target, thread_parts
+from megatron_sparse.telemetry.quantities import REST
 
 BAR_IN, AXIS_IN = 0.3, 1.1
 """Inches of a bar with its gap, and of everything else in a bar chart."""
@@ -42,7 +42,6 @@ def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     found = {
         "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
         "bytes": [_wire_ratio(sending)] if sending else [],
-        "time": _stage_means(runs),
         "exposed": _exposed_share(runs),
         "iteration": [_iteration_time(runs)],
         "stragglers": [],
@@ -151,41 +150,6 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
         note += " Dotted: the estimate of what dense synchronisation would have taken."
     note += thinned_note(_lengths(runs))
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
-
-
-def _stage_means(runs: Sequence[RunData]) -> list[Chart]:
-    steady = [at_target(run.summary) for run in runs]
-    return [
-        _stacked(
-            "thread-stages",
-            "An iteration of the training thread (ms, mean)",
-            "Stages of the training thread follow one another; host_wait and param_wait are the "
-            "exposed waits for gradients and parameters, other is the rest of the iteration.",
-            runs,
-            [
-                thread_parts(figures["stage_ms_mean"], figures["iteration_ms_mean"])
-                for figures in steady
-            ],
-        ),
-        _stacked(
-            "bucket-stages",
-            "Its buckets, summed (ms, mean)",
-            "Stages of all buckets, which may run in parallel with the training thread and with "
-            "each other: do not add them to the training thread's.",
-            runs,
-            [{s: figures["stage_ms_mean"][s] for s in BUCKET_STAGES} for figures in steady],
-        ),
-    ]
-
-
-def _stacked(
-    name: str, title: str, note: str, runs: Sequence[RunData], parts: Sequence[dict[str, float]]
-) -> Chart:
-    def draw(axes: Axes) -> None:
-        stacked_bars(axes, [label_of(run, runs) for run in runs], parts, list(parts[0]))
-        legend_below(axes, 4)
-
-    return Chart(name, title, note, draw, AXIS_IN + BAR_IN * max(len(runs), 2))
 
 
 def _delays(runs: Sequence[RunData]) -> Chart:

@@ -1,10 +1,10 @@
-"""Exposed communication on a report's first screen: how much, where, since when."""
+"""Exposed communication on a report's first screen: how much, and where."""
 
 import numpy as np
 import pytest
 
 from megatron_sparse.report import exposed, page
-from megatron_sparse.report.exposed import ExposedTimes, Plateau, levels_of
+from megatron_sparse.report.exposed import ExposedTimes
 from megatron_sparse.report.run_data import load_run
 from tests.report_runs import make_run
 
@@ -67,67 +67,30 @@ class TestTimes:
         assert list(found.shares()) == ["a"]
 
 
-class TestLevels:
-    """Since when a share is what it is."""
-
-    @staticmethod
-    def of(share) -> list[Plateau]:
-        return levels_of(np.arange(1, len(share) + 1), np.array(share), np.ones(len(share)))
-
-    def test_the_latest_comes_first(self):
-        noise = np.random.default_rng(0).normal(0, 0.004, 300)
-        found = self.of(np.repeat([0.5, 0.03, 0.08], 100) + noise)
-        assert [level.first for level in found] == [201, 101, 1]
-        assert [level.share for level in found] == pytest.approx([0.08, 0.03, 0.5], abs=5e-3)
-
-    def test_noise_and_outliers_are_no_change(self):
-        noise = np.abs(np.random.default_rng(1).normal(0.2, 0.05, 400))
-        noise[:2] = 0.9
-        assert [level.first for level in self.of(noise)] == [1]
-
-    @pytest.mark.parametrize("share", [[], [0.1], [0.1] * 4 + [0.9] * 4, [0.2] * 50])
-    def test_too_short_or_constant(self, share):
-        assert [level.first for level in self.of(share)] == ([1] if share else [])
-
-    def test_what_is_unknown_is_left_out(self):
-        found = self.of([np.nan, np.nan, *[0.4] * 10, *[0.1] * 10])
-        assert [level.first for level in found] == [13, 3]
-        assert [level.share for level in found] == pytest.approx([0.1, 0.4])
-
-    def test_a_level_is_a_ratio_of_sums(self):
-        (level,) = levels_of(np.arange(1, 3), np.array([0.5, 0.1]), np.array([30.0, 90.0]))
-        assert level.share == pytest.approx((15 + 9) / 120)
-
-
 class TestSentences:
     """The lead of the first section."""
 
-    def said(self, waits_ms, levels, **changed) -> str:
-        return " ".join(exposed.sentences(SUMMARY | changed, times(waits_ms), levels))
+    def said(self, waits_ms, **changed) -> str:
+        return " ".join(exposed.sentences(SUMMARY | changed, times(waits_ms)))
 
-    def test_how_much_where_since_when(self):
-        waits = {"a": [30, 5, 5, 5], "b": [1, 15, 15, 15]}
-        text = self.said(waits, [Plateau(2, 0.2), Plateau(1, 0.31)])
+    def test_how_much_and_where(self):
+        text = self.said({"a": [10, 5, 5, 0], "b": [0, 15, 15, 30]})
         assert (
             "25.00% of an iteration is exposed communication: 25.00 of 100.00 ms "
             "(gradients 20.00, parameters 5.00), means of 50 iterations." in text
         )
-        assert "It is 20.00% from iteration 2 on, and 31.00% before." in text
-        # As it is now, not as it was: `a` waited longest before.
-        assert "The longest waits from iteration 2 on are for b (75%) and a (25%)" in text
+        assert "The longest waits are for b (75%) and a (25%)." in text
         assert "Throughput: 2,048 tokens/s." in text
 
     def test_an_unknown_estimate_is_said_to_be_unknown(self):
-        text = self.said({"a": [1]}, [Plateau(1, 0.2)])
-        assert "Dense: unknown without planner.cluster" in text
-        assert "It is" not in text
+        assert "Dense: unknown without planner.cluster" in self.said({"a": [1]})
 
     def test_the_saving_in_hours(self):
         found = {"measured_hours": 10.0, "dense_hours": 17.5, "saved_hours": 7.5}
-        text = self.said({"a": [1]}, [], against_dense=found, planner_cluster="mine.yaml")
+        text = self.said({"a": [1]}, against_dense=found, planner_cluster="mine.yaml")
         assert "Dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h." in text
         same = {"measured_hours": 10.0, "dense_hours": 10.0, "saved_hours": 0.0}
-        assert "every iteration went dense" in self.said({"a": [1]}, [], against_dense=same)
+        assert "every iteration went dense" in self.said({"a": [1]}, against_dense=same)
 
 
 @pytest.fixture(scope="module")

@@ -254,9 +254,9 @@ def test_a_run_without_compression_asked_for_no_density(tmp_path):
 
 
 def test_a_stage_that_took_no_time_is_not_in_the_legend(run):
-    drawn = charts_of(load_run(run, 0))["bucket-stages"].svg()
+    drawn = charts_of(load_run(run, 0))["buckets"].svg()
     words = set(re.findall(r">([a-z_]+)</text>", drawn))
-    assert words == {"one", "ms", "prune", "network"}
+    assert words == {"ms", "prune", "network", "predicted"}
 
 
 def test_numbers_of_the_buckets(run):
@@ -430,5 +430,5 @@ def test_many_buckets(tmp_path):
     assert "5 more buckets" in tables.sparsity_table(data, [data]).note
     assert f"The 16 slowest of {count} buckets" in sentences(tmp_path / "run")
     # Bars, and lines too many for a colour each.
-    for chart in page.sections_of([data])[4].charts + page.sections_of([data])[5].charts:
+    for chart in page.sections_of([data])[3].charts + page.sections_of([data])[4].charts:
         assert chart.svg().startswith("<svg")
