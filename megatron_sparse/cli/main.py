@@ -50,7 +50,7 @@ COMMANDS = {
     plans.plan: "Show every scheme's predicted time for each bucket, and the chosen scheme.",
     # Show what runs have written.
     runs.report: "Write one HTML page about a run, or about several side by side.",
-    runs.view: "Draw a run's progress from its folder, here or as a picture.",
+    runs.view: "Draw a run's progress from its folder.",
     runs.dashboard: "Make a W&B workspace: communication time first, then its causes.",
 }
 MEASURED = {

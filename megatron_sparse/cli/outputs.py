@@ -15,7 +15,6 @@ import typer
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_figures
 
-PICTURES = (".png", ".svg", ".pdf")
 FOLDER = ""
 """The ending of a folder's name."""
 
@@ -23,11 +22,10 @@ Check = Callable[[typer.CallbackParam, Path | None], Path | None]
 """A callback of an option: raises a `ConfigError`, or returns the path."""
 
 
-def writable_file(*suffixes: str, makes_folder: bool = False) -> Check:
-    """A callback of an option: its file can be written, and has one of these suffixes.
+def writable_file(*, makes_folder: bool = False) -> Check:
+    """A callback of an option: its file can be written.
 
     Args:
-        suffixes: such as `.svg`; none allows all.
         makes_folder: the command makes the file's folder.
     """
 
@@ -35,8 +33,6 @@ def writable_file(*suffixes: str, makes_folder: bool = False) -> Check:
         if path is None or not _writes():
             return path
         flag = parameter.opts[0]
-        if suffixes and path.suffix.lower() not in suffixes:
-            raise _other_kind(flag, path, suffixes)
         folder = _nearest(path.parent) if makes_folder else path.parent
         problem = _problem(path) if path.exists() else _problem_of_folder(folder)
         if problem:
@@ -49,20 +45,6 @@ def writable_file(*suffixes: str, makes_folder: bool = False) -> Check:
         return path
 
     return check
-
-
-def picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """A callback of an option: its picture can be drawn, and written."""
-    if path is not None:
-        require_figures()
-    return writable_file(*PICTURES)(parameter, path)
-
-
-def view_picture(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-    """A callback of an option: as `picture`, but an SVG needs no package beside rich."""
-    if path is not None and path.suffix.lower() == ".svg":
-        return writable_file(*PICTURES)(parameter, path)
-    return picture(parameter, path)
 
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
@@ -101,7 +83,13 @@ def outputs(
         for path in paths or ():
             kind = path.suffix.lower()
             if kind not in checks:
-                raise _other_kind(parameter.opts[0], path, [end for end in checks if end])
+                flag, known = parameter.opts[0], [end for end in checks if end]
+                raise ConfigError(
+                    f"{flag} cannot write this kind of file",
+                    expected=f"a name that ends in {' or '.join(known)}",
+                    got=path,
+                    remedy=f"write {flag} {path.with_suffix(known[0])}",
+                )
             checks[kind](parameter, path)
         return paths or []
 
@@ -116,15 +104,6 @@ def of_kind(paths: Sequence[Path], *suffixes: str) -> Path | None:
         'delays.csv'
     """
     return next((path for path in reversed(paths) if path.suffix.lower() in suffixes), None)
-
-
-def _other_kind(flag: str, path: Path, suffixes: Sequence[str]) -> ConfigError:
-    return ConfigError(
-        f"{flag} cannot write this kind of file",
-        expected=f"a name that ends in {' or '.join(suffixes)}",
-        got=path,
-        remedy=f"write {flag} {path.with_suffix(suffixes[0])}",
-    )
 
 
 def _writes() -> bool:

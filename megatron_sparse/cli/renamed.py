@@ -44,6 +44,7 @@ OPTIONS: dict[str, str] = {
     "levels --output": "draw the rows of `--json`, an object for each number of ranks and level",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
+    "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"

@@ -13,7 +13,6 @@ from megatron_sparse.cli.outputs import (
     figures_folder,
     of_kind,
     outputs,
-    view_picture,
     writable_file,
     writable_folder,
 )
@@ -97,8 +96,8 @@ def report(
             metavar="FILE.html|FILE.csv|DIR",
             callback=outputs(
                 {
-                    ".html": writable_file(".html", makes_folder=True),
-                    ".csv": writable_file(".csv"),
+                    ".html": writable_file(makes_folder=True),
+                    ".csv": writable_file(),
                     FOLDER: figures_folder,
                 }
             ),
@@ -134,22 +133,16 @@ def view(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as lines come, to the run's end.")
     ] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.svg|FILE.png", callback=view_picture, help="Draw a picture instead."
-        ),
-    ] = None,
     columns: Annotated[
-        int | None, typer.Option(min=20, help="Width; default: the terminal's, 100 in a picture.")
+        int | None, typer.Option(min=20, help="Width; default: the terminal's.")
     ] = None,
 ) -> None:
     """For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md."""
-    if follow and (output is not None or iteration is not None):
+    if follow and iteration is not None:
         raise ConfigError(
             "view --follow goes on to the end",
-            expected="--follow alone, or --iteration and --output without it",
-            got="--follow with " + ("--iteration" if output is None else "--output"),
+            expected="--follow or --iteration",
+            got="both",
             remedy="leave one of them out",
         )
     from megatron_sparse.report import live_view
@@ -157,7 +150,7 @@ def view(
     if follow:
         live_view.follow(run, columns)
         return
-    live_view.run(run, iteration, output, columns)
+    live_view.run(run, iteration, columns)
 
 
 def dashboard(

@@ -1,15 +1,14 @@
-"""`megatron-sparse view`: a picture of a run's progress, drawn from the run's files.
+"""`megatron-sparse view`: a run's progress on the terminal, drawn from the run's files.
 
 For every run, also one whose terminal is elsewhere (a batch job). The time left counts the
 iterations alone, because time between iterations is not recorded.
 
 `--follow` draws it anew as the run writes lines. It reads the end of the file, so a long run costs
-no more than a short one. A PNG or PDF shows the text alone, without its colours.
+no more than a short one.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from megatron_sparse.errors import ConfigError, writing
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.recording import STEP_STAGES
 from megatron_sparse.report.run_data import CONFIG_FILE, load_breakdown, load_config
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
@@ -35,10 +34,7 @@ from megatron_sparse.telemetry.run import BREAKDOWN_FILE
 INTERVAL_S = 1.0
 TAIL_BYTES = 1 << 18
 """Read to follow a run: the lines of 100 iterations, of which a view shows means over the last."""
-PICTURE_COLUMNS = 100
 MIN_COLUMNS = 40
-DPI = 150
-_FONT = "DejaVu Sans Mono"
 _STYLES = {
     "forward_backward": "green",
     "optimizer": "cyan",
@@ -46,31 +42,6 @@ _STYLES = {
     "param_wait": "magenta",
     REST: "white",
 }
-
-# rich fills in this template. Its default loads a font from a server, which a picture must not do.
-_SVG = """\
-<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
-<style>
-.{unique_id}-matrix {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", \
-monospace; line-height: {line_height}px; }}
-.{unique_id}-title {{ font: bold 18px system-ui, sans-serif; }}
-{styles}
-</style>
-<defs>
-<clipPath id="{unique_id}-clip-terminal">
-<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
-</clipPath>
-{lines}
-</defs>
-{chrome}
-<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
-{backgrounds}
-<g class="{unique_id}-matrix">
-{matrix}
-</g>
-</g>
-</svg>
-"""
 
 
 def render(progress: RunProgress, columns: int) -> RenderableType:
@@ -151,54 +122,20 @@ def _progress(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
     return progress
 
 
-def run(folder: Path, iteration: int | None, output: Path | None, columns: int | None) -> None:
-    """Draws the view, on standard output or into a file.
+def run(folder: Path, iteration: int | None, columns: int | None) -> None:
+    """Draws the view on standard output.
 
     Args:
         folder: the run's folder.
         iteration: see `progress_of`.
-        output: an SVG, PNG or PDF file; None prints.
-        columns: width of the view; None takes the terminal's, or `PICTURE_COLUMNS` for a picture.
+        columns: width of the view; None takes the terminal's.
 
     Raises:
-        ConfigError: see `progress_of`; or the file cannot be written.
+        ConfigError: see `progress_of`.
     """
     progress = progress_of(folder, iteration)
-    if output is None:
-        console = Console(width=columns, highlight=False)
-        console.print(render(progress, console.width))
-        return
-    with writing(output):
-        picture(progress, columns or PICTURE_COLUMNS, output)
-    print(output)
-
-
-def picture(progress: RunProgress, columns: int, output: Path) -> None:
-    """Writes the view into a file, whose ending decides the format.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    title = f"{progress.name}, iteration {progress.latest.iteration}"
-    svg = output.suffix.lower() == ".svg"
-    console = Console(
-        record=True,
-        file=io.StringIO(),
-        width=columns,
-        force_terminal=svg,
-        color_system="truecolor" if svg else None,
-        highlight=False,
-    )
-    console.print(render(progress, columns))
-    if svg:
-        console.save_svg(str(output), title=title, code_format=_SVG, unique_id="view")
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(dpi=DPI)
-    text = f"{title}\n{console.export_text()}"
-    figure.text(0, 0, text, family=_FONT, parse_math=False)
-    figure.savefig(output, bbox_inches="tight")
+    console = Console(width=columns, highlight=False)
+    console.print(render(progress, console.width))
 
 
 def _tail(path: Path) -> list[IterationBreakdown]:

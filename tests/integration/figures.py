@@ -6,16 +6,21 @@
 of the second one, at two thirds of its iterations.
 """
 
+import io
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from rich.console import Console
 
 from megatron_sparse.report import live_view, page
 from tests.integration import browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 WIDTH, HEIGHT = 1180, 2600
+COLUMNS = 100
 
 
 def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
@@ -28,7 +33,20 @@ def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
     """
     iterations = live_view.progress_of(runs[1], None).latest.iteration
     progress = live_view.progress_of(runs[1], iterations * 2 // 3)
-    live_view.picture(progress, live_view.PICTURE_COLUMNS, folder / "live-view.svg")
+    console = Console(
+        record=True,
+        file=io.StringIO(),
+        width=COLUMNS,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
+    console.print(live_view.render(progress, COLUMNS))
+    title = f"{progress.name}, iteration {progress.latest.iteration}"
+    # Without rich's name, and its font, which a browser would load from a server.
+    drawn = console.export_svg(title=title, unique_id="view")
+    svg = re.sub(r"<!--.*?-->|@font-face {.*?}", "", drawn, flags=re.DOTALL)
+    (folder / "live-view.svg").write_text(svg, "utf-8")
     with tempfile.TemporaryDirectory() as scratch:
         (written,) = page.run(runs, Path(scratch) / "report.html", None)
         tab = browser.tab_of(chromium, written, WIDTH, HEIGHT)

@@ -1,9 +1,6 @@
-"""`megatron-sparse view`: a run's folder as text and as a picture, and following its lines."""
+"""`megatron-sparse view`: a run's folder as text, and following its lines."""
 
-import re
-import struct
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -49,35 +46,6 @@ def test_a_run_whose_configuration_is_lost(run, capsys):
     (run / "config.yaml").unlink()
     view(run, "--columns 80")
     assert capsys.readouterr().out.splitlines()[1].rstrip().endswith("━ 12")
-
-
-def test_the_picture_loads_nothing(run, tmp_path, capsys):
-    output = tmp_path / "view.svg"
-    view(run, "--output", output, "--iteration 8")
-    assert capsys.readouterr().out == f"{output}\n"
-    text = output.read_text("utf-8")
-    root = ElementTree.fromstring(text)
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    # A browser would load each of these.
-    assert "@import" not in text
-    assert "@font-face" not in text
-    assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
-    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
-    tags = {element.tag.rpartition("}")[2] for element in root.iter()}
-    assert tags == {"svg", "style", "defs", "clipPath", "rect", "text", "g", "circle"}
-    words = "".join(root.itertext()).replace("\N{NO-BREAK SPACE}", " ")
-    assert "one, iteration 8" in words
-    assert "forward_backward" in words
-    assert "wire/dense 2.00%" in words
-    assert len(text) < 40_000
-
-
-def test_a_name_of_the_user_is_text_in_the_picture(tmp_path):
-    folder = make_run(tmp_path / "run", "<script>[bold]&</script>")
-    view(folder, "--output", tmp_path / "view.svg")
-    root = ElementTree.parse(tmp_path / "view.svg").getroot()
-    assert "script" not in {element.tag.rpartition("}")[2] for element in root.iter()}
-    assert "<script>[bold]&</script>" in "".join(root.itertext())
 
 
 class Writer:
@@ -159,19 +127,3 @@ class TestFollow:
     def test_lines_of_another_version(self, run, path, capsys):
         path.write_text('{"iteration": 1}\n')
         assert "not written by this version" in commands.refused(capsys, "view", run, "--follow")
-
-
-def test_a_png_shows_the_whole_width_and_a_name_as_it_is(tmp_path, capsys):
-    """Matplotlib would take what stands between dollars for a formula."""
-    pytest.importorskip("matplotlib")
-    folder, output = make_run(tmp_path / "run", r"$\no{formula$"), tmp_path / "view.png"
-    sizes = {}
-    for columns in (60, 100):
-        view(folder, "--output", output, f"--columns {columns}")
-        assert capsys.readouterr().out == f"{output}\n"
-        head = output.read_bytes()[:24]
-        assert head.startswith(b"\x89PNG")
-        sizes[columns] = struct.unpack(">II", head[16:])
-    # The margin is the same, and so is the height.
-    assert 1.5 < sizes[100][0] / sizes[60][0] < 100 / 60
-    assert sizes[100][1] == pytest.approx(sizes[60][1], abs=60)
