@@ -45,11 +45,8 @@ class Awaited:
             the bytes of its values; 0 for raw parameters.
         wire_bytes: bytes that this rank sent in pairwise messages; for `dense` and `raw`, whose
             messages the backend chooses, those of a ring.
-        dense_us: predicted microseconds of the backend's own collective on the whole bucket; None
-            without a cluster to predict by.
         launched_s: the host's `time.perf_counter` at the launch.
         finished_s: the same at the end.
-        wait_began_s: the same when the training thread began to wait for the bucket.
         exposed_s: seconds for which the training thread waited for it.
         timer: measures the stages.
     """
@@ -63,16 +60,13 @@ class Awaited:
     dense_bytes: int = 0
     message_bytes: int = 0
     wire_bytes: int = 0
-    dense_us: float | None = None
     launched_s: float = 0.0
     finished_s: float = 0.0
-    wait_began_s: float = 0.0
     exposed_s: float = 0.0
     timer: StageTimer = field(default_factory=lambda: StageTimer())
 
     def waited(self, began_s: float) -> float:
         """Notes the training thread's wait, which began at `began_s`; returns its seconds."""
-        self.wait_began_s = began_s
         self.exposed_s = time.perf_counter() - began_s
         return self.exposed_s
 

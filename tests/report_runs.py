@@ -23,7 +23,6 @@ def make_run(
     ends: bool = True,
     plan: bool = True,
     delays: bool = True,
-    dense_us: float | None = None,
     config: Mapping[str, Any] | None = None,
     gathers: bool = False,
 ) -> Path:
@@ -53,7 +52,6 @@ def make_run(
                 dense_bytes=600_000,
                 wire_bytes=600_000 if dense else round(1_200_000 * density),
                 predicted_us=None if dense else PREDICTED_US,
-                dense_us=dense_us,
                 exposed_s=0.01 / buckets,
             )
             record.timer.add("network", 2000.0 * (bucket + 1))

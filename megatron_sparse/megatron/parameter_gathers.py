@@ -139,7 +139,6 @@ class ParameterGathers:
                 self.lossy.append(LossyBucket(group, bucket, gather))
             else:
                 gather = ExactGather(bucket, values_N, transport, way, progress, self._sink)
-            gather.dense_us = chooser.dense_us(values_N)
             gathers.append(gather)
         self._compressed[id(group)] = gathers
 

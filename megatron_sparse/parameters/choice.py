@@ -25,7 +25,6 @@ from megatron_sparse.parameters.price import (
     GatherLinks,
     Prices,
     gather_prices,
-    raw_gather_s,
     several_levels,
 )
 from megatron_sparse.planner.link_timing import complete, gather_rows
@@ -137,14 +136,6 @@ class GatherChooser:
             return None
         self._exact += len(buckets)
         return ExactWay(prices.best.coder, verify_every=every, per_node=prices.best.per_node)
-
-    def dense_us(self, values_N: torch.Tensor) -> float | None:
-        """Predicted time of the backend's own gather; None without `planner.cluster`."""
-        if self._model is None:
-            return None
-        n = self._transport.world_size
-        link = self._model.dense_link(n)
-        return raw_gather_s(values_N.numel(), values_N.dtype, n, link) * 1e6
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         n, total = self._transport.world_size, None

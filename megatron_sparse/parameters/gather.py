@@ -107,9 +107,6 @@ class ShardGather[W: Way](ABC):
         way: how; the same on every rank of the group.
         progress: drives the gathers.
         sink: receives a record of each.
-
-    Attributes:
-        dense_us: predicted time of the backend's own gather, for the records; None if unknown.
     """
 
     method: ClassVar[str]
@@ -134,7 +131,6 @@ class ShardGather[W: Way](ABC):
         self._kept_M: torch.Tensor | None = None
         self._outcomes: list[Callable[[], None]] = []
         self._number = 0
-        self.dense_us: float | None = None
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +197,6 @@ class ShardGather[W: Way](ABC):
             numel=self._values_N.numel(),
             dense_bytes=dense_gather_bytes(self._values_N, self._transport.world_size),
             launched_s=time.perf_counter(),
-            dense_us=self.dense_us,
             timer=StageTimer(self._values_N.device),
         )
         number = self._number

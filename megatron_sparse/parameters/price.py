@@ -158,7 +158,7 @@ def gather_prices(
     link, topology = links.dense, links.topology
     shard, others = numel / world_size, world_size - 1
     raw_bytes = shard * dtype.itemsize
-    raw_s = raw_gather_s(numel, dtype, world_size, link)
+    raw_s = others * _message_s(link, raw_bytes)
     exact_s = {}
     for coder, speed in speeds.items():
         sent_bytes = shard * (speed.bits or MOVE_BITS[coder][dtype]) / 8
@@ -172,11 +172,6 @@ def gather_prices(
             exact_s[per_node] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
         exact_s[Candidate(coder)] = own_s + sum(flat_s) + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
-
-
-def raw_gather_s(numel: int, dtype: torch.dtype, world_size: int, link: Link) -> float:
-    """Seconds of the backend's own all-gather of a bucket, as a ring."""
-    return (world_size - 1) * _message_s(link, numel / world_size * dtype.itemsize)
 
 
 def _message_s(link: Link, nbytes: float) -> float:

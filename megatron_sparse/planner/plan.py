@@ -16,10 +16,9 @@ from megatron_sparse.config.compression import dense_value_bits
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
 from megatron_sparse.formats.message import VALUE_DTYPES, Message, wire_dtype_of
 from megatron_sparse.planner.fingerprint import fingerprint
-from megatron_sparse.planner.prices import DENSE, predict
+from megatron_sparse.planner.prices import DENSE
 from megatron_sparse.planner.wire_bytes import predicted_bytes
 from megatron_sparse.pricing.cluster import ClusterModel
-from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 
@@ -100,7 +99,7 @@ class Planner:
     Args:
         compression: the schedule of densities.
         scheme: the scheme, and its options.
-        cluster: prices what dense would have taken; None for no estimate.
+        cluster: checked against the running one, see `join`; None for none.
 
     Attributes:
         enabled: switch that may change during the run; False plans dense, which also empties the
@@ -118,7 +117,6 @@ class Planner:
         self._scheme = scheme
         self._cluster = cluster
         self._joined = False
-        self._dense_us: dict[BucketShape, float] = {}
         self.enabled = True
         self.is_trial = False
 
@@ -201,23 +199,6 @@ class Planner:
         assert isinstance(transport, ProcessGroupTransport), "virtual ranks have model clusters"
         self._cluster.check_fingerprint(fingerprint(transport))
         self._joined = True
-
-    def dense_us(self, bucket: Bucket) -> float | None:
-        """What the backend's own collective would take for the bucket; None without a cluster.
-
-        A MODEL, from the cluster's measured or modelled dense link, of the whole gradient in its
-        own dtype, as Megatron alone would send it. Priced once for each shape of bucket.
-        """
-        if self._cluster is None:
-            return None
-        if bucket.world_size == 1:
-            return 0.0
-        shape = shape_of(bucket, None)
-        if shape not in self._dense_us:
-            whole = SparsityProfile.uniform(shape.numel, 1.0, shape.world_size)
-            time_s = predict(DENSE, shape, whole, self._cluster, self._scheme)
-            self._dense_us[shape] = time_s * 1e6
-        return self._dense_us[shape]
 
     def share(
         self, exchange: Exchange, plan: Plan, step: int, message: Message | None

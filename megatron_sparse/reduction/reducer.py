@@ -282,7 +282,6 @@ class GradientReducer:
             timer=StageTimer(bucket.grad_N.device),
             dense_bytes=round(dense_wire_bytes(bucket, bucket.grad_N.element_size())),
             predicted_us=plan.predicted_us,
-            dense_us=self.planner.dense_us(bucket),
             launched_s=time.perf_counter(),
         )
         return BucketJob(part, plan, step, record, bucket)

@@ -22,7 +22,6 @@ from megatron_sparse.report.charts import (
 )
 from megatron_sparse.simulate.figures import Axes
 from megatron_sparse.telemetry.quantities import (
-    against_dense,
     at_target,
     of_all,
     percent,
@@ -80,7 +79,7 @@ class ExposedTimes:
 
 
 def sentences(summary: Mapping[str, Any], times: ExposedTimes) -> list[str]:
-    """The answers in words: how much, where, and what dense would have taken.
+    """The answers in words: how much, and where.
 
     Args:
         summary: of the run.
@@ -98,9 +97,6 @@ def sentences(summary: Mapping[str, Any], times: ExposedTimes) -> list[str]:
         said.append(f"The longest waits are for {named}.")
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         said.append(f"Throughput: {speed}.")
-    if summary.get("world_size") != 1:
-        estimate = against_dense(summary["against_dense"], summary.get("planner_cluster"))
-        said.append(f"{estimate[0].upper()}{estimate[1:]}.")
     return said
 
 

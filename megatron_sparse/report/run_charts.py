@@ -125,20 +125,11 @@ def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _iteration_time(runs: Sequence[RunData]) -> Chart:
-    dense = {
-        run.index: run.iterations.dense_iteration_ms
-        for run in runs
-        if np.isfinite(run.iterations.dense_iteration_ms).any()
-    }
-    times = [*(run.iterations.iteration_ms for run in runs), *dense.values()]
+    times = [run.iterations.iteration_ms for run in runs]
     highest = max(float(np.nanpercentile(values, 98)) for values in times)
 
     def draw(axes: Axes) -> None:
-        for run in runs:
-            if run.index in dense:
-                x, y = thinned(run.iterations.number, dense[run.index])
-                axes.plot(x, y, color=theme.of_run(run.index).light, linestyle=":")
-        _lines(axes, runs, [run.iterations.iteration_ms for run in runs])
+        _lines(axes, runs, times)
         axes.set_ylim(0, highest * 1.15)
         axes.set_ylabel("ms")
 
@@ -146,8 +137,6 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
         "Wall-clock time. The first iterations compile and allocate, so the scale ends a little "
         "above the time of 98 % of the iterations." + TARGET_NOTE
     )
-    if dense:
-        note += " Dotted: the estimate of what dense synchronisation would have taken."
     note += thinned_note(_lengths(runs))
     return Chart("iteration-time", "Time of an iteration (ms)", note, draw)
 

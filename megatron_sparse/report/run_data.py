@@ -218,10 +218,14 @@ def _load_summary(
             f"the run has not ended, or was killed: {SUMMARY_FILE} is missing, and totals cover "
             "the iterations so far"
         )
-    known = {"name": config.get("name"), "planner_cluster": config.get("planner.cluster")}
     totals = history.summary()
     asked = config.get("compression.density", found.get("target_density"))
-    return {**known, **found, **totals, "target_density": target_density(asked, totals)}
+    return {
+        "name": config.get("name"),
+        **found,
+        **totals,
+        "target_density": target_density(asked, totals),
+    }
 
 
 def load_config(folder: Path, gaps: list[str]) -> tuple[str, dict[str, Any]]:

@@ -19,7 +19,6 @@ from megatron_sparse.telemetry.quantities import (
     QUANTITIES,
     at_target,
     delay_cells,
-    hours,
     ms,
     of_all,
     percent,
@@ -89,7 +88,6 @@ def summary_table(runs: Sequence[RunData]) -> Table:
             else []
         ),
         ("throughput", _rate),
-        ("hours saved over dense", _saved),
         ("memory of the plugin", _memory),
         ("versions", _versions),
     ]
@@ -174,14 +172,6 @@ def _traffic(traffic: Any, half: str) -> str:
 
 def _rate(run: RunData) -> str:
     return rate(run.summary["tokens_per_s"], run.summary["model_tflop_per_s"]) or UNKNOWN
-
-
-def _saved(run: RunData) -> str:
-    """Estimated; unknown without a cluster to predict dense by."""
-    found = run.summary["against_dense"]
-    if found is None:
-        return f"{UNKNOWN} (no planner.cluster)"
-    return f"{hours(found['saved_hours'])} of {hours(found['dense_hours'])}, estimated"
 
 
 def _memory(run: RunData) -> str:

@@ -26,61 +26,11 @@ from megatron_sparse.recording import (
 from megatron_sparse.telemetry.metrics import METRICS
 from megatron_sparse.telemetry.quantities import REST, exposed_share, ratio, thread_parts
 
-DENSE = "dense"
 SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "message_bytes", "nnz", "numel")
 """Attributes of a bucket's record that an iteration adds up."""
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-
-
-def dense_iteration_s(
-    records: Sequence[BucketRecord], iteration_s: float, gathers: Sequence[GatherRecord] = ()
-) -> float | None:
-    """Seconds that the iteration would have taken with the backend's own collectives: an estimate.
-
-    The training thread's measured iteration is replayed with other buckets. Everything that the
-    thread did keeps its duration, except its waits. Each bucket is launched when the thread
-    launched it, occupies the link for the dense collective's predicted time
-    (`BucketRecord.dense_us`), one bucket after the other, and the thread waits for it where it
-    waited before, for as long as it then must. So does a compressed gather of parameters; a raw one
-    keeps its measured times.
-
-    The estimate leaves out that without compression the backward pass has the processor's cores, or
-    the GPU, for itself; so dense would have been a little faster than it says. On a GPU launches
-    are those of the host, which runs ahead of the device.
-
-    Args:
-        records: the iteration's buckets.
-        iteration_s: measured seconds.
-        gathers: those that the thread waited for in the iteration.
-
-    Returns:
-        The estimate; the measured seconds where every bucket was dense and every gather raw; None
-        where one of them has no prediction, or where there is no bucket.
-
-    Example:
-        A bucket is launched 1.0 s before the thread waits for it, and the wait takes 0.1 s of an
-        iteration of 3.0 s. A dense collective of 1.5 s would have made the thread wait 0.5 s: the
-        iteration would have taken 3.4 s.
-    """
-    replayed = [*records, *(gather for gather in gathers if gather.method != "raw")]
-    if not records or any(record.dense_us is None for record in replayed):
-        return None
-    if len(replayed) == len(records) and all(record.scheme == DENSE for record in records):
-        return iteration_s
-    events = [(record.launched_s, False, record) for record in replayed]
-    events += [(record.wait_began_s, True, record) for record in replayed]
-    later_s, free_s = 0.0, -math.inf
-    ends_s: dict[int, float] = {}
-    for at_s, is_wait, record in sorted(events, key=lambda event: event[:2]):
-        now_s = at_s + later_s
-        if is_wait:
-            later_s += max(0.0, ends_s[id(record)] - now_s) - record.exposed_s
-        else:
-            assert record.dense_us is not None, "checked above"
-            free_s = ends_s[id(record)] = max(now_s, free_s) + record.dense_us / 1e6
-    return iteration_s + later_s
 
 
 @dataclass
@@ -113,8 +63,6 @@ class IterationBreakdown:
         extra: further numbers of the caller; a value that is not finite is None.
         planned_density: the target density, weighted by elements; None like `density`.
         host_cpu_ms: CPU milliseconds that the progress thread spent on the buckets, summed.
-        dense_iteration_ms: estimated milliseconds with dense synchronisation
-            (`dense_iteration_s`); None without a cluster to predict by.
         tokens_per_s: tokens that all ranks trained on, by the wall clock; None if unknown.
         model_tflop_per_s: TFLOP/s of one GPU, of the model's own operations; None without a GPU.
         param_dense_bytes: bytes that a ring all-gather of the raw parameters would have sent,
@@ -143,7 +91,6 @@ class IterationBreakdown:
     planned_density: float | None
     message_bytes: int
     host_cpu_ms: float
-    dense_iteration_ms: float | None
     tokens_per_s: float | None
     model_tflop_per_s: float | None
     param_dense_bytes: int
@@ -276,7 +223,6 @@ def iteration_breakdown(
     skipped: bool = False,
     extra: Mapping[str, float] | None = None,
     gathers: Sequence[GatherRecord] = (),
-    gathers_before: int = 0,
 ) -> IterationBreakdown:
     """Adds up the buckets of an iteration.
 
@@ -291,7 +237,6 @@ def iteration_breakdown(
         extra: further numbers by name; `learning_rate`, `tokens_per_s` and `model_tflop_per_s`
             become the breakdown's fields of these names.
         gathers: one record for each gather of a bucket's parameters.
-        gathers_before: the first so many were over before the iteration began.
 
     Returns:
         The breakdown. Its phase is the one that most elements were in. On CUDA this waits for the
@@ -310,7 +255,6 @@ def iteration_breakdown(
     sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
     numel, planned = sums["numel"], sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
-    dense_s = dense_iteration_s(records, iteration_s, gathers[gathers_before:])
     numbers = {name: finite(value) for name, value in (extra or {}).items()}
     return IterationBreakdown(
         iteration=iteration,
@@ -330,7 +274,6 @@ def iteration_breakdown(
         extra=numbers,
         planned_density=ratio(planned, numel),
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
-        dense_iteration_ms=None if dense_s is None else dense_s * 1e3,
         tokens_per_s=numbers.pop("tokens_per_s", None),
         model_tflop_per_s=numbers.pop("model_tflop_per_s", None),
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
@@ -361,17 +304,13 @@ def bucket_line(
 
     Returns:
         JSON. `density` is the fraction sent (nnz / numel), `planned_density` the target;
-        `measured_us`, the sum of all stages, compares with `predicted_us`; `dense_us` is the
-        predicted time of a dense collective, null without a cluster; `exposed_us` is the training
-        thread's wait; `host_cpu_us` and `host_wall_us` are the progress thread's.
+        `measured_us`, the sum of all stages, compares with `predicted_us`; `exposed_us` is the
+        training thread's wait; `host_cpu_us` and `host_wall_us` are the progress thread's.
     """
     density = repr(record.nnz / record.numel) if record.numel else "null"
     stage_us = record.timer.times_us()
     stages = ",".join([f'"{stage}":{us:.1f}' for stage, us in stage_us.items()])
-    predicted, dense = (
-        "null" if time_us is None else f"{time_us:.1f}"
-        for time_us in (record.predicted_us, record.dense_us)
-    )
+    predicted = "null" if record.predicted_us is None else f"{record.predicted_us:.1f}"
     return (
         f'{{"iteration":{iteration},"bucket":{_quoted(record.bucket)},"step":{record.step},'
         f'"scheme":{_quoted(record.scheme)},"phase":{_quoted(record.phase)},'
@@ -382,7 +321,7 @@ def bucket_line(
         f'"dense_bytes":{record.dense_bytes},"wire_bytes":{record.wire_bytes},'
         f'"inside_bytes":{record.inside_bytes},"inside_us":{record.timer.inside_us():.1f},'
         f'"predicted_us":{predicted},"measured_us":{sum(stage_us.values()):.1f},'
-        f'"dense_us":{dense},"exposed_us":{record.exposed_s * 1e6:.1f},'
+        f'"exposed_us":{record.exposed_s * 1e6:.1f},'
         f'"host_cpu_us":{record.host_cpu_us:.1f},"host_wall_us":{record.host_wall_us:.1f},'
         f'"launched_us":{(record.launched_s - origin_s) * 1e6:.1f},'
         f'"finished_us":{(record.finished_s - origin_s) * 1e6:.1f},"stage_us":{{{stages}}}}}'

@@ -19,7 +19,6 @@ from megatron_sparse.telemetry.quantities import (
     QUANTITIES,
     REST,
     STAGE_MEANINGS,
-    against_dense,
     at_target,
     ms,
     of_all,
@@ -118,10 +117,6 @@ def print_summary(
         )
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         console.print(f"throughput: {speed}")
-    if summary["world_size"] != 1:
-        cluster = summary["planner_cluster"]
-        # markup=False: a path may hold brackets.
-        console.print(against_dense(summary["against_dense"], cluster), markup=False)
     if trials := summary.get("trials"):
         took = ", ".join(f"{name} {ms(found)}" for name, found in trials["times_ms"].items())
         console.print(f"preset {trials['chosen']}, by trials; ms of an iteration: {took}")

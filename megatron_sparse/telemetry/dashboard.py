@@ -70,11 +70,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Exposed by bucket (ms)", ("bucket/<bucket>/exposed_ms",)),
         Panel("An iteration's parts, stacked (ms)", ITERATION_PARTS, "stacked-area"),
-        Panel(
-            "Iteration: measured, and dense estimated (ms)",
-            ("breakdown/iteration_ms", "breakdown/dense_iteration_ms"),
-        ),
-        Panel("Saved over dense, estimated (h)", ("comm/saved_hours",)),
+        Panel("Iteration (ms)", ("breakdown/iteration_ms",)),
         Panel("Hidden behind compute (ms)", ("comm/overlapped_ms",)),
         Panel("Tokens per second (tokens/s)", ("train/tokens_per_s",)),
         Panel("Network time by bucket (ms)", ("bucket/<bucket>/network_ms",)),

@@ -25,13 +25,11 @@ _FLOATS = (
     "iteration_ms",
     "overlapped_ms",
     "loss",
-    "dense_iteration_ms",
     "tokens_per_s",
     "model_tflop_per_s",
 )
 """Columns of numbers that may be missing (NaN); all others count."""
 _SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "param_dense_bytes", "param_wire_bytes")
-MS_PER_HOUR = 3.6e6
 
 
 def _of(figure: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None:
@@ -45,24 +43,6 @@ _high = partial(_of, partial(np.percentile, q=95))
 
 def _median_known(values: np.ndarray) -> float | None:
     return _median(values[np.isfinite(values)])
-
-
-def _saved_ms(dense_ms: float | None, own_ms: float) -> float:
-    return 0.0 if dense_ms is None or math.isnan(dense_ms) else dense_ms - own_ms
-
-
-def _against_dense(dense_ms: np.ndarray, own_ms: np.ndarray) -> dict[str, Any] | None:
-    """Measured and estimated hours of the iterations that have an estimate; None without any."""
-    known = np.isfinite(dense_ms)
-    if not known.any():
-        return None
-    measured, dense = (float(times[known].sum()) / MS_PER_HOUR for times in (own_ms, dense_ms))
-    return {
-        "iterations": int(known.sum()),
-        "measured_hours": measured,
-        "dense_hours": dense,
-        "saved_hours": dense - measured,
-    }
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,6 @@ class Iterations:
     iteration_ms: np.ndarray
     overlapped_ms: np.ndarray
     loss: np.ndarray
-    dense_iteration_ms: np.ndarray
     tokens_per_s: np.ndarray
     model_tflop_per_s: np.ndarray
     stage_ms: Mapping[str, np.ndarray]
@@ -124,15 +103,6 @@ class RunHistory:
             if field.name != "stage_ms"
         }
         self._stages: dict[str, array] = {stage: array("d") for stage in STAGES}
-        self._saved_ms = 0.0
-
-    @property
-    def saved_hours(self) -> float:
-        """Estimated hours that the iterations would have taken longer with dense synchronisation.
-
-        Negative if they would have been shorter. Iterations without an estimate count as 0.
-        """
-        return self._saved_ms / MS_PER_HOUR
 
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
@@ -140,7 +110,6 @@ class RunHistory:
         for name, column in self._columns.items():
             value = known[name]
             column.append(math.nan if value is None else value)
-        self._saved_ms += _saved_ms(row.dense_iteration_ms, row.iteration_ms)
         for stage, column in self._stages.items():
             column.append(row.stage_ms[stage])
 
@@ -149,8 +118,6 @@ class RunHistory:
         keep = bisect_left(self._columns["number"], iteration)
         for column in (*self._columns.values(), *self._stages.values()):
             del column[keep:]
-        columns = self._columns["dense_iteration_ms"], self._columns["iteration_ms"]
-        self._saved_ms = sum(map(_saved_ms, *columns))
 
     def iterations(self) -> Iterations:
         """A copy of all columns."""
@@ -181,7 +148,6 @@ class RunHistory:
             "target_begins": c.target_begins,
             "tokens_per_s": _median_known(c.tokens_per_s),
             "model_tflop_per_s": _median_known(c.model_tflop_per_s),
-            "against_dense": _against_dense(c.dense_iteration_ms, c.iteration_ms),
         }
 
 

@@ -164,14 +164,12 @@ class RunProgress:
         return f"exposed: {share}, {of_all(figures)}; {overlapped} ms overlapped"
 
     def pace(self) -> str:
-        """Time of an iteration, tokens per second, and the estimate of dense, where known."""
+        """Time of an iteration, and tokens per second where known."""
         speed = rate(self.latest.tokens_per_s, self.latest.model_tflop_per_s)
-        known_ms = [b.dense_iteration_ms for b in self._last if b.dense_iteration_ms is not None]
-        dense = f"dense: about {ms(sum(known_ms) / len(known_ms))} ms" if known_ms else ""
         count = len(self._last)
         over = "so far" if count == 1 else f"mean of the last {count}"
         first = f"an iteration takes {ms(self.iteration_ms)} ms, {over}"
-        return "  ".join(filter(None, (first, speed, dense)))
+        return "  ".join(filter(None, (first, speed)))
 
 
 def clock(seconds: float) -> str:

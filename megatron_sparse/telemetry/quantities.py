@@ -99,49 +99,6 @@ def size(count: float) -> str:
     return f"{count:.2f} TiB"
 
 
-def hours(count: float) -> str:
-    """A duration, in the unit that suits it; negative ones keep their sign.
-
-    Example:
-        >>> hours(2.5), hours(0.01), hours(-0.5), hours(1e-5)
-        ('2.50 h', '36.00 s', '-30.00 min', '36 ms')
-    """
-    seconds = abs(count) * 3600
-    sign = "-" if count < 0 else ""
-    if seconds < 1:
-        return f"{sign}{seconds * 1e3:.0f} ms"
-    for unit, length_s in (("s", 1), ("min", 60)):
-        if seconds < 60 * length_s:
-            return f"{sign}{seconds / length_s:.2f} {unit}"
-    return f"{sign}{seconds / 3600:.2f} h"
-
-
-def against_dense(found: Mapping[str, Any] | None, cluster: str | None) -> str:
-    """The sentence about what dense would have taken, or why it is unknown.
-
-    Args:
-        found: `against_dense` of a summary; None without an estimate.
-        cluster: `planner.cluster` of the run, None if unknown.
-
-    Example:
-        >>> against_dense({"dense_hours": 3.0, "measured_hours": 2.0, "saved_hours": 1.0}, "c.yaml")
-        'dense: 3.00 h estimated from c.yaml, measured: 2.00 h, saved: 1.00 h'
-    """
-    if found is None:
-        return (
-            "dense: unknown without planner.cluster; `megatron-sparse calibrate` measures this "
-            "cluster's link"
-        )
-    saved = found["saved_hours"]
-    if saved == 0:
-        return f"dense: {hours(found['measured_hours'])}, measured: every iteration went dense"
-    outcome = f"saved: {hours(saved)}" if saved >= 0 else f"lost: {hours(-saved)}"
-    return (
-        f"dense: {hours(found['dense_hours'])} estimated from {cluster or 'planner.cluster'}, "
-        f"measured: {hours(found['measured_hours'])}, {outcome}"
-    )
-
-
 def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
     """Tokens and operations per second; empty if both are unknown.
 

@@ -103,7 +103,6 @@ class RunTelemetry:
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
         self._records: list[BucketRecord] = []
         self._gathers: list[GatherRecord] = []
-        self._gathers_before = 0
         self._step_s: dict[str, float] = {}
         self.waited_s = 0.0
         self._profile: Isolated[IterationProfile] | None = None
@@ -162,7 +161,6 @@ class RunTelemetry:
         they are not in this iteration's time. Bytes that were sent meanwhile count to it.
         """
         self._step_s.pop("param_wait", None)
-        self._gathers_before = len(self._gathers)
         if self._profile is not None:
             self._profile.do(lambda profile: profile.begin(iteration))
 
@@ -228,9 +226,7 @@ class RunTelemetry:
             skipped=skipped,
             extra={**step_scalars(readiness, without), **(extra or {})},
             gathers=gathers,
-            gathers_before=self._gathers_before,
         )
-        self._gathers_before = 0
         if self._last is None or iteration <= self._last.iteration:
             # Drops the lines that the run writes again.
             self._history.cut(iteration)
@@ -247,8 +243,6 @@ class RunTelemetry:
             self._profile.do(lambda profile: profile.end(iteration, records, gathers))
         if self._is_writer:
             scalars = breakdown.scalars()
-            if breakdown.dense_iteration_ms is not None:
-                scalars["comm/saved_hours"] = self._history.saved_hours
             if self.samples(iteration):
                 scalars |= bucket_scalars(records, threshold, readiness)
             for sink in self._sinks:
@@ -338,7 +332,6 @@ class RunTelemetry:
             **found,
             "stragglers": self._straggler_summary(),
             "target_density": target_density(compression.get("density"), found),
-            "planner_cluster": (self._config.get("planner") or {}).get("cluster"),
             **(self._machine or machine()),
             "versions": versions(),
         }

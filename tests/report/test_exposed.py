@@ -17,7 +17,6 @@ SUMMARY = {
     "tokens_per_s": 2048.0,
     "model_tflop_per_s": None,
     "world_size": 4,
-    "against_dense": None,
 }
 
 
@@ -82,16 +81,6 @@ class TestSentences:
         assert "The longest waits are for b (75%) and a (25%)." in text
         assert "Throughput: 2,048 tokens/s." in text
 
-    def test_an_unknown_estimate_is_said_to_be_unknown(self):
-        assert "Dense: unknown without planner.cluster" in self.said({"a": [1]})
-
-    def test_the_saving_in_hours(self):
-        found = {"measured_hours": 10.0, "dense_hours": 17.5, "saved_hours": 7.5}
-        text = self.said({"a": [1]}, against_dense=found, planner_cluster="mine.yaml")
-        assert "Dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h." in text
-        same = {"measured_hours": 10.0, "dense_hours": 10.0, "saved_hours": 0.0}
-        assert "every iteration went dense" in self.said({"a": [1]}, against_dense=same)
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -124,13 +113,3 @@ def test_without_times_of_buckets_the_share_alone_is_drawn(tmp_path):
     folder = make_run(tmp_path / "run", "run")
     (folder / "buckets.jsonl").unlink()
     assert names([load_run(folder, 0)]) == ["exposed-share", "breakdown", "iteration-time"]
-
-
-def test_the_estimate_of_dense_is_drawn_beside_the_measured_time(tmp_path):
-    plain = make_run(tmp_path / "plain", "plain")
-    known = make_run(tmp_path / "known", "known", dense_us=20_000.0)
-    for folder, dotted in ((plain, False), (known, True)):
-        *_, time = page.sections_of([load_run(folder, 0)])[0].charts
-        assert ("Dotted:" in time.note) is dotted
-        # The other dotted line is where the target density begins.
-        assert time.svg().count("stroke-dasharray") == 1 + dotted

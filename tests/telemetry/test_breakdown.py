@@ -10,7 +10,6 @@ from megatron_sparse.recording import BUCKET_STAGES, INSIDE_TIER, STAGES, WAITS,
 from megatron_sparse.telemetry.breakdown import (
     IterationBreakdown,
     bucket_line,
-    dense_iteration_s,
     in_flight_s,
     iteration_breakdown,
 )
@@ -177,7 +176,6 @@ def test_lines_read_back():
         "inside_us": 2.5,
         "predicted_us": None,
         "measured_us": 12.3,
-        "dense_us": None,
         "exposed_us": 0.0,
         "host_cpu_us": 0.0,
         "host_wall_us": 0.0,
@@ -235,7 +233,6 @@ def test_no_number_has_two_names():
             wire_bytes=251,
             inside_bytes=241,
             predicted_us=3700.0,
-            dense_us=41_000.0,
             stage_us={
                 stage: 130.0 + 17.0 * i for i, stage in enumerate((*BUCKET_STAGES, INSIDE_TIER))
             },
@@ -243,7 +240,6 @@ def test_no_number_has_two_names():
             finished_s=1.07,
             host_cpu_us=77.0,
             density=0.03,
-            wait_began_s=1.05,
             exposed_s=0.023,
         )
     ]
@@ -259,62 +255,3 @@ def test_no_number_has_two_names():
     assert len(set(single)) == len(single), line
     of_bucket = bucket_scalars(records, {}, [])
     assert len(set(of_bucket.values())) == len(of_bucket)
-
-
-def bucket(launched, wait_began, exposed, dense, scheme="agsparse"):
-    """A bucket's record; times in milliseconds."""
-    return record(scheme=scheme, **_times(launched, wait_began, exposed, dense))
-
-
-def gather(launched, wait_began, exposed, dense, method="exact"):
-    """A gather's record; times in milliseconds."""
-    times = _times(launched, wait_began, exposed, dense)
-    return GatherRecord("b0", 0, method, numel=1, dense_bytes=1, **times)
-
-
-def _times(launched, wait_began, exposed, dense):
-    return {
-        "launched_s": launched / 1e3,
-        "wait_began_s": wait_began / 1e3,
-        "exposed_s": exposed / 1e3,
-        "dense_us": None if dense is None else dense * 1e3,
-    }
-
-
-ESTIMATES = {
-    # Launched at 0, waited for from 1000 on for 100; dense needs 1500, so 400 more.
-    "a longer wait": ([bucket(0, 1000, 100, 1500)], [], 3400),
-    # Dense is ready before the thread asks: it would not even have waited the 100.
-    "hidden behind compute": ([bucket(0, 1000, 100, 900)], [], 2900),
-    # Waited for at once, for 100; raw needs 500. The buckets themselves were dense.
-    "a compressed gather is replayed raw": (
-        [bucket(0, 1000, 100, 100, "dense")],
-        [gather(2000, 2000, 100, 500)],
-        3300,
-    ),
-    "a raw gather keeps its time": (
-        [bucket(0, 1000, 100, 1500)],
-        [gather(2000, 2000, 100, None, "raw")],
-        3400,
-    ),
-    "a gather without a prediction": (
-        [bucket(0, 1000, 100, 1500)],
-        [gather(2000, 2000, 100, None)],
-        None,
-    ),
-    # Each takes 400 and both are launched at 0: the second is ready at 800.
-    "buckets share the link": ([bucket(0, 500, 0, 400)] * 2, [], 3300),
-    # Without overlap: 500 each, launched and waited for in turn, one after the other.
-    "a wait delays the rest": ([bucket(0, 0, 50, 500), bucket(100, 100, 50, 500)], [], 3900),
-    "a dense iteration is its own": ([bucket(0, 0, 7, 500, "dense")], [], 3000),
-    "no bucket": ([], [], None),
-    "no prediction": ([bucket(0, 0, 7, 500), bucket(0, 0, 7, None)], [], None),
-}
-
-
-@pytest.mark.parametrize("name", ESTIMATES)
-def test_an_iteration_of_3_s_is_replayed_with_dense_collectives(name):
-    buckets, gathers, expected_ms = ESTIMATES[name]
-    expected = None if expected_ms is None else pytest.approx(expected_ms / 1e3)
-    assert dense_iteration_s(buckets, 3.0, gathers) == expected
-    assert dense_iteration_s(buckets[::-1], 3.0, gathers) == expected

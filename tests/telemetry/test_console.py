@@ -51,13 +51,6 @@ SUMMARY = {
     "target_begins": 51,
     "tokens_per_s": 20_480.0,
     "model_tflop_per_s": None,
-    "against_dense": {
-        "iterations": 100,
-        "measured_hours": 10.0,
-        "dense_hours": 17.5,
-        "saved_hours": 7.5,
-    },
-    "planner_cluster": "mine.yaml",
     "memory_bytes": {"residual": 4 * 2**20, "undo": 4 * 2**20, "messages": 3 * 2**19},
     "target_density": 0.01,
     "world_size": 4,
@@ -95,7 +88,6 @@ profile               0.25     0.25%      0.25      0.38  sampling the sparsity
 
 exposed: 15.00%, 15.00 of 100.00 ms; 31.25 ms overlapped with compute
 throughput: 20,480 tokens/s
-dense: 17.50 h estimated from mine.yaml, measured: 10.00 h, saved: 7.50 h
 memory of this rank: residual 4.00 MiB, undo 4.00 MiB, messages 1.50 MiB
 """
 
@@ -156,16 +148,6 @@ def test_narrow_lines_fit_and_keep_the_verdict(width):
     assert "exposed: 15.00%, 15.00 of 100.00 ms; 31.25 ms overlapped with compute" in text
 
 
-def test_what_dense_would_have_taken_is_said_or_why_it_is_unknown():
-    (unknown,) = (line for line in printed(edited(against_dense=None), 120) if "dense:" in line)
-    assert "unknown without planner.cluster" in unknown
-    assert "megatron-sparse calibrate" in unknown
-    worse = {"iterations": 1, "measured_hours": 2.0, "dense_hours": 1.5, "saved_hours": -0.5}
-    assert "lost: 30.00 min" in " ".join(printed(edited(against_dense=worse), 120))
-    alone = printed(edited(against_dense=None, world_size=1), 120)
-    assert not [line for line in alone if line.startswith("dense:")], "one rank sends nothing"
-
-
 def test_one_phase_needs_no_total():
     only = {"target": SUMMARY["phases"]["target"]}
     lines = printed(edited(phases=only), 80)
@@ -200,7 +182,7 @@ def test_sizes_beyond_the_largest_unit():
 
 def test_a_run_without_an_iteration():
     alone = {"name": None, "world_size": 1, "device": "cpu", "versions": {}, "memory_bytes": {}}
-    nothing = RunHistory().summary() | {"target_density": None, "planner_cluster": None}
+    nothing = RunHistory().summary() | {"target_density": None}
     lines = printed(alone | nothing, 80)
     assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: no target, sent -"]
     assert "other" not in " ".join(line.split(" ")[0] for line in lines)

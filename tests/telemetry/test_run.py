@@ -115,32 +115,6 @@ def test_summary_of_a_run(tmp_path):
     assert summary["versions"]["torch"] == torch.__version__
 
 
-def test_saved_hours_are_those_of_the_iterations_that_remain(tmp_path):
-    """Dense would have taken 1.8 s longer in each: a resumed run counts repeated ones once."""
-    sink = Sink()
-    for start in (1, 3):
-        telemetry = open_run(tmp_path, sinks=[sink])
-        for iteration in range(start, 5):
-            times = {"launched_s": 1.0, "wait_began_s": 1.0, "exposed_s": 0.1, "dense_us": 1.9e6}
-            telemetry.record_bucket(bucket_record(**times))
-            telemetry.end_iteration(iteration, iteration_s=1.0, extra={"tokens_per_s": 64.0})
-            assert sink.rows[iteration]["comm/saved_hours"] == pytest.approx(iteration * 1.8 / 3600)
-        summary = telemetry.close()
-    found = summary["against_dense"]
-    assert found["iterations"] == 4
-    assert found["measured_hours"] == pytest.approx(4 / 3600)
-    assert found["dense_hours"] == pytest.approx(4 * 2.8 / 3600)
-    assert found["saved_hours"] == pytest.approx(4 * 1.8 / 3600)
-    assert summary["tokens_per_s"] == 64.0
-
-
-def test_without_a_prediction_nothing_is_saved_or_lost(tmp_path):
-    telemetry = open_run(tmp_path)
-    assert "comm/saved_hours" not in iterate(telemetry, 1).scalars()
-    summary = telemetry.close()
-    assert (summary["against_dense"], summary["planner_cluster"]) == (None, None)
-
-
 def test_summary_of_no_iteration(tmp_path):
     summary = ran(tmp_path, [])
     assert (summary["iterations"], summary["loss_first"], summary["phases"]) == (0, None, {})
