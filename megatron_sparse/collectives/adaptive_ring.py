@@ -139,5 +139,4 @@ SCHEME = Scheme(
     place=160,
     cost=cost,
     needs_shards=True,
-    runs_across_nodes=True,
 )

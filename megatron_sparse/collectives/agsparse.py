@@ -252,5 +252,4 @@ SCHEME = Scheme(
     cost=cost,
     takes_slots=True,
     has_engine=True,
-    runs_across_nodes=True,
 )

@@ -218,5 +218,4 @@ SCHEME = Scheme(
     needs_shards=True,
     takes_slots=True,
     has_engine=True,
-    runs_across_nodes=True,
 )

@@ -59,5 +59,4 @@ SCHEME = Scheme(
     ops=ALL_REDUCE_ONLY,
     needs_shards=True,
     takes_slots=True,
-    runs_across_nodes=True,
 )

@@ -1,10 +1,9 @@
-"""Hierarchical: any sparse scheme across the nodes, dense sums within them.
+"""Hierarchical: `direct` across the nodes, dense sums within them.
 
 The two levels of `dense_hierarchical` (PCCL, section 4.1; its lanes are used here), for gradients
 that were selected rank by rank: links inside a node are fast, so there the contributions are added
 densely. Between nodes only non-zero values travel, once for each node instead of once for each
 rank.
-`scheme.inner` names the scheme that runs across the nodes.
 
 With m lanes (the ranks of the smallest node) and k nodes, lane l of every node holds one of m parts
 of the bucket; it has the k ranks that carry the part across.
@@ -14,10 +13,9 @@ Decoding (local): a rank turns its own message into a dense vector. For a reduce
 the shards in the order of the lanes, so that a lane's part is contiguous.
 Phase 1, rounds inside the nodes, as many as the largest node has other ranks: every rank sends each
 lane its part, one peer at a time; the lane's rank adds them.
-Phase 2, the inner scheme: each lane's rank encodes its part of the node's sum, and the lane's ranks
-reduce it across the nodes. They have an agreement of their own (8 (2 + k) bytes to each of the
-others, once or more often, depending on the scheme). The operation is the bucket's. But where the
-inner scheme has no reduce-scatter, or nodes differ in size, a lane all-reduces and each rank keeps
+Phase 2, `direct`: each lane's rank encodes its part of the node's sum, and the lane's ranks reduce
+it across the nodes. They have agreements of their own (8 (2 + k) bytes to each of the others). The
+operation is the bucket's. But where nodes differ in size, a lane all-reduces and each rank keeps
 its own shard.
 Phase 3, rounds inside the nodes: a lane's rank sends its part to the node's other ranks. In a
 reduce-scatter it sends each rank without a lane the shard of that rank, and nothing else.
@@ -29,7 +27,7 @@ fit into fp16. So a node's sum of bf16 gradients is never rounded to bf16 before
 A lane's records are in `scheme.format`.
 
 Of N elements a rank with a lane sends (m - 1) / m N 4 bytes in phase 1, in phase 3 for each other
-rank of its node N / m b bytes, and between nodes the inner scheme's bytes for N / m elements
+rank of its node N / m b bytes, and between nodes the bytes of `direct` for N / m elements
 with the density of a node's sum among k ranks. A rank without a lane sends 4 N bytes. In a
 reduce-scatter phase 3 is 4 N / n bytes for each rank without a lane that the rank serves. A rank
 with a lane holds up to N values of fp32 more than the other schemes, for phase 1.
@@ -41,7 +39,7 @@ cost stands in the scheme's file.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
 from typing import cast
@@ -62,10 +60,10 @@ from megatron_sparse.collectives.base import (
     without,
 )
 from megatron_sparse.collectives.dense_hierarchical import Lanes, piece_cuts, unfold
+from megatron_sparse.collectives.direct import cost as direct_cost
+from megatron_sparse.collectives.direct import direct
 from megatron_sparse.collectives.gather import pairwise_rounds
 from megatron_sparse.collectives.scheme import Input, Scheme
-from megatron_sparse.config.sparse import SchemeConfig
-from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.errors import WireFormatError
 from megatron_sparse.formats.message import Message, decode_add_, encode, record_spec
 from megatron_sparse.pricing.cluster import CodecOp
@@ -77,15 +75,13 @@ from megatron_sparse.transport.base import Marker, SubsetTransport
 NAME = "hierarchical"
 
 
-def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Scheme]) -> Steps:
+def hierarchical(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors are those of `agsparse`. `inners` maps names to the schemes that can run
-    across the nodes; `scheme.inner` chooses one.
+    Arguments and errors as of `agsparse`.
     """
-    inner = inners[exchange.options.inner]
     bucket, transport, scatter = exchange.bucket, exchange.transport, exchange.scatters
-    identity = Identity.of_message(f"{NAME} {inner.name}", exchange, message)
+    identity = Identity.of_message(f"{NAME} direct", exchange, message)
     yield from exchange_sizes([], identity, transport)
     tag = identity.tag
     lanes = Lanes(transport.nodes, transport.rank)
@@ -101,13 +97,13 @@ def hierarchical(exchange: Exchange, message: Message, inners: Mapping[str, Sche
     sent_bytes = 0
     if has_lane and nodes > 1:
         lane = SubsetTransport(transport, [members[lanes.lane] for members in lanes.members], tag)
-        # Sparse schemes, as the inner one is, use only the methods that a subset transport has.
+        # Sparse schemes use only the methods that a subset transport has.
         across = replace(
             exchange,
-            bucket=parts.lane_bucket(values_N, inner),
+            bucket=parts.lane_bucket(values_N),
             transport=cast("Transport", lane),
         )
-        steps = inner.run(across, _encoded(across, bucket, message, inner))
+        steps = direct(across, _encoded(across, bucket, message))
         sent_bytes = yield from _within(steps, lane.ranks, last=ends)
     if scatter:
         # A rank without a lane gets the sum of its own shard.
@@ -153,11 +149,10 @@ class LaneParts:
         start = self._places[rank] * self._shard_numel
         return slice(start, start + self._shard_numel)
 
-    def lane_bucket(self, values_N: torch.Tensor, inner: Scheme) -> Bucket:
-        """This rank's part as a bucket of its lane's ranks, with an operation that `inner` has."""
+    def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
+        """This rank's part as a bucket of its lane's ranks; shared out where nodes are equal."""
         lanes, part = self.lanes, self.part(self.lanes.lane)
         sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
-        is_shared_out = len(sizes) == 1 and self._bucket.op in inner.ops
         return Bucket(
             f"{self._bucket.name}/lane",
             values_N[part],
@@ -165,7 +160,7 @@ class LaneParts:
                 ParameterSlice(str(number), start - part.start, stop - part.start, keep)
                 for number, (start, stop, keep) in enumerate(self._segments(part))
             ],
-            self._bucket.op if is_shared_out else CollectiveOp.ALL_REDUCE,
+            self._bucket.op if len(sizes) == 1 else CollectiveOp.ALL_REDUCE,
             len(lanes.members),
         )
 
@@ -221,7 +216,7 @@ def _sum_in_lanes(
     received: list[list[torch.Tensor]] = [[] for _ in range(m)]
     part_M = values_N[parts.part(lanes.lane)]
     if place < lanes.count:
-        # Not `received`: the inner scheme has a buffer of that name.
+        # Not `received`: `direct` has a buffer of that name.
         room = exchange.take("parts", (m - 1) * part_M.numel(), torch.float32)
         for step, room_M in enumerate(room.view(m - 1, part_M.numel()), 1):
             received[(place + step) % m] = [room_M]
@@ -235,32 +230,28 @@ def _sum_in_lanes(
     yield from inside.in_rounds(rounds, add, independent=True, last=last)
 
 
-def _encoded(across: Exchange, bucket: Bucket, message: Message, inner: Scheme) -> Message:
-    """The node's sum of this rank's part as the message that the inner scheme takes."""
+def _encoded(across: Exchange, bucket: Bucket, message: Message) -> Message:
+    """The node's sum of this rank's part as a message, cut into the lane's shards."""
     lane_bucket, options = across.bucket, across.options
     value_dtype = partial_name(bucket, message.sum_dtype)
-    layout = lane_bucket.layout(inner.is_sharded(lane_bucket.op))
-    with across.timer.stage("encode"):
-        # Of the message, because that of the node's sum is not known before it is encoded.
-        density = min(1.0, message.nnz / max(bucket.numel, 1))
-        records = _lane_records(value_dtype, message.step, inner, options, density)
-        return encode(lane_bucket, layout, records, across.buffers)
-
-
-def _lane_records(
-    value_dtype: str, step: int, inner: Scheme, options: SchemeConfig, density: float
-) -> RecordSpec:
-    """The records of a node's sum, in the format that the inner scheme takes."""
-    form = inner.message_format(options)
-    return record_spec(
-        value_dtype, step, form, options.block_size, density, checksum=options.checksum
+    # Of the message, because that of the node's sum is not known before it is encoded.
+    density = min(1.0, message.nnz / max(bucket.numel, 1))
+    spec = record_spec(
+        value_dtype,
+        message.step,
+        options.format,
+        options.block_size,
+        density,
+        checksum=options.checksum,
     )
+    with across.timer.stage("encode"):
+        return encode(lane_bucket, lane_bucket.layout(sharded=True), spec, across.buffers)
 
 
 def _within(steps: Steps, ranks: Sequence[int], *, last: bool) -> Generator[Yielded, None, int]:
-    """Phase 2, the inner scheme; passes on that it posts no more only if `last`.
+    """Phase 2, the lane's steps; passes on that they post no more only if `last`.
 
-    The inner scheme numbers its ranks from 0; this renames them in its errors to the group's.
+    The lane numbers its ranks from 0; this renames them in its errors to the group's.
     """
     try:
         return (yield from steps if last else without(steps, Marker))
@@ -281,13 +272,13 @@ def _spread_parts(grad_N: torch.Tensor, parts: LaneParts, inside: Subgroup) -> P
     yield from inside.in_rounds(rounds, independent=True, last=True)
 
 
-def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
+def cost(run: DryRun) -> None:
     """The three phases; the densest lane decides.
 
-    With m lanes, k nodes and s = N b bytes: (m - 1) (alpha + 4 N / m beta) inside the nodes, the
-    inner scheme on N / m elements and k ranks, and (m - 1) (alpha + s / m beta) inside the nodes.
-    This is PCCL's dense hierarchy (section 4.1) with another middle. The inner scheme sees the
-    density of a node's sum: gamma of ZEN's definition 4 times that of a rank.
+    With m lanes, k nodes and s = N b bytes: (m - 1) (alpha + 4 N / m beta) inside the nodes,
+    `direct` on N / m elements and k ranks, and (m - 1) (alpha + s / m beta) inside the nodes. This
+    is PCCL's dense hierarchy (section 4.1) with another middle. `direct` sees the density of a
+    node's sum: gamma of ZEN's definition 4 times that of a rank.
 
     Added: decoding the whole message first, counting and encoding a lane's part, surplus ranks.
     Lanes that share a network card share its rate in proportion to the bytes that each sends.
@@ -300,7 +291,7 @@ def cost(run: DryRun, inners: Mapping[str, Scheme]) -> None:
     run.work(form.seconds(CodecOp.DECODE, whole, run.densities.whole(1), run.b))
     _within_node_cost(run, largest, lanes, FP32_BYTES, run.plain(CodecOp.ADD, part.numel))
     if nodes > 1:
-        _across_cost(run, lanes, nodes, inners[run.options.inner])
+        _across_cost(run, lanes, nodes)
     if not run.scatter:
         _within_node_cost(run, largest, lanes, run.b, 0.0)
     elif largest > lanes:
@@ -320,10 +311,10 @@ def _within_node_cost(
     run.clocks.wait_for(inside.clocks)
 
 
-def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
+def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
+    """A lane encodes its part of the node's sum, and runs `direct` on it across the nodes."""
     sizes = run.clocks.topology.node_sizes
-    shared_out = len(set(sizes)) == 1 and run.shape.op in inner.ops
-    op = run.shape.op if shared_out else CollectiveOp.ALL_REDUCE
+    op = run.shape.op if len(set(sizes)) == 1 else CollectiveOp.ALL_REDUCE
     # Between nodes values travel as partial sums do, complete sums too.
     shape = BucketShape(
         round(run.shape.numel / lanes),
@@ -340,11 +331,10 @@ def _across_cost(run: DryRun, lanes: int, nodes: int, inner: Scheme) -> None:
         for ranks in (max(sizes), run.n)
     )
     lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
-    message = lane.messages(inner.message_format(lane.options))
+    message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))
-    assert inner.cost is not None, "whatever runs across nodes has a cost"
-    inner.cost(lane)
+    direct_cost(lane)
     run.clocks.wait_for(lane.clocks)
 
 
-SCHEME = Scheme(NAME, Input.SPARSE, run=hierarchical, place=170, cost=cost, takes_inner=True)
+SCHEME = Scheme(NAME, Input.SPARSE, run=hierarchical, place=170, cost=cost)

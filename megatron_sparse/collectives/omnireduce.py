@@ -70,5 +70,4 @@ SCHEME = Scheme(
     cost=cost,
     needs_shards=True,
     own_format="blocks",
-    runs_across_nodes=True,
 )

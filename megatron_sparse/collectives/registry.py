@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections import UserDict
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -64,12 +63,6 @@ def find_schemes() -> dict[str, Scheme]:
         if scheme.name in found:
             raise two_of(scheme.name)
         found[scheme.name] = scheme
-    inners = {name: scheme for name, scheme in found.items() if scheme.runs_across_nodes}
-    for name, scheme in found.items():
-        if scheme.takes_inner:
-            functions = {key: getattr(scheme, key) for key in ("run", "cost")}
-            bound = {key: partial(f, inners=inners) for key, f in functions.items() if f}
-            found[name] = replace(scheme, **bound)
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
@@ -148,8 +141,6 @@ def check_names(scheme: SchemeConfig, planner: PlannerConfig) -> None:
         ConfigError: lists the names.
     """
     one_of("scheme.name", scheme.name, (AUTO, *SCHEMES))
-    inners = tuple(name for name, each in SCHEMES.items() if each.runs_across_nodes)
-    one_of("scheme.inner", scheme.inner, inners)
     for name in planner.schemes or ():
         one_of("planner.schemes", name, tuple(candidates()))
 

@@ -48,9 +48,6 @@ class Scheme:
         skips_straggler: it does not wait for `Exchange.straggler`, and needs `straggler.mode` to
             name one.
         waits_on_cuda: on CUDA the host waits many times for each record, which no cost includes.
-        runs_across_nodes: `hierarchical` can run it between the nodes.
-        takes_inner: its functions take a further argument, `inners`: the schemes that run across
-            nodes, by name. The registry hands it in.
     """
 
     name: str
@@ -67,8 +64,6 @@ class Scheme:
     has_engine: bool = False
     skips_straggler: bool = False
     waits_on_cuda: bool = False
-    runs_across_nodes: bool = False
-    takes_inner: bool = False
 
     @property
     def takes_all(self) -> bool:

@@ -122,4 +122,4 @@ def cost(run: DryRun) -> None:
     run.work(~is_server_n * form.seconds(CodecOp.DECODE, piece, sum_n, run.b))
 
 
-SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost, runs_across_nodes=True)
+SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost)

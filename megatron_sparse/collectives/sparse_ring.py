@@ -262,5 +262,4 @@ SCHEME = Scheme(
     place=120,
     cost=cost,
     needs_shards=True,
-    runs_across_nodes=True,
 )

@@ -148,5 +148,4 @@ SCHEME = Scheme(
     place=90,
     cost=cost,
     ops=ALL_REDUCE_ONLY,
-    runs_across_nodes=True,
 )

@@ -224,5 +224,4 @@ SCHEME = Scheme(
     ops=ALL_REDUCE_ONLY,
     own_format="coo",
     waits_on_cuda=True,
-    runs_across_nodes=True,
 )

@@ -36,6 +36,7 @@ REMOVED: Mapping[str, str] = {
     "planner.retry_after": "leave it out: compression.density=auto compares measured times",
     "planner.schemes=peer_two_shot": _PEER_MEMORY,
     "scheme.hash_seed": "leave it out: the hash of zen is the same everywhere",
+    "scheme.inner": "leave it out: hierarchical runs direct across the nodes",
     "scheme.intra_node": "leave it out: ranks of a host use the backend (gloo, NCCL)",
     "scheme.name=peer_two_shot": _PEER_MEMORY,
     "scheme.peer_in_order_of_coming": _PEER_MEMORY,

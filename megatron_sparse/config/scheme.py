@@ -56,7 +56,6 @@ class SchemeConfig(Checked):
         ring_inter_density: the same for links between nodes; SpCCL's: 0.4 for `coo`, else 0.5.
         ring_gather_density: the same for complete sums, whatever link they cross; SpCCL's: 0.5 for
             `coo`, else 0.9.
-        inner: `hierarchical`: the sparse scheme that runs across the nodes.
         sum_bits: 8, 4, 3 or 2: where an all-reduce gathers complete sums from their owners
             (`direct`, `ssar_split_ag`, `sparse_ring`), they travel in this many bits, and the
             owner's residual keeps the rest. With `format=rice` or `compression.value_bits`, and an
@@ -85,7 +84,6 @@ class SchemeConfig(Checked):
     ring_intra_density: float | None = number(None, 0)
     ring_inter_density: float | None = number(None, 0)
     ring_gather_density: float | None = number(None, 0)
-    inner: str = "direct"
     timeout_s: float = number(300.0, 0, low_open=True)
     watch_peers: bool = True
     nccl_engine: bool = False

@@ -63,7 +63,6 @@ PRICED_OPTIONS = (
     "ring_intra_density",
     "ring_inter_density",
     "ring_gather_density",
-    "inner",
     "sum_bits",
 )
 """The fields of `SchemeConfig` that affect predicted times."""
@@ -139,7 +138,6 @@ class PricedPlanner(Planner):
         profile = state.profile or prior(shape, density)
         names = runnable(
             candidates(self._config.schemes, self._compression.given_value_bits),
-            self._options,
             bucket.grad_N.device.type,
         )
         price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)

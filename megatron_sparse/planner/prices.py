@@ -22,7 +22,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input, Scheme, registry
+from megatron_sparse.collectives import SCHEMES, Input, registry
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing.cluster import ClusterModel
@@ -51,7 +51,7 @@ def predict(
         profile: the sparsity of its gradients. `profile.numel` tells whether it covers the whole
             bucket or only the pruned part.
         cluster: links, codecs and host, of all ranks, those of other lanes too.
-        options: the same that collectives get; they name the inner scheme of `hierarchical`.
+        options: the same that collectives get.
 
     Returns:
         A MODEL: of the links, of local work that they do not hide, and of the host.
@@ -161,19 +161,14 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
     return [name for name in registry.candidates() if name in {*schemes, DENSE}]
 
 
-def runnable(names: Collection[str], options: SchemeConfig, device: str) -> list[str]:
+def runnable(names: Collection[str], device: str) -> list[str]:
     """The schemes of `names` that run without waits that no price includes.
 
     Args:
         names: of the schemes.
-        options: of the schemes.
         device: `cpu` or `cuda`.
     """
-
-    def waits(scheme: Scheme) -> bool:
-        return scheme.waits_on_cuda or (scheme.takes_inner and waits(SCHEMES[options.inner]))
-
-    return [name for name in names if device != "cuda" or not waits(SCHEMES[name])]
+    return [name for name in names if device != "cuda" or not SCHEMES[name].waits_on_cuda]
 
 
 def prices_us(

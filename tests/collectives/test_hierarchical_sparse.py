@@ -1,23 +1,20 @@
-"""Sparse schemes inside a hierarchy: bytes between nodes, order of addition, sockets.
+"""Sparse sums inside a hierarchy: bytes between nodes, order of addition, sockets.
 
 Legend: n ranks, m ranks of a node, k nodes.
 """
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives import SCHEMES, Input
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.cases import (
     DTYPES,
-    OPTIONS,
     Case,
     Forwarding,
     assert_exact,
@@ -30,29 +27,17 @@ from tests.collectives.cases import (
 )
 from tests.ranks import run_ranks
 
-INNER_SCHEMES = [name for name, scheme in SCHEMES.items() if scheme.runs_across_nodes]
-
-
-def _case(inner, n, op, dtype="fp32", wire="fp32", density=0.2, numel=300, floats=False):
-    options = dataclasses.replace(OPTIONS, inner=inner)
-    return Case("hierarchical", n, op, dtype, wire, density, numel, floats, options)
-
-
-def test_every_other_sparse_scheme_can_be_the_inner_one():
-    sparse = {name for name, scheme in SCHEMES.items() if scheme.takes is Input.SPARSE}
-    assert set(INNER_SCHEMES) == sparse - {"hierarchical", "straggler_direct", "dense_q"}
-
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
 def test_ranks_need_not_be_numbered_node_by_node(op):
     nodes = (1, 0, 1, 0, 1)
-    case = _case("direct", 5, op)
+    case = Case("hierarchical", 5, op)
     assert_exact(case, run_case(case, wrap=lambda t: Forwarding(t, nodes=nodes)).results)
 
 
 def test_a_bf16_gradient_is_rounded_once_at_the_end():
     """Neither the node's sums nor the sum over the nodes is rounded on its way."""
-    case = _case("direct", 4, CollectiveOp.ALL_REDUCE, "bf16", "bf16", 0.7, 1000, floats=True)
+    case = Case("hierarchical", 4, dtype="bf16", wire="bf16", density=0.7, numel=1000, floats=True)
     parts = [contribution(case, rank).float() for rank in range(4)]
     # Rank order within the pairs and between them, in fp32.
     expected = ((parts[0] + parts[1]) + (parts[2] + parts[3])).bfloat16()
@@ -89,7 +74,7 @@ def _shards(case, m, k, lane):
 def test_bytes_are_those_of_the_header(m, k, op):
     n, reduce = m * k, op is CollectiveOp.ALL_REDUCE
     for (dtype, wire), density in zip(DTYPES, (0.05, 0.2, 0.02), strict=True):
-        case = _case("direct", n, op, dtype, wire, density, 1001)
+        case = Case("hierarchical", n, op, dtype, wire, density, 1001)
         ran = run_case(case, on_nodes((m,) * k))
         partial = "bf16" if (dtype, wire) == ("fp32", "bf16") else "fp32"
         value_bytes = 4 if dtype == "fp32" else 2
@@ -120,9 +105,7 @@ def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
     """2 nodes of 4 ranks: an element that several ranks of a node have selected crosses once."""
     crossing = {}
     for name in ("direct", "hierarchical"):
-        case = dataclasses.replace(
-            _case("direct", 8, CollectiveOp.ALL_REDUCE, numel=40_000), scheme=name
-        )
+        case = Case(name, 8, density=0.2, numel=40_000)
         links = run_case(case, on_nodes((4, 4))).cluster.link_bytes.items()
         crossing[name] = sum(size for (a, b), size in links if a // 4 != b // 4)
     # Each way, in dense buckets: direct sends 4 halves of messages of density 0.2 and 4 x 4 eighths
@@ -149,7 +132,7 @@ def _on_gloo(rank, world_size, cases, nodes):
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), pytest.param((0, 0, 1), marks=pytest.mark.slow)])
 def test_exact_over_sockets(nodes):
     cases = [
-        dataclasses.replace(_case("direct", len(nodes), op, numel=1000), scheme=name)
+        Case(name, len(nodes), op, density=0.2, numel=1000)
         for name in ("hierarchical", "adaptive_ring")
         for op in CollectiveOp
     ]

@@ -1,7 +1,5 @@
 """Long messages of `agsparse` in parts: the bits of whole ones."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from megatron_sparse.collectives import agsparse
 from megatron_sparse.collectives.base import Subgroup
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives import test_capacity
-from tests.collectives.cases import DTYPES, OPTIONS, Case, assert_exact, on_nodes, run_case
+from tests.collectives.cases import DTYPES, Case, assert_exact, run_case
 
 IN_ROUNDS = Subgroup.in_rounds
 
@@ -67,12 +65,6 @@ def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.M
     case = Case("agsparse", 4, CollectiveOp.ALL_REDUCE, "fp32", "fp32", 0.0, 1000)
     run_case(case)
     assert exchanges == [3] * 4  # one peer at a time
-
-
-@pytest.mark.usefixtures("exchanges")
-def test_hierarchical_cuts_its_own_messages() -> None:
-    case = Case("hierarchical", 8, numel=4000, options=replace(OPTIONS, inner="agsparse"))
-    assert_exact(case, run_case(case, on_nodes((4, 4))).results)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,6 @@ def test_an_impossible_size_is_refused_before_memory_is_taken(name):
         run_case(case, on_nodes((1, 1, 1)), lambda t: Changing(t, _lie) if t.rank == 1 else t)
 
 
-NOT_INNER = ("dense_ring", "hierarchical", "straggler_direct", "dense_q")
 OBSERVE = StragglerConfig("observe")
 NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
 
@@ -157,7 +156,6 @@ NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
         ({"hash_rounds": 65}, r"scheme\.hash_rounds is out of range"),
         ({"ring_gather_density": -0.1}, r"scheme\.ring_gather_density"),
         *(({"capacity": factor}, r"scheme\.capacity") for factor in NO_CAPACITIES),
-        *(({"scheme": "hierarchical", "inner": name}, r"scheme\.inner") for name in NOT_INNER),
         ({"scheme": "dense_q", "wire_dtype": "bf16"}, "dense_q sends values in few bits"),
         ({"scheme": "direct", "nccl_engine": True, "value_bits": 4}, "no records of format rice"),
         ({"scheme": "direct", "nccl_engine": True, "format": "rice"}, "no records of format rice"),

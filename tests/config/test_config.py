@@ -63,7 +63,6 @@ class TestPluginSections:
         ("overrides", "words"),
         [
             ({"scheme": "ring"}, ["scheme.name ", "auto | dense | dense_ring"]),
-            ({"inner": "dense"}, ["scheme.inner ", "agsparse | direct"]),
             ({"scheme": "zen", "format": "coo"}, ["scheme.name=zen", "scheme.format=auto"]),
             ({"scheme": "zen", "format": "rice"}, ["scheme.name=zen", "scheme.format=auto"]),
             (

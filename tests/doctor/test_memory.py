@@ -127,7 +127,7 @@ def test_the_levels_of_the_models_own_buckets_are_priced(monkeypatch) -> None:
 
 
 def test_the_buffers_of_every_scheme_are_known() -> None:
-    """Those of `hierarchical` by the nodes: on one alone its inner scheme takes none."""
+    """Those of `hierarchical` by the nodes: on one alone no lane crosses them."""
     assert not of_run(compose([*RUN, "scheme=zen"])).notes
     received = []
     for nodes in (1, 2):

@@ -115,7 +115,9 @@ KINDS = (
 def has_messages(scheme: str, op: CollectiveOp, kind: Kind) -> bool:
     """Whether a scheme has messages of this kind."""
     entry, options = SCHEMES[scheme], SchemeConfig(capacity=kind.capacity)
-    is_own = entry.own_format is not None or (kind.sum_bits is not None and entry.takes_inner)
+    is_own = entry.own_format is not None or (
+        kind.sum_bits is not None and scheme == "hierarchical"
+    )
     is_sparse = entry.takes is Input.SPARSE
     return is_sparse and not is_own and fits(scheme, op, options, kind.value_bits)
 

@@ -251,7 +251,7 @@ def _sum_bits(
         given = AUTO_SUM_BITS
     is_rice = bits is not None or sweep.message_format == "rice"
     is_sparse = scheme.takes is Input.SPARSE and scheme.own_format is None
-    has_residual = is_sparse and not scheme.takes_inner
+    has_residual = is_sparse and scheme.name != "hierarchical"
     can = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
     return given if can and given != WHOLE_BITS else None
 
