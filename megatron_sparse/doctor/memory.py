@@ -27,7 +27,6 @@ from megatron_sparse.compression.residual import RESIDUAL_DTYPES, ResidualStore
 from megatron_sparse.config.level import INSTANCE, RANK
 from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.run import RunConfig
-from megatron_sparse.config.scheme import AUTO_CAPACITY
 from megatron_sparse.config.sparse import CompressionConfig, SparseConfig, StragglerConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import TURNS
@@ -197,10 +196,10 @@ def account(
     if config.scheme.capacity == "auto":
         # Decided here: the virtual ranks are on a CPU. A scheme that skips a rank has no slots.
         name = config.scheme.name
-        takes_slots = name == AUTO or SCHEMES[name].takes_slots
-        has_slots = on_gpu and takes_slots and not config.straggler.leaves_behind
-        scheme = replace(config.scheme, capacity=AUTO_CAPACITY if has_slots else None)
-        config = replace(config, scheme=scheme)
+        has_slots = name == AUTO or SCHEMES[name].takes_slots
+        has_slots = has_slots and not config.straggler.leaves_behind
+        capacity = config.scheme.capacity_on(largest.grad_N.device.type, takes_slots=has_slots)
+        config = replace(config, scheme=replace(config.scheme, capacity=capacity))
     ranks = largest.world_size
     if choice.level != INSTANCE and ranks > MOST_RANKS:
         of_node = nodes.count(nodes[0])
