@@ -12,7 +12,7 @@ a cluster file, whose planner compares bytes: the predicted bytes instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,16 @@ NAMES_SHOWN = 4
 
 @dataclass(frozen=True)
 class Pricing:
-    """The cluster, candidates and options that buckets are priced with.
+    """The cluster and candidates that buckets are priced with; schemes have their default options.
 
     Attributes:
         cluster: links, codecs, host.
         schemes: the candidates; None takes all.
-        options: of the schemes.
         value_bits: as `compression.value_bits`; None takes the run's, else whole values.
     """
 
     cluster: ClusterModel
     schemes: Sequence[str] | None = None
-    options: SchemeConfig = field(default_factory=lambda: SchemeConfig())
     value_bits: int | None = None
 
     def row(self, name: str, shape: BucketShape, profile: SparsityProfile, basis: str) -> Row:
@@ -65,7 +63,7 @@ class Pricing:
             shape,
             profile,
             cluster=self.cluster,
-            options=self.options,
+            options=SchemeConfig(),
             names=candidates(self.schemes, shape.value_bits),
         )
         chosen = least(prices, prices)

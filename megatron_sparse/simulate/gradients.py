@@ -6,7 +6,7 @@ partitions (definition 5). Here a gradient consists of rows of consecutive eleme
 embedding's. Each rank has row i with probability p_i, independently of other ranks. A rank's number
 of rows is fixed to the sum of the p_i, as in top-k selection. The vector of probabilities then
 determines all three numbers in closed form, and can be fitted to published values
-(`embedding_like`). Only in `hardly_overlapping` do a rank's rows depend on other ranks.
+(`embedding_like`).
 
 Everything is a pure function of (arguments, seed, rank). Values are normally distributed.
 """
@@ -32,9 +32,6 @@ class GradientModel:
         row_numel: elements of a row, which are all zero or all non-zero; divides `numel`.
         probability_R: float64; for each row the probability that a rank has it.
         seed: of all draws.
-        ranks_share_rows: all ranks have the same rows: full overlap.
-        disjoint: ranks have different rows as long as there are enough. A rank then has exactly the
-            expected number of rows, at uniform positions.
 
     Example:
         >>> model = uniform(4096, density=0.5)
@@ -46,8 +43,6 @@ class GradientModel:
     row_numel: int
     probability_R: np.ndarray
     seed: int = 0
-    ranks_share_rows: bool = False
-    disjoint: bool = False
 
     def gradient(self, rank: int) -> torch.Tensor:
         """The gradient of a rank: fp32, `numel` elements on the CPU."""
@@ -63,16 +58,11 @@ class GradientModel:
     def _rows(self, rank: int) -> np.ndarray:
         """Systematic sampling in random order: keeps probabilities and the number of rows."""
         rows = self.probability_R.size
-        own = 0 if self.ranks_share_rows or self.disjoint else rank + 1
-        generator = np.random.default_rng([self.seed, own])
+        generator = np.random.default_rng([self.seed, rank + 1])
         order, start = generator.permutation(rows), generator.random()
         held = np.zeros(rows, dtype=bool)
-        if self.disjoint:
-            each = max(round(self.density * rows), 1)
-            held[order[np.arange(rank * each, (rank + 1) * each) % rows]] = True
-        else:
-            reached = np.floor(np.cumsum(self.probability_R[order]) + start)
-            held[order] = np.diff(reached, prepend=0.0) > 0
+        reached = np.floor(np.cumsum(self.probability_R[order]) + start)
+        held[order] = np.diff(reached, prepend=0.0) > 0
         return held
 
     def summed(self, n: int) -> GradientModel:
@@ -87,10 +77,6 @@ class GradientModel:
 
     def sum_density(self, n: int) -> float:
         """Expected density of the sum of n ranks' gradients."""
-        if self.ranks_share_rows:
-            return self.density
-        if self.disjoint:
-            return min(n * self.density, 1.0)
         return float((1 - (1 - self.probability_R) ** n).mean())
 
     def densification(self, n: int) -> float:
@@ -120,16 +106,6 @@ def _rows_of(numel: int, row_numel: int, density: float) -> int:
 def uniform(numel: int, density: float, seed: int = 0) -> GradientModel:
     """Positions are uniform and independent of one another and across ranks."""
     return GradientModel(numel, 1, np.full(_rows_of(numel, 1, density), density), seed)
-
-
-def fully_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
-    """All ranks have the same, uniform, positions: the sum is no denser than its parts."""
-    return replace(uniform(numel, density, seed), ranks_share_rows=True)
-
-
-def hardly_overlapping(numel: int, density: float, seed: int = 0) -> GradientModel:
-    """No two ranks share a position until all are taken: the sum of n ranks is n times as dense."""
-    return replace(uniform(numel, density, seed), disjoint=True)
 
 
 def skewed(

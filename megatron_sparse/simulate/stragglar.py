@@ -67,15 +67,14 @@ def after_s(
     return price(job, scheme, lambda _: torch.ones(numel), late_s=delay_s).time_s - delay_s
 
 
-def cases(schemes: Sequence[str] = tuple(NAMES)) -> list[tuple[str, str, float]]:
+def cases() -> list[tuple[str, str, float]]:
     """Name, scheme and delay of each series; schemes that use a straggler have two series."""
     found = []
-    for scheme in schemes:
+    for scheme, name in NAMES.items():
         if scheme in AWARE:
-            found.append((f"{NAMES[scheme]}, ideal", scheme, IDEAL_S))
-            found.append((f"{NAMES[scheme]}, no delay", scheme, 0.0))
+            found += [(f"{name}, ideal", scheme, IDEAL_S), (f"{name}, no delay", scheme, 0.0)]
         else:
-            found.append((NAMES[scheme], scheme, 0.0))
+            found.append((name, scheme, 0.0))
     return found
 
 

@@ -17,7 +17,8 @@ from megatron_sparse.planner.choice import Pace, PricedPlanner
 from megatron_sparse.planner.configured import planner_of, with_swept_thresholds
 from megatron_sparse.planner.plan_state import read_plan
 from megatron_sparse.pricing.cluster import find
-from megatron_sparse.simulate.gradients import fully_overlapping, uniform
+from megatron_sparse.simulate.gradients import uniform
+from tests.overlaps import FullyOverlapping
 from tests.planner.planned import NUMEL, Ranks, a_bucket, a_planner
 from tests.ranks import run_ranks
 from tests.records import Kept
@@ -75,7 +76,7 @@ def test_a_small_gain_does_not_change_the_scheme_and_a_large_one_does(prices, ca
 
 def test_ranks_sample_the_same_profile_and_state(prices):
     ranks = Ranks()
-    model = fully_overlapping(NUMEL, 0.02)
+    model = FullyOverlapping(NUMEL, 0.02)
     ranks.step(0, [model.gradient(rank) for rank in range(4)])
     states = [planner.state_dict() for planner in ranks.planners]
     assert all(state == states[0] for state in states)

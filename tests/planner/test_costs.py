@@ -29,6 +29,7 @@ from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
 from megatron_sparse.simulate import gradients
 from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.transport import Link, VirtualCluster
+from tests.overlaps import HardlyOverlapping
 from tests.planner.planned import a_bucket
 
 OPTIONS = SchemeConfig()
@@ -426,7 +427,7 @@ def test_all_possible_schemes_are_priced_or_the_named_ones():
 ZEN_GRADIENTS = {
     # The densities of ZEN's NMT, and its batch size of 1, at which ranks hardly overlap.
     "zen": (lambda: gradients.embedding_like(2**16, 0.0247, 0.615, 128, 64), 16),
-    "ssar_rd": (lambda: gradients.hardly_overlapping(2**16, 0.001), 8),
+    "ssar_rd": (lambda: HardlyOverlapping(2**16, 0.001), 8),
     "dense": (lambda: gradients.uniform(2**16, 0.9), 16),
 }
 

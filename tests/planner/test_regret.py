@@ -40,7 +40,6 @@ from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.recording import BucketRecord, StageTimer
 from megatron_sparse.reduction.level_choice import LevelChoice, virtual_groups
-from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.simulate.cluster_models import MACHINES
 from megatron_sparse.simulate.pricing import ChargingTimer, Measure, make_message, moved_bytes
@@ -48,6 +47,7 @@ from megatron_sparse.sparsity.sampling import sample_profile
 from megatron_sparse.transport import Transport, VirtualCluster
 from megatron_sparse.transport.topology import members_of
 from megatron_sparse.transport.virtual import VirtualTransport
+from tests.overlaps import FullyOverlapping, HardlyOverlapping
 from tests.planner.planned import a_bucket
 
 SWEEP = CollectiveSweep()
@@ -89,7 +89,7 @@ class TruthSetting:
     """Where and how a collective runs.
 
     Attributes:
-        cluster: its links and its host; its codec table is not looked at.
+        cluster: a model, whose host costs nothing: its links; its codec table is not looked at.
         codec_rate: bytes a second that local work reads and writes.
         op: all-reduce or reduce-scatter.
         full_numel: elements of the bucket that the simulated one represents.
@@ -161,7 +161,7 @@ def _run(
     members = members_of(topology.nodes) if level == NODE else []
     choice = LevelChoice(level, "as asked", tuple(map(tuple, members)))
     groups = virtual_groups(cluster, choice)
-    paths = [BucketPath(case, SWEEP, _hosted(each, setting)) for each in groups]
+    paths = [BucketPath(case, SWEEP, each) for each in groups]
 
     def start(transport: VirtualTransport) -> Generator[Any, None, BucketRecord]:
         rank = transport.rank
@@ -171,44 +171,7 @@ def _run(
         return path.steps(bucket, 0, ChargingTimer(transport, setting.price(numel)))
 
     cluster.run(start)
-    return cluster.modelled_s + setting.cluster.host_s_per_bucket
-
-
-def _hosted(groups: Groups, setting: TruthSetting) -> Groups:
-    """The groups of a rank whose messages across cost its host time."""
-
-    def hosted(transport: Any) -> Any:
-        return HostedTransport(transport, setting.cluster.host_s_per_message)
-
-    if groups.level is None:
-        return replace(groups, data_parallel=hosted(groups.data_parallel))
-    return replace(groups, level=replace(groups.level, across=hosted(groups.level.across)))
-
-
-class HostedTransport:
-    """A rank's transport whose messages cost its host time before they are posted.
-
-    Args:
-        transport: moves them.
-        host_s: for each that the rank sends or receives, whichever are more in an exchange.
-    """
-
-    def __init__(self, transport: VirtualTransport, host_s: float) -> None:
-        self._transport, self._host_s = transport, host_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def exchange(self, sends: Sequence[Any], receives: Sequence[Any], tag: int) -> Any:
-        """See `Transport`."""
-        counts = [sum(data.numel() > 0 for _, data in side) for side in (sends, receives)]
-        self._transport.charge(self._host_s * max(counts))
-        return self._transport.exchange(sends, receives, tag)
-
-    def all_gather(self, gathered: torch.Tensor, own_M: torch.Tensor) -> Any:
-        """See `Transport`."""
-        self._transport.charge(self._host_s * (self._transport.world_size - 1))
-        return self._transport.all_gather(gathered, own_M)
+    return cluster.modelled_s
 
 
 RANKS, NUMEL, FULL = 4, 2**16, 2**24
@@ -217,8 +180,8 @@ OPTIONS = SchemeConfig(capacity=None)
 KINDS = {
     "uniform": lambda: models.uniform(NUMEL, 0.01),
     "skewed": lambda: models.skewed(NUMEL, 0.01, exponent=1.0),
-    "overlapping": lambda: models.fully_overlapping(NUMEL, 0.01),
-    "disjoint": lambda: models.hardly_overlapping(NUMEL, 0.001),
+    "overlapping": lambda: FullyOverlapping(NUMEL, 0.01),
+    "disjoint": lambda: HardlyOverlapping(NUMEL, 0.001),
     # The densities of ZEN's LSTM (tables 1 and 2, figure 8).
     "embedding": lambda: models.embedding_like(NUMEL, 0.0113, 0.187, 128, 64),
 }

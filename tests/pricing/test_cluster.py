@@ -314,12 +314,6 @@ def test_an_instance_that_cuts_a_node_has_no_price():
         lane_cluster(CARD, 6, 4)
 
 
-def test_inside_a_node_the_backend_uses_the_nodes_links():
-    assert CARD.topology(4).node_sizes == (4,)
-    assert CARD.dense_link(4) == CARD.intra
-    assert CARD.dense_link(8) == CARD.dense
-
-
 def test_a_part_has_the_elements_and_ranks_of_a_lane():
     part = BucketShape(1001, 10, 4, CollectiveOp.ALL_REDUCE, 8, value_bits=4).lane(4)
     assert (part.numel, part.kept_numel, part.world_size, part.lanes) == (251, 3, 2, 4)

@@ -31,6 +31,7 @@ from megatron_sparse.simulate.pricing import (
 )
 from megatron_sparse.transport import Link, VirtualCluster
 from tests.commands import run
+from tests.overlaps import FullyOverlapping, HardlyOverlapping
 from tests.tracked import json_lines
 
 PLAIN = Machine("two to a node", 2, Link(1.0, 1e-3), Link(2.0, 4e-3), "rank", memory_rate=2e6)
@@ -38,8 +39,8 @@ PLAIN = Machine("two to a node", 2, Link(1.0, 1e-3), Link(2.0, 4e-3), "rank", me
 MODELS = {
     "uniform": gradients.uniform(2**14, 0.05),
     "skewed": gradients.skewed(2**14, 0.05, exponent=1.2, row_numel=4),
-    "fully overlapping": gradients.fully_overlapping(2**14, 0.05),
-    "hardly overlapping": gradients.hardly_overlapping(2**14, 0.05),
+    "fully overlapping": FullyOverlapping(2**14, 0.05),
+    "hardly overlapping": HardlyOverlapping(2**14, 0.05),
     "embedding-like": gradients.embedding_like(2**16, 0.05, 0.3, ranks=16, row_numel=8),
 }
 

@@ -13,6 +13,7 @@ from megatron_sparse.pricing.profile import BLOCK_SIZES, SparsityProfile
 from megatron_sparse.simulate import gradients as models
 from megatron_sparse.sparsity import balance, characteristics
 from megatron_sparse.sparsity.characteristics import profile_of
+from tests.overlaps import FullyOverlapping, HardlyOverlapping
 
 
 def by_hand(gradients):
@@ -122,8 +123,8 @@ def test_gradients_of_different_shapes_are_refused():
 MODELS = {
     "uniform": models.uniform(2**16, 0.02),
     "skewed": models.skewed(2**16, 0.02, exponent=1.0, row_numel=8),
-    "full": models.fully_overlapping(2**16, 0.02),
-    "hardly": models.hardly_overlapping(2**16, 0.02),
+    "full": FullyOverlapping(2**16, 0.02),
+    "hardly": HardlyOverlapping(2**16, 0.02),
 }
 
 

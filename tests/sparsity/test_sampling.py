@@ -19,6 +19,7 @@ from megatron_sparse.sparsity.characteristics import profile_of
 from megatron_sparse.sparsity.sampling import WINDOW_NUMEL, WINDOWS, SamplePlan, sample_profile
 from megatron_sparse.transport import VirtualCluster
 from tests.collectives.cases import OPTIONS, Changing, summed
+from tests.overlaps import FullyOverlapping, HardlyOverlapping
 from tests.sparsity.test_characteristics import random_gradients
 
 STEP = 7
@@ -67,8 +68,8 @@ def test_a_small_bucket_is_sampled_whole(n, numel):
 MODELS = {
     "uniform": models.uniform(LARGE, 0.01),
     "skewed": models.skewed(LARGE, 0.01, exponent=1.0),
-    "full": models.fully_overlapping(LARGE, 0.01),
-    "hardly": models.hardly_overlapping(LARGE, 0.01),
+    "full": FullyOverlapping(LARGE, 0.01),
+    "hardly": HardlyOverlapping(LARGE, 0.01),
     "embedding": models.embedding_like(LARGE, 0.01, 0.05, ranks=8, row_numel=64),
 }
 

@@ -1,0 +1,37 @@
+"""Gradients at the two limits of overlap between ranks; positions are uniform."""
+
+import numpy as np
+import torch
+
+from megatron_sparse.simulate.gradients import GradientModel
+
+
+class FullyOverlapping(GradientModel):
+    """All ranks have the same elements: the sum is no denser than its parts."""
+
+    def __init__(self, numel, density):
+        super().__init__(numel, 1, np.full(numel, density))
+
+    def gradient(self, rank):
+        """See `GradientModel`."""
+        return super().gradient(0)
+
+    def sum_density(self, n):
+        """See `GradientModel`."""
+        return self.density
+
+
+class HardlyOverlapping(FullyOverlapping):
+    """No two ranks share an element until all are taken: n ranks' sum is n times as dense."""
+
+    def gradient(self, rank):
+        """See `GradientModel`."""
+        each = max(round(self.density * self.numel), 1)
+        order = np.random.default_rng(self.seed).permutation(self.numel)
+        grad = torch.zeros(self.numel)
+        grad[order[np.arange(rank * each, (rank + 1) * each) % self.numel]] = 1.0 + rank
+        return grad
+
+    def sum_density(self, n):
+        """See `GradientModel`."""
+        return min(n * self.density, 1.0)
