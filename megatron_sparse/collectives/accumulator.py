@@ -39,11 +39,7 @@ class Accumulator:
 
         A copy is valid until the next call.
         """
-        part = self.sum_N[start:stop]
-        if self._partial_dtype == torch.float32:
-            return part
-        copy = self._exchange.take("outgoing", stop - start, self._partial_dtype)
-        return round_into(copy, part)
+        return as_partial(self._exchange, self.sum_N[start:stop], self._partial_dtype)
 
     def incoming(self, numel: int) -> torch.Tensor:
         """Room for a peer's partial sums, valid until the next call."""
@@ -53,6 +49,13 @@ class Accumulator:
         """Adds a peer's partial sums of the elements from `start` to `stop`."""
         with self._exchange.timer.stage("decode"):
             self.sum_N[start:stop].add_(received_M)
+
+
+def as_partial(exchange: Exchange, sum_M: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A partial sum as it travels: itself, or a rounded copy that is valid until the next call."""
+    if dtype == torch.float32:
+        return sum_M
+    return round_into(exchange.take("outgoing", sum_M.numel(), dtype), sum_M)
 
 
 def dense_group(scheme: str, exchange: Exchange, values_N: torch.Tensor, step: int) -> Subgroup:

@@ -1,14 +1,11 @@
 """The registry of schemes: every `SCHEME` that a module of this package defines.
 
-A new scheme needs no line here: the registry finds its file. It scans the package at the first
-request for a scheme, once in a process.
+A new scheme needs no line here: the registry finds its file.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections import UserDict
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 
@@ -22,58 +19,39 @@ AUTO = "auto"
 """The value of `scheme.name` that lets the planner choose."""
 
 
-class Registry(UserDict[str, Scheme]):
-    """Schemes by name, sorted by `Scheme.place`; see the module's docstring."""
-
-    def __init__(self) -> None:
-        """Imports no scheme; the first use of `data` does."""
-
-    @cached_property
-    def data(self) -> dict[str, Scheme]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All of them."""
-        return find_schemes()
-
-    def add(self, scheme: Scheme) -> None:
-        """Registers a scheme of another package under its name, in this process.
-
-        Raises:
-            ConfigError: there is a scheme of that name.
-        """
-        if scheme.name in self:
-            raise two_of(scheme.name)
-        self[scheme.name] = scheme
-
-
-SCHEMES = Registry()
-"""All schemes."""
-
-
 def find_schemes() -> dict[str, Scheme]:
-    """Imports the package's modules and collects their schemes.
+    """Imports the package's modules; returns their schemes by name, sorted by `Scheme.place`.
 
     Raises:
         ConfigError: two modules define schemes of one name.
     """
     found: dict[str, Scheme] = {}
     here = str(Path(__file__).parent)
-    for module in pkgutil.iter_modules([here], f"{__package__}."):
-        scheme = getattr(import_module(module.name), "SCHEME", None)
-        if scheme is None:
-            continue
-        if scheme.name in found:
-            raise two_of(scheme.name)
-        found[scheme.name] = scheme
-    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+    modules = [import_module(m.name) for m in pkgutil.iter_modules([here], f"{__package__}.")]
+    defined = [module.SCHEME for module in modules if hasattr(module, "SCHEME")]
+    for scheme in sorted(defined, key=lambda each: (each.place, each.name)):
+        register(scheme, found)
+    return found
 
 
-def two_of(name: str) -> ConfigError:
-    """The error for two schemes of one name."""
-    return ConfigError(
-        f"two schemes have the name {name!r}",
-        expected="a name that no other scheme has",
-        got=name,
-        remedy="rename one of them: its module and its SCHEME",
-    )
+def register(scheme: Scheme, schemes: dict[str, Scheme]) -> None:
+    """Adds a scheme under its name; one of another package to `SCHEMES`, in this process.
+
+    Raises:
+        ConfigError: there is a scheme of that name.
+    """
+    if scheme.name in schemes:
+        raise ConfigError(
+            f"two schemes have the name {scheme.name!r}",
+            expected="a name that no other scheme has",
+            got=scheme.name,
+            remedy="rename one of them: its module and its SCHEME",
+        )
+    schemes[scheme.name] = scheme
+
+
+SCHEMES = find_schemes()
+"""All schemes by name."""
 
 
 def candidates() -> list[str]:

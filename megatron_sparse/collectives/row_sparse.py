@@ -198,7 +198,7 @@ class _Run:
         largest = self._parts[0]
         stored = yield from self.agree([total.indices_K.numel()], [largest])
         sums = yield from self._all_gather(total, self._parts, [row[0] for row in stored])
-        return self._assemble(sums)
+        return self._added(sums)  # no two parts have a row in common: this only sorts them
 
     def _all_gather(
         self, own: RowSparse, parts: Sequence[RowPart], counts: Sequence[int]
@@ -218,24 +218,19 @@ class _Run:
         return [gathered[sender] for sender in range(len(sizes))]
 
     def _reduce(self, contributions: list[RowSparse]) -> RowSparse:
-        """Adds rows in rank order; the result shares no memory with them."""
-        indices = torch.cat([each.indices_K for each in contributions])
-        rows = torch.cat([each.rows_KD for each in contributions])
-        num_rows = self._gradient.num_rows
+        """Adds rows in rank order and averages them if asked; shares no memory with them."""
         if self._reduction is Reduction.SUM:
-            return coalesce(indices, rows, num_rows)
-        total = coalesce(indices, rows.float(), num_rows)
-        average = round_into(
-            rows.new_empty(total.rows_KD.shape), total.rows_KD / self.group.world_size
-        )
-        return RowSparse(total.indices_K, average, num_rows)
+            return self._added(contributions)
+        total = self._added(contributions, torch.float32)
+        average = total.rows_KD / self.group.world_size
+        rounded = torch.empty_like(average, dtype=self._gradient.rows_KD.dtype)
+        return RowSparse(total.indices_K, round_into(rounded, average), total.num_rows)
 
-    def _assemble(self, sums: list[RowSparse]) -> RowSparse:
-        """Puts the parts' rows, each ascending, into one ascending order."""
-        # No two parts have a row in common, so coalescing only sorts them.
-        indices = torch.cat([each.indices_K for each in sums])
-        rows = torch.cat([each.rows_KD for each in sums])
-        return coalesce(indices, rows, self._gradient.num_rows)
+    def _added(self, pairs: list[RowSparse], dtype: torch.dtype | None = None) -> RowSparse:
+        """Adds rows in their order, in `dtype` if given; the result's rows ascend."""
+        indices = torch.cat([each.indices_K for each in pairs])
+        rows = torch.cat([each.rows_KD for each in pairs])
+        return coalesce(indices, rows.to(dtype or rows.dtype), self._gradient.num_rows)
 
     def _cut(self, purpose: str, sizes: list[int]) -> list[torch.Tensor]:
         return list(self._take(purpose, sum(sizes)).split(sizes))

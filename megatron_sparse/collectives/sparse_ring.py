@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
+from megatron_sparse.collectives.accumulator import as_partial
 from megatron_sparse.collectives.base import (
     Exchange,
     Identity,
@@ -37,7 +37,6 @@ from megatron_sparse.collectives.records import Cut, exchange_records, shard_cut
 from megatron_sparse.collectives.scheme import Input, Scheme
 from megatron_sparse.collectives.sparse_sum import SparseSum
 from megatron_sparse.formats.message import VALUE_DTYPES, Message
-from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import WORD_BYTES, DryRun
 from megatron_sparse.pricing.records import RecordFormat
@@ -113,7 +112,8 @@ def ring_reduce_scatter(
         if links and is_sum:  # A contribution was encoded by selection: nothing is cheaper to send.
             goes_dense, comes_dense = links[0].is_dense, links[1].is_dense
         if goes_dense:
-            sent = _whole(sums, cuts[give])
+            dtype_out = VALUE_DTYPES[dtype]
+            sent = as_partial(sums.exchange, sums.sum_N[cuts[give].elements], dtype_out)
         else:
             sent = sums.encode(cuts[give], dtype, out) if is_sum else own[give]
         if comes_dense:
@@ -165,14 +165,6 @@ def ring_gather_sums(
         group,
         lambda member, records: place(group.ranks[member], records),
     )
-
-
-def _whole(sums: SparseSum, cut: Cut) -> torch.Tensor:
-    """A partial sum as it is, or a copy in the dtype that partial sums travel in."""
-    part = sums.sum_N[cut.elements]
-    if sums.partial_dtype == "fp32":
-        return part
-    return round_into(sums.take("outgoing", cut.numel, VALUE_DTYPES[sums.partial_dtype]), part)
 
 
 def cost(run: DryRun) -> None:

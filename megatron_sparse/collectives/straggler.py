@@ -36,7 +36,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_sparse.bucket import CollectiveOp
-from megatron_sparse.collectives.accumulator import partial_dtype, store
+from megatron_sparse.collectives.accumulator import as_partial, partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
     UNORDERED,
@@ -57,7 +57,6 @@ from megatron_sparse.collectives.straggler_shares import (
     shares_of,
     straggler_of,
 )
-from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.transport import Work
 
 
@@ -184,11 +183,9 @@ class _Sums:
         if is_late:
             numel, dtype = share.gives.stop - share.gives.start, self._partial_dtype
             return self.values_N[share.takes], self._exchange.take("incoming", numel, dtype)
-        sent = sum_M = self._early_sums[share.gives.start]
-        if self._partial_dtype != torch.float32:
-            sent = round_into(
-                self._exchange.take("outgoing", sum_M.numel(), self._partial_dtype), sum_M
-            )
+        sum_M = self._early_sums[share.gives.start]
+        sent = as_partial(self._exchange, sum_M, self._partial_dtype)
+        if sent is not sum_M:
             sum_M.copy_(sent)
         numel = share.takes.stop - share.takes.start
         return sent, self._exchange.take("incoming", numel, self.values_N.dtype)

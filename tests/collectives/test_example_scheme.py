@@ -7,13 +7,14 @@ import torch
 
 from examples.new_scheme.sparse_star import NAME, SCHEME
 from megatron_sparse.collectives import SCHEMES
+from megatron_sparse.collectives.registry import register
 from tests.collectives.cases import DTYPES, Case, assert_exact, contribution, run_case
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
     """Other tests use all registered schemes, so this one is removed afterwards."""
-    SCHEMES.add(SCHEME)
+    register(SCHEME, SCHEMES)
     yield
     del SCHEMES[NAME]
 

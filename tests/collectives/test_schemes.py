@@ -15,7 +15,7 @@ from megatron_sparse.collectives.checksummed import (
     verified_row,
     verified_size,
 )
-from megatron_sparse.collectives.registry import find_schemes
+from megatron_sparse.collectives.registry import find_schemes, register
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.sparse import (
     CompressionConfig,
@@ -40,7 +40,7 @@ def _plan(scheme, op, step=5, **values):
 
 def test_two_schemes_of_one_name_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="two schemes have the name 'zen'"):
-        SCHEMES.add(SCHEMES["zen"])
+        register(SCHEMES["zen"], SCHEMES)
     monkeypatch.setattr("megatron_sparse.collectives.zen.SCHEME", SCHEMES["direct"])
     with pytest.raises(ConfigError, match="two schemes have the name 'direct'"):
         find_schemes()
