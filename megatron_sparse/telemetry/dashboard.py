@@ -10,7 +10,6 @@ finds its curves by a pattern.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from typing import Any, Literal
 from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.extras import require
 from megatron_sparse.recording import BUCKET_STAGES
-from megatron_sparse.telemetry.metrics import STEP
+from megatron_sparse.telemetry.metrics import STEP, pattern_of
 
 COLUMNS, PANEL_HEIGHT = 24, 8
 """W&B's grid; a section's panels share its width."""
@@ -47,7 +46,7 @@ class Panel:
         if "<" not in first:
             return None
         assert not rest, "a panel has one pattern or several names"
-        return "^" + ".+".join(re.escape(part) for part in re.split(r"<\w+>", first)) + "$"
+        return pattern_of(first)
 
 
 ITERATION_PARTS = (

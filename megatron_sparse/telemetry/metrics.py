@@ -58,8 +58,7 @@ class Metric:
 
     def matches(self, name: str) -> bool:
         """Whether `name` is this metric or belongs to this family."""
-        pattern = re.sub(r"<\w+>", ".+", re.sub(r"([.+*()\[\]])", r"\\\1", self.name))
-        return re.fullmatch(pattern, name) is not None
+        return re.match(pattern_of(self.name), name) is not None
 
 
 METRICS = (
@@ -120,6 +119,11 @@ METRICS = (
 )
 
 GROUPS = tuple(dict.fromkeys(metric.group for metric in METRICS))
+
+
+def pattern_of(name: str) -> str:
+    """A regular expression for a metric's name, or for all names of a family."""
+    return "^" + ".+".join(re.escape(part) for part in re.split(r"<\w+>", name)) + "$"
 
 
 def known(name: str) -> bool:
