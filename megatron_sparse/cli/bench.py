@@ -118,15 +118,12 @@ def convergence(
     overrides: Overrides = None,
     output: RunsFolder = Path("runs/convergence"),
     figures: Figures = None,
-    report: Annotated[
-        bool, typer.Option("--report", help="Train nothing: report the finished runs.")
-    ] = False,
     json: JsonFile = None,
 ) -> None:
     """A finished run is not repeated. See docs/results/convergence.md."""
     from megatron_sparse.bench.study import convergence as runner
 
-    runner.run(options.given(output, overrides), figures, json, trains=not report)
+    runner.run(options.given(output, overrides), figures, json)
 
 
 answer_for_renamed(bench, "bench")

@@ -32,6 +32,8 @@ OPTIONS: dict[str, str] = {
     "bench collectives --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench collectives --no-prune": "leave it out: alone it is `time_us` less `prune_us`",
     "bench collectives --prune": "leave it out: selection is always timed",
+    "bench convergence --report": "leave it out, and name the finished ones with --setting, "
+    "--model and --seeds: a finished run is not repeated",
     "bench gather --alpha-us": "leave it out: virtual links have 10 us",
     "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
@@ -44,6 +46,7 @@ OPTIONS: dict[str, str] = {
     "levels --output": "draw the rows of `--json`, an object for each number of ranks and level",
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
+    "report --baseline": "name that run first: `report BASELINE RUN...`",
     "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""

@@ -88,7 +88,10 @@ def build(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Folders of runs, or a sweep's runs_dir for all."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of runs, the baseline first, or a sweep's runs_dir for all.",
+        ),
     ],
     output: Annotated[
         list[Path] | None,
@@ -105,12 +108,6 @@ def report(
             "each run, a folder every chart as PNG. May be repeated.",
         ),
     ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Compare the others with this run; default: the first one."
-        ),
-    ] = None,
 ) -> None:
     """Prints the files that it has written. A run may still be going on."""
     require("jinja2", "makes the page", "figures")
@@ -121,7 +118,7 @@ def report(
     html, table, png = (of_kind(named, end) for end in (".html", ".csv", FOLDER))
     if table is None or png is not None:
         html = html or Path("report.html")
-    for path in page.run(runs, html, png, baseline, table):
+    for path in page.run(runs, html, png, table):
         print(path)
 
 

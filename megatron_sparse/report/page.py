@@ -63,19 +63,15 @@ class Section:
 
 
 def run(
-    folders: Sequence[Path],
-    output: Path | None,
-    png: Path | None,
-    baseline: Path | None = None,
-    table: Path | None = None,
+    folders: Sequence[Path], output: Path | None, png: Path | None, table: Path | None = None
 ) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
-        folders: folders of the runs, or of several runs each.
+        folders: folders of the runs, or of several runs each; the others are compared with the
+            first run.
         output: the page; its folder is made if needed. None writes none.
         png: folder for a PNG of every chart of the page; None writes none.
-        baseline: the run that the others are compared with, shown first; None takes the first.
         table: a CSV with a line for each run; None writes none.
 
     Returns:
@@ -85,10 +81,8 @@ def run(
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
         DependencyError: matplotlib is missing.
     """
-    folders = [run for folder in folders for run in _runs_of(folder)]
-    if baseline is not None:
-        others = [folder for folder in folders if folder.resolve() != baseline.resolve()]
-        folders = [baseline, *others]
+    # Once each: the baseline may be named before the folder that it is in.
+    folders = list({run.resolve(): run for folder in folders for run in _runs_of(folder)}.values())
     if output is not None and len(folders) > MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",

@@ -81,11 +81,11 @@ class TestOneNameForOutputs:
             assert run(line) == 0
         a, html, charts = Path("a"), Path("x.html"), Path("charts")
         assert given == [
-            ([a, Path("b")], Path("report.html"), None, None, None),
-            ([a], Path("report.html"), charts, None, None),
-            ([a], html, charts, None, None),
-            ([a], None, None, None, Path("x.csv")),
-            ([a], Path("x.HTML"), None, None, Path("x.csv")),
+            ([a, Path("b")], Path("report.html"), None, None),
+            ([a], Path("report.html"), charts, None),
+            ([a], html, charts, None),
+            ([a], None, None, Path("x.csv")),
+            ([a], Path("x.HTML"), None, Path("x.csv")),
         ]
 
 

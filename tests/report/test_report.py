@@ -203,11 +203,12 @@ def test_runs_that_cannot_be_compared_are_said_to_be(run, tmp_path):
 
 
 def test_the_baseline_is_shown_first(run, tmp_path):
-    others = [make_run(tmp_path / name, name, iterations=3) for name in ("b", "c")]
-    output = tmp_path / "report.html"
-    assert commands.run("report", run, *others, "--baseline", others[1], "--output", output) == 0
+    runs, output = tmp_path / "runs", tmp_path / "report.html"
+    _, baseline = [make_run(runs / name, name, iterations=3) for name in ("b", "c")]
+    assert commands.run("report", baseline, runs, run, "--output", output) == 0
     page_text = output.read_text()
-    assert page_text.index("A: c") < page_text.index("B: one") < page_text.index("C: b")
+    assert page_text.index("A: c") < page_text.index("B: b") < page_text.index("C: one")
+    assert "D: " not in page_text
     assert "against A" in page_text
 
 
@@ -407,7 +408,9 @@ def test_a_csv_has_a_line_for_each_run_of_a_sweep(tmp_path, capsys):
     assert [row["leak"] for row in rows[:3]] == ["1.0", "0.9", "0.8"]
     assert [row["iterations"] for row in rows[:2]] == ["3", "3 of 4"]
     assert {row["last loss"] for row in rows} == {"3.0000"}
-    assert "too many runs" in refused(capsys, "report", tmp_path / "runs")
+    said = refused(capsys, "report", tmp_path / "runs")
+    assert "too many runs" in said
+    assert "1 to 8 folders" in said
 
 
 def test_a_long_run_is_thinned(tmp_path):

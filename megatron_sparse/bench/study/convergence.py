@@ -105,33 +105,28 @@ def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
 
 
 def run(
-    options: ConvergenceOptions,
-    folder: Path | None = None,
-    json_path: Path | None = None,
-    *,
-    trains: bool = True,
+    options: ConvergenceOptions, folder: Path | None = None, json_path: Path | None = None
 ) -> list[ConvergenceRow]:
-    """Carries out the study and prints its table, or only that of the finished runs.
+    """Carries out the study and prints its table.
 
     Args:
         options: the runs.
         folder: for the pictures, made if missing; None draws none.
         json_path: for one JSON object a line; None writes none.
-        trains: the runs that have not finished.
 
     Raises:
-        ConfigError: an override is wrong, nothing has finished, or a file cannot be written.
+        ConfigError: an override is wrong, or a file cannot be written.
         DatasetError: a corpus cannot be made.
         MegatronSparseError: a run failed; the end of its log is in the message.
     """
     runs = runs_of(options)
-    if trains:
-        size = f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
-        frame.begin(runs, size)
-        for model in options.models:
-            kind = CORPORA[model]
-            corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
-    outcomes = frame.carry_out(runs) if trains else frame.finished(runs)
+    frame.begin(
+        runs, f"{len(runs)} runs of {options.iters} iterations, {options.ranks} ranks, gloo"
+    )
+    for model in options.models:
+        kind = CORPORA[model]
+        corpus.prepare(kind, _corpus_dir(options, model), VOCAB_SIZE)  # type: ignore[arg-type]
+    outcomes = frame.carry_out(runs)
     return frame.report(rows_of(outcomes), json_path, lambda rows: pictures(outcomes, rows), folder)
 
 

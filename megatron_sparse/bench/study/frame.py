@@ -271,23 +271,6 @@ def carry_out(runs: Sequence[Run]) -> list[RunResult]:
     return outcomes
 
 
-def finished(runs: Sequence[Run]) -> list[RunResult]:
-    """What the finished ones of the runs have left.
-
-    Raises:
-        ConfigError: no run has finished.
-    """
-    outcomes = [outcome for run in runs if (outcome := run.saved())]
-    if not outcomes:
-        raise ConfigError(
-            f"bench {runs[0].bench}: there is nothing to report",
-            expected=f"{OUTCOME_FILE} of a finished run with these arguments in {runs[0].out}",
-            got="none",
-            remedy="leave out --report, or give the --output and --iters of the study",
-        )
-    return outcomes
-
-
 def report[Row: CellRow](
     rows: Sequence[Row],
     json_path: Path | None,
