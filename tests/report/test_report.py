@@ -173,7 +173,6 @@ def test_numbers_of_the_summary(run, tmp_path):
     assert table["exposed, mean ms"] == ["10.00 of 100.00 ms"] * 2
     assert table["exposed / iteration"] == ["10.00%", "10.00%"]
     assert table["throughput"] == ["-", "-"]
-    assert table["hours saved over dense"] == ["- (no planner.cluster)"] * 2
     assert table["memory of the plugin"] == ["residual 390.62 KiB"] * 2
 
 
