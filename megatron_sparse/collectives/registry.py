@@ -190,7 +190,7 @@ def _check_straggler(config: SparseConfig) -> None:
         raise ConfigError(
             f"scheme.name={name} needs a straggler, but straggler.mode="
             f"{straggler.mode} never names one",
-            expected="straggler.mode=pinned | persistent | dynamic",
+            expected="straggler.mode=pinned | persistent",
             got=f"straggler.mode={straggler.mode}",
             remedy="set straggler.mode=pinned straggler.rank=RANK, or "
             "straggler.mode=persistent scheme.deterministic=false",

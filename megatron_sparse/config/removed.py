@@ -46,6 +46,7 @@ REMOVED: Mapping[str, str] = {
     "straggler.history": "leave it out: the last 20 steps count",
     "straggler.inject_delay_ms": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
     "straggler.inject_rank": "export MEGATRON_SPARSE_SLOW_RANK=RANK:MILLISECONDS",
+    "straggler.mode=dynamic": "set straggler.mode=persistent scheme.deterministic=false",
     "tracking.console=auto": "leave it out: a line every 10 iterations; `megatron-sparse view RUN "
     "--follow` draws the picture",
     "tracking.console=live": "use `megatron-sparse view RUN --follow` in another terminal",

@@ -21,7 +21,7 @@ from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.config.presets import preset_values
 from megatron_sparse.config.removed import removed
 from megatron_sparse.config.scheme import SchemeConfig
-from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES, StragglerConfig
+from megatron_sparse.config.straggler import StragglerConfig
 from megatron_sparse.config.tracking import TrackingConfig
 from megatron_sparse.errors import ConfigError
 
@@ -101,9 +101,9 @@ class SparseConfig:
             self._check_auto_density()
         if self.compression.lossless_patterns:
             self._turn_capacity_off()
-        if self.straggler.mode in TIMED_STRAGGLER_MODES and self.scheme.deterministic:
+        if self.straggler.mode == "persistent" and self.scheme.deterministic:
             raise ConfigError(
-                f"straggler.mode={self.straggler.mode} decides from timing",
+                "straggler.mode=persistent decides from timing",
                 expected="scheme.deterministic=false",
                 got="scheme.deterministic=true",
                 remedy="set scheme.deterministic=false, or name the straggler: "

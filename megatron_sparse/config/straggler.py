@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from megatron_sparse.config.checks import Checked, choice, number, whole
 from megatron_sparse.errors import ConfigError
 
-STRAGGLER_MODES = ("off", "observe", "pinned", "persistent", "dynamic")
-TIMED_STRAGGLER_MODES = ("persistent", "dynamic")
-"""Those that decide from timing."""
+STRAGGLER_MODES = ("off", "observe", "pinned", "persistent")
 
 
 @dataclass
@@ -19,10 +17,8 @@ class StragglerConfig(Checked):
     Attributes:
         mode: which rank is skipped, if any: `off` (none; nothing is measured), `observe` (none,
             but delays are measured), `pinned` (always `rank`, in every bucket; no extra messages,
-            bit-exact), `persistent` (the rank that was last in most of the past steps, if skipping
-            it pays) or `dynamic` (the rank that is missing when all others are ready, if skipping
-            it pays). `persistent` and `dynamic` decide from timing and need
-            scheme.deterministic=false.
+            bit-exact) or `persistent` (the rank that was last in most of the past steps, if
+            skipping it pays; decides from timing and needs scheme.deterministic=false).
         rank: `pinned`: the rank, counted in the group that reduces gradients together; at
             `compression.level=node` in a lane, so it is the number of the node.
         min_delay_ms: least delay of a straggler, for every bucket; null takes each bucket's

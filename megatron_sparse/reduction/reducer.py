@@ -352,7 +352,7 @@ class GradientReducer:
         Returns the arguments of the collective. The record learns which rank is skipped.
         """
         bucket, plan, record = job.bucket, job.plan, job.record
-        record.straggler = yield from self._stragglers.decide(bucket, plan)
+        record.straggler = self._stragglers.decide(bucket, plan)
         record.scheme = self._stragglers.scheme_of(plan, record.straggler)
         exchange = Exchange(
             bucket,

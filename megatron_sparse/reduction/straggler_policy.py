@@ -11,10 +11,6 @@ The decision, by `straggler.mode`:
 - `pinned`: always the configured rank.
 - `persistent`: the rank that was last in most of the last steps (`straggler.detector`), if its
   expected delay exceeds the critical one of this bucket (`straggler.cost`).
-- `dynamic`: the rank that is missing when all others have come: at once if its expected delay
-  exceeds the critical one, otherwise when it is late by the critical delay. Waiting so long before
-  skipping loses at most as much again as skipping at once would have cost; this is the usual
-  argument for renting before buying.
 
 The cost of the links comes from `planner.cluster`, or is measured when the policy is made. With
 `straggler.min_delay_ms` the critical delay is that number in every bucket, whatever links cost.
@@ -37,7 +33,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import POSTED, SCHEMES, Input, skips_straggler
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.config.straggler import TIMED_STRAGGLER_MODES
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats.message import VALUE_DTYPES, wire_dtype_of
 from megatron_sparse.planner import Plan
@@ -61,7 +56,7 @@ from megatron_sparse.straggler.cost import (
 )
 from megatron_sparse.straggler.detector import History, persistent_straggler
 from megatron_sparse.transport import Link, Transport
-from megatron_sparse.transport.base import Arrival, ArrivalCounter
+from megatron_sparse.transport.base import ArrivalCounter
 
 logger = logging.getLogger("megatron_sparse")
 
@@ -136,19 +131,19 @@ class StragglerPolicy:
         self._arrivals: ArrivalCounter | None = None
         self._link = self._dense = Link(0.0, 0.0)
         self._step = self._previous = -1
-        self._this_step: list[tuple[str, Arrival]] = []
-        self._last_step: list[tuple[str, Arrival]] = []
+        self._this_step: list[tuple[str, Future[float]]] = []
+        self._last_step: list[tuple[str, Future[float]]] = []
         self._readiness: list[ReadinessRecord] = []
         self._agreement: Pending | None = None
         self._named: dict[str, int | None] = {}
         mode, alone = self._config.mode, transport.world_size == 1
-        self._acts = mode in ("pinned", *TIMED_STRAGGLER_MODES) and not alone
+        self._acts = self._config.leaves_behind and not alone
         self._check_rank("straggler.rank", self._config.rank)
         self._sleep_s = self._injected_delay_s()
         if mode in ("off", "pinned") or alone:
             return
         self._arrivals = transport.open_arrival_counter()
-        if mode in TIMED_STRAGGLER_MODES and self._config.min_delay_ms is None:
+        if mode == "persistent" and self._config.min_delay_ms is None:
             links = links or self._cluster_links(config.planner.cluster)
             # Ranks on several nodes wait for the links between the nodes.
             self._link = links.inter if len(set(transport.nodes)) > 1 else links.intra
@@ -226,34 +221,21 @@ class StragglerPolicy:
         """The scheme to record, once it is known whether a rank is skipped."""
         return plan.scheme if straggler is not None else WAITING.get(plan.scheme, plan.scheme)
 
-    def decide(self, bucket: Bucket, plan: Plan) -> Generator[object, None, int | None]:
-        """The rank to skip, the same on all ranks. Driven after the gate, before any message.
+    def decide(self, bucket: Bucket, plan: Plan) -> int | None:
+        """The rank to skip, the same on all ranks. Called after the gate, before any message.
 
         Returns:
             A rank of the group; None if no rank is skipped.
-
-        Raises:
-            CommunicationError: a rank is gone, or several ranks did not come in time.
         """
         aware = self._acts and skips_straggler(plan.scheme)
-        mode = self._config.mode
-        if mode == "pinned":
+        if self._config.mode == "pinned":
             return self._config.rank if aware else None
         if self._arrivals is None:
             return None
-        delays = self._delays_that_pay(bucket, plan) if aware else NONE_PAYS
-
-        def grace_s(missing: int) -> float:
-            """For how long the others wait for the one rank that is missing."""
-            return 0.0 if self._pays(bucket, delays, missing) else delays.least_s
-
-        skips_late_rank = mode == "dynamic" and delays is not NONE_PAYS
-        arrival = self._arrivals.arrive(bucket.name, grace_s if skips_late_rank else None)
-        self._this_step.append((bucket.name, arrival))
-        if skips_late_rank:
-            yield arrival
-            return arrival.straggler
-        return self._persistent(bucket, delays) if mode == "persistent" else None
+        self._this_step.append((bucket.name, self._arrivals.arrive(bucket.name)))
+        if self._config.mode != "persistent":
+            return None
+        return self._persistent(bucket, self._delays_that_pay(bucket, plan) if aware else NONE_PAYS)
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
         """The persistent straggler, if skipping it pays. Logs every change."""
@@ -275,9 +257,9 @@ class StragglerPolicy:
         """For `plan.json`: the scheme that can skip a rank, and the rank that was skipped last.
 
         Returns:
-            The scheme; the rank (None for no rank, and in `dynamic` mode, which keeps none); the
-            delay in milliseconds that a straggler must exceed (None if no delay is long enough, or
-            the straggler is pinned). None for a bucket that always waits.
+            The scheme; the rank (None for no rank); the delay in milliseconds that a straggler must
+            exceed (None if no delay is long enough, or the straggler is pinned). None for a bucket
+            that always waits.
         """
         scheme = self.adapt(bucket, plan).scheme
         if not self._acts or not skips_straggler(scheme):
@@ -297,7 +279,7 @@ class StragglerPolicy:
         On CUDA the progress thread waits for the result on the host.
         """
         came, n = self._last_step, self._transport.world_size
-        waits = [arrival.waited() for _, arrival in came]
+        waits = [wait for _, wait in came]
         yield _Measured(waits)
         own = torch.tensor([wait.result() for wait in waits], dtype=torch.float64)
         own = own.to(self._transport.device)

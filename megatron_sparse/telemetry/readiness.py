@@ -52,8 +52,7 @@ def load_readiness(run_dir: Path) -> dict[str, list[ReadinessRecord]]:
             f"{run_dir} holds no measured delays",
             expected=f"a run's folder with {READINESS_FILE}",
             got=error.strerror,
-            remedy="train at least three iterations with straggler.mode=observe, persistent or "
-            "dynamic",
+            remedy="train at least three iterations with straggler.mode=observe or persistent",
         ) from None
     except (KeyError, TypeError, ValueError) as error:
         raise other_version(path, error, "read it with the version that trained") from None

@@ -76,37 +76,17 @@ def to_everyone(
     return [(peer, own_M) for peer in peers], [(peer, places[peer]) for peer in peers]
 
 
-Grace = Callable[[int], float]
-"""Missing rank -> seconds to wait for it before it is named as the straggler; may be infinite."""
-
-
-class Arrival(Work, Protocol):
-    """A rank's readiness for one bucket in one step; a `Work` that ends with the decision.
-
-    Attributes:
-        straggler: once finished, the rank to skip; None for no rank.
-    """
-
-    straggler: int | None
-
-    def waited(self) -> Future[float]:
-        """Seconds from this rank's arrival to the last one's; 0 for the last.
-
-        May be known long after the decision.
-        """
-        ...
-
-
 class ArrivalCounter(Protocol):
     """Counts the arrivals of one group's ranks."""
 
-    def arrive(self, bucket: str, grace: Grace | None) -> Arrival:
+    def arrive(self, bucket: str) -> Future[float]:
         """Reports that this rank is ready. Does not block.
 
         Args:
             bucket: its name; the n-th calls of all ranks for a bucket belong together.
-            grace: asks for a decision; pass it on every rank or on none. The second-to-last rank
-                to arrive calls it, perhaps on another thread.
+
+        Returns:
+            Seconds from this rank's arrival to the last one's; 0 for the last.
         """
         ...
 

@@ -73,7 +73,7 @@ class Operation:
 
 
 class WaitedWork:
-    """Works that a thread waits for, as one `Work`: gloo's, and the store's.
+    """Works of gloo that a thread waits for, as one `Work`.
 
     Args:
         operation: their name and deadline.

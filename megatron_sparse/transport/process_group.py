@@ -152,7 +152,6 @@ class ProcessGroupTransport:
         counter = StoreArrivalCounter(
             store.clone(),  # type: ignore[attr-defined] - missing from torch's stubs
             f"megatron_sparse/{token}",
-            self.rank,
             self.world_size,
             self.device,
             lambda name: Operation(name, self._liveness, self._timeout_s),

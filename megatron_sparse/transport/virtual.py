@@ -405,7 +405,7 @@ class VirtualTransport:
         """See `Transport`."""
         cluster = self._cluster
         return VirtualArrivalCounter(
-            self._own, self.ranks, cluster.clock_s, cluster.pending_arrivals, cluster.ended.extend
+            self._own, self.ranks, cluster.clock_s, cluster.pending_arrivals
         )
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:

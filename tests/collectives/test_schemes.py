@@ -163,7 +163,10 @@ NO_CAPACITIES = (0, -1, nan, inf, True, "much", "AUTO", "null", "1.25")
         ({"scheme": "straggler_direct", "straggler": OBSERVE}, "needs a straggler"),
         ({"scheme": "direct", "straggler": StragglerConfig("pinned", 0)}, "waits for every rank"),
         ({"straggler": StragglerConfig("persistent")}, "decides from timing"),
-        ({"scheme": "straggler", "straggler": StragglerConfig("dynamic")}, "decides from timing"),
+        (
+            {"scheme": "straggler", "straggler": StragglerConfig("persistent")},
+            "decides from timing",
+        ),
     ],
 )
 def test_wrong_parameters_and_sections_that_contradict_one_another_are_one_error(overrides, words):
@@ -176,7 +179,7 @@ def test_wrong_parameters_and_sections_that_contradict_one_another_are_one_error
     [
         {"mode": "sometimes"},
         {"mode": "pinned"},
-        {"mode": "dynamic", "rank": 1},
+        {"mode": "persistent", "rank": 1},
         {"mode": "pinned", "rank": -1},
         {"mode": "persistent", "min_delay_ms": -1.0},
     ],

@@ -71,7 +71,10 @@ ALL_REDUCE, REDUCE_SCATTER = CollectiveOp
 
 
 PINNED = {"straggler": StragglerConfig(mode="pinned", rank=1)}
-DYNAMIC = {"straggler": StragglerConfig(mode="dynamic", min_delay_ms=1.0), "deterministic": False}
+PERSISTENT = {
+    "straggler": StragglerConfig(mode="persistent", min_delay_ms=1.0),
+    "deterministic": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ DYNAMIC = {"straggler": StragglerConfig(mode="dynamic", min_delay_ms=1.0), "dete
         ({}, REDUCE_SCATTER, False),
         ({"scheme": "agsparse"}, ALL_REDUCE, True),
         (PINNED, REDUCE_SCATTER, False),
-        (DYNAMIC, ALL_REDUCE, True),
+        (PERSISTENT, ALL_REDUCE, True),
     ],
 )
 def test_four_ranks_as_two_nodes(overrides, op, has_gathers):
