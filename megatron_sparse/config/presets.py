@@ -13,9 +13,11 @@ from megatron_sparse.config.checks import one_of
 
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "preset"
 
+LOSS_POINTS = {"quantised": 0.05, "safe": 0.22, "balanced": 0.41, "extreme": 1.0}
+"""Percent of the final loss that a preset was measured to cost (docs/choosing-density.md)."""
 LEAST_BUDGET = {"lossless": 0, "quantised": 0.3, "safe": 0.3, "balanced": 1, "extreme": 2.5}
 """The least `compression.loss_budget` with which `density=auto` may take a preset, from the one
-that costs no loss on. More than docs/choosing-density.md measures: with small models."""
+that costs no loss on. More than `LOSS_POINTS`: those are of small models."""
 
 
 def preset_names() -> list[str]:

@@ -36,7 +36,7 @@ def _of(figure: Callable[[np.ndarray], Any], values: np.ndarray) -> float | None
     return float(figure(values)) if values.size else None
 
 
-_mean, _median = partial(_of, np.mean), partial(_of, np.median)
+_mean, _median, _least = partial(_of, np.mean), partial(_of, np.median), partial(_of, np.min)
 _high = partial(_of, partial(np.percentile, q=95))
 """Of no values each is None."""
 
@@ -178,4 +178,5 @@ def _figures(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
         "stage_ms": {stage: _median(times) for stage, times in stage_ms.items()},
         "stage_ms_mean": means,
         "stage_ms_p95": {stage: _high(times) for stage, times in stage_ms.items()},
+        "network_ms_least": _least(stage_ms["network"]),
     }

@@ -1,4 +1,4 @@
-"""The final table, at common terminal widths."""
+"""The final table, at common terminal widths; and its advice on presets."""
 
 import copy
 import io
@@ -8,6 +8,7 @@ import pytest
 
 from megatron_sparse.recording import STAGES
 from megatron_sparse.telemetry import print_summary
+from megatron_sparse.telemetry.console import advice
 from megatron_sparse.telemetry.history import RunHistory
 from megatron_sparse.telemetry.quantities import exposed_share
 
@@ -30,6 +31,7 @@ def figures(iterations, dense_bytes, wire_bytes, density, iteration_ms, stage_ms
         "stage_ms": stage_ms,
         "stage_ms_mean": stage_ms,
         "stage_ms_p95": {stage: 1.5 * time_ms for stage, time_ms in stage_ms.items()},
+        "network_ms_least": stage_ms["network"],
     }
 
 
@@ -184,3 +186,65 @@ def test_a_run_without_an_iteration():
     lines = printed(alone | nothing, 80)
     assert lines[:2] == ["run: 0 iterations, 1 rank, cpu", "density: no target, sent -"]
     assert "other" not in " ".join(line.split(" ")[0] for line in lines)
+
+
+# A bucket's dense ring between 4 ranks: 60 MB; `safe` sends 0.112 of it.
+DENSE_BYTES = 60e6
+
+
+def of_run(*, bits, share, exposed_ms, hidden_ms, network_ms, passes_ms=300.0, ranks=4):
+    """What `advice` says of a run of ten iterations; milliseconds of each."""
+    stage_ms = {"host_wait": exposed_ms, "forward_backward": passes_ms}
+    figures = {
+        "iterations": 10,
+        "iteration_ms_mean": passes_ms + exposed_ms + 100,
+        "stage_ms_mean": stage_ms,
+        "network_ms_least": network_ms,
+        "bits_per_element": bits,
+        "dense_bytes": 10 * DENSE_BYTES,
+        "wire_bytes": 10 * share * DENSE_BYTES,
+        "overlapped_ms": hidden_ms,
+    }
+    return advice({"world_size": ranks, "phases": {}, **figures})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"bits": 1.73, "share": 0.112, "exposed_ms": 4, "hidden_ms": 60, "network_ms": 5.6},
+            "links of 9.6 Gbit/s, 1% of an iteration exposed: by a model, preset=lossless would do",
+        ),
+        # Hides in few bits, but not whole.
+        (
+            {"bits": 1.73, "share": 0.112, "exposed_ms": 4, "hidden_ms": 60, "network_ms": 50},
+            "preset=quantised would do",
+        ),
+        # k = 0.6 / 1.73: 530 - 0.653 x 500 = 203 ms in flight, 130 of them hidden.
+        (
+            {"bits": 1.73, "share": 0.112, "exposed_ms": 400, "hidden_ms": 130, "network_ms": 500},
+            "links of 0.108 Gbit/s, 50% of an iteration exposed: by a model, preset=balanced would "
+            "save 0.33 s an iteration; it costs 0.41 % of the loss",
+        ),
+        # A dense run on a slow link is told the least lossy gain.
+        (
+            {"bits": 32, "share": 1, "exposed_ms": 4000, "hidden_ms": 130, "network_ms": 4100},
+            "preset=quantised would save 3.6 s an iteration; it costs 0.05 % of the loss",
+        ),
+        # Waits that no network takes: of codecs, or of another rank.
+        (
+            {"bits": 0.16, "share": 0.012, "exposed_ms": 100, "hidden_ms": 130, "network_ms": 120},
+            "no other preset would be faster",
+        ),
+    ],
+)
+def test_what_is_said(given, said):
+    found = of_run(**given)
+    assert found.endswith(said)
+    assert found.startswith("links of ")
+
+
+@pytest.mark.parametrize("known", [{"ranks": 1}, {"bits": None}, {"share": 0.0}])
+def test_without_a_network_it_says_nothing(known):
+    given = {"bits": 1.73, "share": 0.1, "exposed_ms": 4.0, "hidden_ms": 60.0, "network_ms": 5.0}
+    assert of_run(**given | known) is None
