@@ -3,9 +3,9 @@
 import ast
 import re
 from itertools import pairwise
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.programs import ROOT
+
 _RULE = re.compile(r"\| ?--")
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:\[[\w-]+\])?`")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.programs import ROOT
+
 PACKAGE = "megatron_sparse"
 EXAMPLES = sorted(
     path.relative_to(ROOT)

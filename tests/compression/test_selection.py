@@ -8,7 +8,6 @@ import torch
 from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.compression.selection import range_limits
 from megatron_sparse.config.sparse import CompressionConfig
-from tests import doc_tables
 from tests.compression.rank import Rank
 
 NUMEL = 6000
@@ -121,12 +120,3 @@ def test_the_sample_follows_the_density_of_the_step(scope, density, samples):
 
     assert limits("auto") == limits(samples)
     assert limits("auto") != limits(samples - 19)
-
-
-def test_the_documentation_names_tests_that_exist():
-    named = [
-        pair for _, pairs in doc_tables.rows_with_tests("docs/compression.md") for pair in pairs
-    ]
-    assert len(named) >= 6
-    for path, name in named:
-        assert name in doc_tables.test_functions(path), name

@@ -10,6 +10,7 @@ import pytest
 from megatron_sparse import errors
 from megatron_sparse.cli import main
 from megatron_sparse.sparsity.gradient_dump import FOLDER, GradientDumpWriter
+from tests.doc_tables import untrue_rows
 from tests.integration.doc_commands import (
     FENCE,
     PAGES,
@@ -83,6 +84,11 @@ class TestEachPage:
             assert file.exists(), f"{page.name} links to {target}"
             if anchor:
                 assert anchor in anchors_of(file), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", ["checkpoints", "compression", "parallelism", "precision"])
+def test_every_row_of_a_table_of_tests_names_one_that_exists(page):
+    assert untrue_rows(f"docs/{page}.md") == []
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -106,8 +106,6 @@ MISTAKES = (
     train("'name=\"my run\"'", "letters, digits"),
     train("'compression.keep_patterns=[\"(emb\"]'", "regular expression"),
     # Flags of Megatron.
-    train("megatron.num_layers=3", "set model.num_layers"),
-    train("megatron.bf16=true", "set training.precision"),
     train("megatron.split=949,50,1", "quote it: 'megatron.split=\"949,50,1\"'"),
     train("megatron.recompute_activation=true", "recompute_activations"),
     train("megatron.use_megatron_fsdp=true", "plugin=false"),
