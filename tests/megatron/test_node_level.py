@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron import test_parallel
@@ -121,20 +120,6 @@ def _held(run):
     return {key: values.clone() for key, values in run.attachment.residuals.slices()}
 
 
-def _totals(run):
-    """Each parameter's residual over all ranks, in fp64: exact for sums of two fp32 numbers."""
-    whole = {
-        piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
-        for bucket in run.attachment.buckets
-        for piece in bucket.parameters
-    }
-    for (name, start), view in _held(run).items():
-        whole[name][start : start + view.numel()] += view
-    for values in whole.values():
-        torch.distributed.all_reduce(values)
-    return whole
-
-
 def _rounded(totals):
     return {name: values.float() for name, values in totals.items()}
 
@@ -149,7 +134,7 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path
         with _pruning(layout, level) as run:
             for _ in range(2):
                 run.step()
-            held, totals = _held(run), _totals(run)
+            held, totals = _held(run), run.total_residuals()
             for mode in ("full", "sum"):
                 save(run.attachment, tmp_path / mode, mode)
         assert any(values.any() for values in totals.values())
@@ -159,12 +144,12 @@ def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path
             again.step()
         other_buckets = replace(layout, ddp=layout.ddp | {"overlap_grad_reduce": False})
         with _loaded(tmp_path / "full", other_buckets, level) as (again, _):
-            assert equal(_totals(again), totals)
+            assert equal(again.total_residuals(), totals)
         for other in (level, "rank"):
             with _loaded(tmp_path / "sum", layout, other) as (again, _):
-                assert equal(_rounded(_totals(again)), _rounded(totals))
+                assert equal(_rounded(again.total_residuals()), _rounded(totals))
         with _loaded(tmp_path / "full", layout, "rank") as (again, _):
-            assert equal(_totals(again), totals)
+            assert equal(again.total_residuals(), totals)
             save(again.attachment, tmp_path / "of ranks")
         with _loaded(tmp_path / "of ranks", layout, level) as (again, _):
             assert equal(_held(again), held)

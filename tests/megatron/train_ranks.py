@@ -162,6 +162,22 @@ class Run:
             return {}
         return {name: view.clone() for name, view in self.attachment.residuals.by_parameter()}
 
+    def total_residuals(self) -> dict[str, torch.Tensor]:
+        """Each parameter's residual, added up over all ranks, which hold the same parameters.
+
+        In fp64: exact for sums of two fp32 numbers.
+        """
+        whole = {
+            piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
+            for bucket in self.attachment.buckets
+            for piece in bucket.parameters
+        }
+        for (name, start), view in self.attachment.residuals.slices():
+            whole[name][start : start + view.numel()] += view
+        for values in whole.values():
+            dist.all_reduce(values)
+        return whole
+
 
 @contextmanager
 def running(setting: SmallGPTConfig | Layout, **options: Any) -> Iterator[Run]:
