@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 
@@ -97,18 +96,6 @@ class MessageSpec:
         )
 
 
-class Agreed(NamedTuple):
-    """The residual and the limits that ranks have agreed on before the selection.
-
-    Attributes:
-        residual_N: the residual, as `Selector.begin` returned it.
-        limits: scalars on the bucket's device.
-    """
-
-    residual_N: torch.Tensor
-    limits: Limits
-
-
 class Selector:
     """Selects from the buckets of one group of ranks.
 
@@ -137,15 +124,6 @@ class Selector:
         self.buffers = buffers
         self.thresholds_R: torch.Tensor | None = None
 
-    def begin(self, bucket: Bucket, timer: StageTimer) -> torch.Tensor:
-        """The residual [N], which is added to the gradient; from here on it may be mutated.
-
-        `select` calls this itself. Call it first only if ranks agree on limits, for which they
-        need the residual; then pass the result to `select` in `agreed`.
-        """
-        with timer.stage("prune"):
-            return self.residuals.begin(bucket)
-
     def select(
         self,
         bucket: Bucket,
@@ -153,7 +131,6 @@ class Selector:
         *,
         step: int,
         timer: StageTimer,
-        agreed: Agreed | None = None,
     ) -> Message:
         """Prunes and encodes one bucket.
 
@@ -166,18 +143,15 @@ class Selector:
             spec: the message to make.
             step: the training step; keys the random draws and stands in the message.
             timer: receives the time of each stage.
-            agreed: the residual and the limits if ranks have agreed on them; None: this rank
-                finds its limits alone.
         """
         layout = bucket.layout(spec.sharded, spec.extra_cuts)
         capacity_S = None
         if spec.capacity is not None:
             capacity_S = segment_capacity(layout, spec.capacity * spec.density)
-        residual_N, limits = agreed or (self.begin(bucket, timer), None)
+        with timer.stage("prune"):
+            residual_N = self.residuals.begin(bucket)
         with timer.stage("threshold"):
-            limits_R = range_limits(
-                bucket, layout, residual_N, spec.density, step, self.config, limits
-            )
+            limits_R = range_limits(bucket, layout, residual_N, spec.density, step, self.config)
             pruning = Pruning(
                 residual_N,
                 layout.range_offsets,
@@ -209,8 +183,8 @@ class Selector:
         if not narrow and bucket.name not in self.residuals:
             return bucket.grad_N
         layout = bucket.layout(sharded=False)
-        residual_N = self.begin(bucket, timer)
         with timer.stage("prune"):
+            residual_N = self.residuals.begin(bucket)
             # The sparse kernel, with thresholds below every magnitude: it selects everything.
             thresholds_R = torch.full(
                 layout.range_piece.shape, KEEP_ALL, device=bucket.grad_N.device
@@ -257,7 +231,6 @@ def range_limits(
     density: float,
     step: int,
     config: CompressionConfig,
-    agreed: Limits | None = None,
 ) -> Limits:
     """The limits of every range of the layout.
 
@@ -268,7 +241,6 @@ def range_limits(
         density: target density of the pruned parameters.
         step: keys the samples.
         config: scope, number of samples, seed.
-        agreed: the limits, 0-D, that ranks have agreed on (`GroupThreshold`); None samples.
 
     Returns:
         Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
@@ -279,7 +251,7 @@ def range_limits(
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
         limits_P = Limits.keep_all((len(pruned_P),), device)
-    elif agreed is None and config.threshold_scope != "bucket":
+    elif config.threshold_scope == "parameter":
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
@@ -292,10 +264,8 @@ def range_limits(
             torch.tensor(keys, dtype=torch.int64),
         )
     else:
-        limits = agreed
-        if limits is None:
-            magnitudes_S = sampled_magnitudes(bucket, residual_N, density, step, config)
-            limits = ops.threshold_of_samples(magnitudes_S, density)
+        magnitudes_S = _sampled_magnitudes(bucket, residual_N, density, step, config)
+        limits = ops.threshold_of_samples(magnitudes_S, density)
         is_pruned = codec_cuda.on_device(torch.tensor(pruned_P, dtype=torch.bool), device)
         pairs = zip(limits, Limits.keep_all((len(pruned_P),), device), strict=True)
         limits_P = Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
@@ -303,7 +273,7 @@ def range_limits(
     return Limits(*(each_P[piece_R] for each_P in limits_P))
 
 
-def sampled_magnitudes(
+def _sampled_magnitudes(
     bucket: Bucket, residual_N: torch.Tensor, density: float, step: int, config: CompressionConfig
 ) -> torch.Tensor:
     """Samples of |gradient + residual| of all pruned parameters, as if they were adjacent.

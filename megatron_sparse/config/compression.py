@@ -9,7 +9,7 @@ from megatron_sparse.config.checks import Checked, are_patterns, choice, number,
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.errors import ConfigError
 
-THRESHOLD_SCOPES = ("parameter", "bucket", "tp_group")
+THRESHOLD_SCOPES = ("parameter", "bucket")
 RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
 VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
@@ -69,10 +69,7 @@ class CompressionConfig(Checked):
         samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
             the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
         threshold_scope: `parameter` (one threshold for each parameter: the same selection with
-            overlap on and off), `bucket` (one for each bucket; overlap changes the buckets' cut)
-            or `tp_group` (one for each bucket of all ranks of Megatron's tensor-parallel group,
-            which gather their samples; needs the same plan on all these ranks, so not
-            `planner.cluster`).
+            overlap on and off) or `bucket` (one for each bucket; overlap changes the buckets' cut).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode, plain DDP); `always`, `never`.

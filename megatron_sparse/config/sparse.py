@@ -76,16 +76,6 @@ class SparseConfig:
                     got=repr(section),
                     remedy=f"write {made.__name__}(...)",  # type: ignore[union-attr]
                 )
-        priced = self.scheme.name == "auto" and self.planner.cluster is not None
-        if self.compression.threshold_scope == "tp_group" and priced:
-            raise ConfigError(
-                "compression.threshold_scope=tp_group needs the same plan on the whole group",
-                expected="a scheme by name, or planner.cluster=null",
-                got=f"planner.cluster={self.planner.cluster}, with which each data-parallel group "
-                "makes its own plan",
-                remedy="name a scheme, or set planner.cluster=null, or "
-                "compression.threshold_scope=bucket",
-            )
         if self.scheme.wire_dtype is not None and not self.compression.enabled:
             raise ConfigError(
                 "scheme.wire_dtype has no effect where compression is off",

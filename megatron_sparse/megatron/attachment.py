@@ -92,7 +92,7 @@ class Attachment(HostState):
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
         self._transports = Transports(self.config, self._device)
-        self._reducers = self._make_reducers(chunks[0].tp_group)
+        self._reducers = self._make_reducers()
         # Attach: from here on Megatron calls the plugin.
         self._chunks = chunks
         self.unit = ResidualUnit(chunks, self._take_residuals_out)
@@ -114,21 +114,17 @@ class Attachment(HostState):
         """What was chosen at the start and why: the level of compression, parameters' gathers."""
         return [*self._transports.lines, *self.parameters.lines]
 
-    def _make_reducers(
-        self, tensor_parallel_group: dist.ProcessGroup
-    ) -> dict[int, GradientReducer]:
+    def _make_reducers(self) -> dict[int, GradientReducer]:
         """A reducer for each process group: dense and expert parameters have different ones.
 
         By the `id` of Megatron's process group.
         """
-        tensor_parallel, made = None, {}
-        if self.config.compression.threshold_scope == "tp_group":
-            tensor_parallel = self._transports.make(tensor_parallel_group)
+        made: dict[int, GradientReducer] = {}
         for group in self.groups:
             key = id(group.process_group)
             if key in made:
                 continue
-            groups = self._transports.groups_of(group, self._buckets_of(key), tensor_parallel)
+            groups = self._transports.groups_of(group, self._buckets_of(key))
             ranks = dist.get_process_group_ranks(group.process_group)
             writer = GradientDumpWriter.of(
                 self.config.tracking, self.run_dir, ranks, groups.data_parallel.rank

@@ -80,7 +80,7 @@ class TimedHandle:
         end_s = time.perf_counter()
         self._then(end_s - start_s)
         for index, record in enumerate(self._records):
-            record.wait_began_s, record.finished_s = start_s, end_s
+            record.finished_s = end_s
             record.exposed_s = 0.0 if index else end_s - start_s
             record.hand_to(self._sink)
 

@@ -58,12 +58,7 @@ class Transports:
         self._made.append(transport)
         return transport
 
-    def groups_of(
-        self,
-        group: GroupBuckets,
-        buckets: Sequence[Bucket],
-        tensor_parallel: ProcessGroupTransport | None,
-    ) -> Groups:
+    def groups_of(self, group: GroupBuckets, buckets: Sequence[Bucket]) -> Groups:
         """The groups with which buckets of a data-parallel group are synchronised.
 
         Collective over their data-parallel ranks. Rank 0 of them logs the level of compression,
@@ -72,7 +67,6 @@ class Transports:
         Args:
             group: one of its bucket groups.
             buckets: of all of them; with `planner.cluster` their prices choose the level.
-            tensor_parallel: the ranks that agree on thresholds, if any do.
         """
         config = self._config
         ranks = dist.get_process_group_ranks(group.process_group)
@@ -90,13 +84,13 @@ class Transports:
         if choice.level == INSTANCE:
             assert others is not None, "the choice needs several instances"
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
-            return Groups(whole, tensor_parallel, None, level)
+            return Groups(whole, level=level)
         instances = None if others is None else self.make(others)
         level = None
         if choice.level == NODE:
             gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
             level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
-        return Groups(whole, tensor_parallel, instances, level)
+        return Groups(whole, instances, level)
 
     def _node_groups(
         self, ranks: Sequence[int], choice: LevelChoice, rank: int, *, gathers: bool

@@ -93,7 +93,7 @@ def virtual_groups(
             level, others = LevelGroups(whole, others, INSTANCE), None
         elif choice.nodes:
             level = LevelGroups(own(choice.inside(place)), own(choice.across(place)))
-        found.append(Groups(whole, None, others, level))
+        found.append(Groups(whole, others, level))
     return found
 
 

@@ -26,8 +26,6 @@ branches for them. They are chosen once, when the reducer is made:
 
 - `StragglerPolicy` decides which rank to skip. It may replace a plan's scheme by a variant that can
   skip one. With `straggler.mode=off` it does nothing.
-- `GroupThreshold`: with `threshold_scope=tp_group` a tensor-parallel group agrees on a common
-  threshold; otherwise each rank uses its own.
 - `Level`: with `compression.level=node` or `instance` the ranks of a node or an instance add up
   their gradients before the selection, behind the gate; what follows happens to this rank's part
   of that sum.
@@ -56,7 +54,6 @@ from megatron_sparse.formats.message import TURNS, Message, MessageBuffers
 from megatron_sparse.planner import Plan, Planner
 from megatron_sparse.planner.wire_bytes import dense_wire_bytes
 from megatron_sparse.recording import BucketRecord, RecordSink, StageTimer
-from megatron_sparse.reduction.group_threshold import GroupThreshold
 from megatron_sparse.reduction.job import GATE, Pending, Stage, used_here
 from megatron_sparse.reduction.level import LevelGroups, SumOverInstances, alone, level_of
 from megatron_sparse.reduction.progress import Progress
@@ -71,14 +68,12 @@ class Groups:
 
     Attributes:
         data_parallel: the ranks whose gradients are summed.
-        tensor_parallel: the ranks that agree on thresholds, for `threshold_scope=tp_group`.
         instances: the ranks that own the same shard in the other instances of the distributed
             optimizer; None if there is one instance, or if the level is `instance`.
         level: of a level above `rank`; None for `rank`.
     """
 
     data_parallel: Transport
-    tensor_parallel: Transport | None = None
     instances: Transport | None = None
     level: LevelGroups | None = None
 
@@ -192,9 +187,6 @@ class GradientReducer:
         self.buffers = MessageBuffers()
         self._turns = MessageTurns(self.buffers)
         self.selector = Selector(config.compression, residuals, self.transport.rank, self.buffers)
-        self._thresholds: GroupThreshold | None = None
-        if config.compression.threshold_scope == "tp_group":
-            self._thresholds = GroupThreshold(self.selector, groups.tensor_parallel)
         self._level = level_of(self.transport, groups.level, config.scheme, self.buffers)
         self._instances: SumOverInstances | None = None
         if groups.instances is not None:
@@ -295,7 +287,7 @@ class GradientReducer:
         self._average(job)
         yield from self._level.inside(job.whole, job.record)
         self._dump_gradient(job)
-        selected = yield from self._select(job)
+        selected = self._select(job)
         yield GATE
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)
@@ -318,16 +310,13 @@ class GradientReducer:
             divided_N = grad_N / job.divisor if job.backend_divides else grad_N
             self._dump.on_gradient(replace(job.bucket, grad_N=divided_N), job.step)
 
-    def _select(self, job: BucketJob) -> Stage[Message | torch.Tensor]:
+    def _select(self, job: BucketJob) -> Message | torch.Tensor:
         """Gradient and residual become a message, or for a dense plan the whole values [N]."""
         bucket, plan = job.bucket, job.plan
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             return self._take_whole(job)
         spec = plan.message_spec(bucket, self._config.scheme)
-        agreed = None
-        if self._thresholds is not None:
-            agreed = yield from self._thresholds.agree(bucket, plan.density, job.step, job.timer)
-        message = self.selector.select(bucket, spec, step=job.step, timer=job.timer, agreed=agreed)
+        message = self.selector.select(bucket, spec, step=job.step, timer=job.timer)
         job.record.thresholds_R = self.selector.thresholds_R
         if self._dump is not None:
             self._dump.on_selected(bucket, job.step, message, self.buffers)

@@ -68,7 +68,6 @@ def test_the_defaults_go_with_every_scheme_and_format(name, form):
         ({"nccl_engine": True}, (None, None)),
         ({"capacity": None}, (4, 8)),
         ({"scheme": "direct", "capacity": 1.5}, (4, 8)),
-        ({"threshold_scope": "tp_group"}, (4, 8)),
         ({"planner": PlannerConfig(schemes=["direct", "zen"])}, (None, None)),
         ({"planner": PlannerConfig(schemes=["dense", "dense_ring"])}, (None, None)),
         ({"planner": PlannerConfig(schemes=["dense", "direct"])}, (4, 8)),

@@ -128,7 +128,7 @@ MISTAKES = (
     train("preset=safe scheme.format=coo", "compression.value_bits out"),
     train("preset=safe scheme=zen", "choose another scheme"),
     train("scheme=peer_two_shot", "scheme.name=direct"),
-    train("cluster=perlmutter compression.threshold_scope=tp_group", "planner.cluster=null"),
+    train("compression.threshold_scope=tp_group", "compression.threshold_scope=bucket"),
     train("cluster.requeue=true", "training.save_signal=SIGUSR1"),
     Mistake(
         "plan --bucket-bytes 4M --ranks 4 --cluster perlmutter --schemes zen --op reduce_scatter",

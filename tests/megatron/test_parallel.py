@@ -246,23 +246,20 @@ def test_tied_embeddings_stay_tied(matrix):
 
 
 @on_ranks(WORLD_SIZE)
-def test_one_threshold_for_the_ranks_of_a_tensor_parallel_group(rank):
-    """With threshold_scope=bucket each rank has its own; with tp_group they share one."""
+def test_each_rank_of_a_tensor_parallel_group_has_its_own_threshold_for_a_bucket(rank):
+    """Even so ranks must not prune parameters that they hold copies of."""
     from megatron.core import parallel_state
 
-    for scope, shared in (("tp_group", True), ("bucket", False)):
-        with parallel_state_of(TENSOR):
-            run = run_of(TENSOR, **SPARSE, threshold_scope=scope)
-            assert parallel_state.get_tensor_model_parallel_rank() == rank % 2
-        found = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
-        thresholds = of_all_ranks([each[each > KEEP_ALL].unique().tolist() for each in found])
-        assert all(len(of_bucket) == 1 for step in thresholds for of_bucket in step)
-        assert len(thresholds[0]) == STEPS, "one bucket, without overlap"
-        for first, second in ((0, 1), (2, 3)):
-            assert (thresholds[first] == thresholds[second]) is shared
-        assert thresholds[0] != thresholds[2], "another tensor-parallel group"
-        # Even with their own thresholds, ranks must not prune parameters that they hold copies of.
-        assert_equal_copies(of_all_ranks(run))
+    with parallel_state_of(TENSOR):
+        run = run_of(TENSOR, **SPARSE, threshold_scope="bucket")
+        assert parallel_state.get_tensor_model_parallel_rank() == rank % 2
+    found = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
+    thresholds = of_all_ranks([each[each > KEEP_ALL].unique().tolist() for each in found])
+    assert all(len(of_bucket) == 1 for step in thresholds for of_bucket in step)
+    assert len(thresholds[0]) == STEPS, "one bucket, without overlap"
+    for first, second in ((0, 1), (2, 3), (0, 2)):
+        assert thresholds[first] != thresholds[second]
+    assert_equal_copies(of_all_ranks(run))
 
 
 @on_ranks(WORLD_SIZE)

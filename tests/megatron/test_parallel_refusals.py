@@ -36,7 +36,6 @@ MUST_HAVE = (
     "fp32",
     "params_with_extra_main_grads",
     "save-wgrads-interval",
-    "tp_group",
     "one rank",
     "hybrid-layer-pattern",
     "optimizer muon",
