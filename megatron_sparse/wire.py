@@ -38,7 +38,7 @@ FORMAT_NAMES = (
     "rice",
 )
 FLAG_PICI_LINEAR = 1
-MOVES_CODERS = ("raw", "rans", "packed")
+MOVES_CODERS = ("raw", "rans")
 """Coders of a record of moves, by the header's flags."""
 QUANTISED_BITS = (4, 8)
 """Bits of a code in a record of quantised differences; the header's flags."""

@@ -51,8 +51,6 @@ QUESTIONS = (
     Question("sum of 8 records of `safe`", "decode_sum", "rice_q4"),
     Question("sum of 8 records of `dense_q`", "decode_sum", "dense_q4"),
     Question("place a gathered sum, 86 %, 8 bits", "place", "rice_q8", 50),
-    Question("encode moves, packed", "encode", "packed", 60),
-    Question("decode moves, packed", "decode", "packed", 60),
     Question("encode moves, rANS", "encode", "rans"),
     Question("decode moves, rANS", "decode", "rans"),
 )

@@ -91,16 +91,13 @@ struct Kernels {
   void (*permute)(const Permutation&, uint32_t* x, int64_t count);
   void (*unpermute)(const Permutation&, uint32_t* x, int64_t count);
 
-  // The coders of moves (moves_rans_cpu.h, moves_pack_cpu.h say what each does). [dtype]
+  // The coder of moves (moves_rans_cpu.h says what each does). [dtype]
   void (*moves_count[3])(const void* old, const void* now, int64_t numel, uint32_t base, int stride,
                          uint64_t* counts);
   uint16_t* (*rans_encode[3])(const void* old, const void* now, int64_t numel, uint32_t base,
                               const uint32_t* table, uint32_t* states, uint16_t* end);
   int64_t (*rans_decode[3])(const void* old, int64_t numel, uint32_t base, const uint32_t* table,
                             uint32_t* states, const uint16_t* words, int64_t word_count, void* out);
-  int64_t (*moves_pack[3])(const void* old, const void* now, int64_t numel, void* values,
-                           uint8_t* positions, uint8_t* out);
-  void (*moves_unpack[3])(const uint8_t* chunk, int64_t numel, void* held);
   uint32_t (*mixed_sum)(const void* words, int64_t count, uint32_t first);
 
   // Quantises now - old by groups (quantise.h), and adds what codes say. [bits are 8, not 4]

@@ -3,7 +3,7 @@
 #include "codec_cpu.h"
 #include "hash_cpu.h"
 #include "kernels.h"
-#include "moves_pack_cpu.h"
+#include "moves_rans_cpu.h"
 #include "quantise_cpu.h"
 #include "rice_cpu.h"
 #include "stage_cpu.h"

@@ -68,41 +68,25 @@ std::vector<uint64_t> count_symbols(const Numbers& numbers, uint32_t base) {
 }
 
 // Encodes a chunk into `slot`, raw where coding does not pay; returns its bytes, padding included.
-int64_t encode_chunk(const Numbers& numbers, int coder, uint32_t base, const uint32_t* table,
-                     int64_t begin, int64_t end, uint8_t* slot) {
+int64_t encode_chunk(const Numbers& numbers, uint32_t base, const uint32_t* table, int64_t begin,
+                     int64_t end, uint8_t* slot) {
   const int64_t count = end - begin, value_bytes = dtype_bytes(numbers.dtype);
   const int64_t raw_bytes = pad16(count * value_bytes);
   const uint8_t* old = numbers.old_at(begin);
   const uint8_t* now = numbers.now_at(begin);
-  if (coder == kMovesRans) {
-    // A number takes at most 3 words; 64 more for vectors that reach below.
-    const int64_t room = 3 * (count + kStates) + 64;
-    const std::unique_ptr<uint16_t[]> words(new uint16_t[room]);
-    uint32_t states[kStates];
-    const uint16_t* first = kernels().rans_encode[numbers.dtype](old, now, count, base, table,
-                                                                 states, words.get() + room);
-    const int64_t word_bytes = 2 * (words.get() + room - first);
-    const int64_t bytes = static_cast<int64_t>(sizeof states) + word_bytes;
-    if (pad16(bytes) < raw_bytes) {
-      std::memcpy(slot, states, sizeof states);
-      std::memcpy(slot + sizeof states, first, word_bytes);
-      std::memset(slot + bytes, 0, pad16(bytes) - bytes);
-      return pad16(bytes);
-    }
-  } else {
-    const int64_t tiles = (count + kMovesTile - 1) / kMovesTile;
-    const int64_t room = pad16(2 * tiles) + tiles * kMovesTile * value_bytes;
-    const int64_t most_escapes = tiles * kMovesTile + kStates;  // vectors reach behind the last
-    const std::unique_ptr<uint8_t[]> packed(new uint8_t[room]);
-    const std::unique_ptr<uint32_t[]> values(new uint32_t[most_escapes]);
-    const std::unique_ptr<uint8_t[]> positions(new uint8_t[most_escapes]);
-    const int64_t bytes = kernels().moves_pack[numbers.dtype](old, now, count, values.get(),
-                                                              positions.get(), packed.get());
-    if (pad16(bytes) < raw_bytes) {
-      std::memcpy(slot, packed.get(), bytes);
-      std::memset(slot + bytes, 0, pad16(bytes) - bytes);
-      return pad16(bytes);
-    }
+  // A number takes at most 3 words; 64 more for vectors that reach below.
+  const int64_t room = 3 * (count + kStates) + 64;
+  const std::unique_ptr<uint16_t[]> words(new uint16_t[room]);
+  uint32_t states[kStates];
+  const uint16_t* first = kernels().rans_encode[numbers.dtype](old, now, count, base, table, states,
+                                                               words.get() + room);
+  const int64_t word_bytes = 2 * (words.get() + room - first);
+  const int64_t bytes = static_cast<int64_t>(sizeof states) + word_bytes;
+  if (pad16(bytes) < raw_bytes) {
+    std::memcpy(slot, states, sizeof states);
+    std::memcpy(slot + sizeof states, first, word_bytes);
+    std::memset(slot + bytes, 0, pad16(bytes) - bytes);
+    return pad16(bytes);
   }
   std::memcpy(slot, now, count * value_bytes);
   std::memset(slot + count * value_bytes, 0, raw_bytes - count * value_bytes);
@@ -110,30 +94,24 @@ int64_t encode_chunk(const Numbers& numbers, int coder, uint32_t base, const uin
 }
 
 // Writes the sections of a coded record; returns their bytes, or 0 where raw is as small.
-int64_t encode_sections(const Numbers& numbers, int coder, uint8_t* sections,
-                        MovesSubHeader& head) {
-  const int64_t chunk = chunk_of(coder), chunks = (numbers.numel + chunk - 1) / chunk;
-  const int64_t slot_bytes = chunk * dtype_bytes(numbers.dtype);
+int64_t encode_sections(const Numbers& numbers, uint8_t* sections, MovesSubHeader& head) {
+  const int64_t chunks = chunk_count(numbers.numel);
+  const int64_t slot_bytes = kRansChunk * dtype_bytes(numbers.dtype);
   const int64_t offset_bytes = pad16(4 * (chunks + 1));
-  std::vector<uint32_t> table;
-  std::vector<uint8_t> packed;
-  if (coder == kMovesRans) {
-    const uint32_t base = moves_base_exponent(numbers.old, numbers.numel, numbers.dtype);
-    head.base_exponent = static_cast<uint8_t>(base);
-    const MovesFrequencies frequencies = moves_quantise(count_symbols(numbers, base));
-    table = moves_encoder_table(frequencies);
-    packed = moves_pack_table(frequencies);
-    copy_padded(sections + offset_bytes, packed.data(), packed.size());
-  }
-  uint8_t* data = sections + offset_bytes + pad16(packed.size());
+  const uint32_t base = moves_base_exponent(numbers.old, numbers.numel, numbers.dtype);
+  const MovesFrequencies frequencies = moves_quantise(count_symbols(numbers, base));
+  const std::vector<uint32_t> table = moves_encoder_table(frequencies);
+  const std::vector<uint8_t> stored = moves_table_bytes(frequencies);
+  copy_padded(sections + offset_bytes, stored.data(), stored.size());
+  uint8_t* data = sections + offset_bytes + pad16(stored.size());
   // Each task packs its chunks one behind the other, from its first one's slot on.
   std::vector<int64_t> starts(chunks), sizes(chunks);
   torch::stable::parallel_for(0, chunks, 1, [&](int64_t first, int64_t last) {
     int64_t at = first * slot_bytes;
     for (int64_t c = first; c < last; ++c) {
       starts[c] = at;
-      sizes[c] = encode_chunk(numbers, coder, head.base_exponent, table.data(), c * chunk,
-                              std::min((c + 1) * chunk, numbers.numel), data + at);
+      sizes[c] = encode_chunk(numbers, base, table.data(), c * kRansChunk,
+                              std::min((c + 1) * kRansChunk, numbers.numel), data + at);
       at += sizes[c];
     }
   });
@@ -148,40 +126,34 @@ int64_t encode_sections(const Numbers& numbers, int coder, uint8_t* sections,
   std::memset(sections + 4 * (chunks + 1), 0, offset_bytes - 4 * (chunks + 1));
   const int64_t bytes = data - sections + written;
   if (bytes >= pad16(numbers.numel * dtype_bytes(numbers.dtype))) return 0;
+  head.base_exponent = static_cast<uint8_t>(base);
   head.chunks = static_cast<uint32_t>(chunks);
-  head.table_bytes = static_cast<uint32_t>(packed.size());
+  head.table_bytes = static_cast<uint32_t>(stored.size());
   return bytes;
 }
 
 // The bytes that moves_encode needs of `out`: more than the record, for chunks lie apart at first.
-int64_t moves_room(int64_t numel, int64_t dtype, int64_t coder) {
+int64_t moves_room(int64_t numel, int64_t dtype) {
   check_dtype_code(dtype, "moves_room: dtype");
-  MS_CHECK(coder >= kMovesRaw && coder <= kMovesPacked, "moves_room: coder is unknown",
-           "0 (raw), 1 (rans) or 2 (packed)", coder);
   MS_CHECK(numel >= 0 && numel <= kMaxMoves, "moves_room: numel is out of range", "0 to 2^34",
            numel);
-  return moves_room_bytes(numel, dtype, coder);
+  return moves_room_bytes(numel, dtype);
 }
 
 // Returns the record's bytes, one int64.
-Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int64_t step,
-                        const Tensor& out) {
+Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
   const int dtype = check_numbers(now, "moves_encode: new", -1, -1);
   const int64_t numel = now.numel();
   check_numbers(old, "moves_encode: old", dtype, numel);
-  check_vector(out, "moves_encode: out", ScalarType::Byte, moves_room(numel, dtype, coder));
+  check_vector(out, "moves_encode: out", ScalarType::Byte, moves_room(numel, dtype));
   MS_CHECK(out.is_cpu(), "moves_encode: out is on the wrong device", "cpu", "another");
   const Numbers numbers = {static_cast<const uint8_t*>(old.const_data_ptr()),
                            static_cast<const uint8_t*>(now.const_data_ptr()), numel, dtype};
   uint8_t* record = static_cast<uint8_t*>(out.mutable_data_ptr());
   MovesSubHeader head = {};
-  int64_t bytes = 0;
-  if (coder != kMovesRaw && numel > 0) {
-    bytes = encode_sections(numbers, static_cast<int>(coder), record + kMovesSectionsAt, head);
-  }
-  if (bytes == 0) {
-    head = {};
-    coder = kMovesRaw;
+  int64_t bytes = numel > 0 ? encode_sections(numbers, record + kMovesSectionsAt, head) : 0;
+  const bool coded = bytes > 0;
+  if (!coded) {
     copy_padded(record + kMovesSectionsAt, numbers.now, numel * dtype_bytes(dtype));
     bytes = pad16(numel * dtype_bytes(dtype));
   }
@@ -190,7 +162,7 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t coder, int
   Header header = {};
   header.format = kFormatMoves;
   header.dtype = static_cast<uint8_t>(dtype);
-  header.flags = static_cast<uint8_t>(coder);
+  header.flags = static_cast<uint8_t>(coded ? kMovesRans : kMovesRaw);
   header.numel = numel;
   header.payload_bytes = bytes;
   header.step = static_cast<uint32_t>(step);
@@ -249,24 +221,12 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
     copy_bytes(numbers, record.data, record.numel * value_bytes);
     return {};
   }
-  if (coder == kMovesRans) {
-    // Whether a chunk is whole shows only at its end, and what is held may not change before.
-    const Tensor scratch = torch::stable::new_empty(held, {held.numel()});
-    uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
-    const int64_t damaged = decode_rans(record, numbers, decoded);
-    if (damaged >= 0) return {kFieldChunk, damaged};
-    copy_bytes(numbers, decoded, record.numel * value_bytes);
-    return {};
-  }
-  for_each_chunk(record.chunks, 1, [&](int64_t c, int64_t, int64_t) {
-    const uint8_t* chunk = record.data + record.offsets[c];
-    uint8_t* target = numbers + record.first(c) * value_bytes;
-    if (record.is_raw(c)) {
-      std::memcpy(target, chunk, record.count(c) * value_bytes);
-    } else {
-      kernels().moves_unpack[dtype](chunk, record.count(c), target);
-    }
-  });
+  // Whether a chunk is whole shows only at its end, and what is held may not change before.
+  const Tensor scratch = torch::stable::new_empty(held, {held.numel()});
+  uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
+  const int64_t damaged = decode_rans(record, numbers, decoded);
+  if (damaged >= 0) return {kFieldChunk, damaged};
+  copy_bytes(numbers, decoded, record.numel * value_bytes);
   return {};
 }
 
@@ -278,7 +238,8 @@ Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder)
   MS_CHECK(record.numel() >= kMovesBodyAt && record.numel() % 16 == 0,
            "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
            record.numel());
-  moves_room(0, dtype, coder);
+  MS_CHECK(coder == kMovesRaw || coder == kMovesRans, "moves_decode_: coder is unknown",
+           "0 (raw) or 1 (rans)", coder);
   const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt;
   const MovesFault fault =
       decode(held, body, record.numel() - kMovesBodyAt, dtype, static_cast<int>(coder));
@@ -293,8 +254,8 @@ Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder)
 }  // namespace megatron_sparse
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
-  m.def("moves_room(int numel, int dtype, int coder) -> int");
-  m.def("moves_encode(Tensor old, Tensor new, int coder, int step, Tensor(a!) out) -> Tensor");
+  m.def("moves_room(int numel, int dtype) -> int");
+  m.def("moves_encode(Tensor old, Tensor new, int step, Tensor(a!) out) -> Tensor");
   m.def("moves_decode_(Tensor(a!) held, Tensor record, int coder) -> Tensor");
 }
 

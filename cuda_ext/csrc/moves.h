@@ -11,12 +11,10 @@
 namespace megatron_sparse {
 
 inline constexpr uint8_t kFormatMoves = 6;
-enum MovesCoder : int { kMovesRaw = 0, kMovesRans = 1, kMovesPacked = 2 };
+enum MovesCoder : int { kMovesRaw = 0, kMovesRans = 1 };
 
 inline constexpr int kStates = 32;  // of a chunk
 inline constexpr int64_t kRansChunk = 16384;
-inline constexpr int64_t kPackedChunk = 8192;
-inline constexpr int kMovesTile = 256;
 inline constexpr int kScaleBits = 12;
 inline constexpr uint32_t kScale = uint32_t{1} << kScaleBits;
 inline constexpr int kContexts = 16;
@@ -64,24 +62,20 @@ MS_INLINE constexpr uint32_t exponent_mask(int dtype) {
   return dtype == kFp16 ? 31 : 255;
 }
 
-MS_INLINE constexpr int64_t chunk_of(int coder) {
-  return coder == kMovesRans ? kRansChunk : kPackedChunk;
+// The chunks of rans.
+MS_INLINE constexpr int64_t chunk_count(int64_t numel) {
+  return (numel + kRansChunk - 1) / kRansChunk;
 }
 
-MS_INLINE constexpr int64_t chunk_count(int coder, int64_t numel) {
-  return coder == kMovesRaw ? 0 : (numel + chunk_of(coder) - 1) / chunk_of(coder);
-}
-
-MS_INLINE constexpr int64_t numbers_in_chunk(int coder, int64_t numel, int64_t chunk) {
-  const int64_t left = numel - chunk * chunk_of(coder);
-  return left < chunk_of(coder) ? left : chunk_of(coder);
+MS_INLINE constexpr int64_t numbers_in_chunk(int64_t numel, int64_t chunk) {
+  const int64_t left = numel - chunk * kRansChunk;
+  return left < kRansChunk ? left : kRansChunk;
 }
 
 // The bytes that an encoder needs for a record: more than the record, for coding may not pay.
-inline int64_t moves_room_bytes(int64_t numel, int64_t dtype, int64_t coder) {
+inline int64_t moves_room_bytes(int64_t numel, int64_t dtype) {
   const int64_t raw = pad16(numel * dtype_bytes(static_cast<int>(dtype)));
-  if (coder == kMovesRaw) return kMovesSectionsAt + raw;
-  const int64_t chunks = chunk_count(static_cast<int>(coder), numel);
+  const int64_t chunks = chunk_count(numel);
   return kMovesSectionsAt + raw + pad16(4 * (chunks + 1)) +
          pad16(kContexts * (1 + 2 * kMaxSymbols));
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ MovesSections sections_of_moves(const MovesDecodeArgu
   s.check = MovesCheck::kSubHeaderSize;
   if (call.body_bytes < kHead) return s;
   const uint4 head = *reinterpret_cast<const uint4*>(call.body);
-  s.chunks = chunk_count(call.coder, call.numel);
+  s.chunks = call.coder == kMovesRaw ? 0 : chunk_count(call.numel);
   s.table_bytes = head.z;
   s.base = head.w & 255;
   s.check = MovesCheck::kZeros;
@@ -115,7 +115,7 @@ __device__ __forceinline__ MovesSections sections_of_moves(const MovesDecodeArgu
   s.check = MovesCheck::kChunks;
   if (head.y != s.chunks) return s;
   s.check = MovesCheck::kNoTable;
-  if (call.coder != kMovesRans && s.table_bytes != 0) return s;
+  if (call.coder == kMovesRaw && s.table_bytes != 0) return s;
   s.offsets = reinterpret_cast<const uint32_t*>(call.body + kHead);
   s.table = call.body + kHead;
   if (call.coder != kMovesRaw) s.table += offset_table_bytes(s.chunks);
@@ -207,26 +207,7 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
   }
 }
 
-// Whether the sections of a packed chunk have the chunk's size, and every move
-// its number's bits. Called by a warp, for all of which the answer is the same.
-__device__ __forceinline__ bool is_packed_chunk(const uint8_t* chunk, int64_t bytes, int64_t count,
-                                                int64_t value_bytes) {
-  const int tiles = static_cast<int>((count + kMovesTile - 1) / kMovesTile);
-  const int64_t heads = pad16(2 * tiles);
-  if (heads > bytes) return false;
-  unsigned planes = 0, escapes = 0, wide = 0;
-  for (int t = threadIdx.x % 32; t < tiles; t += 32) {
-    planes += chunk[t];
-    escapes += chunk[tiles + t];
-    wide |= chunk[t] > 8 * value_bytes;
-  }
-  planes = __reduce_add_sync(kAllLanes, planes);
-  escapes = __reduce_add_sync(kAllLanes, escapes);
-  if (__any_sync(kAllLanes, static_cast<int>(wide))) return false;
-  return pad16(heads + planes * int64_t{kPlaneBytes} + escapes * (value_bytes + 1)) == bytes;
-}
-
-// Checks the offsets and the chunks; a warp takes a chunk.
+// Checks the offsets and the chunks; a thread takes a chunk.
 __device__ __forceinline__ void check_chunks(const MovesDecodeArguments& call,
                                              const MovesDecodeWork& work, const MovesSections& s) {
   if (first_item() == 0) {
@@ -236,18 +217,13 @@ __device__ __forceinline__ void check_chunks(const MovesDecodeArguments& call,
     }
   }
   const int64_t value_bytes = dtype_bytes(call.dtype);
-  for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
-    const int64_t count = numbers_in_chunk(call.coder, call.numel, c);
+  for (int64_t c = first_item(); c < s.chunks; c += item_stride()) {
+    const int64_t count = numbers_in_chunk(call.numel, c);
     const int64_t raw = pad16(count * value_bytes), bytes = s.chunk_bytes(c, raw);
-    bool fits = true;
-    if (bytes >= 0 && bytes != raw) {
-      fits = call.coder == kMovesRans
-                 ? bytes >= 4 * kStates
-                 : is_packed_chunk(s.data + int64_t{s.offsets[c]} * 16, bytes, count, value_bytes);
-    }
-    if (threadIdx.x % 32 != 0) continue;
     if (bytes < 0) report_fault(work.fault, MovesCheck::kOffsets, c + 1);
-    if (!fits) report_fault(work.fault, MovesCheck::kChunk, c);
+    if (bytes >= 0 && bytes != raw && bytes < 4 * kStates) {
+      report_fault(work.fault, MovesCheck::kChunk, c);
+    }
   }
 }
 
@@ -259,8 +235,10 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
     if (first_item() == 0) report_fault(work.fault, s.check, 0);
     return;
   }
-  if (call.coder != kMovesRaw) check_chunks(call, work, s);
-  if (call.coder == kMovesRans) make_tables(call, work, s, shared);
+  if (call.coder == kMovesRans) {
+    check_chunks(call, work, s);
+    make_tables(call, work, s, shared);
+  }
   const uint4* vectors = reinterpret_cast<const uint4*>(call.body);
   uint32_t sum = 0;
 #pragma unroll 4

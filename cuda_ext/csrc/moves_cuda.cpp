@@ -16,30 +16,21 @@ void check_numbers(const Tensor& tensor, const char* name, int dtype, int64_t nu
   MS_CHECK(numel <= kMaxMoves, name << " is too long", "at most 2^34 numbers", numel);
 }
 
-void check_coder(int64_t coder, const char* name) {
-  MS_CHECK(coder >= kMovesRaw && coder <= kMovesPacked, name << " is unknown",
-           "0 (raw), 1 (rans) or 2 (packed)", coder);
-}
-
 // Returns the record's bytes, one int64.
-Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t coder, int64_t step,
-                         const Tensor& out) {
+Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
   const int dtype = dtype_code(now, "moves_encode: new");
   const int64_t numel = now.numel();
   check_numbers(now, "moves_encode: new", dtype, numel);
   check_numbers(old, "moves_encode: old", dtype, numel);
   check_beside(old, now, "moves_encode: old");
-  check_coder(coder, "moves_encode: coder");
-  check_vector(out, "moves_encode: out", ScalarType::Byte,
-               moves_room_bytes(numel, dtype, static_cast<int>(coder)));
+  check_vector(out, "moves_encode: out", ScalarType::Byte, moves_room_bytes(numel, dtype));
   check_beside(out, now, "moves_encode: out");
   check_alignment(out, 16, "moves_encode: out");
   torch::stable::accelerator::DeviceGuard guard(now.get_device_index());
   Tensor size = new_words(now, 1);
-  const int code = static_cast<int>(coder);
-  const Tensor workspace = new_workspace(now, moves_encode_workspace_bytes(numel, dtype, code));
+  const Tensor workspace = new_workspace(now, moves_encode_workspace_bytes(numel, dtype));
   launch_moves_encode(
-      {old.const_data_ptr(), now.const_data_ptr(), numel, dtype, code, static_cast<uint32_t>(step),
+      {old.const_data_ptr(), now.const_data_ptr(), numel, dtype, static_cast<uint32_t>(step),
        static_cast<uint8_t*>(out.mutable_data_ptr()), words_of(size), workspace.mutable_data_ptr()},
       current_stream(now));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -53,7 +44,8 @@ Tensor moves_decode_cuda(const Tensor& held, const Tensor& record, int64_t coder
   check_vector(record, "moves_decode_: record", ScalarType::Byte, -1);
   check_beside(record, held, "moves_decode_: record");
   check_alignment(record, 16, "moves_decode_: record");
-  check_coder(coder, "moves_decode_: coder");
+  MS_CHECK(coder == kMovesRaw || coder == kMovesRans, "moves_decode_: coder is unknown",
+           "0 (raw) or 1 (rans)", coder);
   MS_CHECK(record.numel() >= kMovesBodyAt && record.numel() % 16 == 0,
            "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
            record.numel());

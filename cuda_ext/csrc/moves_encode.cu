@@ -3,7 +3,6 @@
 // The bytes are the CPU's. The launch that writes chunks sums them. The last launch sums the rest
 // of the record, makes it raw where coding does not pay, and writes the header.
 #include "moves_launch.h"
-#include "moves_pack_kernel.cuh"
 #include "moves_rans_encode.cuh"
 
 namespace megatron_sparse {
@@ -15,11 +14,10 @@ constexpr int kSealThreads = 256;
 __device__ __forceinline__ void write_headers(const MovesEncodeArguments& call,
                                               const MovesEncodeWork& work, bool coded,
                                               int64_t chunks, int64_t bytes, uint32_t sum) {
-  const bool rans = coded && work.tables != nullptr;
   uint4 head;
   head.y = coded ? static_cast<uint32_t>(chunks) : 0;
-  head.z = rans ? work.tables->table_bytes : 0;
-  head.w = rans ? work.tables->base : 0;
+  head.z = coded ? work.tables->table_bytes : 0;
+  head.w = coded ? work.tables->base : 0;
   head.x = sum + mix_word(head.y, 1) + mix_word(head.z, 2) + mix_word(head.w, 3);
   *reinterpret_cast<uint4*>(call.out + kHeaderBytes) = head;
   Header header = {};
@@ -27,7 +25,7 @@ __device__ __forceinline__ void write_headers(const MovesEncodeArguments& call,
   header.version = kVersion;
   header.format = kFormatMoves;
   header.dtype = static_cast<uint8_t>(call.dtype);
-  header.flags = static_cast<uint8_t>(coded ? call.coder : kMovesRaw);
+  header.flags = static_cast<uint8_t>(coded ? kMovesRans : kMovesRaw);
   header.numel = static_cast<uint64_t>(call.numel);
   header.payload_bytes = sizeof(MovesSubHeader) + static_cast<uint64_t>(bytes);
   header.step = call.step;
@@ -41,7 +39,7 @@ __global__ void __launch_bounds__(kSealThreads, 4)
     moves_seal_kernel(MovesEncodeArguments call, MovesEncodeWork work) {
   __shared__ bool is_last;
   constexpr int kItems = 16 / sizeof(MovesRaw<D>);
-  const int64_t chunks = chunk_count(call.coder, call.numel);
+  const int64_t chunks = chunk_count(call.numel);
   const int64_t raw_bytes = pad16(call.numel * sizeof(MovesRaw<D>));
   uint8_t* sections = call.out + kMovesSectionsAt;
   const int64_t chunks_at = chunks_of_record(call, work, chunks) - sections;
@@ -73,12 +71,8 @@ __global__ void __launch_bounds__(kSealThreads, 4)
 template <int D>
 void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& work,
                       cudaStream_t stream) {
-  const int64_t chunks = chunk_count(call.coder, call.numel), resident = multiprocessors();
-  if (chunks > 0 && call.coder == kMovesPacked) {
-    const cudaLaunchConfig_t packs = grid_for(chunks, resident * 4, kPackThreads, stream);
-    cudaLaunchKernelEx(&packs, moves_pack_kernel<D>, call, work);
-  }
-  if (chunks > 0 && call.coder == kMovesRans) {
+  const int64_t chunks = chunk_count(call.numel), resident = multiprocessors();
+  if (chunks > 0) {
     const cudaLaunchConfig_t once = grid_for(1, 1, kBaseThreads, stream);
     cudaLaunchKernelEx(&once, moves_base_kernel<D>, call, work);
     const int64_t apart = int64_t{kCountBlock} * count_stride(call.numel);
@@ -101,13 +95,13 @@ void launch_encode_of(const MovesEncodeArguments& call, const MovesEncodeWork& w
 
 }  // namespace
 
-int64_t moves_encode_workspace_bytes(int64_t numel, int dtype, int coder) {
-  return lay_out_encode(nullptr, numel, dtype, coder).bytes;
+int64_t moves_encode_workspace_bytes(int64_t numel, int dtype) {
+  return lay_out_encode(nullptr, numel, dtype).bytes;
 }
 
 void launch_moves_encode(const MovesEncodeArguments& call, void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const MovesEncodeWork work = lay_out_encode(call.workspace, call.numel, call.dtype, call.coder);
+  const MovesEncodeWork work = lay_out_encode(call.workspace, call.numel, call.dtype);
   cudaMemsetAsync(call.workspace, 0, static_cast<size_t>(work.zeroed_bytes), stream);
   if (call.dtype == kFp32) {
     launch_encode_of<kFp32>(call, work, stream);

@@ -32,7 +32,7 @@ struct MovesEncodeWork {
   unsigned* sealed;     // zeroed; blocks that have added to the sum
   uint32_t* sum;        // zeroed; of the mixed words, of raw numbers or of what precedes chunks
   uint32_t* chunk_sum;  // zeroed; of the chunks' mixed words
-  unsigned long long* counts;  // zeroed; [kContexts][kMaxSymbols], of rans; so is what follows
+  unsigned long long* counts;  // zeroed; [kContexts][kMaxSymbols]
   int64_t zeroed_bytes;
   RansTables* tables;
   uint32_t* states;  // [chunks][kStates]
@@ -41,8 +41,8 @@ struct MovesEncodeWork {
   int64_t bytes;
 };
 
-inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype, int coder) {
-  const int64_t chunks = chunk_count(coder, numel);
+inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype) {
+  const int64_t chunks = chunk_count(numel);
   Carver memory(base);
   MovesEncodeWork w = {};
   w.ends = memory.take<ScanState>(chunks);
@@ -50,26 +50,20 @@ inline MovesEncodeWork lay_out_encode(void* base, int64_t numel, int dtype, int 
   w.sealed = memory.take<unsigned>(1);
   w.sum = memory.take<uint32_t>(1);
   w.chunk_sum = memory.take<uint32_t>(1);
-  if (coder == kMovesRans) w.counts = memory.take<unsigned long long>(kTableEntries);
+  w.counts = memory.take<unsigned long long>(kTableEntries);
   w.zeroed_bytes = memory.used();
-  if (coder == kMovesRans) {
-    w.tables = memory.take<RansTables>(1);
-    w.states = memory.take<uint32_t>(chunks * kStates);
-    w.words = memory.take<uint32_t>(chunks);
-    w.slots = memory.take<uint16_t>(chunks * slot_words(dtype));
-  }
+  w.tables = memory.take<RansTables>(1);
+  w.states = memory.take<uint32_t>(chunks * kStates);
+  w.words = memory.take<uint32_t>(chunks);
+  w.slots = memory.take<uint16_t>(chunks * slot_words(dtype));
   w.bytes = memory.used();
   return w;
-}
-
-__device__ __forceinline__ int64_t table_bytes_of(const MovesEncodeWork& work) {
-  return work.tables == nullptr ? 0 : work.tables->table_bytes;
 }
 
 // Where the chunks of a coded record lie.
 __device__ __forceinline__ uint8_t* chunks_of_record(const MovesEncodeArguments& call,
                                                      const MovesEncodeWork& work, int64_t chunks) {
-  return call.out + kMovesSectionsAt + offset_table_bytes(chunks) + pad16(table_bytes_of(work));
+  return call.out + kMovesSectionsAt + offset_table_bytes(chunks) + pad16(work.tables->table_bytes);
 }
 
 // Publishes the size of a chunk, writes its entry of the table of offsets, and returns where it
@@ -100,8 +94,8 @@ __device__ __forceinline__ uint32_t put_vector(const MovesEncodeArguments& call,
 template <int D>
 __device__ __forceinline__ uint32_t write_raw_chunk(const MovesEncodeArguments& call, int64_t chunk,
                                                     uint8_t* target) {
-  const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now) + chunk * chunk_of(call.coder);
-  const int64_t count = numbers_in_chunk(call.coder, call.numel, chunk);
+  const MovesRaw<D>* now = static_cast<const MovesRaw<D>*>(call.now) + chunk * kRansChunk;
+  const int64_t count = numbers_in_chunk(call.numel, chunk);
   constexpr int kItems = 16 / sizeof(MovesRaw<D>);
   uint32_t sum = 0;
   for (int64_t v = threadIdx.x; v * kItems < count; v += blockDim.x) {

@@ -8,85 +8,39 @@
 namespace megatron_sparse {
 namespace MS_ISA {
 
-// Lanes as wide as the numbers: V is unsigned, S signed.
-struct Lanes16 {
-  using T = uint16_t;
-  typedef uint16_t V __attribute__((vector_size(4 * MS_WIDTH)));
-  typedef int16_t S __attribute__((vector_size(4 * MS_WIDTH)));
-  static constexpr int kBits = 16, kCount = 2 * MS_WIDTH;
-};
-struct Lanes32 {
-  using T = uint32_t;
-  using V = VectorLanes::U;
-  using S = VectorLanes::M;
-  static constexpr int kBits = 32, kCount = MS_WIDTH;
-};
-
-// The ordered integer of a bit pattern: negative numbers have all bits flipped, others the sign.
-template <class L>
-MS_INLINE typename L::V ordered(typename L::V bits) {
-  using V = typename L::V;
-  const V negative = reinterpret_cast<V>(reinterpret_cast<typename L::S>(bits) >> (L::kBits - 1));
-  return bits ^ (negative | static_cast<typename L::T>(typename L::T{1} << (L::kBits - 1)));
+// The ordered integer of an fp32 bit pattern: negative numbers have all bits flipped, others the
+// sign.
+MS_INLINE VectorLanes::U ordered(VectorLanes::U bits) {
+  using U = VectorLanes::U;
+  const U negative = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(bits) >> 31);
+  return bits ^ (negative | 0x80000000u);
 }
 
-template <class L>
-MS_INLINE typename L::V unordered(typename L::V integers) {
-  using V = typename L::V;
-  const V positive =
-      reinterpret_cast<V>(reinterpret_cast<typename L::S>(integers) >> (L::kBits - 1));
-  return integers ^ (~positive | static_cast<typename L::T>(typename L::T{1} << (L::kBits - 1)));
+MS_INLINE VectorLanes::U unordered(VectorLanes::U integers) {
+  using U = VectorLanes::U;
+  const U positive = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(integers) >> 31);
+  return integers ^ (~positive | 0x80000000u);
 }
 
-// 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
-template <class L>
-MS_INLINE typename L::V zigzag(typename L::V old_bits, typename L::V new_bits) {
-  using V = typename L::V;
-  const V move = ordered<L>(new_bits) - ordered<L>(old_bits);
-  const V sign = reinterpret_cast<V>(reinterpret_cast<typename L::S>(move) >> (L::kBits - 1));
-  return (move + move) ^ sign;
-}
-
-template <class L>
-MS_INLINE typename L::V apply_move(typename L::V old_bits, typename L::V z) {
-  using V = typename L::V;
-  const V one = V{} + static_cast<typename L::T>(1);
-  return unordered<L>(ordered<L>(old_bits) + ((z >> 1) ^ (V{} - (z & one))));
-}
-
-// The same for numbers of dtype D, zero-extended to 32-bit lanes: 16-bit numbers are moved to the
-// upper halves, where the arithmetic of 32 bits wraps as that of 16 bits does.
+// Moves 0, -1, 1, -2, ... of numbers of dtype D become 0, 1, 2, 3, ... Numbers of 16 bits are
+// zero-extended; in the upper halves the arithmetic of 32 bits wraps as that of 16 bits does.
 template <int D>
-MS_INLINE VectorLanes::U zigzag_wide(VectorLanes::U old_bits, VectorLanes::U new_bits) {
-  if constexpr (D == kFp32) {
-    return zigzag<Lanes32>(old_bits, new_bits);
-  } else {
-    using U = VectorLanes::U;
-    const auto raised = [](U bits) {
-      const U high = bits << 16;
-      const U negative = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(high) >> 31);
-      return high ^ ((negative | 0x80000000u) & 0xffff0000u);
-    };
-    const U move = raised(new_bits) - raised(old_bits);
-    const U sign = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(move) >> 31);
-    return (move >> 15 & 0xffffu) ^ (sign & 0xffffu);
-  }
+MS_INLINE VectorLanes::U zigzag(VectorLanes::U old_bits, VectorLanes::U new_bits) {
+  using U = VectorLanes::U;
+  const auto integer = [](U bits) {
+    return D == kFp32 ? ordered(bits) : ordered(bits << 16) & 0xffff0000u;
+  };
+  const U move = integer(new_bits) - integer(old_bits);
+  const U sign = reinterpret_cast<U>(reinterpret_cast<VectorLanes::M>(move) >> 31);
+  return D == kFp32 ? (move + move) ^ sign : (move >> 15 & 0xffffu) ^ (sign & 0xffffu);
 }
 
 template <int D>
-MS_INLINE VectorLanes::U apply_wide(VectorLanes::U old_bits, VectorLanes::U z) {
-  if constexpr (D == kFp32) {
-    return apply_move<Lanes32>(old_bits, z);
-  } else {
-    using U = VectorLanes::U;
-    using M = VectorLanes::M;
-    const U high = old_bits << 16;
-    const U negative = reinterpret_cast<U>(reinterpret_cast<M>(high) >> 31);
-    const U integer = high ^ (negative | 0x80000000u);  // the lower half is of no account
-    const U moved = integer + (((z >> 1) ^ (U{} - (z & 1u))) << 16);
-    const U positive = reinterpret_cast<U>(reinterpret_cast<M>(moved) >> 31);
-    return (moved ^ (~positive | 0x80000000u)) >> 16;
-  }
+MS_INLINE VectorLanes::U apply_move(VectorLanes::U old_bits, VectorLanes::U z) {
+  const VectorLanes::U move = (z >> 1) ^ (VectorLanes::U{} - (z & 1u));
+  if constexpr (D == kFp32) return unordered(ordered(old_bits) + move);
+  // The lower halves are of no account.
+  return unordered(ordered(old_bits << 16) + (move << 16)) >> 16;
 }
 
 template <int D>

@@ -13,16 +13,15 @@ struct MovesEncodeArguments {
   const void* now;  // [numel]
   int64_t numel;
   int dtype;
-  int coder;
   uint32_t step;
   uint8_t* out;   // moves_room bytes, 16-byte aligned; the record is at its front
   int64_t* size;  // [1], written: the record's bytes
   void* workspace;
 };
 
-int64_t moves_encode_workspace_bytes(int64_t numel, int dtype, int coder);
+int64_t moves_encode_workspace_bytes(int64_t numel, int dtype);
 
-// Launches, and one memset: raw 1, packed 2, rans 6.
+// Six launches, of no numbers one; and one memset.
 void launch_moves_encode(const MovesEncodeArguments& arguments, void* stream);
 
 struct MovesDecodeArguments {
@@ -38,7 +37,7 @@ struct MovesDecodeArguments {
 
 int64_t moves_decode_workspace_bytes(int64_t numel, int dtype, int coder);
 
-// Launches, and one memset: raw 2, packed 2, rans 3.
+// Launches, and one memset: raw 2, rans 3.
 void launch_moves_decode(const MovesDecodeArguments& arguments, void* stream);
 
 }  // namespace megatron_sparse

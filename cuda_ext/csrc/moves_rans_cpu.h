@@ -1,4 +1,5 @@
-// The rANS coder of moves: counting, encoding and decoding of a chunk.
+// The rANS coder of moves: counting, encoding and decoding of a chunk. Also the checksum of a
+// record.
 // Included once for each instruction set, like vector_lanes.h.
 #pragma once
 
@@ -70,7 +71,7 @@ void moves_count(const void* old, const void* now, int64_t numel, uint32_t base,
     const int64_t count = numel - begin < kBlock ? numel - begin : kBlock;
     for (int64_t i = 0; i < count; i += MS_WIDTH) {
       const U was = load_until<D>(old, begin + i, numel);
-      const U z = zigzag_wide<D>(was, load_until<D>(now, begin + i, numel));
+      const U z = zigzag<D>(was, load_until<D>(now, begin + i, numel));
       const U symbol = symbols_of_moves<D>(z).symbol;
       store_raw<kBf16>(keys, i, context_of<D>(was, base) * uint32_t{kMaxSymbols} + symbol);
     }
@@ -147,8 +148,7 @@ uint16_t* rans_encode(const void* old, const void* now, int64_t numel, uint32_t 
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = begin + v * MS_WIDTH;
       const U was = load_until<D>(old, at, numel);
-      const MoveSymbols all =
-          symbols_of_moves<D>(zigzag_wide<D>(was, load_until<D>(now, at, numel)));
+      const MoveSymbols all = symbols_of_moves<D>(zigzag<D>(was, load_until<D>(now, at, numel)));
       entry[v] = gather(table, context_of<D>(was, base) * uint32_t{kMaxSymbols} + all.symbol);
       bits[v] = all.raw_bits;
       raw[v] = all.raw;
@@ -245,7 +245,7 @@ MS_INLINE const uint16_t* decode_step(const void* old, int64_t begin, int64_t nu
   }
   for (int v = 0; v < kVectors; ++v) {
     const int64_t at = begin + v * MS_WIDTH;
-    const U moved = apply_wide<D>(was[v], z[v]);
+    const U moved = apply_move<D>(was[v], z[v]);
     if (WHOLE || at + MS_WIDTH <= numel) {
       store_raw<D>(out, at, moved);
     } else if (at < numel) {
@@ -285,6 +285,32 @@ int64_t rans_decode(const void* old, int64_t numel, uint32_t base, const uint32_
   }
   for (int v = 0; v < kVectors; ++v) store_raw<kFp32>(states, v * MS_WIDTH, state[v]);
   return read + (last - room);
+}
+
+// The sum of the mixed words, the first of which has the number `first`.
+inline uint32_t mixed_sum(const void* words, int64_t count, uint32_t first) {
+  using U = VectorLanes::U;
+  U sum = {}, position = first_lanes() + first;
+  int64_t i = 0;
+  for (; i + MS_WIDTH <= count; i += MS_WIDTH, position += MS_WIDTH) {
+    const U mixed = (load_raw<kFp32>(words, i) ^ position * 0x9e3779b9u) * 0x85ebca6bu;
+    sum += (mixed ^ mixed >> 15) * 0xc2b2ae35u;
+  }
+  uint32_t total = 0;
+  for (int lane = 0; lane < MS_WIDTH; ++lane) total += sum[lane];
+  for (; i < count; ++i) {
+    uint32_t word;
+    std::memcpy(&word, static_cast<const char*>(words) + 4 * i, sizeof word);
+    total += mix_word(word, first + static_cast<uint32_t>(i));
+  }
+  return total;
+}
+
+template <int D>
+constexpr void fill_moves(Kernels& kernels) {
+  kernels.moves_count[D] = moves_count<D>;
+  kernels.rans_encode[D] = rans_encode<D>;
+  kernels.rans_decode[D] = rans_decode<D>;
 }
 
 }  // namespace MS_ISA

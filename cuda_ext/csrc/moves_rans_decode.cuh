@@ -9,7 +9,6 @@
 #pragma once
 
 #include "moves_check_kernel.cuh"
-#include "moves_planes.cuh"
 
 namespace megatron_sparse {
 
@@ -130,10 +129,10 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
       MovesRaw<D>* to = out + first + 32 * s + lane;
       const uint32_t z = next_z(was[s], true), other = next_z(was[s + 1], true);
       if constexpr (D == kFp32) {
-        to[0] = moved_word<D>(was[s], z);
-        to[32] = moved_word<D>(was[s + 1], other);
+        to[0] = moved_by<D>(was[s], z);
+        to[32] = moved_by<D>(was[s + 1], other);
       } else {
-        const uint32_t now = moved_word<D>(was[s] | was[s + 1] << 16, z | other << 16);
+        const uint32_t now = moved_pair(was[s] | was[s + 1] << 16, z | other << 16);
         to[0] = static_cast<MovesRaw<D>>(now);
         to[32] = static_cast<MovesRaw<D>>(now >> 16);
       }
@@ -174,7 +173,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
   uint16_t* ring =
       reinterpret_cast<uint16_t*>(rans_shared + kVectors) + threadIdx.x / 32 * 2 * kRingHalf;
   for (int64_t c = first_item() / 32; c < s.chunks; c += item_stride() / 32) {
-    const int64_t count = numbers_in_chunk(kMovesRans, call.numel, c);
+    const int64_t count = numbers_in_chunk(call.numel, c);
     const int64_t raw = pad16(count * sizeof(Raw)), bytes = s.chunk_bytes(c, raw);
     const uint8_t* chunk = s.data + int64_t{s.offsets[c]} * 16;
     const Raw* held = static_cast<const Raw*>(call.held) + c * kRansChunk;

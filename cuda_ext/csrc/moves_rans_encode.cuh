@@ -7,7 +7,6 @@
 // read once.
 #pragma once
 
-#include "moves_planes.cuh"
 #include "moves_rans_tables.cuh"
 #include "tile_scan.cuh"
 
@@ -81,8 +80,8 @@ __device__ __forceinline__ void push_steps(uint32_t& state, WordWriter& words,
       z[s] = zigzag_of<D>(numbers.was[s], numbers.is[s]);
       z[s + 1] = zigzag_of<D>(numbers.was[s + 1], numbers.is[s + 1]);
     } else {
-      const uint32_t pair = zigzag_word<D>(numbers.was[s] | numbers.was[s + 1] << 16,
-                                           numbers.is[s] | numbers.is[s + 1] << 16);
+      const uint32_t pair = zigzag_pair(numbers.was[s] | numbers.was[s + 1] << 16,
+                                        numbers.is[s] | numbers.is[s + 1] << 16);
       z[s] = pair & 0xffffu;
       z[s + 1] = pair >> 16;
     }
@@ -105,9 +104,9 @@ __global__ void __launch_bounds__(32 * kRansWarps, 5)
   // A shuffle, because the compiler would compute another mask anew for every word.
   const unsigned lower = __shfl_sync(kAllLanes, (1u << lane) - 1, lane);
   const uint32_t base = work.tables->base;
-  const int64_t chunks = chunk_count(kMovesRans, call.numel);
+  const int64_t chunks = chunk_count(call.numel);
   for (int64_t chunk = first_item() / 32; chunk < chunks; chunk += item_stride() / 32) {
-    const int count = static_cast<int>(numbers_in_chunk(kMovesRans, call.numel, chunk));
+    const int count = static_cast<int>(numbers_in_chunk(call.numel, chunk));
     const Raw* old = static_cast<const Raw*>(call.old) + chunk * kRansChunk;
     const Raw* now = static_cast<const Raw*>(call.now) + chunk * kRansChunk;
     // With more words the chunk is no shorter than its raw numbers.
@@ -147,10 +146,10 @@ __global__ void __launch_bounds__(kScanThreads, 4)
   using Raw = MovesRaw<D>;
   __shared__ TileScan scan;
   uint32_t sum = 0;
-  const int64_t chunks = chunk_count(kMovesRans, call.numel);
+  const int64_t chunks = chunk_count(call.numel);
   for (int64_t chunk = take_tile(scan, work.ticket); chunk < chunks;
        chunk = take_tile(scan, work.ticket)) {
-    const int64_t count = numbers_in_chunk(kMovesRans, call.numel, chunk);
+    const int64_t count = numbers_in_chunk(call.numel, chunk);
     const int64_t raw = pad16(count * sizeof(Raw));
     const uint32_t words = work.words[chunk];
     const int64_t bytes = words == kRawWords ? raw : pad16(4 * kStates + 2 * int64_t{words});

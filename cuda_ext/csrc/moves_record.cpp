@@ -27,20 +27,6 @@ int64_t read_table(const uint8_t* table, int64_t bytes, int symbols, MovesFreque
   return at == bytes ? -1 : kContexts - 1;
 }
 
-// Whether the sections of a packed chunk have the chunk's size, and every move its number's bits.
-bool is_packed_chunk(const uint8_t* chunk, int64_t bytes, int64_t numel, int dtype) {
-  const int64_t tiles = (numel + kMovesTile - 1) / kMovesTile, value_bytes = dtype_bytes(dtype);
-  const int64_t heads = pad16(2 * tiles);
-  if (heads > bytes) return false;
-  int64_t planes = 0, escapes = 0;
-  for (int64_t t = 0; t < tiles; ++t) {
-    if (chunk[t] > 8 * value_bytes) return false;
-    planes += chunk[t];
-    escapes += chunk[tiles + t];
-  }
-  return pad16(heads + planes * (kMovesTile / 8) + escapes * (value_bytes + 1)) == bytes;
-}
-
 }  // namespace
 
 uint32_t moves_base_exponent(const void* old, int64_t numel, int dtype) {
@@ -109,19 +95,19 @@ std::vector<uint32_t> moves_decoder_table(const MovesFrequencies& frequencies) {
   return table;
 }
 
-std::vector<uint8_t> moves_pack_table(const MovesFrequencies& frequencies) {
-  std::vector<uint8_t> packed(kContexts);
+std::vector<uint8_t> moves_table_bytes(const MovesFrequencies& frequencies) {
+  std::vector<uint8_t> bytes(kContexts);
   for (int context = 0; context < kContexts; ++context) {
     const uint32_t* frequency = frequencies.data() + context * kMaxSymbols;
     int stored = kMaxSymbols;
     while (stored > 0 && frequency[stored - 1] == 0) --stored;
-    packed[context] = static_cast<uint8_t>(stored);
+    bytes[context] = static_cast<uint8_t>(stored);
     for (int s = 0; s < stored; ++s) {
-      packed.push_back(static_cast<uint8_t>(frequency[s]));
-      packed.push_back(static_cast<uint8_t>(frequency[s] >> 8));
+      bytes.push_back(static_cast<uint8_t>(frequency[s]));
+      bytes.push_back(static_cast<uint8_t>(frequency[s] >> 8));
     }
   }
-  return packed;
+  return bytes;
 }
 
 MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& record) {
@@ -130,7 +116,7 @@ MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& re
   MovesSubHeader head;
   std::memcpy(&head, body, sizeof head);
   if (head.zeros[0] != 0 || head.zeros[1] != 0 || head.zeros[2] != 0) return {kFieldZeros, 0};
-  record.chunks = chunk_count(record.coder, record.numel);
+  record.chunks = record.coder == kMovesRaw ? 0 : chunk_count(record.numel);
   if (head.chunks != record.chunks) return {kFieldChunks, 0};
   record.base_exponent = head.base_exponent;
   const int64_t value_bytes = dtype_bytes(record.dtype);
@@ -142,16 +128,12 @@ MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& re
   }
   const uint8_t* table = body + kHead + pad16(4 * (record.chunks + 1));
   const int64_t table_bytes = head.table_bytes;
-  if (record.coder != kMovesRans && table_bytes != 0) return {kFieldTable, 0};
   record.data = table + pad16(table_bytes);
   const int64_t data_bytes = bytes - (record.data - body);
   if (data_bytes < 0) return {kFieldSize, 0};
-  if (record.coder == kMovesRans) {
-    record.frequencies.assign(kContexts * kMaxSymbols, 0);
-    const int64_t bad =
-        read_table(table, table_bytes, symbols_of(record.dtype), record.frequencies);
-    if (bad >= 0) return {kFieldTable, bad};
-  }
+  record.frequencies.assign(kContexts * kMaxSymbols, 0);
+  const int64_t bad = read_table(table, table_bytes, symbols_of(record.dtype), record.frequencies);
+  if (bad >= 0) return {kFieldTable, bad};
   record.offsets.resize(record.chunks + 1);
   for (int64_t c = 0; c <= record.chunks; ++c) {
     uint32_t offset;
@@ -164,13 +146,8 @@ MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& re
   }
   if (record.offsets.back() != data_bytes) return {kFieldOffsets, record.chunks};
   for (int64_t c = 0; c < record.chunks; ++c) {
-    if (record.is_raw(c)) continue;
-    const int64_t chunk_bytes = record.offsets[c + 1] - record.offsets[c];
-    const bool fits = record.coder == kMovesRans
-                          ? chunk_bytes >= 4 * kStates
-                          : is_packed_chunk(record.data + record.offsets[c], chunk_bytes,
-                                            record.count(c), record.dtype);
-    if (!fits) return {kFieldChunk, c};
+    const bool fits = record.offsets[c + 1] - record.offsets[c] >= 4 * kStates;
+    if (!fits && !record.is_raw(c)) return {kFieldChunk, c};
   }
   return {};
 }

@@ -24,7 +24,7 @@ std::vector<uint32_t> moves_decoder_table(const MovesFrequencies& frequencies);
 
 // The table as it is in a record: a byte for each context, how many frequencies it stores; then
 // these.
-std::vector<uint8_t> moves_pack_table(const MovesFrequencies& frequencies);
+std::vector<uint8_t> moves_table_bytes(const MovesFrequencies& frequencies);
 
 // The fields of a record that a decoder refuses; formats/moves.py names them.
 enum MovesField : int64_t {
@@ -55,16 +55,16 @@ struct MovesRecord {
   std::vector<int64_t> offsets;  // of the chunks, in bytes from `data`
   const uint8_t* data;           // of the chunks, or of the raw numbers
 
-  int64_t first(int64_t chunk) const { return chunk * chunk_of(coder); }
-  int64_t count(int64_t chunk) const { return numbers_in_chunk(coder, numel, chunk); }
+  int64_t first(int64_t chunk) const { return chunk * kRansChunk; }
+  int64_t count(int64_t chunk) const { return numbers_in_chunk(numel, chunk); }
   bool is_raw(int64_t chunk) const {
     return offsets[chunk + 1] - offsets[chunk] == pad16(count(chunk) * dtype_bytes(dtype));
   }
 };
 
 // Reads the sections of a record, `bytes` behind its header, that do not depend on the old numbers.
-// After kFieldFine every raw and every packed chunk can be decoded; a rans chunk may still be
-// damaged. `record` must have its coder, dtype and numel.
+// After kFieldFine every raw chunk can be decoded; a coded one may still be damaged. `record` must
+// have its coder, dtype and numel.
 MovesFault moves_read_record(const uint8_t* body, int64_t bytes, MovesRecord& record);
 
 }  // namespace megatron_sparse

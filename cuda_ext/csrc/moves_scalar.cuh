@@ -1,4 +1,4 @@
-// The arithmetic of moves for one number, and where the sections of a record lie.
+// The arithmetic of moves for one number, or two in a word, and where the sections of a record lie.
 // moves_lanes.h is the same arithmetic in the CPU's vector lanes.
 #pragma once
 
@@ -10,8 +10,6 @@
 
 namespace megatron_sparse {
 
-inline constexpr int64_t kPlaneBytes = kMovesTile / 8;  // of a tile's bit plane
-inline constexpr int kPlaneWords = static_cast<int>(kPlaneBytes) / 4;
 inline constexpr int kStepWords = 3 * kStates;  // that a step of rans, 32 numbers, takes at most
 inline constexpr int kTableEntries = kContexts * kMaxSymbols;
 
@@ -43,6 +41,33 @@ MS_INLINE uint32_t moved_by(uint32_t old_bits, uint32_t z) {
   const uint32_t positive = static_cast<uint32_t>(static_cast<int32_t>(integer) >> 31);
   const uint32_t bits = integer ^ (~positive | 0x80000000u);
   return D == kFp32 ? bits : bits >> 16;
+}
+
+// All bits of a half word that is negative.
+__device__ __forceinline__ uint32_t signs_of_halves(uint32_t pair) {
+#ifdef __CUDA_ARCH__
+  uint32_t signs;  // no intrinsic has this mode of prmt
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(pair));
+  return signs;
+#else
+  return (pair >> 15 & 0x00010001u) * 0xffffu;
+#endif
+}
+
+__device__ __forceinline__ uint32_t ordered_pair(uint32_t bits) {
+  return bits ^ (signs_of_halves(bits) | 0x80008000u);
+}
+
+// The same for two numbers of 16 bits in a word.
+__device__ __forceinline__ uint32_t zigzag_pair(uint32_t old_bits, uint32_t new_bits) {
+  const uint32_t move = __vsub2(ordered_pair(new_bits), ordered_pair(old_bits));
+  return __vadd2(move, move) ^ signs_of_halves(move);
+}
+
+__device__ __forceinline__ uint32_t moved_pair(uint32_t old_bits, uint32_t z) {
+  const uint32_t move = (z >> 1 & 0x7fff7fffu) ^ (z & 0x00010001u) * 0xffffu;
+  const uint32_t integers = __vadd2(ordered_pair(old_bits), move);
+  return ~(integers ^ (signs_of_halves(integers) & 0x7fff7fffu));
 }
 
 template <int D>

@@ -35,6 +35,7 @@ OPTIONS: dict[str, str] = {
     "bench convergence --report": "leave it out, and name the finished ones with --setting, "
     "--model and --seeds: a finished run is not repeated",
     "bench gather --alpha-us": "leave it out: virtual links have 10 us",
+    "bench gather --coder": "leave it out: moves are coded by rANS",
     "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
     "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",

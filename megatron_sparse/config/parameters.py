@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from megatron_sparse.config.checks import Checked, choice, whole
 
 METHODS = ("auto", "raw", "exact", "lossy")
-CODERS = ("auto", "rans", "packed")
 PER_NODE = ("auto", "always", "never")
 COMPRESSED = ("exact", "lossy")
 """Methods that are refused where they cannot work."""
@@ -29,8 +28,6 @@ class ParametersConfig(Checked):
             `exact` does. `auto` takes for each bucket raw or exact, the one that is predicted to
             take less time, by the speed of links (`planner.cluster`, else measured at the start)
             and codec; `raw` where `exact` cannot work. It never takes `lossy`.
-        coder: of `exact`: `rans` (an entropy coder: fewest bytes), `packed` (bit packing: faster),
-            or `auto`, the one that is predicted to take less time.
         per_node: whether a record crosses to each other node once, and travels raw inside it.
             `auto` does so where it is predicted to take less time, which it is for `exact` only;
             it makes no difference on one node, or with one rank on each. Where gradients are
@@ -44,7 +41,6 @@ class ParametersConfig(Checked):
     SECTION = "parameters"
 
     method: str = choice("auto", METHODS)
-    coder: str = choice("auto", CODERS)
     per_node: str = choice("auto", PER_NODE)
     bits: int = choice(4, LOSSY_BITS)
     verify_every: int = whole(100, 1)

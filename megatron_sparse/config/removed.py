@@ -29,6 +29,7 @@ REMOVED: Mapping[str, str] = {
     "model.attention_dropout": "set megatron.attention_dropout=P; without it model.dropout counts",
     "model.init_std": "set megatron.init_method_std=S",
     "model.rotary_base": "set megatron.rotary_base=N",
+    "parameters.coder": "leave it out: parameters' moves are coded by rANS",
     "planner.hysteresis": "leave it out: a change of scheme needs a gain of 5 %",
     "planner.pin": "set scheme.name=NAME, or planner.cluster, by which a repeated run makes "
     "the same plan",

@@ -5,11 +5,10 @@ number: the difference of the old and the new bit pattern as ordered integers. N
 payloads and the sign of zero included. docs/parameters.md specifies the record, and has a table of
 bits by learning rate.
 
-| coder | on the wire | speed |
-|---|---|---|
-| rans | near the entropy of the moves given the old exponent | the slowest |
-| packed | bit planes of tiles of 256 moves; larger moves are listed | some times that of rans |
-| raw | the new numbers; the receiver needs no old ones | that of a copy |
+| coder | on the wire |
+|---|---|
+| rans | near the entropy of the moves given the old exponent |
+| raw | the new numbers, where rans would not be smaller |
 
 On a CPU the native part runs in torch's thread pool, on CUDA on the current stream. The bytes are
 the same on every device and instruction set and for every number of threads.
@@ -28,7 +27,6 @@ from megatron_sparse.cuda_ext.arguments import (
     check_flat,
     overload,
 )
-from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.header import Header, check_fields, head_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
@@ -40,17 +38,16 @@ _FIELDS = (
 """What the decoder's status may blame; `MovesField` of `cuda_ext/csrc/moves_record.h`."""
 
 
-def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int) -> torch.Tensor:
+def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.Tensor:
     """The record that says how far each number of `old` moved to become `new`.
 
     A record that would not be smaller than the raw numbers is raw; so is each of its chunks. Takes
-    memory for the call: as much as the numbers, on CUDA with "rans" twice as much.
+    memory for the call: as much as the numbers, on CUDA twice as much.
 
     Args:
         old: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU; only read. Any number of
-            elements to 2^34. "raw" does not look at the values.
+            elements to 2^34.
         new: of the same dtype, length and device; only read.
-        coder: one of `wire.MOVES_CODERS`.
         epoch: a number that both sides know, such as the step; taken modulo 2^32.
 
     Returns:
@@ -58,28 +55,23 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, coder: str, epoch: int
         the host waits for its length; the bytes are those of the CPU.
 
     Raises:
-        ExtensionError: the tensors or the coder do not fit.
+        ExtensionError: the tensors do not fit.
 
     Example:
         >>> old = torch.ones(4096, dtype=torch.bfloat16)
-        >>> record = encode_moves(old, old * 1.0078125, coder="rans", epoch=3)
+        >>> record = encode_moves(old, old * 1.0078125, epoch=3)
         >>> record.numel(), most_bytes(4096, torch.bfloat16)  # every number moves by one
         (240, 8256)
         >>> decode_moves_(record, old, epoch=3)
         >>> float(old[5])
         1.0078125
     """
-    if coder not in MOVES_CODERS:
-        raise ExtensionError(
-            "the coder of moves is unknown", expected=" | ".join(MOVES_CODERS), got=coder
-        )
     check_device("encode_moves", "new", new)
     check_flat("encode_moves", "new", new, GRAD_DTYPES)
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
-    code = MOVES_CODERS.index(coder)
-    room = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype), code)
+    room = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room, dtype=torch.uint8, device=new.device)
-    size = call("moves_encode", old, new, code, epoch % 2**32, out)
+    size = call("moves_encode", old, new, epoch % 2**32, out)
     # A copy: a view would keep the room alive, which is as large as the numbers.
     return out[: int(size)].clone()
 

@@ -78,7 +78,7 @@ class ParameterGathers:
     ) -> None:
         """Decides for each group between raw, exact and lossy. Collective over its ranks.
 
-        With `parameters.method=auto` or `coder=auto` the host waits for some measurements.
+        With `parameters.method=auto` the host waits for some measurements.
 
         Args:
             groups: of the attachment.
@@ -250,7 +250,7 @@ def why_raw(group: GroupBuckets) -> str | None:
         values = own.param_data
         if values is None:
             return f"bucket {bucket.name} has no parameter buffer"
-        if values.dtype not in MOVE_BITS["rans"] or values.numel() % n:
+        if values.dtype not in MOVE_BITS or values.numel() % n:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
     return None
 

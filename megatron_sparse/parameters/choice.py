@@ -1,4 +1,4 @@
-"""Chooses raw, exact or lossy, and the coder, for buckets that one group of ranks gathers."""
+"""Chooses raw, exact or lossy for buckets that one group of ranks gathers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from megatron_sparse.config.parameters import (
-    CODERS,
-    METHODS,
-    PER_NODE,
-    ParametersConfig,
-)
+from megatron_sparse.config.parameters import METHODS, PER_NODE, ParametersConfig
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -32,15 +27,15 @@ from megatron_sparse.pricing.cluster import find
 from megatron_sparse.transport import Topology, Transport
 from megatron_sparse.transport.topology import members_of
 
-_WORDS = {"method": METHODS, "coder": CODERS, "per_node": PER_NODE}
+_WORDS = {"method": METHODS, "per_node": PER_NODE}
 """Settings that are words; ranks exchange their numbers."""
 
 
 class GatherChooser:
     """See the module's docstring. Collective: all ranks of the group make one, and ask it alike.
 
-    With `method=auto`, or where `coder=auto` or `per_node=auto` is to be chosen, the host waits for
-    measurements: of the link, unless `planner.cluster` says its costs, and of the codec.
+    With `method=auto`, or where `per_node=auto` is to be chosen, the host waits for measurements:
+    of the link, unless `planner.cluster` says its costs, and of the codec.
 
     Attributes:
         missing: why no bucket of the group can be gathered exactly: a rank lacks the kernels; None
@@ -62,7 +57,7 @@ class GatherChooser:
         self._links: GatherLinks | None = None
         self._source = ""
         self._per_node = _options(config.parameters.per_node, transport.nodes)
-        self._speeds: dict[torch.dtype, dict[str, CoderSpeed]] = {}
+        self._speeds: dict[torch.dtype, CoderSpeed] = {}
         self._sums: Prices | None = None
         self._priced = 0
         self._exact = 0
@@ -123,9 +118,9 @@ class GatherChooser:
         if chosen.method == LOSSY and fp32:
             self._lossy += len(buckets)
             return LossyWay(chosen.bits, verify_every=every, per_node=self._per_node == (True,))
-        if chosen.method != "auto" and chosen.coder != "auto" and len(self._per_node) == 1:
+        if chosen.method != "auto" and len(self._per_node) == 1:
             self._exact += len(buckets)
-            return ExactWay(chosen.coder, verify_every=every, per_node=self._per_node[0])
+            return ExactWay(verify_every=every, per_node=self._per_node[0])
         if self._links is None:
             self._find_links()
         assert self._links is not None, "they were found"
@@ -135,25 +130,21 @@ class GatherChooser:
         if chosen.method == "auto" and not prices.exact_pays:
             return None
         self._exact += len(buckets)
-        return ExactWay(prices.best.coder, verify_every=every, per_node=prices.best.per_node)
+        return ExactWay(verify_every=every, per_node=prices.per_node)
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         n, total = self._transport.world_size, None
         for values_N in buckets:
-            speeds = self._speeds_of(values_N.dtype)
-            one = gather_prices(values_N.numel(), values_N.dtype, n, links, speeds)
+            speed = self._speed_of(values_N.dtype)
+            one = gather_prices(values_N.numel(), values_N.dtype, n, links, speed)
             total = one if total is None else total + one
         assert total is not None, "a group has buckets"
-        exact_s = {
-            way: seconds for way, seconds in total.exact_s.items() if way.per_node in self._per_node
-        }
+        exact_s = {each: own_s for each, own_s in total.exact_s.items() if each in self._per_node}
         return Prices(total.raw_s, exact_s)
 
-    def _speeds_of(self, dtype: torch.dtype) -> dict[str, CoderSpeed]:
+    def _speed_of(self, dtype: torch.dtype) -> CoderSpeed:
         if dtype not in self._speeds:
-            wanted = self._chosen.coder
-            coders = price.CODERS if wanted == "auto" else (wanted,)
-            self._speeds[dtype] = complete(price.measure_coders(self._transport, dtype, coders))
+            self._speeds[dtype] = complete(price.measure_coder(self._transport, dtype))
         return self._speeds[dtype]
 
     def explain(self) -> str:
@@ -168,12 +159,11 @@ class GatherChooser:
         return "; ".join(said) or RAW
 
     def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
-        best = sums.best
         rate = 1e-6 / max(links.dense.beta_s, 1e-15)
-        way = f"{best.coder}, once per node" if best.per_node else best.coder
+        way = "once per node" if sums.per_node else "flat"
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "
-            f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[best] * 1e3:.3g} ms exact "
+            f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[sums.per_node] * 1e3:.3g} ms exact "
             f"({way}), with links of {rate:.4g} MB/s ({self._source})"
         )
 

@@ -86,9 +86,7 @@ class Way:
 
 @dataclass(frozen=True)
 class ExactWay(Way):
-    """By a coder: `rans` or `packed`."""
-
-    coder: str
+    """By moves."""
 
 
 def dense_gather_bytes(values_N: torch.Tensor, world_size: int) -> int:
@@ -313,11 +311,11 @@ class ExactGather(ShardGather[ExactWay]):
 
     @property
     def _manner(self) -> str:
-        return self._way.coder
+        return "rans"
 
     def _encode_own(self, number: int) -> torch.Tensor:
         assert self._kept_M is not None, "else the gather is raw"
-        return encode_moves(self._kept_M, self._own_M, coder=self._way.coder, epoch=number)
+        return encode_moves(self._kept_M, self._own_M, epoch=number)
 
     def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
         decode_moves_(record, shard_M, epoch=number, rank=rank, outcomes=self._outcomes)

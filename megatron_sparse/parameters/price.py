@@ -32,7 +32,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
@@ -49,13 +48,13 @@ from megatron_sparse.planner.link_timing import (
 )
 from megatron_sparse.transport import Link, Topology, Transport
 
-MOVE_BITS: Mapping[str, Mapping[torch.dtype, float]] = {
-    "rans": {torch.bfloat16: 3.2, torch.float16: 6.2, torch.float32: 19.0},
-    "packed": {torch.bfloat16: 4.9, torch.float16: 7.9, torch.float32: 21.0},
+MOVE_BITS: Mapping[torch.dtype, float] = {
+    torch.bfloat16: 3.2,
+    torch.float16: 6.2,
+    torch.float32: 19.0,
 }
 """Assumed bits of a number's move: for bf16 and fp32 the most that was measured on a GPT at a peak
 learning rate of 3e-4; fp16's steps are 8 times finer than bf16's."""
-CODERS = tuple(MOVE_BITS)
 MARGIN = 0.25
 """The part of a raw gather's time that an exact one must be predicted to save. With four ranks on
 two cores 21 % made iterations 14 % longer."""
@@ -89,39 +88,32 @@ class CoderSpeed:
     bits: float | None = None
 
 
-class Candidate(NamedTuple):
-    """A way to gather exactly."""
-
-    coder: str
-    per_node: bool = False
-
-
 @dataclass(frozen=True)
 class Prices:
     """Predicted seconds of one gather.
 
     Attributes:
         raw_s: of the backend's own all-gather.
-        exact_s: of the exact one, in each way.
+        exact_s: of the exact one, by whether records cross to each other node once.
     """
 
     raw_s: float
-    exact_s: Mapping[Candidate, float]
+    exact_s: Mapping[bool, float]
 
     def __add__(self, other: Prices) -> Prices:
         """One gather after the other, in the same way."""
-        exact_s = {way: own_s + other.exact_s[way] for way, own_s in self.exact_s.items()}
+        exact_s = {each: own_s + other.exact_s[each] for each, own_s in self.exact_s.items()}
         return Prices(self.raw_s + other.raw_s, exact_s)
 
     @property
-    def best(self) -> Candidate:
-        """The way with the least time."""
+    def per_node(self) -> bool:
+        """Whether the exact gather takes less time once per node."""
         return min(self.exact_s, key=self.exact_s.__getitem__)
 
     @property
     def exact_pays(self) -> bool:
         """Whether the exact gather is predicted to be clearly shorter."""
-        return self.exact_s[self.best] < (1 - MARGIN) * self.raw_s
+        return self.exact_s[self.per_node] < (1 - MARGIN) * self.raw_s
 
 
 @dataclass(frozen=True)
@@ -143,34 +135,31 @@ def gather_prices(
     dtype: torch.dtype,
     world_size: int,
     links: GatherLinks,
-    speeds: Mapping[str, CoderSpeed],
+    speed: CoderSpeed,
 ) -> Prices:
     """The prices of one bucket; see the module's docstring.
 
     Example:
         A slow link (1 Mbyte/s) and a fast codec:
-        >>> speeds = {"rans": CoderSpeed(1e-9, 1e-9), "packed": CoderSpeed(1e-10, 1e-10)}
-        >>> links = GatherLinks(Link(0.0, 1e-6))
-        >>> prices = gather_prices(10**6, torch.bfloat16, 2, links, speeds)
-        >>> prices.best, prices.exact_pays, round(prices.raw_s, 3)
-        (Candidate(coder='rans', per_node=False), True, 1.0)
+        >>> speed, links = CoderSpeed(1e-9, 1e-9), GatherLinks(Link(0.0, 1e-6))
+        >>> prices = gather_prices(10**6, torch.bfloat16, 2, links, speed)
+        >>> prices.per_node, prices.exact_pays, round(prices.raw_s, 3)
+        (False, True, 1.0)
     """
     link, topology = links.dense, links.topology
     shard, others = numel / world_size, world_size - 1
     raw_bytes = shard * dtype.itemsize
     raw_s = others * _message_s(link, raw_bytes)
     exact_s = {}
-    for coder, speed in speeds.items():
-        sent_bytes = shard * (speed.bits or MOVE_BITS[coder][dtype]) / 8
-        assert sent_bytes <= raw_bytes
-        own_s = _announcement_s(links, world_size) + shard * speed.encode_s
-        if topology is None:
-            flat_s = [_message_s(link, sent_bytes)] * others
-        else:
-            flat_s = _flat_s(topology, sent_bytes)
-            per_node = Candidate(coder, per_node=True)
-            exact_s[per_node] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
-        exact_s[Candidate(coder)] = own_s + sum(flat_s) + others * shard * speed.decode_s
+    sent_bytes = shard * (speed.bits or MOVE_BITS[dtype]) / 8
+    assert sent_bytes <= raw_bytes
+    own_s = _announcement_s(links, world_size) + shard * speed.encode_s
+    if topology is None:
+        flat_s = [_message_s(link, sent_bytes)] * others
+    else:
+        flat_s = _flat_s(topology, sent_bytes)
+        exact_s[True] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
+    exact_s[False] = own_s + sum(flat_s) + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
 
 
@@ -260,29 +249,24 @@ def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]
     return sizes, times_s
 
 
-def measure_coders(
-    transport: Transport, dtype: torch.dtype, coders: Sequence[str]
-) -> Measuring[dict[str, CoderSpeed]]:
-    """Times each coder on the ranks' device, on all ranks at once, as in training.
+def measure_coder(transport: Transport, dtype: torch.dtype) -> Measuring[CoderSpeed]:
+    """Times the coder on the ranks' device, on all ranks at once, as in training.
 
     Returns:
         The median rank's, the same on all.
     """
-    own_s: list[float] = []
     old, new = _sample(dtype, transport.device)
-    for coder in coders:
-        own_s += _coder_s(old, new, coder, host_clock(transport.device))
+    own_s = _coder_s(old, new, host_clock(transport.device))
     rows = yield from gather_rows(own_s, transport)
-    agreed = (rows.median(0).values / old.numel()).tolist()
-    return {coder: CoderSpeed(*agreed[2 * i : 2 * i + 2]) for i, coder in enumerate(coders)}
+    return CoderSpeed(*(rows.median(0).values / old.numel()).tolist())
 
 
-def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> list[float]:
-    record = encode_moves(old, new, coder=coder, epoch=0)
+def _coder_s(old: torch.Tensor, new: torch.Tensor, clock: Clock) -> list[float]:
+    record = encode_moves(old, new, epoch=0)
     encode_s, decode_s = [], []
     for _ in range(WINDOWS):
         held, start_s = old.clone(), clock()
-        encode_moves(old, new, coder=coder, epoch=0)
+        encode_moves(old, new, epoch=0)
         encoded_s = clock()
         decode_moves_(record, held, epoch=0)
         encode_s.append(encoded_s - start_s)
@@ -290,10 +274,10 @@ def _coder_s(old: torch.Tensor, new: torch.Tensor, coder: str, clock: Clock) -> 
     return [median(encode_s), median(decode_s)]
 
 
-def coder_speed(coder: str, dtype: torch.dtype) -> tuple[float, float]:
-    """Times a coder on this CPU: seconds a number of encoding, and of decoding."""
+def coder_speed(dtype: torch.dtype) -> tuple[float, float]:
+    """Times the coder on this CPU: seconds a number of encoding, and of decoding."""
     old, new = _sample(dtype, torch.device("cpu"))
-    encode_s, decode_s = _coder_s(old, new, coder, host_clock(old.device))
+    encode_s, decode_s = _coder_s(old, new, host_clock(old.device))
     return encode_s / old.numel(), decode_s / old.numel()
 
 

@@ -1,10 +1,9 @@
 """How far parameters moved, step by step in NumPy: the oracle of `formats.moves`' records.
 
 docs/parameters.md specifies the record. A number's *move* is the difference of its old and new bit
-pattern as ordered integers; the coders store moves in zigzag order (0, -1, 1, -2, ...). `rans` is
+pattern as ordered integers; the coder stores moves in zigzag order (0, -1, 1, -2, ...). `rans` is
 rANS (Duda, arXiv 1311.2540) with 32 interleaved 32-bit states a chunk and 16-bit words; the old
-exponent chooses the frequency table. `packed` stores bit planes of tiles of 256 moves, and lists
-those that need more bits.
+exponent chooses the frequency table.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from megatron_sparse.wire import FORMAT_MOVES, MOVES_CODERS
 
 STATES = 32
 RANS_CHUNK = 16384
-PACKED_CHUNK = 8192
-TILE = 256
 SCALE_BITS = 12
 CONTEXTS = 16
 DIRECT = 16
@@ -143,60 +140,30 @@ def rans_encode(
     return state.astype("<u4").tobytes() + stream.tobytes()
 
 
-def pack(z: np.ndarray, dtype: int) -> bytes:
-    """A packed chunk without padding.
-
-    Widths and numbers of escapes of all tiles, the tiles' bit planes (bit i of word j of plane b is
-    bit b of move 32 j + i), the escapes' upper bits, their positions in the tile.
-    """
-    value_bytes = BITS[dtype] // 8
-    widths, escapes, planes, values, positions = [], [], [], [], []
-    for begin in range(0, z.size, TILE):
-        tile = np.pad(z[begin : begin + TILE], (0, max(begin + TILE - z.size, 0)))
-        longest = int(tile.max()).bit_length()
-        listed = [int((tile >> width).astype(bool).sum()) for width in range(longest + 1)]
-        size = [
-            width * TILE // 8 + many * (value_bytes + 1) if many < TILE else 1 << 30
-            for width, many in enumerate(listed)
-        ]
-        width = int(np.argmin(size))  # the narrowest of the smallest
-        at = np.flatnonzero(tile >> width)
-        widths.append(width)
-        escapes.append(at.size)
-        planes += [np.packbits(tile >> b & 1, bitorder="little").tobytes() for b in range(width)]
-        values.append((tile[at] >> width).astype(f"<u{value_bytes}").tobytes())
-        positions.append(at.astype(np.uint8).tobytes())
-    heads = bytes(widths) + bytes(escapes)
-    return padded(heads) + b"".join(planes + values + positions)
-
-
 def checksum(body: bytes) -> int:
     """Of a record behind its header, without the checksum's own word: a sum of mixed words."""
     return mixed_sum(body[4:], 1)
 
 
-def encode(old: np.ndarray, new: np.ndarray, dtype: int, coder: str, epoch: int) -> bytes:
+def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
     """The record of numbers given as unsigned bit patterns."""
     old, new = old.astype(np.int64), new.astype(np.int64)
     raw = padded(_raw(new, dtype))
     sections, base, chunks, table = raw, 0, 0, b""
-    if coder != "raw" and old.size:
+    if old.size:
         z = zigzag(old, new, dtype)
-        chunk = RANS_CHUNK if coder == "rans" else PACKED_CHUNK
-        parts = [slice(begin, begin + chunk) for begin in range(0, old.size, chunk)]
-        if coder == "rans":
-            base = base_exponent(old, dtype)
-            context = contexts(old, base, dtype)
-            frequencies = _frequencies(z, context, dtype)
-            starts = np.cumsum(frequencies, axis=1) - frequencies
-            table = _pack_table(frequencies)
-            coded = [rans_encode(z[p], context[p], frequencies, starts) for p in parts]
-        else:
-            coded = [pack(z[p], dtype) for p in parts]
+        parts = [slice(begin, begin + RANS_CHUNK) for begin in range(0, old.size, RANS_CHUNK)]
+        base = base_exponent(old, dtype)
+        context = contexts(old, base, dtype)
+        frequencies = _frequencies(z, context, dtype)
+        starts = np.cumsum(frequencies, axis=1) - frequencies
+        table = _pack_table(frequencies)
+        coded = [rans_encode(z[p], context[p], frequencies, starts) for p in parts]
         whole = [padded(_raw(new[p], dtype)) for p in parts]
         best = [c if len(c) < len(w) else w for c, w in zip(map(padded, coded), whole, strict=True)]
         offsets = np.cumsum([0, *(len(b) // 16 for b in best)]).astype("<u4").tobytes()
         sections, chunks = padded(offsets) + padded(table) + b"".join(best), len(parts)
+    coder = "rans"
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
     body = SUB_HEADER.pack(0, chunks, len(table), base, 0, 0, 0) + sections

@@ -50,7 +50,6 @@ from megatron_sparse.run.rows import CellRow, cell, print_table
 BUCKET_NUMEL, BUCKET_NUMEL_PER_RANK = 40_000_000, 1_000_000
 """Megatron's default size of a bucket, whichever of the two is more."""
 PARAMETER = torch.bfloat16
-CODER = "rans"
 COPIED_BYTES = 8
 """Read and written, of an fp32 element that is copied."""
 ENCODED_BYTES, DECODED_BYTES = 7.0, 8.9
@@ -220,12 +219,11 @@ class Group:
         links = GatherLinks(
             self.cluster.dense_link(n), topology if several_levels(topology.nodes) else None
         )
-        speeds = {CODER: self._coder(numel / n)}
-        prices = gather_prices(numel, PARAMETER, n, links, speeds)
+        prices = gather_prices(numel, PARAMETER, n, links, self._coder(numel / n))
         if not prices.exact_pays:
             return "raw", prices.raw_s
-        best = prices.best
-        return "exact per node" if best.per_node else "exact", prices.exact_s[best]
+        per_node = prices.per_node
+        return "exact per node" if per_node else "exact", prices.exact_s[per_node]
 
     def _coder(self, shard_numel: float) -> CoderSpeed:
         bits = self.training.move_bits
@@ -242,7 +240,7 @@ class Group:
 @cache
 def _timed_coder() -> tuple[float, float]:
     """Once, so that all numbers of ranks are priced with the same speed."""
-    return coder_speed(CODER, PARAMETER)
+    return coder_speed(PARAMETER)
 
 
 def level_rows(

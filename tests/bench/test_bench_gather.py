@@ -21,7 +21,7 @@ def rows(topology, **sweep):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_virtual_ranks_end_with_the_owners_bits(dtype):
     found = rows(Topology((2, 2, 1), INSIDE, ACROSS), dtype=dtype, rates=(1e-4, 1e-2))
-    assert len(found) == 8
+    assert len(found) == 4
     for row in found:
         assert row.wrong == 0
         assert row.modelled
@@ -31,14 +31,14 @@ def test_virtual_ranks_end_with_the_owners_bits(dtype):
 
 
 def test_once_per_node_sends_a_part_of_the_bytes_across():
-    flat, per_node = rows(Topology((4, 4), INSIDE, ACROSS), coders=("rans",))
+    flat, per_node = rows(Topology((4, 4), INSIDE, ACROSS))
     assert (flat.way, per_node.way) == ("flat", "per-node")
     assert flat.across_bytes == 4 * per_node.across_bytes
     assert per_node.time_us < flat.time_us < flat.raw_us
 
 
 def test_ranks_on_one_node_have_one_way():
-    (row,) = rows(Topology((3,), INSIDE, INSIDE), coders=("packed",))
+    (row,) = rows(Topology((3,), INSIDE, INSIDE))
     assert row.way == "flat"
     assert row.across_bytes is None
 
@@ -49,11 +49,11 @@ def test_the_prices_are_those_of_the_virtual_cluster(sizes, monkeypatch):
     topology = Topology(sizes, INSIDE, ACROSS)
     several = price.several_levels(topology.nodes)
     links = price.GatherLinks(ACROSS, topology if several else None)
-    for row in rows(topology, coders=("rans",)):
-        monkeypatch.setitem(price.MOVE_BITS["rans"], torch.bfloat16, row.bits)
-        n, speeds = row.world_size, {"rans": price.CoderSpeed(0.0, 0.0)}
-        prices = price.gather_prices(row.numel, torch.bfloat16, n, links, speeds)
-        predicted_s = prices.exact_s[price.Candidate("rans", row.way == "per-node")]
+    for row in rows(topology):
+        monkeypatch.setitem(price.MOVE_BITS, torch.bfloat16, row.bits)
+        n, speed = row.world_size, price.CoderSpeed(0.0, 0.0)
+        prices = price.gather_prices(row.numel, torch.bfloat16, n, links, speed)
+        predicted_s = prices.exact_s[row.way == "per-node"]
         # The virtual ranks announce their sizes all at once, a backend in a ring.
         crossings = len(sizes) if several else n
         ring_s = crossings * ACROSS.alpha_s + (n - crossings) * INSIDE.alpha_s
@@ -63,7 +63,7 @@ def test_the_prices_are_those_of_the_virtual_cluster(sizes, monkeypatch):
 
 def test_between_ranks(tmp_path):
     path = tmp_path / "rows.jsonl"
-    options = "--ranks 2 --elements 20000 --iters 2 --coder packed --json"
+    options = "--ranks 2 --elements 20000 --iters 2 --json"
     assert run("bench gather", options, path) == 0
     (row,) = json_lines(path)
     assert row["wrong"] == 0

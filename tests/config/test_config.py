@@ -94,7 +94,6 @@ class TestPluginSections:
             (SchemeConfig, "checksum", 1),
             (ParametersConfig, "method", "zipped"),
             (ParametersConfig, "bits", 5),
-            (ParametersConfig, "coder", "raw"),
             (ParametersConfig, "verify_every", 0),
             (TrackingConfig, "console", True),
             (TrackingConfig, "sample_every", -1),

@@ -52,15 +52,14 @@ def test_rice_records_take_one_launch_more(counts: Counts) -> None:
 
 def test_moves_are_read_and_written_about_once(counts: Counts) -> None:
     """Of bf16: two numbers in, or one in and one out, and at most half a number of record."""
-    for coder in ("packed", "rans"):
-        encoding, decoding = (counts.moves[coder, way] for way in ("encode", "decode"))
-        counted = 2 * 2 + 1 if coder == "rans" else 0  # symbols; and chunks are moved
-        assert encoding.bytes_read <= (2 * 2 + 1 + counted) * MOVES_NUMEL
-        assert encoding.bytes_written <= MOVES_NUMEL
-        aside = 2 * MOVES_NUMEL if coder == "rans" else 0  # what was decoded is copied
-        table = 73 * 2**10 if coder == "rans" else 0
-        assert decoding.bytes_read <= (2 + 1.5) * MOVES_NUMEL + aside + table
-        assert decoding.bytes_written <= (2 + 0.1) * MOVES_NUMEL + aside + table
+    encoding, decoding = (counts.moves[way] for way in ("encode", "decode"))
+    counted = 2 * 2 + 1  # symbols; and chunks are moved
+    assert encoding.bytes_read <= (2 * 2 + 1 + counted) * MOVES_NUMEL
+    assert encoding.bytes_written <= MOVES_NUMEL
+    aside = 2 * MOVES_NUMEL  # what was decoded is copied
+    table = 73 * 2**10
+    assert decoding.bytes_read <= (2 + 1.5) * MOVES_NUMEL + aside + table
+    assert decoding.bytes_written <= (2 + 0.1) * MOVES_NUMEL + aside + table
 
 
 def test_no_way_counts_fewer_bytes_than_the_floor(counts: Counts) -> None:

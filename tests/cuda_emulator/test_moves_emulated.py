@@ -5,18 +5,17 @@ The same tests run on a GPU, if there is one, and in the emulator; those of the 
 
 import struct
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
+from megatron_sparse.reference.moves import RANS_CHUNK
 from megatron_sparse.wire import MOVES_CODERS
 from tests.cuda_emulator.device import Place
 from tests.cuda_emulator.emulator import IN_ORDER, RANDOM, REVERSED, Emulator
-from tests.formats.moves_cases import EPOCH, adam_like, any_bits, bits, mixed, refusal, repaired
+from tests.formats.moves_cases import EPOCH, adam_like, mixed, record_as, refusal, repaired
 from tests.formats.test_moves import (  # noqa: F401 - the tests run here too, with this `place`
-    CHUNKS,
     check,
     test_a_damaged_field_is_named,
     test_a_record_at_any_address,
@@ -34,9 +33,8 @@ from tests.formats.test_moves import (  # noqa: F401 - the tests run here too, w
 def test_schedules_do_not_change_the_bytes(emulated_gpu, emulator: Emulator, order: int) -> None:
     """More chunks than resident blocks, so that blocks wait for each other's sizes."""
     emulator.schedule(order, 11, resident_blocks=3, multiprocessors=1)
-    old, new = mixed(6 * CHUNKS["packed"] + 100, torch.bfloat16)
-    check(emulated_gpu.place, old, new, "packed")
-    check(emulated_gpu.place, *mixed(CHUNKS["rans"] + 100, torch.float16), "rans")
+    check(emulated_gpu.place, *mixed(4 * RANS_CHUNK + 100, torch.bfloat16))
+    check(emulated_gpu.place, *mixed(RANS_CHUNK + 100, torch.float16))
 
 
 def same_refusal(place: Place, record: torch.Tensor, held: torch.Tensor, epoch: int = EPOCH) -> str:
@@ -47,8 +45,7 @@ def same_refusal(place: Place, record: torch.Tensor, held: torch.Tensor, epoch: 
 
 @pytest.mark.parametrize("coder", MOVES_CODERS)
 def test_a_wrong_checksum_has_the_cpus_error(place: Place, coder: str) -> None:
-    old, new = adam_like(300, torch.bfloat16)
-    record = encode_moves(old, new, coder=coder, epoch=EPOCH)
+    record, old = record_as(coder, 300)
     for at in (48, -1):
         damaged = record.clone()
         damaged[at] ^= 0x41
@@ -57,8 +54,8 @@ def test_a_wrong_checksum_has_the_cpus_error(place: Place, coder: str) -> None:
 
 def test_the_first_damaged_chunk_is_named(place: Place) -> None:
     """Two rans chunks do not end where they must; an earlier fault outweighs both."""
-    old, new = adam_like(3 * CHUNKS["rans"], torch.bfloat16)
-    clean = encode_moves(old, new, coder="rans", epoch=EPOCH).numpy().tobytes()
+    old, new = adam_like(3 * RANS_CHUNK, torch.bfloat16)
+    clean = encode_moves(old, new, epoch=EPOCH).numpy().tobytes()
     record = bytearray(clean)
     offsets = struct.unpack_from("<4I", record, 64)
     table = struct.unpack_from("<I", record, 56)[0]
@@ -69,26 +66,10 @@ def test_the_first_damaged_chunk_is_named(place: Place) -> None:
     assert "damage at 1" in same_refusal(place, repaired(record), old)
 
 
-def test_a_position_that_stands_twice_in_a_packed_tile(place: Place) -> None:
-    """A right checksum and sizes: both decode it alike, without a write outside."""
-    old, new = any_bits(256, torch.float32)
-    new[:200] = old[:200]
-    record = encode_moves(old, new, coder="packed", epoch=EPOCH)
-    damaged = bytearray(record.numpy().tobytes())
-    escapes = damaged[64 + 16 + 1]
-    assert escapes > 2
-    end = len(damaged.rstrip(b"\0"))
-    damaged[end - 2] = damaged[end - 1]
-    held, got = old.clone(), place(old)
-    decode_moves_(repaired(damaged), held, epoch=EPOCH)
-    decode_moves_(place(repaired(damaged)), got, epoch=EPOCH)
-    assert np.array_equal(bits(got.cpu()), bits(held))
-
-
 def test_tensors_of_two_devices_are_refused(place: Place) -> None:
     old, new = adam_like(100, torch.bfloat16)
     with pytest.raises(ExtensionError, match="old is on the wrong device"):
-        encode_moves(old, place(new), coder="rans", epoch=EPOCH)
-    record = encode_moves(old, new, coder="rans", epoch=EPOCH)
+        encode_moves(old, place(new), epoch=EPOCH)
+    record = encode_moves(old, new, epoch=EPOCH)
     with pytest.raises(ExtensionError, match="record is on the wrong device"):
         decode_moves_(record, place(old), epoch=EPOCH)

@@ -11,12 +11,9 @@ from tests.cuda_emulator.device import GPU, Place
 from tests.parameters.gather_cases import DTYPES, Group
 
 
-@pytest.mark.parametrize("coder", ["rans", "packed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_rank_gets_the_bits_of_a_raw_gather(
-    place: Place, dtype: torch.dtype, coder: str
-) -> None:
-    group = Group(dtype, verify_every=2, coder=coder, n=3, shard=500, device=GPU)
+def test_every_rank_gets_the_bits_of_a_raw_gather(place: Place, dtype: torch.dtype) -> None:
+    group = Group(dtype, verify_every=2, n=3, shard=500, device=GPU)
     for size in (1e-4, 1e-4, 10.0, 0.0):
         group.check()
         assert all(values.is_cuda for values in group.values)
@@ -39,7 +36,7 @@ def test_a_replica_that_was_written_to_is_named(place: Place) -> None:
         group.gather()
 
 
-def test_coders_are_timed_on_the_device(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_coder_is_timed_on_the_device(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: set[str] = set()
     encode = price.encode_moves
 
@@ -56,7 +53,7 @@ def test_coders_are_timed_on_the_device(place: Place, monkeypatch: pytest.Monkey
     monkeypatch.setattr(price, "gather_rows", alone)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     transport = VirtualCluster(1, device=GPU).transports[0]
-    speeds = complete(price.measure_coders(transport, torch.bfloat16, ("packed",)))
+    speed = complete(price.measure_coder(transport, torch.bfloat16))
     assert devices == {"cuda"}
-    assert speeds["packed"].encode_s > 0
-    assert speeds["packed"].decode_s > 0
+    assert speed.encode_s > 0
+    assert speed.decode_s > 0

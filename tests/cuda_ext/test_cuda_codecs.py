@@ -24,8 +24,6 @@ LIMITS = {
     "rice_whole_kernel": (80, 25),
     "Lb0ELi1EEEvNS_11DecodeBatch": (80, 25),  # sums of one message in place: three blocks
     "sum_kernel": (64, 40),  # four blocks fit sm_80's 164 KiB
-    "moves_unpack_kernel": (80, 25),  # of 128 threads
-    "moves_pack_kernel": (96, 43),  # two blocks of fp32
     "": (64, 25),  # four blocks of 256 threads, and room for an L1 cache beside their memory
 }
 """Registers of a thread and KiB of shared memory, at most, by a part of a kernel's name; the first

@@ -16,18 +16,16 @@ pytestmark = pytest.mark.gpu
 LARGE = 2**27
 """Numbers: 8192 chunks of rans, 62 for each of 132 multiprocessors."""
 LEAST_BYTES_S = 100e9
-CODED = ("rans", "packed")
 
 
-@pytest.mark.parametrize("coder", CODED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_more_chunks_than_resident_blocks(dtype: torch.dtype, coder: str) -> None:
+def test_more_chunks_than_resident_blocks(dtype: torch.dtype) -> None:
     """So that look-back waits; five times, because an emulated device hardly shows this."""
     old, new = adam_like(2**24 + 4097, dtype)
-    wanted = encode_moves(old, new, coder=coder, epoch=1)
+    wanted = encode_moves(old, new, epoch=1)
     was, now = old.cuda(), new.cuda()
     for _ in range(5):
-        record = encode_moves(was, now, coder=coder, epoch=1)
+        record = encode_moves(was, now, epoch=1)
         assert torch.equal(record.cpu(), wanted)
     decode_moves_(record, was, epoch=1)
     assert torch.equal(was.view(torch.uint8), now.view(torch.uint8))
@@ -47,21 +45,20 @@ def seconds(prepare: Callable[[], object], action: Callable[[], object]) -> floa
     return median(times_s[2:])
 
 
-@pytest.mark.parametrize("coder", CODED)
-def test_speed(coder: str) -> None:
+def test_speed() -> None:
     """Of bf16 parameters, each way; the launches without the host's reading of sizes."""
     load("cuda")
     torch.manual_seed(0)
     old = (torch.randn(LARGE, device="cuda") * 0.02).bfloat16()
     new = (old + torch.randn(LARGE, device="cuda") * 9e-5).bfloat16()
-    code, ops = MOVES_CODERS.index(coder), torch.ops.megatron_sparse
-    out = torch.empty(ops.moves_room(LARGE, 1, code), dtype=torch.uint8, device="cuda")
-    size = int(ops.moves_encode(old, new, code, 1, out))
+    code, ops = MOVES_CODERS.index("rans"), torch.ops.megatron_sparse
+    out = torch.empty(ops.moves_room(LARGE, 1), dtype=torch.uint8, device="cuda")
+    size = int(ops.moves_encode(old, new, 1, out))
     record, held = out[:size].clone(), old.clone()
-    encode_s = seconds(lambda: None, lambda: ops.moves_encode(old, new, code, 1, out))
+    encode_s = seconds(lambda: None, lambda: ops.moves_encode(old, new, 1, out))
     decode_s = seconds(lambda: held.copy_(old), lambda: ops.moves_decode_(held, record, code))
     assert torch.equal(held, new)
     found = {"encode": old.nbytes / encode_s, "decode": old.nbytes / decode_s}
     said = ", ".join(f"{way} {speed / 1e9:.0f} GB/s" for way, speed in found.items())
-    print(f"{coder}: {8 * size / LARGE:.2f} bits, {said}")
+    print(f"{8 * size / LARGE:.2f} bits, {said}")
     assert min(found.values()) >= LEAST_BYTES_S, said

@@ -53,6 +53,12 @@ def mixed(numel, dtype):
     return old, new
 
 
+def record_as(coder, numel):
+    """A coded record of bf16 numbers, or one that is raw as coding does not pay; the old ones."""
+    old, new = (adam_like if coder == "rans" else any_bits)(numel, torch.bfloat16)
+    return encode_moves(old, new, epoch=EPOCH), old
+
+
 def repaired(record):
     """With right checksums: of the header, and of the words behind it."""
     data = bytearray(record.numpy() if isinstance(record, torch.Tensor) else record)
@@ -82,13 +88,13 @@ def every_bfloat16():
     return tuple(from_bits(each, torch.bfloat16) for each in (old, new, old ^ 1))
 
 
-def check(old, new, coder, wanted, place=torch.clone, *shift):
+def check(old, new, wanted, place=torch.clone, *shift):
     """Encoding makes these bytes, and decoding them turns the old numbers into the new ones.
 
     `place` puts tensors on a device, `shift` elements behind an aligned address.
     """
     was, now = place(old, *shift), place(new, *shift)
-    record = encode_moves(was, now, coder=coder, epoch=EPOCH)
+    record = encode_moves(was, now, epoch=EPOCH)
     assert record.device == was.device
     assert record.cpu().numpy().tobytes() == wanted
     for left, given in ((was, old), (now, new)):

@@ -27,129 +27,115 @@ from tests.formats.moves_cases import (
     every_bfloat16,
     mixed,
     of_which_a_part_is_counted,
+    record_as,
     refusal,
     repaired,
     written,
 )
 
 NUMELS = [0, 1, 31, 32, 33, 255, 257, 4096, 16384 + 300]
-CHUNKS = {"packed": 8192, "rans": 16384}
-"""Numbers of a chunk."""
 
 
 @cache
-def oracle_record(old, new, dtype, coder):
+def oracle_record(old, new, dtype):
     """Of bytes. The same for all instruction sets."""
     old_bits, new_bits = (np.frombuffer(data, f"<u{DTYPES[dtype].itemsize}") for data in (old, new))
-    return oracle.encode(old_bits, new_bits, dtype, coder, EPOCH)
+    return oracle.encode(old_bits, new_bits, dtype, EPOCH)
 
 
-def check(place, old, new, coder, shift=0):
-    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype), coder)
-    moves_cases.check(old, new, coder, wanted, place, shift)
+def check(place, old, new, shift=0):
+    wanted = oracle_record(bits(old).tobytes(), bits(new).tobytes(), DTYPES.index(old.dtype))
+    moves_cases.check(old, new, wanted, place, shift)
     assert len(wanted) <= most_bytes(old.numel(), old.dtype)
 
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 coders = pytest.mark.parametrize("coder", MOVES_CODERS)
-coded = pytest.mark.parametrize("coder", ["rans", "packed"])
 
 
-@coders
 @dtypes
 @pytest.mark.parametrize("numel", NUMELS)
-def test_bytes_are_the_oracles(place, numel, dtype, coder):
+def test_bytes_are_the_oracles(place, numel, dtype):
     for shift, make in enumerate((adam_like, any_bits, mixed) if numel < 5000 else (adam_like,)):
-        check(place, *make(numel, dtype), coder, shift)
+        check(place, *make(numel, dtype), shift)
 
 
-@coded
 @dtypes
-def test_denormals_nan_both_zeros_and_nothing_at_all(place, dtype, coder):
+def test_denormals_nan_both_zeros_and_nothing_at_all(place, dtype):
     least = cases.SMALLEST[dtype]
     special = torch.tensor(
         [least, -least, 0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0]
     )
     old = special.repeat(300).to(dtype)
     for new in (old.roll(1), -old, old, torch.zeros_like(old)):
-        check(place, old, new, coder)
-    check(place, torch.zeros_like(old), torch.zeros_like(old), coder)
+        check(place, old, new)
+    check(place, torch.zeros_like(old), torch.zeros_like(old))
 
 
-@coded
 @dtypes
-def test_raw_and_coded_chunks_in_one_record(place, dtype, coder):
-    """Of a packed record also the edges of chunks."""
-    chunk = CHUNKS[coder]
-    for numel in (chunk, chunk + 777, 2 * chunk + 1) if coder == "packed" else (chunk + 777,):
-        old, new = adam_like(numel, dtype)
-        wild = slice(0, chunk)
-        old[wild], new[wild] = any_bits(chunk, dtype)
-        check(place, old, new, coder, 1)
-        check(place, *adam_like(numel, dtype), coder)
+def test_raw_and_coded_chunks_in_one_record(place, dtype):
+    chunk = oracle.RANS_CHUNK
+    old, new = adam_like(chunk + 777, dtype)
+    wild = slice(0, chunk)
+    old[wild], new[wild] = any_bits(chunk, dtype)
+    check(place, old, new, 1)
+    check(place, *adam_like(chunk + 777, dtype))
 
 
-@coded
 @dtypes
-def test_all_kinds_of_chunks_in_one_record(place, dtype, coder):
+def test_all_kinds_of_chunks_in_one_record(place, dtype):
     """Some chunks are raw, some coded; numbers that do not move cost nothing."""
-    check(place, *mixed(65536 + 777, dtype), coder)
+    check(place, *mixed(65536 + 777, dtype))
 
 
 def test_of_many_numbers_a_part_is_counted(place):
     """Moves that no counted block has can be coded all the same."""
-    check(place, *of_which_a_part_is_counted(), "rans")
+    check(place, *of_which_a_part_is_counted())
 
 
-@coded
 @dtypes
-def test_every_learning_rate(place, dtype, coder):
-    """Of a packed record wide tiles, and lists of escapes that more than one byte decides."""
+def test_every_learning_rate(place, dtype):
     for lr in (0.0, 1e-5, 1e-3, 1e-2, 0.1, 0.3, 1.0):
-        check(place, *adam_like(1500, dtype, lr), coder)
+        check(place, *adam_like(1500, dtype, lr))
 
 
-@coded
-def test_every_bfloat16_moves_to_every_distance(place, coder):
+def test_every_bfloat16_moves_to_every_distance(place):
     old, moved, next_to = every_bfloat16()
-    check(place, old, moved, coder)
-    check(place, old, next_to, coder)
+    check(place, old, moved)
+    check(place, old, next_to)
 
 
 def test_a_record_at_any_address(place):
-    old, new = adam_like(3001, torch.bfloat16)
-    for coder in MOVES_CODERS:
-        record, held = encode_moves(old, new, coder=coder, epoch=EPOCH), place(old, 1)
+    for make in (adam_like, any_bits):
+        old, new = make(3001, torch.bfloat16)
+        record, held = encode_moves(old, new, epoch=EPOCH), place(old, 1)
         decode_moves_(place(record, 3), held, epoch=EPOCH)
-        assert torch.equal(held.cpu(), new)
+        assert np.array_equal(bits(held.cpu()), bits(new))
 
 
 def test_threads_do_not_change_the_bytes():
     old, new = mixed(3 * 65536 + 777, torch.bfloat16)
-    for coder in MOVES_CODERS:
-        records = []
-        for count in (1, 3):
-            with on_threads(count):
-                records.append(encode_moves(old, new, coder=coder, epoch=EPOCH))
-                held = old.clone()
-                decode_moves_(records[-1], held, epoch=EPOCH)
-            assert np.array_equal(bits(held), bits(new))
-        assert torch.equal(*records)
+    records = []
+    for count in (1, 3):
+        with on_threads(count):
+            records.append(encode_moves(old, new, epoch=EPOCH))
+            held = old.clone()
+            decode_moves_(records[-1], held, epoch=EPOCH)
+        assert np.array_equal(bits(held), bits(new))
+    assert torch.equal(*records)
 
 
 def test_bits_are_near_the_conditional_entropy():
-    """Within 10 % of the entropy given the old exponent; packing costs at most 3 bits more."""
+    """Within 10 % of the entropy given the old exponent."""
     for lr, most in ((3e-5, 1.05), (1e-4, 1.85), (3e-4, 3.2)):
         old, new = adam_like(2_000_000, torch.bfloat16, lr)
         z = oracle.zigzag(bits(old).astype(np.int64), bits(new).astype(np.int64), 1)
         joint = oracle.exponents(bits(old).astype(np.int64), 1) << 16 | z
         entropy = entropy_bits(joint) - entropy_bits(joint >> 16)
-        record = encode_moves(old, new, coder="rans", epoch=0)
+        record = encode_moves(old, new, epoch=0)
         coded = 8 * record.numel() / old.numel()
         assert coded < 1.1 * entropy
         assert coded < most
-        packed = 8 * encode_moves(old, new, coder="packed", epoch=0).numel() / old.numel()
-        assert coded < packed < coded + 3
 
 
 def entropy_bits(symbols):
@@ -166,8 +152,8 @@ def refused(place, record, held, field, epoch=EPOCH):
 
 @coders
 def test_a_record_that_is_not_meant_is_refused(place, coder):
-    old, new = adam_like(5000, torch.bfloat16)
-    record = encode_moves(old, new, coder=coder, epoch=EPOCH)
+    record, old = record_as(coder, 5000)
+    assert record[7] == MOVES_CODERS.index(coder)
     refused(place, record, old.clone(), "step", epoch=EPOCH + 1)
     refused(place, record, old[:-1].clone(), "numel")
     refused(place, record, old.half(), "dtype")
@@ -180,8 +166,7 @@ def test_a_record_that_is_not_meant_is_refused(place, coder):
 @coders
 def test_every_damaged_byte_is_noticed(coder):
     """One byte at a time, the checksum of the header repaired or not."""
-    old, new = adam_like(700, torch.bfloat16)
-    record = encode_moves(old, new, coder=coder, epoch=EPOCH)
+    record, old = record_as(coder, 700)
     for at in range(record.numel()):
         damaged = record.clone()
         damaged[at] ^= 0x41
@@ -201,11 +186,7 @@ DAMAGED_FIELDS = [
     ("rans", 5000, 68, b"\xff\xff\xff\xff", "chunk offsets"),
     ("rans", 5000, 68, b"\1\0\0\0", "chunk offsets"),
     ("rans", 5000, 80, b"\xff", "frequency table"),
-    ("packed", 5000, 52, b"\0\0\0\0", "chunks"),
-    ("packed", 5000, 56, b"\1\0\0\0", "frequency table"),
-    ("packed", 5000, 68, b"\0\0\0\0", "chunk offsets"),
-    ("packed", 5000, 80, b"\x11", "chunk"),
-    ("packed", 5000, 80, b"\0", "chunk"),
+    ("rans", 5000, 7, b"\2", "flags"),
     ("raw", 5000, 52, b"\1\0\0\0", "chunks"),
     ("raw", 5000, 56, b"\1\0\0\0", "frequency table"),
     ("rans", 16_884, 56, b"\0\0\0\0", "frequency table"),  # no table
@@ -215,26 +196,20 @@ DAMAGED_FIELDS = [
     ("rans", 16_884, 72, b"\0\0\0\0", "chunk offsets"),
     ("rans", 16_884, 80, b"\xff", "frequency table"),  # frequencies of the first context
     ("rans", 16_884, 95, b"\x30", "frequency table"),  # of the last one
-    ("packed", 8692, 56, b"\1\0\0\0", "frequency table"),
-    ("packed", 8692, 68, b"\1\0\0\0", "chunk offsets"),
-    ("packed", 8692, 96, b"\x11", "chunk"),  # a width beyond the numbers'
-    ("packed", 8692, 96, b"\0", "chunk"),
-    ("packed", 8692, 130, b"\xff", "chunk"),  # a number of escapes
 ]
 
 
 @pytest.mark.parametrize(("coder", "numel", "at", "value", "field"), DAMAGED_FIELDS)
 def test_a_damaged_field_is_named(place, coder, numel, at, value, field):
     """Checksums are right, so that the field itself must be looked at."""
-    old, new = adam_like(numel, torch.bfloat16)
-    record = written(encode_moves(old, new, coder=coder, epoch=EPOCH), at, value)
-    refused(place, record, old, field)
+    record, old = record_as(coder, numel)
+    refused(place, written(record, at, value), old, field)
 
 
 @pytest.mark.parametrize("words", [slice(-16, None), slice(-200, -184)])
 def test_a_rans_chunk_that_does_not_end_where_it_began_is_refused(words):
     old, new = adam_like(70000, torch.bfloat16)
-    record = bytearray(encode_moves(old, new, coder="rans", epoch=EPOCH).numpy().tobytes())
+    record = bytearray(encode_moves(old, new, epoch=EPOCH).numpy().tobytes())
     record[words] = bytes(255 - byte for byte in record[words])
     refused(torch.clone, repaired(record), old, "chunk")
 
@@ -242,7 +217,7 @@ def test_a_rans_chunk_that_does_not_end_where_it_began_is_refused(words):
 def test_another_old_number_is_noticed_by_rans():
     """Where ranks do not hold the same, contexts differ, and the states end elsewhere."""
     old, new = adam_like(5000, torch.bfloat16)
-    record = encode_moves(old, new, coder="rans", epoch=EPOCH)
+    record = encode_moves(old, new, epoch=EPOCH)
     refused(torch.clone, record, old * 4, "chunk")
 
 
@@ -257,8 +232,6 @@ def test_arguments_that_do_not_fit_are_refused():
         ((old.to("meta"), old.to("meta")), "wrong device"),
     ):
         with pytest.raises(ExtensionError, match=match):
-            encode_moves(*arguments, coder="rans", epoch=0)
-    with pytest.raises(ExtensionError, match="coder of moves is unknown"):
-        encode_moves(old, old, coder="zip", epoch=0)
+            encode_moves(*arguments, epoch=0)
     with pytest.raises(ExtensionError, match="this is no record"):
         decode_moves_(old, old, epoch=0)

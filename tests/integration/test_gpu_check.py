@@ -156,7 +156,7 @@ def test_the_rehearsed_numbers_fill_the_table(tmp_path: Path) -> None:
     rows = [
         shared | {"op": "prune_encode", "format": "coo", "time_us": 400.0, "ratio": 1.25},
         shared | {"op": "prune_encode", "format": "rice_q4", "wrong": 7, "time_us": None},
-        {"coder": "packed", "numel": 2**27, "bits": 4.0, "wrong": 0}
+        {"coder": "rans", "numel": 2**27, "bits": 4.0, "wrong": 0}
         | {"encode_gbps": 1000.0, "decode_gbps": 500.0},
     ]
     file = tmp_path / "speed.0.jsonl"
@@ -168,7 +168,7 @@ def test_the_rehearsed_numbers_fill_the_table(tmp_path: Path) -> None:
     assert "|select and encode 1 %, COO|85 %||0.40, 80 %||" in table
     assert "|`safe`: select 22 %, 4 bits, Rice|60 %||7 bytes WRONG||" in table
     # 268 us for 604 MB; a copy of as many takes 225 us.
-    assert "|encode moves, packed|60 %||0.27, 84 %||" in table
+    assert "|encode moves, rANS|||0.27, 84 %||" in table
 
 
 def test_the_page_has_every_question() -> None:

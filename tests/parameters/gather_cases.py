@@ -27,11 +27,11 @@ class Group:
         self,
         dtype=torch.bfloat16,
         verify_every=1,
-        coder="rans",
         n=N,
         shard=SHARD,
         nodes=None,
         device=None,
+        **settings,
     ):
         topology = None if nodes is None else Topology(nodes, NO_TIME, NO_TIME)
         self.cluster = VirtualCluster(n, topology, device)
@@ -45,7 +45,7 @@ class Group:
         for rank, transport in enumerate(self.cluster.transports):
             grad_N = torch.zeros(n * shard, device=device)
             bucket = Bucket("group0.0", grad_N, (), CollectiveOp.REDUCE_SCATTER, n)
-            way = self.way(coder, verify_every=verify_every, per_node=nodes is not None)
+            way = self.way(**settings, verify_every=verify_every, per_node=nodes is not None)
             self.gathers.append(
                 self.kind(
                     bucket, self.values[rank], transport, way, self.held[rank], self.sinks[rank]
@@ -106,7 +106,7 @@ class LossyGroup(Group):
     kind, way = LossyGather, LossyWay
 
     def __init__(self, bits=4, **options):
-        super().__init__(torch.float32, coder=bits, **options)
+        super().__init__(torch.float32, bits=bits, **options)
         self.masters = [self.own(rank).clone() for rank in range(len(self.values))]
 
     @contextmanager

@@ -13,7 +13,6 @@ from megatron_sparse.parameters.choice import GatherChooser
 from megatron_sparse.parameters.gather import ExactWay
 from megatron_sparse.parameters.lossy import LossyWay
 from megatron_sparse.parameters.price import (
-    Candidate,
     CoderSpeed,
     GatherLinks,
     Prices,
@@ -23,8 +22,7 @@ from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.transport import Link, Topology
 
 SLOW, FAST = Link(50e-6, 1 / 6e6), Link(5e-6, 1 / 20e9)
-SPEEDS = {"rans": CoderSpeed(2e-9, 2e-9), "packed": CoderSpeed(0.4e-9, 0.4e-9)}
-RANS, PACKED = Candidate("rans"), Candidate("packed")
+SPEED = CoderSpeed(2e-9, 2e-9)
 BUCKET = torch.zeros(2**20, dtype=torch.bfloat16)
 
 
@@ -62,24 +60,24 @@ def timed_as(link):
     return measured_as((sizes, [link.alpha_s + link.beta_s * size for size in sizes]))
 
 
-def chooser(method="auto", coder="auto", link=None, monkeypatch=None, **config):
+def chooser(method="auto", link=None, monkeypatch=None, **config):
     if link is not None:
         monkeypatch.setattr(price, "gather_times", timed_as(link))
-        monkeypatch.setattr(price, "measure_coders", measured_as(SPEEDS))
-    parameters = ParametersConfig(method, coder, verify_every=7)
+        monkeypatch.setattr(price, "measure_coder", measured_as(SPEED))
+    parameters = ParametersConfig(method, verify_every=7)
     return GatherChooser(SparseConfig(parameters=parameters, **config), Echo())
 
 
 def test_the_formula():
     n, numel = 4, 1000
-    prices = gather_prices(numel, torch.bfloat16, n, GatherLinks(Link(1e-3, 1e-6)), SPEEDS)
+    prices = gather_prices(numel, torch.bfloat16, n, GatherLinks(Link(1e-3, 1e-6)), SPEED)
     assert prices.raw_s == pytest.approx(3 * (1e-3 + 250 * 2 * 1e-6))
-    assert prices.exact_s[RANS] == pytest.approx(
+    assert prices.exact_s[False] == pytest.approx(
         4 * 1e-3 + 3 * (1e-3 + 250 * 3.2 / 8 * 1e-6) + 250 * 2e-9 + 3 * 250 * 2e-9
     )
     both = prices + prices
     assert both.raw_s == 2 * prices.raw_s
-    assert both.exact_s[PACKED] == 2 * prices.exact_s[PACKED]
+    assert both.exact_s[False] == 2 * prices.exact_s[False]
 
 
 @pytest.mark.parametrize(("nic", "sharing"), [("rank", 1), ("node", 2)])
@@ -88,20 +86,20 @@ def test_the_formula_on_two_levels(nic, sharing):
     inside, across = Link(1e-5, 1e-9), Link(1e-3, 1e-6)
     topology = Topology((2, 2), inside, across, nic)
     links = GatherLinks(Link(2e-3, 2e-6), topology)
-    exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEEDS).exact_s
+    exact_s = gather_prices(4000, torch.bfloat16, 4, links, SPEED).exact_s
     alone_s, crossing_s = 1e-3 + 400 * 1e-6, 1e-3 + sharing * 400 * 1e-6
     coding_s = 2 * 1e-3 + 2 * 1e-5 + 1000 * 2e-9
     # In the first and the last of three rounds one rank of a node crosses, in the second both.
-    assert exact_s[RANS] == pytest.approx(coding_s + 2 * alone_s + crossing_s + 3 * 1000 * 2e-9)
-    assert exact_s[Candidate("rans", per_node=True)] == pytest.approx(
+    assert exact_s[False] == pytest.approx(coding_s + 2 * alone_s + crossing_s + 3 * 1000 * 2e-9)
+    assert exact_s[True] == pytest.approx(
         coding_s + crossing_s + (1e-5 + 2 * 2000 * 1e-9) + 1000 * 2e-9
     )
 
 
 def test_stated_bits_take_the_place_of_assumed_ones():
-    links, speeds = GatherLinks(Link(0.0, 1e-6)), {"rans": CoderSpeed(0.0, 0.0, bits=1.6)}
-    exact_s = gather_prices(4000, torch.bfloat16, 4, links, speeds).exact_s
-    assert exact_s[RANS] == pytest.approx(3 * 1000 * 1.6 / 8 * 1e-6)
+    links, speed = GatherLinks(Link(0.0, 1e-6)), CoderSpeed(0.0, 0.0, bits=1.6)
+    exact_s = gather_prices(4000, torch.bfloat16, 4, links, speed).exact_s
+    assert exact_s[False] == pytest.approx(3 * 1000 * 1.6 / 8 * 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -119,36 +117,28 @@ def test_once_per_node_where_it_pays(monkeypatch, nodes, setting, inside, expect
     topology = Topology((2, 2), inside, SLOW)
     monkeypatch.setattr(price, "gather_times", timed_as(SLOW))
     monkeypatch.setattr(price, "measure_topology", measured_as(topology))
-    config = SparseConfig(parameters=ParametersConfig("exact", "rans", setting))
+    config = SparseConfig(parameters=ParametersConfig("exact", setting))
     way = GatherChooser(config, Echo(nodes=nodes)).choose([BUCKET])
     assert way is not None
     assert way.per_node == expected
 
 
 def test_exact_must_be_clearly_shorter():
-    assert Prices(1.0, {RANS: 0.74, PACKED: 2.0}).exact_pays
-    assert not Prices(1.0, {RANS: 0.76, PACKED: 2.0}).exact_pays
+    assert Prices(1.0, {False: 0.74, True: 2.0}).exact_pays
+    assert not Prices(1.0, {False: 0.76, True: 2.0}).exact_pays
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_every_dtype_pays_on_a_slow_link_only(dtype):
-    assert gather_prices(2**22, dtype, 4, GatherLinks(SLOW), SPEEDS).exact_pays
-    assert not gather_prices(2**22, dtype, 4, GatherLinks(FAST), SPEEDS).exact_pays
-
-
-def test_the_faster_coder_is_taken_as_links_get_faster():
-    slow, middle = (
-        gather_prices(2**22, torch.bfloat16, 4, GatherLinks(Link(0.0, 1 / rate)), SPEEDS)
-        for rate in (6e6, 1e9)
-    )
-    assert (slow.best, middle.best) == (RANS, PACKED)
+    assert gather_prices(2**22, dtype, 4, GatherLinks(SLOW), SPEED).exact_pays
+    assert not gather_prices(2**22, dtype, 4, GatherLinks(FAST), SPEED).exact_pays
 
 
 def test_auto_takes_exact_on_a_slow_link_and_says_why(monkeypatch):
     chosen = chooser(link=SLOW, monkeypatch=monkeypatch)
     way = chosen.choose([BUCKET])
     assert way is not None
-    assert (way.coder, way.verify_every) == ("rans", 7)
+    assert way.verify_every == 7
     text = chosen.explain()
     assert "1 of 1 buckets exact" in text
     assert "links of 6 MB/s (measured)" in text
@@ -171,32 +161,24 @@ def test_the_link_of_a_cluster_file_is_taken_without_measuring(monkeypatch):
 
 def test_what_is_set_is_taken_without_measuring(monkeypatch):
     monkeypatch.setattr(price, "gather_times", None)
-    monkeypatch.setattr(price, "measure_coders", None)
-    way = chooser("exact", "packed").choose([BUCKET[:16]])
-    assert way is not None
-    assert way.coder == "packed"
+    monkeypatch.setattr(price, "measure_coder", None)
+    way = chooser("exact").choose([BUCKET[:16]])
+    assert isinstance(way, ExactWay)
     assert chooser("raw").choose([BUCKET]) is None
-
-
-def test_exact_with_any_coder_takes_the_cheaper_one(monkeypatch):
-    way = chooser("exact", link=SLOW, monkeypatch=monkeypatch).choose([BUCKET[:16]])
-    assert way is not None
-    assert way.coder in ("rans", "packed")
 
 
 def test_measurements_are_positive():
     links = complete(price.measure_gather_links(Echo()))
     assert links.dense.beta_s > 0
-    speeds = complete(price.measure_coders(Echo(), torch.bfloat16, ("rans", "packed")))
-    for speed in speeds.values():
-        assert 0 < speed.encode_s < 1e-4
-        assert 0 < speed.decode_s < 1e-4
-        assert math.isfinite(speed.encode_s)
+    speed = complete(price.measure_coder(Echo(), torch.bfloat16))
+    assert 0 < speed.encode_s < 1e-4
+    assert 0 < speed.decode_s < 1e-4
+    assert math.isfinite(speed.encode_s)
 
 
 @pytest.mark.parametrize(
     ("place", "name"),
-    [(0, "method"), (1, "coder"), (2, "per_node"), (3, "bits"), (4, "verify_every")],
+    [(0, "method"), (1, "per_node"), (2, "bits"), (3, "verify_every")],
 )
 def test_ranks_with_other_settings_are_told(place, name):
     def other(own):
@@ -204,19 +186,17 @@ def test_ranks_with_other_settings_are_told(place, name):
         changed[place] -= 1
         return changed
 
-    config = SparseConfig(parameters=ParametersConfig("exact", "packed", "always"))
+    config = SparseConfig(parameters=ParametersConfig("exact", "always"))
     with pytest.raises(CommunicationError, match=f"rank 1 .* another parameters.{name}"):
         GatherChooser(config, Echo(other))
 
 
-@pytest.mark.parametrize("coder", ["rans", "auto"])
-def test_lossy_is_for_fp32_and_others_are_exact(coder, monkeypatch):
-    chosen = chooser("lossy", coder, FAST, monkeypatch)
+def test_lossy_is_for_fp32_and_others_are_exact():
+    chosen = chooser("lossy")
     assert chosen.choose([torch.zeros(512), torch.zeros(512)]) == LossyWay(4, verify_every=7)
     assert chosen.explain() == "2 buckets lossy, 4 bits"
     way = chosen.choose([BUCKET])
     assert isinstance(way, ExactWay)
-    assert way.coder in ("rans", "packed")
     assert chosen.explain().startswith("2 buckets lossy, 4 bits; 1 ")
 
 
@@ -225,7 +205,7 @@ def test_a_rank_without_cuda_kernels_leaves_all_raw(monkeypatch, method):
     """Ranks would else wait for one another; no link is measured for nothing."""
     monkeypatch.setattr("megatron_sparse.parameters.choice.is_compiled", lambda device: True)
     monkeypatch.setattr("megatron_sparse.parameters.choice.gather_rows", without_kernels)
-    parameters = ParametersConfig(method, "rans")
+    parameters = ParametersConfig(method)
     on_gpus = Echo()
     on_gpus.device = torch.device("cuda")
     chosen = GatherChooser(SparseConfig(parameters=parameters), on_gpus)

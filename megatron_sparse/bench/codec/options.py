@@ -28,7 +28,7 @@ OPS = (
     *("seal", "verify", "hash_partition"),
 )
 """All operations; each format has some of them."""
-CODERS = ("rans", "packed", "zstd")
+CODERS = ("rans", "zstd")
 """Of parameters' moves."""
 
 
@@ -113,7 +113,7 @@ class PruneSweep(TimedSweep):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSweep(Options):
-    """The coders of parameters' moves: bits and speed, beside zstd."""
+    """The coder of parameters' moves: bits and speed, beside zstd."""
 
     NAME = "bench parameters"
     RUNNER = "codec.parameters"
@@ -130,7 +130,7 @@ class ParameterSweep(Options):
     elements: int = option(4_000_000, "Parameters.", min=1)
     coders: Sequence[str] = names_option(
         ",".join(CODERS),
-        "zstd (level 3) compresses the moves; the rest are the plugin's.",
+        "zstd (level 3) compresses the moves; rans is the plugin's.",
         "--coder",
         among=CODERS,
     )

@@ -4,7 +4,7 @@ Each row is one coder on one pair of old and new parameters. `entropy` is the or
 entropy of the moves given the old exponent, in bits: the least that a coder can reach that looks at
 no more than that. zstd (level 3) gets the moves themselves, as integers in zigzag order (0, -1, 1,
 ...), in the parameters' width: far better for it than the parameters' own bytes. Its times are
-without the subtraction that makes the moves. On a GPU only the plugin's own coders have rows; their
+without the subtraction that makes the moves. On a GPU only the plugin's own coder has rows; their
 times include reading the record's size and status on the host.
 
 The parameters are synthetic: normal weights of RMS 0.02 in fp32, normal updates of RMS 0.3 times
@@ -29,10 +29,9 @@ from megatron_sparse.extras import is_installed
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.reference import moves as oracle
 from megatron_sparse.run.rows import CellRow, cell, show_progress
-from megatron_sparse.wire import MOVES_CODERS
 
 WEIGHT_RMS, UPDATE_SHARE = 0.02, 0.3
-ZSTD = "zstd"
+RANS, ZSTD = "rans", "zstd"
 ENTROPY_NUMEL = 2**24
 """Of more numbers the entropy is that of the first so many."""
 COMPARED_NUMEL = 2**20 + 17
@@ -136,7 +135,7 @@ class Coder(NamedTuple):
 
 
 def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
-    if name in MOVES_CODERS:
+    if name == RANS:
         held = torch.empty_like(case.old_N)
 
         def decode(record: torch.Tensor) -> torch.Tensor:
@@ -148,10 +147,10 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
             if case.old_N.is_cuda:
                 first = slice(COMPARED_NUMEL)
                 part = ParameterPair(case.name, case.old_N[first], case.new_N[first])
-                count += differing(encoded(part, name), encoded(case.on_host(COMPARED_NUMEL), name))
+                count += differing(encoded(part), encoded(case.on_host(COMPARED_NUMEL)))
             return count
 
-        return Coder(lambda: encoded(case, name), decode, wrong, lambda: held.copy_(case.old_N))
+        return Coder(lambda: encoded(case), decode, wrong, lambda: held.copy_(case.old_N))
     moves = z_N.tobytes()
 
     def wrong_moves(data: bytes) -> int:
@@ -163,9 +162,9 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
     return Coder(lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
 
 
-def encoded(case: ParameterPair, coder: str) -> torch.Tensor:
+def encoded(case: ParameterPair) -> torch.Tensor:
     """The record of the pair, on its device."""
-    return encode_moves(case.old_N, case.new_N, coder=coder, epoch=1)
+    return encode_moves(case.old_N, case.new_N, epoch=1)
 
 
 def bit_patterns(values_N: torch.Tensor) -> np.ndarray:
@@ -200,7 +199,7 @@ def _entropy(symbols: np.ndarray) -> float:
 
 
 def _rows(sweep: ParameterSweep) -> Iterator[ParameterRow]:
-    coders = [name for name in sweep.coders if name in MOVES_CODERS]
+    coders = [name for name in sweep.coders if name == RANS]
     if ZSTD in sweep.coders and sweep.device == "cpu":
         if is_installed("zstandard"):
             coders.append(ZSTD)

@@ -48,19 +48,18 @@ class GatherCase:
     """What is gathered, and how."""
 
     rate: float
-    coder: str
     way: str
 
     @property
     def title(self) -> str:
         """For the progress line."""
-        return f"lr {self.rate:g} {self.coder} {self.way}"
+        return f"lr {self.rate:g} {self.way}"
 
 
 def cases_of(sweep: GatherSweep, nodes: Sequence[int]) -> list[GatherCase]:
     """The cases that these nodes, the node of each rank, have."""
     ways = (FLAT, PER_NODE) if several_levels(nodes) else (FLAT,)
-    return [GatherCase(*each) for each in product(sweep.rates, sweep.coders, ways)]
+    return [GatherCase(*each) for each in product(sweep.rates, ways)]
 
 
 @dataclass(kw_only=True)
@@ -69,7 +68,6 @@ class GatherRow(CellRow):
 
     rate: float = cell("learning rate of the step", ">8g lr")
     dtype: str = cell("of the parameters", ">5")
-    coder: str = cell("of the moves", "<6")
     way: str = cell("`flat` or `per-node`", "<8")
     numel: int = cell("parameters of the bucket", ">10")
     world_size: int = cell("ranks")
@@ -181,7 +179,7 @@ class RankGather:
         self.own_M = self.values_N.view(n, -1)[transport.rank]
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
-        way = ExactWay(case.coder, verify_every=2**20, per_node=case.way == PER_NODE)
+        way = ExactWay(verify_every=2**20, per_node=case.way == PER_NODE)
         self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
 
     def start(self, step: int) -> Pending:

@@ -37,7 +37,6 @@ WHOLE_BITS = 32
 """The value of `--value-bits` that rounds nothing, whatever the gradient's dtype."""
 ALPHA_S, INTRA_GBIT = 10e-6, 1600.0
 """Of virtual links: latency of a message, and the rate inside a node."""
-GATHER_CODERS = ("rans", "packed")
 OPS = ("all_reduce", "reduce_scatter")
 BUCKET_CODECS = ("cuda", "torch")
 """MEGATRON_SPARSE_CODEC on a GPU: the compiled kernels; Triton's kernels and torch operations."""
@@ -193,9 +192,6 @@ class GatherSweep(Rounds):
         fits=at_least(0),
     )
     dtype: str = option("bf16", among=DTYPE_NAMES)
-    coders: Sequence[str] = names_option(
-        ",".join(GATHER_CODERS), flag="--coder", among=GATHER_CODERS
-    )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
 
 

@@ -745,9 +745,6 @@ inline unsigned __vadd2(unsigned a, unsigned b) {
 inline unsigned __vsub2(unsigned a, unsigned b) {
   return ((a & 0xffff0000u) - (b & 0xffff0000u)) | ((a - b) & 0xffffu);
 }
-inline unsigned __vminu2(unsigned a, unsigned b) {
-  return std::min(a >> 16, b >> 16) << 16 | std::min(a & 0xffffu, b & 0xffffu);
-}
 template <class T>
 T min(T a, T b) {
   return a < b ? a : b;
