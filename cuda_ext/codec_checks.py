@@ -7,6 +7,7 @@ lie on the host: kernels rely on them, and a refusal must come before any launch
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, wraps
 
 import numpy as np
@@ -71,14 +72,24 @@ def message_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
     return total
 
 
-@_of_segments
-def scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
+def scratch_capacity(segment_offsets: torch.Tensor, spec: RecordSpec) -> int:
     """Bytes of `encode`'s and `prune_encode`'s scratch on the CPU, whatever the density.
 
-    Two bitmaps and the packed values; memory is touched only where there are values.
+    Example:
+        >>> scratch_capacity(torch.tensor([0, 5, 8]), RecordSpec(0, step=0))
+        2208
+    """
+    is_rice = spec.record_format == wire.FORMAT_RICE
+    size = rice_scratch_capacity if is_rice else plain_scratch_capacity
+    return size(segment_offsets, spec.value_dtype)
+
+
+@_of_segments
+def plain_scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
+    """Two bitmaps and the packed values; memory is touched only where there are values.
 
     Example:
-        >>> scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12 of values
+        >>> plain_scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12
         2208
     """
     check_code("scratch_capacity", "value_dtype", value_dtype)
@@ -89,10 +100,9 @@ def scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
 
 @_of_segments
 def rice_scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
-    """Bytes of scratch that the encoders take at most, whatever their chunks.
+    """Two bitmaps, the packed values and the coded gaps, whatever the chunks.
 
-    Two bitmaps, the packed values and the coded gaps; memory is touched only where there are
-    entries.
+    Memory is touched only where there are entries.
 
     Example:
         >>> rice_scratch_capacity(torch.tensor([0, 5]), 0)  # twice 512, 20, 64 and 528
@@ -143,9 +153,7 @@ def check_scratch(
             raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
         return None
     if scratch is None:
-        is_rice = spec.record_format == wire.FORMAT_RICE
-        capacity = rice_scratch_capacity if is_rice else scratch_capacity
-        return torch.empty(capacity(segment_offsets, spec.value_dtype), dtype=torch.uint8)
+        return torch.empty(scratch_capacity(segment_offsets, spec), dtype=torch.uint8)
     check_flat(op, "scratch", scratch, (torch.uint8,), device=CPU)
     return scratch
 
@@ -200,16 +208,8 @@ def check_capacity(
             what = "capacity is below what a message without indices sends"
             raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
-    record_format = wire.FORMAT_DENSE if is_blocks else spec.record_format
-    most = Slots.of(
-        segments.offsets,
-        segments.dense,
-        most_S,
-        spec.value_dtype,
-        record_format,
-        spec.log2_span,
-        without_indices=spec.without_indices,
-    )
+    largest = replace(spec, record_format=wire.FORMAT_DENSE) if is_blocks else spec
+    most = Slots.of(segments.offsets, segments.dense, most_S, largest)
     if slots_S is None:
         return _check_room(op, int(most.offsets[-1]), out)
     for segment, (needed, there) in enumerate(

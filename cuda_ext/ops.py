@@ -42,7 +42,6 @@ from megatron_sparse.cuda_ext.codec_checks import (
     compare_counts,
     message_capacity,
     record_kind,
-    rice_scratch_capacity,
     scratch_capacity,
 )
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
@@ -59,7 +58,6 @@ __all__ = [
     "message_capacity",
     "prune_",
     "prune_encode",
-    "rice_scratch_capacity",
     "sample_threshold",
     "scratch_capacity",
     "supported_isas",
@@ -164,9 +162,8 @@ def encode(
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        scratch: uint8, `scratch_capacity` bytes (`rice_scratch_capacity` with format Rice), aligned
-            to 8. Mutated. None allocates it, which costs more than the encoding of a small bucket.
-            None for CUDA, whose allocator is fast.
+        scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
+            costs more than the encoding of a small bucket. None for CUDA, whose allocator is fast.
         residual_N: fp32 [N], for quantised values: it is added to every element that is sent, whose
             place in it then receives the difference between the sum and the value that was sent.
             Mutated there; other elements stay. None loses the difference.
@@ -235,7 +232,7 @@ def prune_encode(
         spec: the format of the records.
         out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
             otherwise as in `encode`. Mutated.
-        scratch: as in `encode`; with format Rice `rice_scratch_capacity` bytes.
+        scratch: as in `encode`.
         reports: as in `encode`.
 
     Returns:

@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_COO,
@@ -23,7 +24,6 @@ from megatron_sparse.wire import (
     FORMAT_RICE,
     HEADER_BYTES,
     RICE_BITS,
-    RICE_SPANS,
     payload_bytes,
     rice_payload_bytes,
     rice_whole_payload_bytes,
@@ -54,11 +54,7 @@ class Slots:
         segment_offsets: torch.Tensor,
         segment_dense: torch.Tensor,
         capacity_S: torch.Tensor,
-        value_dtype: int,
-        record_format: int,
-        log2_span: int = RICE_SPANS[0],
-        *,
-        without_indices: bool = False,
+        spec: RecordSpec,
     ) -> Slots:
         """Places for records of at most `capacity_S` elements, back to back.
 
@@ -68,19 +64,16 @@ class Slots:
             segment_offsets: S+1 offsets.
             segment_dense: uint8, 1 for segments that are always dense.
             capacity_S: int64; clamped to the segments' elements.
-            value_dtype: dtype code of the values.
-            record_format: `FORMAT_DENSE`, `FORMAT_COO`, `FORMAT_PICI`, `FORMAT_ADAPTIVE` or
-                `FORMAT_RICE`.
-            log2_span: of Rice, see `RecordSpec`.
-            without_indices: of Rice, see `RecordSpec`.
+            spec: how the records are written; not in blocks.
 
         Example:
             >>> cut, no = torch.tensor([0, 100, 108]), torch.zeros(2, dtype=torch.uint8)
-            >>> Slots.of(cut, no, torch.tensor([5, 8]), 0, FORMAT_COO).offsets  # 48 + 64, 48 + 32
+            >>> coo = RecordSpec(0, step=0)
+            >>> Slots.of(cut, no, torch.tensor([5, 8]), coo).offsets  # 48 + 64, 48 + 32
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        keys = (value_dtype, record_format, log2_span, without_indices)
+        keys = (spec.value_dtype, spec.record_format, spec.log2_span, spec.without_indices)
         return _slots(*(table.numpy().tobytes() for table in tables), *keys)
 
     def part(self, segments: slice) -> torch.Tensor:

@@ -140,8 +140,7 @@ class Case:
     @property
     def scratch_room(self) -> int:
         """Bytes of the CPU's scratch memory."""
-        sizes = ops.rice_scratch_capacity if self.is_rice else ops.scratch_capacity
-        return sizes(self.segments.offsets, self.spec.value_dtype)
+        return ops.scratch_capacity(self.segments.offsets, self.spec)
 
     @property
     def numel(self) -> int:
@@ -153,16 +152,9 @@ class Case:
         if capacity_S is None:
             limits = None if self.pruning is None else self.pruning.capacity_S
             capacity_S = self.segments.offsets.diff() if limits is None else limits
-        slots = Slots.of(
-            self.segments.offsets,
-            self.segments.dense,
-            capacity_S,
-            self.spec.value_dtype,
-            self.spec.record_format,
-            self.spec.log2_span,
-            without_indices=self.spec.without_indices,
-        ).offsets
-        return replace(self, segments=replace(self.segments, slots=slots))
+        pieces = self.segments
+        slots = Slots.of(pieces.offsets, pieces.dense, capacity_S, self.spec).offsets
+        return replace(self, segments=replace(pieces, slots=slots))
 
     def expected(self, rank: int = RANK) -> Expected:
         """What a decoder is told of its message."""

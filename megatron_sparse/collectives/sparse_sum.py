@@ -28,7 +28,6 @@ from megatron_sparse.formats.message import (
     decode_sum_,
     encode_segments,
 )
-from megatron_sparse.formats.message_sizes import slots_of
 from megatron_sparse.formats.rounding import round_into, unify_nan_
 from megatron_sparse.wire import FORMAT_ADAPTIVE, FORMAT_DENSE, FORMAT_RICE, RICE_SPANS
 
@@ -287,4 +286,4 @@ def sum_span(log2_span: int, ranks: int) -> int:
 @lru_cache(TABLES)
 def sum_slots(slots: Slots, cut: Cut, ranks: int, spec: RecordSpec) -> Slots:
     """`SparseSum.slots_of_sum` for this many ranks; kept for the next step."""
-    return slots_of(cut.own_offsets, cut.keep, slots.capacity_S[cut.segments] * ranks, spec)
+    return Slots.of(cut.own_offsets, cut.keep, slots.capacity_S[cut.segments] * ranks, spec)

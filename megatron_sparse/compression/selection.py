@@ -20,8 +20,10 @@ Shape suffixes: N elements of the bucket, S segments of the message, R threshold
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 import torch
@@ -31,6 +33,7 @@ from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import KEEP_ALL, Limits, Pruning, RecordSpec
+from megatron_sparse.cuda_ext.slots import TABLES
 from megatron_sparse.formats.codec_choice import is_compiled
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -42,7 +45,6 @@ from megatron_sparse.formats.message import (
     record_spec,
     wire_dtype_of,
 )
-from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.formats.rounding import round_into
 from megatron_sparse.recording import StageTimer
 
@@ -304,3 +306,22 @@ def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> 
     owner = torch.searchsorted(ends, positions, right=True)
     first = torch.cat([ends.new_zeros(1), ends[:-1]])
     return positions - first[owner] + starts[owner]
+
+
+@lru_cache(TABLES)
+def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
+    """How many elements each segment may send: all of a kept one, this density of the others.
+
+    For capacity mode (`cuda_ext/slots.py`). The result is cached for the next step; do not write to
+    it.
+
+    Returns:
+        int64; the numbers are the same on every machine (one fp64 product, rounded up).
+    """
+    capacities = [
+        numel if keep else min(math.ceil(density * numel), numel)
+        for numel, keep in zip(
+            layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist(), strict=True
+        )
+    ]
+    return torch.tensor(capacities, dtype=torch.int64)

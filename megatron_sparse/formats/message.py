@@ -34,7 +34,6 @@ from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import torch_codec
 from megatron_sparse.formats.codec_choice import is_compiled
-from megatron_sparse.formats.message_sizes import scratch_capacity, slots_of
 from megatron_sparse.wire import (
     FORMAT_ADAPTIVE,
     FORMAT_BLOCKS,
@@ -309,7 +308,7 @@ def prune_encode(
     grad_N, slots, reports = bucket.grad_N, None, None
     if pruning.capacity_S is not None:
         reports = Reports()
-        slots = slots_of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
+        slots = Slots.of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
     slots_S = None if slots is None else slots.offsets
     if not is_compiled(grad_N.device):
         _needs_kernels(slots_S, checksum=spec.checksum)
@@ -366,7 +365,7 @@ def _take_scratch(
     """Shared by all buckets: it is free again when the encoder returns. None on CUDA."""
     if device.type == "cuda":
         return None
-    return buffers.take("scratch", scratch_capacity(segments.offsets, spec), device)
+    return buffers.take("scratch", ops.scratch_capacity(segments.offsets, spec), device)
 
 
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:

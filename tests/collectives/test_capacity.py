@@ -11,12 +11,12 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.collectives.records import group_of
+from megatron_sparse.compression.selection import segment_capacity
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.formats import message as message_module
 from megatron_sparse.formats.message import WIRE_CODES, MessageBuffers, prune_encode, record_spec
-from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.planner import Planner
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.reference.prune import prune_limited

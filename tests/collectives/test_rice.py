@@ -7,6 +7,7 @@ import torch
 
 from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives import SCHEMES, Exchange, Input
+from megatron_sparse.compression.selection import segment_capacity
 from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.formats.message import (
     QUANTISED,
@@ -15,7 +16,6 @@ from megatron_sparse.formats.message import (
     prune_encode,
     record_spec,
 )
-from megatron_sparse.formats.message_sizes import segment_capacity
 from megatron_sparse.recording import StageTimer
 from megatron_sparse.sparsity.sampling import selected_values
 from megatron_sparse.transport import VirtualCluster

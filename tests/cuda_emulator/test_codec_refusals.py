@@ -14,7 +14,6 @@ from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, RecordSpec, 
 from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import Slots
 from megatron_sparse.errors import ExtensionError, WireFormatError
-from megatron_sparse.wire import FORMAT_COO
 from tests.codec import STEP, Case, pruning_of, rice_spec, segments_of, spec_of
 from tests.cuda_emulator.device import NotWaiting, Place
 from tests.cuda_emulator.test_codec import LIMITS, LONG, NUMEL, SEGMENTS
@@ -46,7 +45,7 @@ def test_what_does_not_fit_is_refused(place: Place) -> None:
     pruning = pruning_there(place, residual)
     nnz = cases.count_nonzero(grad_N, SEGMENTS.offsets)
     wrong = nnz + torch.tensor([0, 0, 0, 0, 1, 0])
-    slots = Slots.of(SEGMENTS.offsets, SEGMENTS.dense, torch.full((6,), 5), 0, FORMAT_COO).offsets
+    slots = Slots.of(SEGMENTS.offsets, SEGMENTS.dense, torch.full((6,), 5), spec).offsets
     tight, blocks = replace(SEGMENTS, slots=slots), spec_of(0, "blocks64")
     counted = replace(pruning, capacity_S=nnz)
     full, encode, prune = "the output buffer is too small", ops.encode, ops.prune_encode

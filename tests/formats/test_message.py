@@ -170,13 +170,13 @@ def test_a_slot_has_room_for_every_record_and_no_more(form):
     for wire in (0, 1):
         for most in (0, 1, 3, 100, 4195):
             capacity = torch.full((5,), most)
-            places = Slots.of(segments, dense, capacity, wire, form)
+            spec = RecordSpec(wire, STEP, record_format=form)
+            places = Slots.of(segments, dense, capacity, spec)
             # A record grows with its non-zero elements: the fullest one fills its slot.
             grad = torch.zeros(9000)
             for start, stop in pairwise(segments.tolist()):
                 grad[start : start + min(most, stop - start)] = 1
             nnz = cases.count_nonzero(grad, segments)
-            spec = RecordSpec(wire, STEP, record_format=form)
             records = message_oracle.encode(grad, Segments(segments, dense), nnz, spec)
             assert places.sizes == tuple(len(record) for record in records)
 
@@ -191,23 +191,25 @@ def test_a_sum_that_does_not_fit_its_slot_is_refused():
 
 def test_limits_of_an_earlier_call_are_cached():
     segments, dense = torch.tensor([0, 100, 300]), torch.tensor([0, 1], dtype=torch.uint8)
-    first = Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_COO)
-    assert Slots.of(segments.clone(), dense.clone(), torch.tensor([5, 7]), 0, FORMAT_COO) is first
+    coo, limits = RecordSpec(0, STEP), torch.tensor([5, 7])
+    first = Slots.of(segments, dense, limits, coo)
+    later = replace(coo, step=STEP + 1)
+    assert Slots.of(segments.clone(), dense.clone(), limits.clone(), later) is first
     assert first.part(slice(1, 2)) is first.part(slice(1, 2))
     others = [
-        Slots.of(torch.tensor([0, 4, 300]), dense, torch.tensor([5, 7]), 0, FORMAT_COO),
-        Slots.of(segments, 1 - dense, torch.tensor([5, 7]), 0, FORMAT_COO),
-        Slots.of(segments, dense, torch.tensor([9, 7]), 0, FORMAT_COO),
-        Slots.of(segments, dense, torch.tensor([5, 7]), 1, FORMAT_COO),
-        Slots.of(segments, dense, torch.tensor([5, 7]), 0, FORMAT_PICI),
+        Slots.of(torch.tensor([0, 4, 300]), dense, limits, coo),
+        Slots.of(segments, 1 - dense, limits, coo),
+        Slots.of(segments, dense, torch.tensor([9, 7]), coo),
+        Slots.of(segments, dense, limits, RecordSpec(1, STEP)),
+        Slots.of(segments, dense, limits, RecordSpec(0, STEP, FORMAT_PICI)),
     ]
     assert len({other.sizes for other in others} | {first.sizes}) == 6
 
 
 def test_sizes_of_no_offsets_are_refused():
-    for size in (ops.message_capacity, ops.scratch_capacity):
+    for size, wire in ((ops.message_capacity, 0), (ops.scratch_capacity, RecordSpec(0, STEP))):
         with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
-            size(torch.tensor([0, 5], dtype=torch.int32), 0)
+            size(torch.tensor([0, 5], dtype=torch.int32), wire)
 
 
 BAD_SLOTS = {

@@ -22,7 +22,6 @@ from megatron_sparse.bench.table import Action
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Expected, Pruning, Segments
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.formats.message_sizes import scratch_capacity
 from megatron_sparse.reference import message as message_oracle
 from megatron_sparse.reference import prune as prune_oracle
 from megatron_sparse.reference import rice_message as rice_oracle
@@ -53,7 +52,8 @@ class Codec:
         self.threshold_R = torch.tensor([case.threshold]).to(case.device)
         self.scratch = None
         if case.device == CPU:
-            self.scratch = torch.zeros(scratch_capacity(self.offsets, self.spec), dtype=torch.uint8)
+            nbytes = ops.scratch_capacity(self.offsets, self.spec)
+            self.scratch = torch.zeros(nbytes, dtype=torch.uint8)
         room = ops.message_capacity(self.offsets, self.spec.value_dtype)
         self.out = torch.zeros(room, dtype=torch.uint8, device=case.device)
 
