@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kQuantiseThreads)
     if (c < context) before += stored[c];
     bytes += 2 * stored[c];
   }
-  const int64_t chunks = chunk_count(kMovesRans, call.numel);
+  const int64_t chunks = chunk_count(call.numel);
   uint8_t* table = call.out + kMovesSectionsAt + offset_table_bytes(chunks);
   uint16_t* frequencies = reinterpret_cast<uint16_t*>(table + kContexts) + before;
 #pragma unroll
