@@ -126,7 +126,7 @@ def cost(run: DryRun) -> None:
     """
     intra, inter, gather = run.options.ring_densities()
     own = run.messages(SCHEME.message_format(run.options))
-    form = run.format(run.options.format)
+    form = run.sum_format(run.options.format)
     density_n = ring_reduce_scatter_cost(run, own, form, (intra, inter))
     if not run.scatter:
         ring_gather_sums_cost(run, density_n >= gather, run.gathered_sums(run.options.format))

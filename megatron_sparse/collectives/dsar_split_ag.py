@@ -44,7 +44,7 @@ def cost(run: DryRun) -> None:
     section 5). Added: the sizes of the messages, encoding and adding.
     """
     split_cost(run, run.messages(SCHEME.message_format(run.options)))
-    form, shard = run.format("dense"), run.piece(run.n)
+    form, shard = run.sum_format("dense"), run.piece(run.n)
     run.work(form.seconds(CodecOp.ENCODE, shard, 1.0, run.b))
     decoding_s = form.seconds(CodecOp.DECODE, shard, 1.0, run.b)
     doubling_all_gather_cost(run, form.nbytes(shard, 1.0, run.b), decoding_s)

@@ -325,7 +325,7 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
         partial_bytes=run.p,
     )
     densities = run.densities.of_lane(max(sizes), lanes)
-    message, part = run.format(SCHEME.message_format(run.options)), run.piece(lanes)
+    message, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
     sent_L = sum(
         np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)

@@ -52,7 +52,7 @@ def cost(run: DryRun) -> None:
     ZEN's appendix B.1 for contiguous shards (see `direct.cost`), with the density of blocks in each
     shard in place of the density of elements.
     """
-    form, n, size = run.format("blocks"), run.n, run.options.block_size
+    form, n, size = run.sum_format("blocks"), run.n, run.options.block_size
     own_n = run.densities.block_density(1, n, size)
     run.agree()
     send_shards_cost(run, form.nbytes(run.piece(n), own_n, run.b))

@@ -104,7 +104,7 @@ def cost(run: DryRun) -> None:
     encoding, and adding one message after the other.
     """
     n, whole = run.n, run.piece()
-    own, form = run.messages(SCHEME.message_format(run.options)), run.format()
+    own, form = run.messages(SCHEME.message_format(run.options)), run.sum_format()
     is_server_n = np.arange(n) == 0
     one = run.densities.whole(1)
     run.agree()

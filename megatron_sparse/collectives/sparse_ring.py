@@ -178,7 +178,7 @@ def cost(run: DryRun) -> None:
     every rank, so each step waits for it.
     """
     own = run.messages(SCHEME.message_format(run.options))
-    ring_reduce_scatter_cost(run, own, run.format(), thresholds=(np.inf, np.inf))
+    ring_reduce_scatter_cost(run, own, run.sum_format(), thresholds=(np.inf, np.inf))
     if not run.scatter:
         ring_gather_sums_cost(run, np.zeros(run.n, dtype=bool), run.gathered_sums())
 

@@ -100,7 +100,7 @@ def cost(run: DryRun) -> None:
     active = 1 << (n.bit_length() - 1)
     ranks = np.arange(n)
     is_active_n, is_host_n = ranks < active, ranks < n - active
-    own, sums = run.messages(SCHEME.message_format(run.options)), run.format()
+    own, sums = run.messages(SCHEME.message_format(run.options)), run.sum_format()
     run.agree()
 
     def density_of(count_n: np.ndarray) -> np.ndarray:

@@ -94,20 +94,20 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     h0 = _partition_hash(options.partition_hash, bucket.numel, n, HASH_SEED)
     dtype = VALUE_DTYPES[message.value_dtype]
     step, checksum = message.step, message.checksum
-    places = [
+    records = [
         PartitionRecord(h0, server, dtype, offset=0, step=step, checksum=checksum)
         for server in range(n)
     ]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
-        pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in places]
+        pushed = [hash_pairs.encode(*parts.of(each.partition), each) for each in records]
     sums = SparseSum(exchange, message)
-    own_P = yield from _push(identity, pushed, places, sums, group)
+    sum_P = yield from _push(identity, pushed, records, sums, group)
     with timer.stage("encode"):
-        rounded_P = round_into(own_P.new_empty(own_P.shape, dtype=dtype), own_P)
-        own = hash_bitmap.encode(rounded_P, places[group.rank])
-    yield from _pull(identity, own, places, sums, group)
-    sums.write(slice(None))
+        rounded_P = round_into(sum_P.new_empty(sum_P.shape, dtype=dtype), sum_P)
+        pulled = hash_bitmap.encode(rounded_P, records[group.rank])
+    yield from _pull(identity, pulled, records, sums, group)
+    sums.write(slice(None))  # the whole bucket
     return group.sent_bytes
 
 

@@ -79,27 +79,34 @@ class ResidualStore:
         self._buckets[name] = bucket
         self._is_apart = False
         self._emptied.discard(name)
-        if name in self._pending and self._goes_on:
-            return self._residuals[name]
         if name in self._pending:
-            if not self.undo:
-                raise SelectionError(
-                    f"bucket {name}: gradients were synchronised twice without an optimizer step",
-                    expected="one synchronisation for each optimizer.step()",
-                    got="a second one, with no undo copy of the residual",
-                    remedy="set compression.undo=always (one more buffer of the residual's size)",
-                )
-            self._restore(name)
+            if self._goes_on:
+                return self._residuals[name]
+            self._undo_repeated(name)
         existed = name in self._residuals
         residual_N = self._residuals[name] if existed else self._add_zeros(bucket)
         if self.is_reported:
             self._pending[name] = existed
             if self.undo and existed:
-                copy_N = self._undo_copies.get(name)
-                if copy_N is None or copy_N.numel() != bucket.numel:  # the host has cut it anew
-                    copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
-                copy_N.copy_(residual_N)
+                self._keep_undo_copy(name, residual_N)
         return residual_N
+
+    def _undo_repeated(self, name: str) -> None:
+        if not self.undo:
+            raise SelectionError(
+                f"bucket {name}: gradients were synchronised twice without an optimizer step",
+                expected="one synchronisation for each optimizer.step()",
+                got="a second one, with no undo copy of the residual",
+                remedy="set compression.undo=always (one more buffer of the residual's size)",
+            )
+        self._restore(name)
+
+    def _keep_undo_copy(self, name: str, residual_N: torch.Tensor) -> None:
+        copy_N = self._undo_copies.get(name)
+        # Megatron may have cut its buckets anew, with other sizes.
+        if copy_N is None or copy_N.numel() != residual_N.numel():
+            copy_N = self._undo_copies[name] = torch.empty_like(residual_N)
+        copy_N.copy_(residual_N)
 
     def _add_zeros(self, bucket: Bucket) -> torch.Tensor:
         """Gives a bucket a residual of zeros, in place of any that it has."""

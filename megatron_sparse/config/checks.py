@@ -111,7 +111,7 @@ def in_range(
         or not value <= high
         or (integer and not float(value).is_integer())
     ):
-        percent = re.fullmatch(r"([\d.]+) ?%", value) if isinstance(value, str) else None
+        percent = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?%", value) if isinstance(value, str) else None
         remedy = f"write {float(percent[1]) / 100:g}" if percent else None
         raise ConfigError(
             f"{key} is out of range", expected=expected, got=repr(value), remedy=remedy

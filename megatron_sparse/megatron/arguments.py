@@ -325,7 +325,7 @@ def command_line(
     actions = _actions(parser)
     chosen: dict[str, list[str]] = {}
     for key, value in (*derived.items(), *passed.items()):
-        if not _takes_back(key, value, actions, chosen):
+        if not _cancels(key, value, actions, chosen):
             flag, action = _look_up(key, value, actions)
             chosen[action.dest] = [flag, *_texts(key, value, action)]
     arguments = [text for texts in chosen.values() for text in texts]
@@ -350,18 +350,19 @@ def _flag(key: str, prefix: str = "--") -> str:
     return prefix + key.replace("_", "-")
 
 
-def _takes_back(
+def _cancels(
     key: str, value: object, actions: Mapping[str, argparse.Action], chosen: dict[str, list[str]]
 ) -> bool:
-    """Removes the flag that a null or an opposite cancels; returns whether the key is then done."""
+    """Removes the flag that a null or an opposite cancels; returns whether no other is needed."""
     action, opposite = actions.get(_flag(key)), actions.get(_flag(key, "--no-"))
     if action is not None and value is None:
         chosen.pop(action.dest, None)
         return True
     if action is not None and opposite is None and value is False:
+        # Megatron has `--key` alone: without one to cancel, `_look_up` refuses false.
         return chosen.pop(action.dest, None) is not None
     if action is None and opposite is not None and value is True:
-        chosen.pop(opposite.dest, None)
+        chosen.pop(opposite.dest, None)  # Megatron has `--no-key` alone: true is the default
         return True
     return False
 

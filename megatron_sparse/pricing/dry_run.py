@@ -70,17 +70,23 @@ class DryRun:
         """One of equal parts of the bucket."""
         return Piece(self.shape.pruned_numel / parts, self.shape.kept_numel / parts)
 
-    def format(self, name: str = "auto") -> RecordFormat:
-        """Records of sums in a format, as `SparseSum` writes them: those of Rice messages in it."""
+    def sum_format(self, name: str = "auto") -> RecordFormat:
+        """Records of sums as `SparseSum` writes them, with values in full.
+
+        Args:
+            name: of the format; `auto` is Rice where the ranks' messages are, as all quantised ones
+                are.
+        """
         if name == "blocks":
             return BlockFormat(name, self.cluster, block_size=self.options.block_size)
-        if name == "auto" and (self.shape.value_bits or self.options.format == "rice"):
+        messages_are_rice = self.options.format == "rice" or self.shape.value_bits is not None
+        if name == "auto" and messages_are_rice:
             name = "rice"
         return RecordFormat(name, self.cluster, fixed=self.has_slots)
 
     def gathered_sums(self, name: str = "auto") -> RecordFormat:
         """Records of complete sums that their owners send to every rank; see `scheme.sum_bits`."""
-        form = self.format(name)
+        form = self.sum_format(name)
         if self.options.given_sum_bits is None or isinstance(form, BlockFormat):
             return form
         return replace(form, value_bits=self.options.given_sum_bits)
@@ -88,7 +94,7 @@ class DryRun:
     def messages(self, name: str) -> RecordFormat:
         """Records of a rank's own message in a format, as `Message` has them."""
         if name == "blocks":
-            return self.format(name)
+            return self.sum_format(name)
         return RecordFormat(name, self.cluster, self.shape.value_bits, self.has_slots)
 
     def whole_messages(self) -> RecordFormat:

@@ -93,7 +93,7 @@ class HostState:
         """
         if self.trials is not None:
             raise _refusal("compression.density as a number", AUTO, "name a density at the start")
-        _check_equal(density, self._device, self._ranks)
+        _check_same_density(density, self._device, self._ranks)
         compression, name = self.config.compression, self.config.scheme.name
         checked = replace(compression, density=density)  # refuses a wrong value
         if name != "auto" and SCHEMES[name].takes_all:
@@ -158,14 +158,21 @@ def _refusal(expected: str, got: str, remedy: str) -> ConfigError:
     )
 
 
-def _check_equal(density: object, device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Compares the value of all ranks; one that is no number is left to the configuration."""
+def _check_same_density(
+    density: object, device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Raises if ranks want different densities. Collective.
+
+    What is no number travels as NaN. If all ranks have one, the configuration's own check says so.
+    """
     is_number = isinstance(density, int | float) and not isinstance(density, bool)
     own = torch.tensor([density if is_number else math.nan], dtype=torch.float64, device=device)
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, own, group=group)
     wanted = [value.item() for value in gathered]
-    if any(value != wanted[0] for value in wanted) and not all(map(math.isnan, wanted)):
+    if all(map(math.isnan, wanted)):
+        return
+    if any(value != wanted[0] for value in wanted):
         raise CommunicationError(
             "ranks want different densities",
             expected="set_density with the same value on every rank",

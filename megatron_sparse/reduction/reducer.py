@@ -289,6 +289,7 @@ class GradientReducer:
         self._dump_gradient(job)
         selected = self._select(job)
         yield GATE
+        # Allocated on the stream before the gate, used on the one behind it.
         used_here(selected.tensors() if isinstance(selected, Message) else [selected])
         exchange = yield from self._agree(job, selected)
         sent_bytes = yield from self._exchange(job, selected, exchange)

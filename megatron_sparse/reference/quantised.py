@@ -80,7 +80,10 @@ def unpack(data: bytes, bits: int) -> np.ndarray:
 
 
 def encode(new: np.ndarray, old: np.ndarray, bits: int, epoch: int) -> bytes:
-    """The record of `new - old`."""
+    """The record of `new - old`: header, sub-header, a bf16 scale and the codes of each group.
+
+    The sub-header begins with the checksum of all that follows the header, itself counted as 0.
+    """
     difference = new - old
     groups = -(-new.size // GROUP)
     padded = np.zeros(groups * GROUP, np.float32)

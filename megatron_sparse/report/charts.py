@@ -135,21 +135,21 @@ def _cleaned(text: str, prefix: str) -> str:
     )
 
 
-def _themed(text: str, title: str) -> str:
-    """The `<svg>` element in the page's colours, font and width, with its title for readers."""
-    text = re.sub(
-        r"<[^>]+>",
-        lambda tag: _COLOUR.sub(lambda found: _VARIABLES[found.group()], tag.group()),
-        text,
-    )
-    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
-    # The page sets the width, not the inches above.
-    head = re.sub(r' (width|height)="[^"]*pt"', "", text[: text.index(">")])
-    return f'{head} role="img" aria-label="{html.escape(title)}"{text[text.index(">") :]}'
-
-
 _VARIABLES = {colour.light: f"var(--{colour.name})" for colour in theme.COLOURS}
 _COLOUR = re.compile("|".join(_VARIABLES))
+
+
+def _themed(text: str, title: str) -> str:
+    """The `<svg>` element in the page's colours, font and width; screen readers get the title."""
+
+    def in_variables(tag: re.Match[str]) -> str:
+        return _COLOUR.sub(lambda colour: _VARIABLES[colour.group()], tag.group())
+
+    text = re.sub(r"<[^>]+>", in_variables, text)
+    text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font: \1 system-ui, sans-serif", text)
+    head, rest = text.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*pt"', "", head)  # the page sets them
+    return f'{head} role="img" aria-label="{html.escape(title)}">{rest}'
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -82,16 +82,19 @@ def group_options(group: str) -> list[str]:
 def hydra_overrides(overrides: Sequence[str]) -> list[str]:
     """Rewrites overrides to Hydra's syntax.
 
-    `megatron.manual_gc=true` adds a key, for which Hydra asks for `++`; and the values of a
-    preset, an experiment, a cluster or a model belong at the root, for which it asks for
-    `experiment@_global_`. Hydra's flags come first, because its parser refuses overrides on both
-    sides of a flag.
+    Hydra's flags come first: its parser refuses overrides on both sides of a flag.
     """
     flags = [text for text in overrides if not _is_override(text)]
     values = [text for text in overrides if _is_override(text)]
-    added = [f"++{text}" if _FREE.match(text) else text for text in values]
-    spelt = [_AT_ROOT.sub(r"\1@_global_=", text) for text in added]
-    return [*flags, *(_scheme_override(text) for text in spelt)]
+    return [*flags, *map(_in_hydra_syntax, values)]
+
+
+def _in_hydra_syntax(override: str) -> str:
+    if _FREE.match(override):  # adds a key, such as megatron.manual_gc=true
+        override = f"++{override}"
+    # The values of a preset, an experiment, a cluster or a model belong at the root.
+    override = _AT_ROOT.sub(r"\1@_global_=", override)
+    return _scheme_override(override)
 
 
 def with_preset(arguments: Sequence[str]) -> list[str]:

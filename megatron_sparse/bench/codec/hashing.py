@@ -142,20 +142,21 @@ def _rows_of(case: Case, count: int) -> torch.Tensor:
 
 
 def _row_tasks(case: Case) -> Iterator[Task]:
+    """Times the encoder of a row-sparse record, whose decoded rows must be those that went in."""
     num_rows = max(case.numel // COLUMNS, 1)
     local_K = _touched_rows(case, num_rows)
     rows_KD = _rows_of(case, local_K.numel())
     gradient = RowSparse(local_K, rows_KD, num_rows)
     part = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
     positions = part.positions(gradient)
-    out = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
+    record = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
 
-    encode = partial(part.encode, gradient, positions, out)
-    encode()
-    decoded = part.decode(out, rank=0)
+    encode = partial(part.encode, gradient, positions, record)
+    encode()  # fills the record
+    decoded = part.decode(record, rank=0)
     wrong = _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
-    own_bytes = local_K.nbytes + rows_KD.nbytes
-    yield Task("encode", case.form, own_bytes + out.nbytes, wrong, encode)
+    moved = local_K.nbytes + rows_KD.nbytes + record.nbytes
+    yield Task("encode", case.form, moved, wrong, encode)
 
 
 MAKERS = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}

@@ -204,15 +204,18 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
 
 
 def _measured(iterations: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures that only the plugin measures: medians over the iterations that count."""
-    names = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
-    waits = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
+    """Medians over iterations of what only the plugin measures; None for each without any."""
+    sizes = ("wire_bytes", "inside_bytes", "dense_bytes", "param_wire_bytes", "param_dense_bytes")
+    stages = {"exposed_ms": "host_wait", "param_exposed_ms": "param_wait"}
     if not iterations:
-        return dict.fromkeys((*names, *waits, "host_cpu_us"))
-    found = {name: median(each[name] for each in iterations) for name in names}
-    for name, stage in waits.items():
+        return dict.fromkeys((*sizes, *stages, "host_cpu_us"))
+    found = {name: median(each[name] for each in iterations) for name in sizes}
+    for name, stage in stages.items():
         found[name] = median(each["stage_ms"][stage] for each in iterations)
-    of_bucket_us = (
-        1e3 * each["host_cpu_ms"] / sum(each["schemes"].values()) for each in iterations
-    )
-    return found | {"host_cpu_us": median(of_bucket_us)}
+    found["host_cpu_us"] = median(map(_host_cpu_us_per_bucket, iterations))
+    return found
+
+
+def _host_cpu_us_per_bucket(iteration: dict[str, Any]) -> float:
+    buckets = sum(iteration["schemes"].values())
+    return 1e3 * iteration["host_cpu_ms"] / buckets
