@@ -80,6 +80,7 @@ class TestPluginSections:
         [
             (CompressionConfig, "density", 0),
             (CompressionConfig, "density", 1.01),
+            (CompressionConfig, "density", "1.2.3%"),
             (CompressionConfig, "leak", -0.1),
             (CompressionConfig, "value_bits", 32),
             (CompressionConfig, "samples", 0),
@@ -289,7 +290,7 @@ class TestScheduleOfTheRunsLength:
 
 def test_the_number_of_keys_is_frozen():
     """CONTRIBUTING.md says what a new one needs."""
-    assert len(_keys(RunConfig)) <= 102
+    assert len(_keys(RunConfig)) <= 96
 
 
 class TestRemoved:
