@@ -94,17 +94,7 @@ class ParameterGathers:
             CommunicationError: ranks have different settings.
         """
         method = config.parameters.method
-        reasons = [why_raw(group) for group in groups]
-        if method == LOSSY:
-            _refuse(method, [_on_gpu(group) for group in groups])
-        if method in COMPRESSED:
-            _refuse(method, reasons)
-        if method == LOSSY:
-            spans = optimizer_spans(optimizer)
-            for index, group in enumerate(groups):
-                if reasons[index] is None:
-                    own = masters_elsewhere(group, spans)
-                    reasons[index] = _agreed(own, reducer_of(group).transport)
+        reasons = _reasons_for_raw(groups, method, reducer_of, optimizer)
         choosers: dict[int, GatherChooser] = {}
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
@@ -253,6 +243,31 @@ def why_raw(group: GroupBuckets) -> str | None:
         if values.dtype not in MOVE_BITS or values.numel() % n:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
     return None
+
+
+def _reasons_for_raw(
+    groups: Sequence[GroupBuckets],
+    method: str,
+    reducer_of: Callable[[GroupBuckets], GradientReducer],
+    optimizer: Any,
+) -> list[str | None]:
+    """Why each group stays raw; None for one that can be compressed. Collective if lossy.
+
+    Raises:
+        ConfigError: the method cannot work here.
+    """
+    reasons = [why_raw(group) for group in groups]
+    if method == LOSSY:
+        _refuse(method, [_on_gpu(group) for group in groups])
+    if method in COMPRESSED:
+        _refuse(method, reasons)
+    if method != LOSSY:
+        return reasons
+    spans = optimizer_spans(optimizer)
+    return [
+        reason or _agreed(masters_elsewhere(group, spans), reducer_of(group).transport)
+        for group, reason in zip(groups, reasons, strict=True)
+    ]
 
 
 def _agreed(reason: str | None, transport: Transport) -> str | None:

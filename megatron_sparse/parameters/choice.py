@@ -56,7 +56,7 @@ class GatherChooser:
         self._agree(config.parameters)
         self._links: GatherLinks | None = None
         self._source = ""
-        self._per_node = _options(config.parameters.per_node, transport.nodes)
+        self._per_node_options = _options(config.parameters.per_node, transport.nodes)
         self._speeds: dict[torch.dtype, CoderSpeed] = {}
         self._sums: Prices | None = None
         self._priced = 0
@@ -90,18 +90,17 @@ class GatherChooser:
                         remedy="use the same configuration on every rank",
                     )
 
-    def _find_links(self) -> None:
+    def _find_links(self) -> GatherLinks:
         model, nodes = self._model, self._transport.nodes
         if model is None:
-            self._links = complete(price.measure_gather_links(self._transport))
             self._source = "measured"
-            return
+            return complete(price.measure_gather_links(self._transport))
+        self._source = f"of {self._cluster}"
         topology = None
         if several_levels(nodes):
             sizes = tuple(map(len, members_of(nodes)))
             topology = Topology(sizes, model.intra, model.inter, model.nic)
-        self._links = GatherLinks(model.dense_link(self._transport.world_size), topology)
-        self._source = f"of {self._cluster}"
+        return GatherLinks(model.dense_link(self._transport.world_size), topology)
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
         """The way of buckets that are gathered together; None leaves them raw.
@@ -110,20 +109,18 @@ class GatherChooser:
             buckets: the whole parameters of each; with `method=lossy` fp32 ones are lossy, others
                 exact, which takes fewer bits there.
         """
-        chosen = self._chosen
+        chosen, options = self._chosen, self._per_node_options
         every = chosen.verify_every
         if chosen.method == RAW or self.missing is not None:
             return None
         fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if chosen.method == LOSSY and fp32:
             self._lossy += len(buckets)
-            return LossyWay(chosen.bits, verify_every=every, per_node=self._per_node == (True,))
-        if chosen.method != "auto" and len(self._per_node) == 1:
+            return LossyWay(chosen.bits, verify_every=every, per_node=options == (True,))
+        if chosen.method != "auto" and len(options) == 1:  # nothing is left to choose
             self._exact += len(buckets)
-            return ExactWay(verify_every=every, per_node=self._per_node[0])
-        if self._links is None:
-            self._find_links()
-        assert self._links is not None, "they were found"
+            return ExactWay(verify_every=every, per_node=options[0])
+        self._links = self._links or self._find_links()
         prices = self._prices(buckets, self._links)
         self._sums = prices if self._sums is None else self._sums + prices
         self._priced += len(buckets)
@@ -139,7 +136,9 @@ class GatherChooser:
             one = gather_prices(values_N.numel(), values_N.dtype, n, links, speed)
             total = one if total is None else total + one
         assert total is not None, "a group has buckets"
-        exact_s = {each: own_s for each, own_s in total.exact_s.items() if each in self._per_node}
+        exact_s = {
+            each: own_s for each, own_s in total.exact_s.items() if each in self._per_node_options
+        }
         return Prices(total.raw_s, exact_s)
 
     def _speed_of(self, dtype: torch.dtype) -> CoderSpeed:
