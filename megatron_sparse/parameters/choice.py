@@ -29,6 +29,8 @@ from megatron_sparse.transport.topology import members_of
 
 _WORDS = {"method": METHODS, "per_node": PER_NODE}
 """Settings that are words; ranks exchange their numbers."""
+_WAYS = ("flat", "once per node")
+"""In the log, by whether a record crosses to each other node once."""
 
 
 class GatherChooser:
@@ -154,16 +156,15 @@ class GatherChooser:
         if self._sums is not None and self._links is not None:
             said.append(self._explain_prices(self._sums, self._links))
         elif self._exact:
-            said.append(f"{self._exact} buckets exact")
+            said.append(f"{self._exact} buckets exact ({_WAYS[self._per_node_options[0]]})")
         return "; ".join(said) or RAW
 
     def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
         rate = 1e-6 / max(links.dense.beta_s, 1e-15)
-        way = "once per node" if sums.per_node else "flat"
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "
             f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[sums.per_node] * 1e3:.3g} ms exact "
-            f"({way}), with links of {rate:.4g} MB/s ({self._source})"
+            f"({_WAYS[sums.per_node]}), with links of {rate:.4g} MB/s ({self._source})"
         )
 
 
