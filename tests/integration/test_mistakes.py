@@ -265,7 +265,6 @@ MISTAKES = (
     Mistake("bench convergence --seeds=0", "numbers from 1 on"),
     Mistake("bench convergence --iters=205", "a multiple of 10"),
     Mistake("bench convergence --ranks=3", "a divisor of 16"),
-    Mistake("bench convergence --report", "a finished run is not repeated"),
     Mistake("bench convergence training.learning_rate=1", "training.learning_rate"),
     Mistake("bench time-to-loss --setting=safe", "plain among them"),
     Mistake("bench time-to-loss --setting=plain,quick", "setting is out of range"),
