@@ -78,7 +78,8 @@ class ParameterGathers:
     ) -> None:
         """Decides for each group between raw, exact and lossy. Collective over its ranks.
 
-        With `parameters.method=auto` the host waits for some measurements.
+        With `parameters.method=auto`, or `per_node=auto` on several nodes, the host waits for some
+        measurements.
 
         Args:
             groups: of the attachment.
