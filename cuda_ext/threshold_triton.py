@@ -16,9 +16,8 @@ import torch
 
 from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.cuda_ext.record_spec import Limits
-from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, hash_seed
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, hash_bits, hash_seed
 
-_MASK_32 = 2**32 - 1
 _INFINITY = 0x7F800000
 
 
@@ -69,7 +68,7 @@ def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
 def range_draws(keys: Sequence[int]) -> torch.Tensor:
     """For each range's key the 24-bit draw that decides a single tie: int64 [R], on the CPU."""
     seeds = torch.tensor([hash_seed(key, DRAW_TIE) for key in keys]).view(-1, 2)
-    return _hash(torch.zeros(len(keys), dtype=torch.int64), seeds[:, 0], seeds[:, 1]) >> 8
+    return hash_bits(seeds[:, 0], seeds[:, 1], torch.zeros(len(keys), dtype=torch.int64)) >> 8
 
 
 def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
@@ -84,15 +83,3 @@ def _limits(
     chances = ((wanted - above.double()) / equal).float()
     has_chance = (chosen > 0) & (chosen < _INFINITY)
     return Limits(chosen.int().view(torch.float32), chances.where(has_chance, 0), equal)
-
-
-def _hash(index: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The counter hash of indices under 2^32; `csrc/counter_hash.h` is its definition."""
-    # int64 products wrap, which leaves their lower 32 bits right.
-    x = index ^ a
-    x = x ^ (x >> 16)
-    x = x * 0x21F0AAAD & _MASK_32
-    x = x ^ (x >> 15)
-    x = x + b & _MASK_32
-    x = x * 0xD35A2D97 & _MASK_32
-    return x ^ (x >> 15)

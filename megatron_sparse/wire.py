@@ -53,7 +53,9 @@ RICE_SPANS = range(12, 25)
 """What the binary logarithm of a chunk's elements may be in a record of format Rice."""
 RICE_CHUNK_ENTRIES = 1024
 """The expected entries of a chunk, at least: then its row and roundings take 2 % of its bits."""
-_RICE_GROUP, _RICE_PLANE, _RICE_SUBHEADER = 128, 32, 16
+SUBHEADER_BYTES = 16
+"""Of the sub-header of a blocks or a Rice record."""
+_RICE_GROUP, _RICE_PLANE = 128, 32
 
 
 def payload_bytes[T: (int, torch.Tensor)](
@@ -124,7 +126,7 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
-    return _RICE_SUBHEADER + pad16(8 * (chunks + 1)) + pad16(4 * words)
+    return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)
 
 
 def _most_value_words(nnz: int, chunks: int, value_dtype: int) -> int:
@@ -143,12 +145,19 @@ def rice_whole_payload_bytes(numel: int, value_dtype: int, log2_span: int) -> in
         2192
     """
     full, rest = divmod(numel, 2**log2_span)
-    words = full * _value_words(2**log2_span, value_dtype) + _value_words(rest, value_dtype)
-    return _RICE_SUBHEADER + pad16(4 * words)
+    words = full * rice_value_words(2**log2_span, value_dtype) + rice_value_words(rest, value_dtype)
+    return SUBHEADER_BYTES + pad16(4 * words)
 
 
-def _value_words(entries: int, value_dtype: int) -> int:
-    """Words of a chunk's quantised values: one for each group, and the planes of their bits."""
+def rice_value_words(entries: int, value_dtype: int) -> int:
+    """Words of a chunk's values; quantised: one for each group, and the planes of their bits.
+
+    Example:
+        >>> rice_value_words(130, 4)  # two scales, 4 words for each of 5 times 32
+        22
+    """
+    if value_dtype not in RICE_BITS:
+        return -(-entries * VALUE_BYTES[value_dtype] // 4)
     planes = -(-entries // _RICE_PLANE)
     return -(-entries // _RICE_GROUP) + RICE_BITS[value_dtype] * planes
 

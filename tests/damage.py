@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_sparse.reference.rice import rice_parameter, words_of_values
-from megatron_sparse.wire import HEADER_BYTES, VERSION
+from megatron_sparse.wire import HEADER_BYTES, VERSION, rice_parameter, rice_value_words
 from tests.codec import ORACLE, RICE_NAMES, Case, rice_spec, segments_of, spec_of
 from tests.cuda_ext import cases
 
@@ -202,7 +201,7 @@ def third_chunk(good: bytes, value_dtype: int) -> tuple[int, int, int, int]:
     """Of `rice`'s: its values, remainders (five words for 32 of them) and unary part; its end."""
     begin, end = struct.unpack_from("<8I", good, TABLE)[5::2]
     values = WORDS + 4 * begin
-    remainders = values + 4 * words_of_values(45, value_dtype)
+    remainders = values + 4 * rice_value_words(45, value_dtype)
     assert rice_parameter(1808, 45) == 5
     return values, remainders, remainders + 4 * 5 * 2, WORDS + 4 * end
 

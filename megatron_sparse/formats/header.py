@@ -14,15 +14,16 @@ import torch
 
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.wire import (
-    BLOCKS_SUBHEADER,
     FLAG_PICI_LINEAR,
     FORMAT_BLOCKS,
     FORMAT_COO,
     FORMAT_DENSE,
     FORMAT_PICI,
+    FORMAT_RICE,
     HEADER_BYTES,
     MAGIC,
     RECORD_ALIGNMENT,
+    SUBHEADER_BYTES,
     VERSION,
     pad16,
     payload_bytes,
@@ -155,10 +156,10 @@ class Header:
             step: the step.
             available: bytes from the header's first to the message's last.
             rank: the sender, for the error's text.
-            formats: those of dense, COO, Pici and blocks that the caller can decode.
+            formats: those of dense, COO, Pici, blocks and Rice that the caller can decode.
 
-        The size of a blocks record depends on its sub-header, which the caller must check. This
-        method checks only that the record has room for the sub-header.
+        The size of a blocks or Rice record depends on its sub-header, which the caller must check.
+        This method checks only that the record has room for the sub-header.
 
         Raises:
             WireFormatError: names the rank and the first field that is wrong.
@@ -169,8 +170,8 @@ class Header:
         self.check_segment(value_dtype, numel, offset, step, rank, self.flags & known_flags)
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
-        if self.format == FORMAT_BLOCKS:
-            demanded = max(self.payload_bytes, BLOCKS_SUBHEADER.size)
+        if self.format in (FORMAT_BLOCKS, FORMAT_RICE):
+            demanded = max(self.payload_bytes, SUBHEADER_BYTES)
         else:
             demanded = payload_bytes(self.format, numel, self.nnz, value_dtype)
         if self.payload_bytes != demanded:

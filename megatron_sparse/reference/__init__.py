@@ -10,3 +10,10 @@ def padded(section: bytes | torch.Tensor) -> bytes:
     if isinstance(section, torch.Tensor):
         section = section.contiguous().view(torch.uint8).numpy().tobytes()
     return section.ljust(pad16(len(section)), b"\0")
+
+
+def numbers_at(data: bytes, at: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of so many numbers of a section, from a byte on; there may be none."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data[at : at + numel * dtype.itemsize]), dtype=dtype)

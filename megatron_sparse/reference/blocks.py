@@ -11,10 +11,10 @@ import struct
 
 import torch
 
-from megatron_sparse.reference import padded
-from megatron_sparse.wire import pad16
-
-_SUBHEADER = struct.Struct("<IIQ")
+from megatron_sparse.formats.header import Header
+from megatron_sparse.reference import numbers_at, padded
+from megatron_sparse.reference.prune import DTYPES
+from megatron_sparse.wire import BLOCKS_SUBHEADER, blocks_payload_bytes, pad16, wrong_field
 
 
 def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> bytes:
@@ -37,26 +37,33 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, block_size: int) -> byt
             blocks.append(block.view(torch.uint8).numpy().tobytes())
     index_bytes = struct.pack(f"<{len(indices)}I", *indices)
     values = b"".join(blocks)
-    return _SUBHEADER.pack(block_size, len(indices), 0) + padded(index_bytes) + padded(values)
+    return BLOCKS_SUBHEADER.pack(block_size, len(indices), 0) + padded(index_bytes) + padded(values)
 
 
-def decode(payload: bytes, numel: int, dtype: torch.dtype) -> tuple[list[int], torch.Tensor]:
-    """The elements of a well-formed payload's blocks, ascending, and their values.
+def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.Tensor]:
+    """The elements of the blocks, ascending, and their values.
 
     Raises:
-        ValueError: indices do not ascend, or one lies beyond the segment.
+        WireFormatError: names the field that is wrong.
     """
-    block_size, n_blocks, _ = _SUBHEADER.unpack_from(payload)
-    indices = struct.unpack_from(f"<{n_blocks}I", payload, _SUBHEADER.size)
-    at = _SUBHEADER.size + pad16(4 * n_blocks)
-    elements, chosen = [], []
+    block_size, n_blocks, zero = BLOCKS_SUBHEADER.unpack_from(payload)
+    if not block_size or zero:
+        raise wrong_field(rank, "block_size", "above 0, then zeros", (block_size, zero))
+    if n_blocks > -(-header.numel // block_size) or header.nnz > n_blocks * block_size:
+        raise wrong_field(rank, "n_blocks", f"those of {header.numel} elements", n_blocks)
+    demanded = blocks_payload_bytes(n_blocks, block_size, header.dtype)
+    if header.payload_bytes != demanded:
+        raise wrong_field(rank, "payload_bytes", demanded, header.payload_bytes)
+    indices = struct.unpack_from(f"<{n_blocks}I", payload, BLOCKS_SUBHEADER.size)
+    elements: list[int] = []
     for position, index in enumerate(indices):
-        if index * block_size >= numel or (position and index <= indices[position - 1]):
-            raise ValueError(f"block indices {indices} are not ascending below {numel} elements")
-        for inside in range(min(block_size, numel - index * block_size)):
-            elements.append(index * block_size + inside)
-            chosen.append(position * block_size + inside)
-    if not chosen:
-        return [], torch.empty(0, dtype=dtype)
-    data = bytearray(payload[at : at + n_blocks * block_size * dtype.itemsize])
-    return elements, torch.frombuffer(data, dtype=dtype)[chosen]
+        begin = index * block_size
+        if begin >= header.numel or (position and index <= indices[position - 1]):
+            raise wrong_field(rank, "indices", f"ascending below {header.numel} elements", indices)
+        elements += range(begin, min(begin + block_size, header.numel))
+    # Only the last block may reach past the segment's end.
+    dtype, at = DTYPES[header.dtype], BLOCKS_SUBHEADER.size + pad16(4 * n_blocks)
+    end = at + n_blocks * block_size * dtype.itemsize
+    if any(payload[at + len(elements) * dtype.itemsize : end]):
+        raise wrong_field(rank, "block padding", "zeros behind the segment", "others")
+    return elements, numbers_at(payload, at, len(elements), dtype)

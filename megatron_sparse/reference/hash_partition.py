@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.reference.counter_hash import counter_hash, hash_seed
+from megatron_sparse.triton_kernels.counter_hash import counter_hash, hash_seed
 
 DRAW_ROUND, DRAW_GENERAL, DRAW_SLOT = 16, 24, 32
 ROUNDS = 4

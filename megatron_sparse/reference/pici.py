@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_sparse.reference import padded
+from megatron_sparse.reference import numbers_at, padded
 from megatron_sparse.wire import pad16
 
 TILE, SIDE = 4096, 64
@@ -68,10 +68,7 @@ def decode(
         raise ValueError(f"prefix sums {stored} do not fit the words' {prefix} and nnz {nnz}")
     if any(element >= numel for element in elements):
         raise ValueError(f"a bit lies beyond element {numel}")
-    at += pad16(4 * (tiles + 1))
-    data = bytearray(payload[at : at + nnz * dtype.itemsize])
-    values = torch.frombuffer(data, dtype=dtype) if nnz else torch.empty(0, dtype=dtype)
-    return elements, values
+    return elements, numbers_at(payload, at + pad16(4 * (tiles + 1)), nnz, dtype)
 
 
 def _element(word: int, bit: int, linear: bool) -> int:

@@ -24,7 +24,12 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_TIE, DRAW_VALUE, counter_hash
+from megatron_sparse.triton_kernels.counter_hash import (
+    DRAW_RESIDUAL,
+    DRAW_TIE,
+    DRAW_VALUE,
+    counter_hash,
+)
 
 FP32, BF16, FP16 = range(3)
 CODE_OF = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}

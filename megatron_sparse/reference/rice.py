@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 
-from megatron_sparse.formats.header import Header, check_fields
+from megatron_sparse.cuda_ext.record_spec import RecordSpec
+from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import padded
 from megatron_sparse.reference.prune import DTYPES, with_one_nan
 from megatron_sparse.reference.rice_values import GROUP, dequantise, quantise
 from megatron_sparse.wire import (
     FORMAT_RICE,
-    HEADER_BYTES,
     RICE_BITS,
     RICE_SPANS,
     pad16,
+    rice_parameter,
+    rice_value_words,
     wrong_field,
 )
 
@@ -32,30 +35,6 @@ WITHOUT_INDICES = (3, 4)
 """Dtype codes that a record without indices may have: 8 and 4 bits."""
 SUB_HEADER = struct.Struct("<BBHIQ")
 """Whether there are indices, log2 of a chunk's elements, zero, chunks, words of all chunks."""
-
-
-@dataclass(frozen=True)
-class RiceForm:
-    """How entries are written.
-
-    Attributes:
-        value_dtype: dtype code, 0 to 6.
-        log2_span: log2 of a chunk's elements, 12 to 24.
-        indices: false for a value of every element.
-    """
-
-    value_dtype: int
-    log2_span: int = RICE_SPANS[0]
-    indices: bool = True
-
-
-@dataclass(frozen=True)
-class SegmentPlace:
-    """The segment that a record holds, as its header has it."""
-
-    numel: int
-    offset: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -73,74 +52,70 @@ class Encoded:
 
 def encode(
     x_K: torch.Tensor,
-    index_K: torch.Tensor | None,
-    place: SegmentPlace,
-    form: RiceForm,
+    index_K: torch.Tensor,
+    place: range,
+    spec: RecordSpec,
     nnz: int | None = None,
 ) -> Encoded:
     """The record of K entries.
 
     Args:
         x_K: values of the entries, fp32 where they are to be quantised.
-        index_K: int64, their elements in the segment, ascending; None for all elements.
-        place: the segment.
-        form: how they are written.
-        nnz: the header's, in a record without indices; None counts those of x_K.
+        index_K: int64, their elements in the segment, ascending; without indices all elements.
+        place: the segment's elements in the bucket.
+        spec: how the entries are written.
+        nnz: the header's; None for K.
     """
-    span = 1 << form.log2_span
-    index = np.arange(place.numel) if index_K is None else index_K.numpy()
+    numel, span, index = len(place), 1 << spec.log2_span, index_K.numpy()
     table, chunks, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
-    for begin in range(0, place.numel, span):
+    for begin in range(0, numel, span):
         first, last = np.searchsorted(index, (begin, begin + span))
-        words, chunk_sent = value_words(x_K[first:last], form)
+        words, chunk_sent = value_words(x_K[first:last], spec)
         chunks.append(words)
         sent.append(chunk_sent)
-        if form.indices:
-            numel = min(span, place.numel - begin)
-            chunks.append(index_words(index[first:last] - begin, numel))
+        if not spec.without_indices:
+            chunks.append(index_words(index[first:last] - begin, min(span, numel - begin)))
         table.append((int(last), sum(map(len, chunks))))
     words = np.concatenate(chunks)
-    sub_header = SUB_HEADER.pack(form.indices, form.log2_span, 0, len(table) - 1, len(words))
-    rows = b"".join(struct.pack("<II", *row) for row in table) if form.indices else b""
+    sub_header = SUB_HEADER.pack(
+        not spec.without_indices, spec.log2_span, 0, len(table) - 1, len(words)
+    )
+    rows = b"" if spec.without_indices else b"".join(struct.pack("<II", *row) for row in table)
     payload = sub_header + padded(rows) + padded(words.tobytes())
-    if form.indices:
-        nnz = len(index)
-    elif nnz is None:
-        nnz = int(x_K.count_nonzero())
     header = Header(
-        FORMAT_RICE, form.value_dtype, place.numel, nnz, len(payload), place.offset, place.step
+        FORMAT_RICE,
+        spec.value_dtype,
+        numel,
+        len(index) if nnz is None else nnz,
+        len(payload),
+        place.start,
+        spec.step,
     )
     sent_K = torch.from_numpy(np.concatenate(sent))
     residual_K = torch.where(sent_K.isfinite(), x_K.float() - sent_K, 0)
     return Encoded(header.pack() + payload, residual_K)
 
 
-def decode(
-    record: bytes, place: SegmentPlace, value_dtype: int, rank: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The elements that a record holds, int64 and ascending, and their fp32 values.
 
     Args:
-        record: from its header to the message's end.
-        place: the segment that it must hold.
-        value_dtype: dtype code that the values must have.
+        header: the record's, checked.
+        payload: what the header announces.
         rank: the sender, for the error's text.
 
     Raises:
         WireFormatError: names the first field that is wrong.
     """
-    header = Header.unpack(record[:HEADER_BYTES], rank)
-    _check_header(header, place, value_dtype, len(record), rank)
-    payload = record[HEADER_BYTES : HEADER_BYTES + header.payload_bytes]
-    form, total_words = _read_sub_header(header, payload, rank)
-    table, words_at = _read_table(header, payload, form, total_words, rank)
+    spec, total_words = _read_sub_header(header, payload, rank)
+    table, words_at = _read_table(header, payload, spec, total_words, rank)
     words = np.frombuffer(payload, "<u4", total_words, words_at)
     index, values = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
-    for chunk, begin in enumerate(range(0, place.numel, 1 << form.log2_span)):
+    for chunk, begin in enumerate(range(0, header.numel, 1 << spec.log2_span)):
         (entries, at), (entries_end, end) = table[chunk], table[chunk + 1]
-        numel = min(1 << form.log2_span, place.numel - begin)
+        numel = min(1 << spec.log2_span, header.numel - begin)
         try:
-            found = read_chunk(words[at:end], entries_end - entries, numel, form)
+            found = read_chunk(words[at:end], entries_end - entries, numel, spec)
         except WrongWords as error:
             raise wrong_field(rank, "rice", f"those of chunk {chunk}", error) from error
         index.append(found[0] + begin)
@@ -148,21 +123,7 @@ def decode(
     return torch.from_numpy(np.concatenate(index)), torch.from_numpy(np.concatenate(values))
 
 
-def _check_header(
-    header: Header, place: SegmentPlace, value_dtype: int, available: int, rank: int | None
-) -> None:
-    check_fields(rank, ("format", FORMAT_RICE, header.format))
-    header.check_segment(value_dtype, place.numel, place.offset, place.step, rank)
-    if header.nnz > place.numel:
-        raise wrong_field(rank, "nnz", f"at most {place.numel}", header.nnz)
-    if header.payload_bytes < SUB_HEADER.size:
-        raise wrong_field(rank, "payload_bytes", SUB_HEADER.size, header.payload_bytes)
-    if HEADER_BYTES + header.payload_bytes > available:
-        needed = HEADER_BYTES + header.payload_bytes
-        raise wrong_field(rank, "size", f"{needed} bytes", available)
-
-
-def _read_sub_header(header: Header, payload: bytes, rank: int | None) -> tuple[RiceForm, int]:
+def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordSpec, int]:
     """How the record is written, and the words of all chunks."""
     indices, log2_span, zero, chunks, total_words = SUB_HEADER.unpack_from(payload)
     if indices > 1 or log2_span not in RICE_SPANS or zero:
@@ -174,56 +135,42 @@ def _read_sub_header(header: Header, payload: bytes, rank: int | None) -> tuple[
     if not indices and header.dtype not in WITHOUT_INDICES:
         expected = " or ".join(map(str, WITHOUT_INDICES))
         raise wrong_field(rank, "chunk", f"dtype {expected} without indices", header.dtype)
-    form = RiceForm(header.dtype, log2_span, bool(indices))
-    if not indices and total_words != (whole := whole_words(header.numel, form)):
+    spec = RecordSpec(
+        header.dtype, header.step, FORMAT_RICE, log2_span=log2_span, without_indices=not indices
+    )
+    if not indices and total_words != (whole := whole_words(header.numel, spec)):
         raise wrong_field(rank, "table", f"{whole} words", total_words)
     table_bytes = pad16(8 * (chunks + 1)) if indices else 0
     payload_bytes = SUB_HEADER.size + table_bytes + pad16(4 * total_words)
     if header.payload_bytes != payload_bytes:
         raise wrong_field(rank, "payload_bytes", payload_bytes, header.payload_bytes)
-    return form, total_words
+    return spec, total_words
 
 
 def _read_table(
-    header: Header, payload: bytes, form: RiceForm, total_words: int, rank: int | None
+    header: Header, payload: bytes, spec: RecordSpec, total_words: int, rank: int
 ) -> tuple[list[tuple[int, int]], int]:
     """Entries and words before each chunk and in all of them, and where the words begin."""
-    span = 1 << form.log2_span
+    span = 1 << spec.log2_span
     chunks = -(-header.numel // span)
-    if not form.indices:
+    if spec.without_indices:
         ends = [min(span * chunk, header.numel) for chunk in range(chunks + 1)]
-        return [(end, whole_words(end, form)) for end in ends], SUB_HEADER.size
+        return [(end, whole_words(end, spec)) for end in ends], SUB_HEADER.size
     numbers = struct.unpack_from(f"<{2 * (chunks + 1)}I", payload, SUB_HEADER.size)
     table = list(zip(numbers[::2], numbers[1::2], strict=True))
     if table[0] != (0, 0) or table[-1] != (header.nnz, total_words):
         expected = f"(0, 0) to {header.nnz, total_words}"
         raise wrong_field(rank, "table", expected, (table[0], table[-1]))
-    for chunk in range(chunks):
+    for chunk, ((entries, words), (entries_end, words_end)) in enumerate(pairwise(table)):
         numel = min(span, header.numel - span * chunk)
-        entries = table[chunk + 1][0] - table[chunk][0]
-        words = table[chunk + 1][1] - table[chunk][1]
-        if not 0 <= entries <= numel or words < 0:
-            raise wrong_field(rank, "table", f"rows that ascend to {numel}", (entries, words))
+        if not 0 <= entries_end - entries <= numel or words_end < words:
+            got = (entries_end - entries, words_end - words)
+            raise wrong_field(rank, "table", f"rows that ascend to {numel}", got)
     return table, SUB_HEADER.size + pad16(8 * (chunks + 1))
 
 
 class WrongWords(ValueError):
     """The words of a chunk are not those of any entries; becomes a `WireFormatError`."""
-
-
-def rice_parameter(numel: int, entries: int) -> int:
-    """The r of a chunk: the smallest with `numel - entries <= entries 2^(r + 1)`.
-
-    No r has a shorter worst case of `entries (r + 1) + (numel - entries) / 2^r` bits.
-
-    Example:
-        >>> rice_parameter(4096, 41), rice_parameter(4096, 2048)
-        (6, 0)
-    """
-    r = 0
-    while numel - entries > entries << (r + 1):
-        r += 1
-    return r
 
 
 def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
@@ -259,42 +206,42 @@ def planes(numbers_K: np.ndarray, bits: int) -> np.ndarray:
     return packed.view("<u4").reshape(-1)
 
 
-def value_words(x_K: torch.Tensor, form: RiceForm) -> tuple[np.ndarray, np.ndarray]:
+def value_words(x_K: torch.Tensor, spec: RecordSpec) -> tuple[np.ndarray, np.ndarray]:
     """The words of a chunk's values, and the fp32 values that they stand for."""
-    if form.value_dtype not in RICE_BITS:
-        dtype = DTYPES[form.value_dtype]
+    if spec.value_dtype not in RICE_BITS:
+        dtype = DTYPES[spec.value_dtype]
         values_K = x_K if x_K.dtype == dtype else with_one_nan(x_K, dtype)
         data = values_K.reshape(-1, 1).view(torch.uint8).numpy().tobytes()
         words = np.frombuffer(data.ljust(-(-len(data) // 4) * 4, b"\0"), "<u4")
         return words, values_K.float().numpy()
-    bits = RICE_BITS[form.value_dtype]
+    bits = RICE_BITS[spec.value_dtype]
     words, sent = [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
     for begin in range(0, x_K.numel(), GROUP):
-        group = quantise(x_K[begin : begin + GROUP].numpy(), bits, indices=form.indices)
+        group = quantise(x_K[begin : begin + GROUP].numpy(), bits, indices=not spec.without_indices)
         words += [np.array([group.scale_word], "<u4"), planes(group.codes, bits)]
         sent.append(group.sent)
     return np.concatenate(words), np.concatenate(sent)
 
 
-def whole_words(numel: int, form: RiceForm) -> int:
+def whole_words(numel: int, spec: RecordSpec) -> int:
     """Words of a record without indices."""
-    span = 1 << form.log2_span
-    full = words_of_values(span, form.value_dtype) * (numel // span)
-    return full + words_of_values(numel % span, form.value_dtype)
+    span = 1 << spec.log2_span
+    full = rice_value_words(span, spec.value_dtype) * (numel // span)
+    return full + rice_value_words(numel % span, spec.value_dtype)
 
 
 def read_chunk(
-    words: np.ndarray, entries: int, numel: int, form: RiceForm
+    words: np.ndarray, entries: int, numel: int, spec: RecordSpec
 ) -> tuple[np.ndarray, np.ndarray]:
     """The elements of the chunk and their values."""
-    values_end = words_of_values(entries, form.value_dtype)
-    if not form.indices:
-        return np.arange(numel), _read_values(words, entries, form.value_dtype)
+    values_end = rice_value_words(entries, spec.value_dtype)
+    if spec.without_indices:
+        return np.arange(numel), _read_values(words, entries, spec.value_dtype)
     r = rice_parameter(numel, entries) if entries else 0
     unary_at = values_end + r * _planes_of(entries)
     if len(words) < unary_at + 1 if entries else len(words) > 0:
         raise WrongWords(f"{len(words)} words for {entries} entries")
-    values = _read_values(words[:values_end], entries, form.value_dtype)
+    values = _read_values(words[:values_end], entries, spec.value_dtype)
     if entries == 0:
         return np.zeros(0, np.int64), values
     remainders = from_planes(words[values_end:unary_at], r).astype(np.int64)
@@ -338,15 +285,3 @@ def from_planes(words: np.ndarray, bits: int) -> np.ndarray:
 
 def _planes_of(count: int) -> int:
     return -(-count // PLANE)
-
-
-def words_of_values(count: int, value_dtype: int) -> int:
-    """Words of the values of a chunk.
-
-    Example:
-        >>> words_of_values(130, 4)  # two scales, 4 words for each of 5 times 32
-        22
-    """
-    if value_dtype in RICE_BITS:
-        return -(-count // GROUP) + RICE_BITS[value_dtype] * _planes_of(count)
-    return -(-count * DTYPES[value_dtype].itemsize // 4)

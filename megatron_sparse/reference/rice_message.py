@@ -16,7 +16,6 @@ from megatron_sparse.cuda_ext.record_spec import Pruning, RecordSpec, Segments
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference import message, padded
 from megatron_sparse.reference.checksum import sealed
-from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.reference.prune import (
     BF16,
     FP32,
@@ -26,7 +25,8 @@ from megatron_sparse.reference.prune import (
     round_to,
     with_one_nan,
 )
-from megatron_sparse.reference.rice import RiceForm, SegmentPlace, encode
+from megatron_sparse.reference.rice import encode
+from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
 
 
@@ -68,7 +68,9 @@ def encode_segments(
         if spec.value_dtype not in RICE_BITS:
             record = _dense_record(values_N, begin, end, spec)
             if not keep:
-                record = min(record, _raw_record(values_N[begin:end], begin, spec), key=len)
+                index_K = values_N[begin:end].nonzero().squeeze(1)
+                raw = encode(values_N[begin + index_K], index_K, range(begin, end), spec)
+                record = min(record, raw.record, key=len)
             records.append(record)
             continue
         piece_M = values_N[begin:end].float()
@@ -78,9 +80,7 @@ def encode_segments(
         if keep:
             record, rest_K = _kept_record(x_K, piece_M, begin, spec)
         else:
-            place, nnz = SegmentPlace(end - begin, begin, spec.step), int(piece_M.count_nonzero())
-            form = RiceForm(spec.value_dtype, spec.log2_span, not whole)
-            made = encode(x_K, None if whole else index_K, place, form, nnz)
+            made = encode(x_K, index_K, range(begin, end), spec, int(piece_M.count_nonzero()))
             record, rest_K = made.record, made.residual_K
         records.append(record)
         if residual_N.dtype == torch.bfloat16:
@@ -88,14 +88,6 @@ def encode_segments(
             rest_K = round_to(rest_K, grid_of(BF16), random)
         residual_N[begin + index_K] = rest_K.to(residual_N.dtype)
     return [sealed(r) if spec.checksum else r for r in records], residual_N
-
-
-def _raw_record(piece_M: torch.Tensor, begin: int, spec: RecordSpec) -> bytes:
-    index_K = piece_M.nonzero().squeeze(1)
-    form = RiceForm(spec.value_dtype, spec.log2_span)
-    return encode(
-        piece_M[index_K], index_K, SegmentPlace(len(piece_M), begin, spec.step), form
-    ).record
 
 
 def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from megatron_sparse.cuda_ext.record_spec import Limits
-from megatron_sparse.reference.counter_hash import DRAW_SAMPLE, DRAW_TIE, counter_hash
+from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, counter_hash
 
 
 def sample_positions(numel: int, samples: int, key: int) -> list[int]:

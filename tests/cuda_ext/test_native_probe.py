@@ -9,7 +9,7 @@ import torch
 from megatron_sparse.cuda_ext.sources import SOURCES
 from megatron_sparse.cuda_ext.toolchain import find_cxx
 from megatron_sparse.reference import prune as prune_oracle
-from megatron_sparse.reference.counter_hash import counter_hash
+from megatron_sparse.triton_kernels.counter_hash import counter_hash
 from tests.codec import pruning_of
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron_sparse.cuda_ext import ops
 from megatron_sparse.cuda_ext.record_spec import Pruning
-from megatron_sparse.reference.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
+from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
 from tests.cuda_ext import cases
 
 KEEP_ALL = torch.tensor([-1.0])
