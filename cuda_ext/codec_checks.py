@@ -120,24 +120,16 @@ def record_kind(spec: RecordSpec) -> int:
     return code | _PAPER_ORDER if code == wire.FORMAT_PICI and spec.paper_order else code
 
 
-def check_encode(
-    op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec, out: torch.Tensor
-) -> None:
+def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec) -> None:
     """Checks of all encoders' arguments those that the compiled op does not check on CUDA."""
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
-    check_flat(op, "out", out, (torch.uint8,), device=grad_N.device)
-    code, size = spec.record_format, spec.block_size
-    if code == wire.FORMAT_RICE:
-        return check_message_dtype(op, spec.value_dtype)
-    check_code(op, "value_dtype", spec.value_dtype)
-    if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP:
-        expected = "-1 (adaptive) or a format code from 0 to 3"
+    check_message_dtype(op, spec.value_dtype)
+    code = spec.record_format
+    if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP and code != wire.FORMAT_RICE:
+        expected = "-1 (adaptive), a format code from 0 to 3, or 8 (Rice)"
         raise refusal(op, "record_format is unknown", expected, code)
-    if not (64 <= size <= _TILE and size.bit_count() == 1):
-        raise refusal(op, "block_size does not fit", "a power of two from 64 to 4096", size)
-    return None
 
 
 def check_scratch(

@@ -21,6 +21,7 @@ from megatron_sparse.cuda_ext.arguments import GRAD_DTYPES, call, check_flat, re
 BITMAP_FIELDS = ("", "nnz", "bitmap")
 """The field codes of a bitmap's status (`csrc/hash_launch.h`); "" is for one that fits."""
 _INDEX_SET = 3
+_PERMUTE, _UNPERMUTE, _PARTITION, _GENERAL = range(4)  # `HashMap` of csrc/hash_launch.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,12 @@ def permute(elements_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     Returns:
         int64, in [0, numel). `unpermute` undoes it.
     """
-    return call("hash_permute", elements_K, numel, seed)
+    return call("hash_map", elements_K, numel, 1, seed, _PERMUTE)
 
 
 def unpermute(positions_K: torch.Tensor, numel: int, seed: int) -> torch.Tensor:
     """The elements at positions of the keyed permutation; `permute` undoes it."""
-    return call("hash_unpermute", positions_K, numel, seed)
+    return call("hash_map", positions_K, numel, 1, seed, _UNPERMUTE)
 
 
 def partition_of(
@@ -90,7 +91,8 @@ def partition_of(
     Returns:
         int64, in [0, partitions).
     """
-    return call("hash_partition_of", elements_K, numel, partitions, seed, general)
+    way = _GENERAL if general else _PARTITION
+    return call("hash_map", elements_K, numel, partitions, seed, way)
 
 
 def hierarchical_hash(
@@ -120,16 +122,15 @@ def hierarchical_hash(
         run to run: they depend on which thread was first.
     """
     slots = (memory.parallel_slots, memory.serial_slots, memory.rehashes, memory.seed)
-    if indices_K.is_cuda:
-        # The native memory cannot check values: only the entries' numbers go through it.
-        entries, device = indices_K.numel(), indices_K.device
-        check_flat("hierarchical_hash", "values", values_K, GRAD_DTYPES, entries, device)
-        entry_K, offsets, counts = call(
-            "hash_memory", indices_K, partition_K, numel, partitions, *slots
-        )
+    # The native memory cannot check values: only the entries' numbers go through it.
+    entries, device = indices_K.numel(), indices_K.device
+    check_flat("hierarchical_hash", "values", values_K, GRAD_DTYPES, entries, device)
+    entry_K, offsets, counts = call(
+        "hash_memory", indices_K, partition_K, numel, partitions, *slots
+    )
+    if indices_K.is_cuda:  # on the CPU they come in this order
         entry_K = _by_index(entry_K, indices_K, offsets)
-        return indices_K[entry_K], values_K[entry_K], offsets, counts
-    return call("hierarchical_hash", indices_K, values_K, partition_K, numel, partitions, *slots)
+    return indices_K[entry_K], values_K[entry_K], offsets, counts
 
 
 def _by_index(

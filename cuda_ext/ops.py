@@ -47,7 +47,7 @@ from megatron_sparse.cuda_ext.codec_checks import (
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning, RecordSpec, Segments
 from megatron_sparse.cuda_ext.reports import Reports
-from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_RICE, RICE_BITS
+from megatron_sparse.wire import FORMAT_BLOCKS, FORMAT_RICE
 
 __all__ = [
     "GRAD_DTYPES",
@@ -178,11 +178,6 @@ def encode(
             counts are not the gradient's; the residual is then as it was.
     """
     op, on_cpu = "encode", grad_N.device == CPU
-    check_flat(op, "grad", grad_N, GRAD_DTYPES)
-    if residual_N is not None:
-        check_flat(op, "residual", residual_N, (torch.float32,), grad_N.numel(), grad_N.device)
-        if spec.value_dtype not in RICE_BITS:
-            raise refusal(op, "a residual needs quantised values", "3 to 6", spec.value_dtype)
     given = _record_arguments(op, grad_N, segments, spec, out, scratch)
     if spec.record_format == FORMAT_RICE:
         nnz_S = None
@@ -295,7 +290,7 @@ def _record_arguments(
 ) -> tuple[Any, ...]:
     """Checks what all encoders get; returns the native ops' arguments behind the gradient."""
     device, count = grad_N.device, segments.dense.numel()
-    check_encode(op, grad_N, segments, spec, out)
+    check_encode(op, grad_N, segments, spec)
     if check_device(op, "grad", grad_N) == "cuda":
         out = check_slots(op, segments.slots, count, out)
     scratch = check_scratch(op, scratch, segments.offsets, spec, device)

@@ -1,5 +1,8 @@
 // Argument checks of the bindings. The message is "what | expected | got", which the Python
 // wrappers turn into an ExtensionError.
+//
+// torch calls an implementation for the CPU only if all tensors lie there. So only those for CUDA,
+// and checks that both share, look at devices.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -56,6 +59,11 @@ inline bool is_beside(const Tensor& tensor, const Tensor& other) {
          (tensor.is_cpu() || tensor.get_device_index() == other.get_device_index());
 }
 
+inline void check_beside(const Tensor& tensor, const Tensor& other, std::string_view name) {
+  MS_CHECK(is_beside(tensor, other), name << " is on the wrong device", "the device of the others",
+           "another");
+}
+
 inline void check_flat(const Tensor& tensor, std::string_view name) {
   MS_CHECK(tensor.dim() == 1 && tensor.is_contiguous(), name << " has the wrong shape",
            "a contiguous 1-D tensor", "a tensor of " << tensor.dim() << " dimensions");
@@ -85,7 +93,6 @@ inline void check_message_dtype(int64_t code, std::string_view name) {
 // Offsets that cut [first, last) into consecutive pieces; a CPU tensor.
 inline const int64_t* check_offsets(const Tensor& offsets, std::string_view name) {
   check_vector(offsets, name, ScalarType::Long, -1);
-  MS_CHECK(offsets.is_cpu(), name << " is on the wrong device", "cpu", "another");
   MS_CHECK(offsets.numel() >= 1, name << " is empty", "at least one offset", 0);
   const int64_t* at = static_cast<const int64_t*>(offsets.const_data_ptr());
   MS_CHECK(at[0] >= 0 && at[offsets.numel() - 1] <= kMaxNumel, name << " is out of range",
@@ -102,7 +109,6 @@ inline const int64_t* check_capacity(const std::optional<Tensor>& capacity, int6
                                      std::string_view name) {
   if (!capacity.has_value()) return nullptr;
   check_vector(*capacity, name, ScalarType::Long, segments);
-  MS_CHECK(capacity->is_cpu(), name << " is on the wrong device", "cpu", "another");
   const int64_t* at = static_cast<const int64_t*>(capacity->const_data_ptr());
   for (int64_t s = 0; s < segments; ++s) {
     MS_CHECK(at[s] >= 0, name << " is out of range", "0 or more", at[s]);

@@ -1,7 +1,7 @@
 // The counter hash: 32 random bits that are a pure function of (key, draw, 64-bit index).
 //
-// This file is its definition. The Python oracle (megatron_sparse/reference/counter_hash.py), the
-// torch version (cuda_ext/threshold_triton.py) and the Triton kernel repeat it bit for bit.
+// This file is its definition. The torch version, which is its oracle too
+// (triton_kernels/counter_hash.py), and the Triton kernel repeat it bit for bit.
 //
 //   s = splitmix64(key + (draw + 1) * 0x9e3779b97f4a7c15)      mod 2^64, once for each call
 //   a = low32(s) ^ (high32(index) * 0x85ebca6b)                mod 2^32 from here on

@@ -16,11 +16,6 @@
 
 namespace megatron_sparse {
 
-inline void check_beside(const Tensor& tensor, const Tensor& other, std::string_view name) {
-  MS_CHECK(tensor.is_cuda() && is_beside(tensor, other), name << " is on the wrong device",
-           "the CUDA device of the others", "another");
-}
-
 inline void check_alignment(const Tensor& tensor, int64_t bytes, std::string_view name) {
   MS_CHECK(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % bytes == 0,
            name << " is not aligned", "an address that " << bytes << " divides", "another");

@@ -2,11 +2,10 @@
 //
 // A message's status is {code, segment, field, value}; it is added only if the code is 0.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
-#include "check.h"
 #include "decode_records.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace megatron_sparse {
 namespace {
@@ -14,7 +13,6 @@ namespace {
 Expected check_decode(const Tensor& acc, const Tensor& segment_offsets, int64_t value_dtype,
                       int64_t step, int64_t base, const std::optional<Tensor>& slots) {
   check_vector(acc, "decode: acc", ScalarType::Float, -1);
-  MS_CHECK(acc.is_cpu(), "decode: acc is on the wrong device", "the CPU", "another");
   check_message_dtype(value_dtype, "decode: value_dtype");
   const int64_t* offsets = check_offsets(segment_offsets, "decode: segment_offsets");
   const int64_t segment_count = segment_offsets.numel() - 1;
@@ -38,7 +36,6 @@ Expected check_decode(const Tensor& acc, const Tensor& segment_offsets, int64_t 
 
 MessageBytes check_message(const Tensor& message) {
   check_vector(message, "decode: message", ScalarType::Byte, -1);
-  MS_CHECK(message.is_cpu(), "decode: message is on the wrong device", "the CPU", "another");
   return {static_cast<const uint8_t*>(message.const_data_ptr()), message.numel()};
 }
 
@@ -47,15 +44,7 @@ const int64_t* check_sums(const std::optional<Tensor>& sums, int64_t messages,
                           const Expected& expected) {
   if (!sums.has_value()) return nullptr;
   check_vector(*sums, "decode: sums", ScalarType::Long, messages * expected.segment_count);
-  MS_CHECK(sums->is_cpu(), "decode: sums is on the wrong device", "the CPU", "another");
   return static_cast<const int64_t*>(sums->const_data_ptr());
-}
-
-void write_status(const Status& status, int64_t* fields) {
-  fields[0] = status.wrong;
-  fields[1] = status.segment;
-  fields[2] = status.field;
-  fields[3] = status.value;
 }
 
 Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& segment_offsets,
@@ -64,11 +53,9 @@ Tensor decode_add_cpu(const Tensor& acc, const Tensor& message, const Tensor& se
   const Expected expected = check_decode(acc, segment_offsets, value_dtype, step, base, slots);
   MessageBytes content = check_message(message);
   content.sums = check_sums(sums, 1, expected);
-  Tensor result = torch::stable::new_empty(segment_offsets, {4});
-  write_status(decode_records(content, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()),
-                              kernels()),
-               static_cast<int64_t*>(result.mutable_data_ptr()));
-  return result;
+  const Status status = decode_records(content, expected, fresh,
+                                       static_cast<float*>(acc.mutable_data_ptr()), kernels());
+  return result_of(segment_offsets, {status.wrong, status.segment, status.field, status.value});
 }
 
 Tensor decode_sum_cpu(const Tensor& acc, const std::vector<Tensor>& messages,
@@ -88,7 +75,12 @@ Tensor decode_sum_cpu(const Tensor& acc, const std::vector<Tensor>& messages,
       contents, expected, fresh, static_cast<float*>(acc.mutable_data_ptr()), kernels());
   Tensor result = torch::stable::new_empty(segment_offsets, {4 * count});
   int64_t* fields = static_cast<int64_t*>(result.mutable_data_ptr());
-  for (int64_t i = 0; i < count; ++i) write_status(statuses[i], fields + 4 * i);
+  for (const Status& status : statuses) {
+    for (const int64_t field :
+         {int64_t{status.wrong}, status.segment, status.field, status.value}) {
+      *fields++ = field;
+    }
+  }
   return result;
 }
 

@@ -1,11 +1,9 @@
 #include "decode_records.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
+#include "parallel.h"
 #include "pici_order.h"
 
 namespace megatron_sparse {
@@ -311,16 +309,8 @@ void add_chunk(const DecodeChunk& chunk, bool fresh, float* acc, const Kernels& 
 
 Status check_chunks(const std::vector<DecodeChunk>& chunks, const Kernels& kernel) {
   const int64_t count = static_cast<int64_t>(chunks.size());
-  std::atomic<int64_t> bad{count};
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      if (!check_chunk(chunks[c], kernel).wrong) continue;
-      int64_t lowest = bad.load();
-      while (c < lowest && !bad.compare_exchange_weak(lowest, c)) {
-      }
-      return;
-    }
-  });
+  const int64_t bad =
+      first_bad(count, 1, [&](int64_t c) { return check_chunk(chunks[c], kernel).wrong; });
   return bad < count ? check_chunk(chunks[bad], kernel) : Status{};
 }
 
@@ -333,10 +323,7 @@ Status decode_records(const MessageBytes& message, const Expected& expected, boo
   status = check_chunks(chunks, kernel);
   if (status.wrong) return status;
   // Indices ascend, so no two chunks touch the same element.
-  const int64_t count = static_cast<int64_t>(chunks.size());
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) add_chunk(chunks[c], fresh, acc, kernel);
-  });
+  for_each(chunks.size(), [&](int64_t c) { add_chunk(chunks[c], fresh, acc, kernel); });
   return {};
 }
 

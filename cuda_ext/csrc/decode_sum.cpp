@@ -5,14 +5,13 @@
 // it, in the order of the messages. So memory is read and written once, not once for each message.
 // A large fresh sum is added up beside the accumulator, in memory that stays in a cache, and then
 // copied past the caches: memory is only written. The bits are those of one message after another.
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <numeric>
 
 #include "decode_records.h"
+#include "parallel.h"
 
 namespace megatron_sparse {
 namespace {
@@ -107,11 +106,8 @@ std::vector<Status> sum_records(const std::vector<MessageBytes>& messages, const
   }
   const std::vector<Window> windows = cut_windows(good, expected);
   const int64_t numel = expected.offsets[expected.segment_count] - expected.offsets[0];
-  const int64_t count = static_cast<int64_t>(windows.size());
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t w = begin; w < end; ++w) {
-      add_window(good, windows[w], fresh, numel >= kLargeSum, acc, kernel);
-    }
+  for_each(windows.size(), [&](int64_t w) {
+    add_window(good, windows[w], fresh, numel >= kLargeSum, acc, kernel);
   });
   return statuses;
 }

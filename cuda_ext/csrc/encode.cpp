@@ -85,12 +85,9 @@ std::vector<StageChunk> cut(const EncodeCall& call) {
 // The counts of all segments, with those of the blocks, if there are any.
 std::vector<SegmentCount> count_all(const EncodeCall& call, std::vector<StageChunk>& chunks) {
   const int64_t blocks_in = call.block_size == 0 ? 0 : chunks.size();
-  torch::stable::parallel_for(0, blocks_in, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      // What is dense anyway is not staged.
-      if (chunks[c].values == nullptr) continue;
-      chunks[c].blocks = count_blocks(chunks[c], call.block_size);
-    }
+  for_each(blocks_in, [&](int64_t c) {
+    // What is dense anyway is not staged.
+    if (chunks[c].values != nullptr) chunks[c].blocks = count_blocks(chunks[c], call.block_size);
   });
   return add_up(chunks, call.segment_count());
 }
@@ -102,9 +99,7 @@ Tensor write_records(const EncodeCall& call, std::vector<Record>& records,
   const Tensor report = call.report(records);
   start_records(records, staged_dtype(call.dtype()), static_cast<uint32_t>(call.step),
                 static_cast<uint8_t*>(call.out.mutable_data_ptr()), call.place);
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) place(chunks[c], records[chunks[c].segment]);
-  });
+  for_each(chunks.size(), [&](int64_t c) { place(chunks[c], records[chunks[c].segment]); });
   return report;
 }
 

@@ -1,8 +1,6 @@
 // What the CPU's encoders share: a checked call, the room that its records need, and its report.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <vector>
 

@@ -6,11 +6,9 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
-#include <optional>
 #include <vector>
 
-#include "hash_launch.h"
-#include "hash_partition_check.h"
+#include "hash_bitmap_check.h"
 #include "isa.h"
 #include "stage.h"
 
@@ -26,16 +24,14 @@ uint64_t word_at(const uint8_t* words, int64_t w) {
   return word;
 }
 
-const uint8_t* check_bytes(const Tensor& tensor, const char* name, int64_t bytes) {
-  check_vector(tensor, name, ScalarType::Byte, bytes);
-  MS_CHECK(tensor.is_cpu(), name << " is on the wrong device", "cpu", "another");
-  return static_cast<const uint8_t*>(tensor.const_data_ptr());
-}
-
 // Each chunk stages its values where they would be if no value were zero; no other chunk touches
 // this place. Once the counts of the chunks before are known, it moves them down.
-int64_t pack(const char* values, int dtype, int64_t positions, uint8_t* words, uint8_t* packed) {
-  const int64_t value_bytes = dtype_bytes(dtype);
+int64_t pack(const BitmapPackArguments& call) {
+  const int dtype = call.value_dtype;
+  const int64_t positions = call.positions, value_bytes = dtype_bytes(dtype);
+  const char* values = static_cast<const char*>(call.values);
+  uint8_t* words = reinterpret_cast<uint8_t*>(call.words);
+  uint8_t* packed = static_cast<uint8_t*>(call.packed);
   const int64_t chunks = (positions + kChunkPositions - 1) / kChunkPositions;
   std::vector<int64_t> nnz(chunks);
   const auto stage = kernels().stage[dtype][dtype];
@@ -57,46 +53,23 @@ int64_t pack(const char* values, int dtype, int64_t positions, uint8_t* words, u
 }
 
 Tensor hash_bitmap_pack_cpu(const Tensor& values, const Tensor& words, const Tensor& packed) {
-  check_flat(values, "hash_bitmap_pack: values");
-  MS_CHECK(values.is_cpu(), "hash_bitmap_pack: values is on the wrong device", "cpu", "another");
-  const int64_t positions = values.numel();
-  const int dtype = dtype_code(values, "hash_bitmap_pack: values");
-  const int64_t value_bytes = dtype_bytes(dtype);
-  check_bytes(words, "hash_bitmap_pack: words", 8 * ((positions + 63) / 64));
-  check_bytes(packed, "hash_bitmap_pack: packed", positions * value_bytes);
-  const char* from = static_cast<const char*>(values.const_data_ptr());
-  uint8_t* to_words = static_cast<uint8_t*>(words.mutable_data_ptr());
-  uint8_t* to_packed = static_cast<uint8_t*>(packed.mutable_data_ptr());
-  const int64_t nnz = pack(from, dtype, positions, to_words, to_packed);
-  Tensor result = torch::stable::new_empty(values, {1}, ScalarType::Long);
-  *static_cast<int64_t*>(result.mutable_data_ptr()) = nnz;
-  return result;
+  return result_of(values, {pack(check_bitmap_pack(values, words, packed))});
 }
 
 // From a partition's positions to elements of the segment.
 class Elements {
  public:
-  Elements(int64_t numel, int64_t partition, int64_t partitions, int64_t seed,
-           const std::optional<Tensor>& index_set, const char* op)
-      : numel_(numel), permutation_(make_permutation(numel, static_cast<uint64_t>(seed))) {
-    check_hash(numel, partitions, op);
-    check_partition(partition, partitions, op);
-    first_ = partition_begin(numel, partitions, partition);
-    positions_ = partition_begin(numel, partitions, partition + 1) - first_;
-    if (index_set.has_value()) {
-      check_vector(*index_set, "hash bitmap: index_set", ScalarType::Int, -1);
-      MS_CHECK(index_set->is_cpu(), op << ": index_set is on the wrong device", "cpu", "another");
-      set_ = static_cast<const int32_t*>(index_set->const_data_ptr());
-      positions_ = index_set->numel();
-      const int64_t bad = first_bad(positions_, [this](int64_t i) {
-        return set_[i] < (i == 0 ? 0 : set_[i - 1] + 1) || set_[i] >= numel_;
-      });
-      MS_CHECK(bad == positions_, op << ": index_set is wrong at position " << bad,
-               "ascending elements from 0 to " << numel - 1, set_[bad]);
-    }
+  explicit Elements(const BitmapArguments& call)
+      : permutation_(make_permutation(call.numel, static_cast<uint64_t>(call.seed))),
+        first_(call.first),
+        set_(call.set) {
+    if (set_ == nullptr) return;
+    const int64_t bad = first_bad(call.positions, kHashChunk, [&](int64_t i) {
+      return set_[i] < (i == 0 ? 0 : set_[i - 1] + 1) || set_[i] >= call.numel;
+    });
+    MS_CHECK(bad == call.positions, "hash_bitmap_add_: index_set is wrong at position " << bad,
+             "ascending elements from 0 to " << call.numel - 1, set_[bad]);
   }
-
-  int64_t positions() const { return positions_; }
 
   // The elements of the set bits of words [begin, end), in position order, into `out` (room for
   // kChunkPositions); returns their number.
@@ -117,11 +90,9 @@ class Elements {
   }
 
  private:
-  int64_t numel_;
   Permutation permutation_;
-  int64_t first_ = 0;
-  int64_t positions_ = 0;
-  const int32_t* set_ = nullptr;
+  int64_t first_;
+  const int32_t* set_;
 };
 
 // A bitmap whose bits were counted and checked: no bit is beyond the positions.
@@ -153,39 +124,26 @@ Counted count_bits(const uint8_t* words, int64_t positions, int64_t nnz) {
   return result;
 }
 
-Tensor status_of(const Counted& counted, const Tensor& like) {
-  Tensor status = torch::stable::new_empty(like, {2}, ScalarType::Long);
-  int64_t* fields = static_cast<int64_t*>(status.mutable_data_ptr());
-  fields[0] = counted.field;
-  fields[1] = counted.found;
-  return status;
-}
-
 Tensor hash_bitmap_add_cpu(const Tensor& acc, const Tensor& words, const Tensor& values,
                            int64_t value_dtype, int64_t nnz, int64_t partition, int64_t partitions,
                            int64_t seed, std::optional<Tensor> index_set) {
-  check_vector(acc, "hash_bitmap_add_: acc", ScalarType::Float, -1);
-  MS_CHECK(acc.is_cpu(), "hash_bitmap_add_: acc is on the wrong device", "cpu", "another");
-  const Elements elements(acc.numel(), partition, partitions, seed, index_set, "hash_bitmap_add_");
-  const int64_t positions = elements.positions(), word_count = (positions + 63) / 64;
-  check_dtype_code(value_dtype, "hash_bitmap_add_: value_dtype");
-  MS_CHECK(nnz >= 0 && nnz <= positions, "hash_bitmap_add_: nnz is out of range",
-           "0 to " << positions, nnz);
-  const int64_t value_bytes = dtype_bytes(static_cast<int>(value_dtype));
-  const uint8_t* bits = check_bytes(words, "hash_bitmap_add_: words", 8 * word_count);
-  const uint8_t* from = check_bytes(values, "hash_bitmap_add_: values", nnz * value_bytes);
-  const Counted counted = count_bits(bits, positions, nnz);
+  const BitmapArguments call = check_bitmap_add(acc, words, values, value_dtype, nnz, partition,
+                                                partitions, seed, index_set);
+  const Elements elements(call);
+  const uint8_t* bits = reinterpret_cast<const uint8_t*>(call.words);  // of any alignment
+  const Counted counted = count_bits(bits, call.positions, nnz);
   if (counted.field == kFits) {
-    const Kernels& kernel = kernels();
-    float* sums = static_cast<float*>(acc.mutable_data_ptr());
+    const auto add_sparse = kernels().add_sparse[call.value_dtype];
+    const int64_t value_bytes = dtype_bytes(call.value_dtype);
     // Positions have different elements, so no two chunks touch the same one.
-    for_each_chunk(word_count, kChunkWords, [&](int64_t chunk, int64_t begin, int64_t end) {
-      uint32_t room[kChunkPositions];
-      const int64_t count = elements.of_words(bits, begin, end, room);
-      kernel.add_sparse[value_dtype](sums, room, from + counted.before[chunk] * value_bytes, count);
-    });
+    for_each_chunk(
+        (call.positions + 63) / 64, kChunkWords, [&](int64_t chunk, int64_t begin, int64_t end) {
+          uint32_t room[kChunkPositions];
+          const int64_t count = elements.of_words(bits, begin, end, room);
+          add_sparse(call.acc, room, call.values + counted.before[chunk] * value_bytes, count);
+        });
   }
-  return status_of(counted, words);
+  return result_of(words, {counted.field, counted.found});
 }
 
 }  // namespace

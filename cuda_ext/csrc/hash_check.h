@@ -1,20 +1,33 @@
-// Argument checks that the hash bindings of both devices share.
+// Argument checks of hashing, most of which the bindings of both devices share.
 #pragma once
 
-#include "check.h"
+#include "hash_launch.h"
 #include "hash_partition.h"
 #include "header.h"
+#include "parallel.h"
 
 namespace megatron_sparse {
 
 inline constexpr int64_t kMaxSlots = int64_t{1} << 32;  // 16 GiB of hash memory
 inline constexpr int64_t kMaxRehashes = 64;
+inline constexpr int64_t kHashChunk = int64_t{1} << 14;  // entries that a task takes, on the CPU
 
 inline void check_hash(int64_t numel, int64_t partitions, const char* op) {
   MS_CHECK(numel >= 0 && numel <= kMaxSegmentNumel, op << ": numel is out of range",
            "0 to 2^31 - 1", numel);
   MS_CHECK(partitions >= 1 && partitions <= kMaxPartitions, op << ": partitions is out of range",
            "1 to 2^16", partitions);
+}
+
+inline HashMap check_map(int64_t map) {
+  MS_CHECK(map >= 0 && map <= static_cast<int64_t>(HashMap::kGeneral), "hash_map: map is unknown",
+           "0 to 3", map);
+  return static_cast<HashMap>(map);
+}
+
+// What errors call the entries of a map.
+inline const char* entries_of_map(HashMap map) {
+  return map == HashMap::kUnpermute ? "hash_map: positions" : "hash_map: elements";
 }
 
 inline void check_entry_count(int64_t count, const char* name) {
@@ -36,6 +49,16 @@ inline void check_hash_memory(int64_t partitions, int64_t parallel_slots, int64_
 inline void check_partition(int64_t partition, int64_t partitions, const char* op) {
   MS_CHECK(partition >= 0 && partition < partitions, op << ": partition is out of range",
            "0 to " << partitions - 1, partition);
+}
+
+// An int64 vector on the CPU whose entries are in [0, limit).
+inline const int64_t* check_entries(const Tensor& tensor, const char* name, int64_t limit) {
+  check_vector(tensor, name, ScalarType::Long, -1);
+  const int64_t* at = static_cast<const int64_t*>(tensor.const_data_ptr());
+  const int64_t bad =
+      first_bad(tensor.numel(), kHashChunk, [&](int64_t i) { return at[i] < 0 || at[i] >= limit; });
+  if (bad != tensor.numel()) refuse_entry(name, bad, limit, at[bad]);
+  return at;
 }
 
 }  // namespace megatron_sparse

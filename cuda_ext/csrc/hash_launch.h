@@ -13,7 +13,7 @@ inline constexpr int64_t kNothingFound = -1;
 
 // ---- hash_partition.cu: the partition hash of many entries ----
 
-enum class HashMap : int { kPermute, kUnpermute, kPartition, kGeneral };
+enum class HashMap : int { kPermute, kUnpermute, kPartition, kGeneral };  // hash_ops.py repeats it
 
 struct HashMapArguments {
   HashMap map;

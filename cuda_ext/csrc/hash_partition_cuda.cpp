@@ -1,9 +1,9 @@
-// The partition hash and Algorithm 1 on CUDA: checks, device, stream, launch.
+// The partition hash and Algorithm 1 on CUDA: checks, device, stream, launch. Their schemas are
+// hash_partition.cpp's and hash_partition_hierarchical.cpp's.
 //
 // Each call waits for its launches and reads a few words: the entries found out of range.
 #include "cuda_binding.h"
 #include "hash_check.h"
-#include "hash_launch.h"
 
 namespace megatron_sparse {
 namespace {
@@ -15,9 +15,11 @@ void check_found(int64_t found, const int64_t* entries, int64_t limit, const cha
   refuse_entry(name, found, limit, read_words(entries + found, 1, stream)[0]);
 }
 
-Tensor map_entries(HashMap map, const Tensor& entries, int64_t numel, int64_t partitions,
-                   int64_t seed, const char* op, const char* name) {
-  check_hash(numel, partitions, op);
+Tensor hash_map_cuda(const Tensor& entries, int64_t numel, int64_t partitions, int64_t seed,
+                     int64_t code) {
+  const HashMap map = check_map(code);
+  const char* name = entries_of_map(map);
+  check_hash(numel, partitions, "hash_map");
   check_vector(entries, name, ScalarType::Long, -1);
   torch::stable::accelerator::DeviceGuard guard(entries.get_device_index());
   Tensor result = torch::stable::new_empty(entries, {entries.numel()});
@@ -29,22 +31,6 @@ Tensor map_entries(HashMap map, const Tensor& entries, int64_t numel, int64_t pa
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   check_found(read_words(words_of(status), 1, stream)[0], entries_of(entries), numel, name, stream);
   return result;
-}
-
-Tensor hash_permute_cuda(const Tensor& elements, int64_t numel, int64_t seed) {
-  return map_entries(HashMap::kPermute, elements, numel, 1, seed, "hash_permute",
-                     "hash_permute: elements");
-}
-
-Tensor hash_unpermute_cuda(const Tensor& positions, int64_t numel, int64_t seed) {
-  return map_entries(HashMap::kUnpermute, positions, numel, 1, seed, "hash_unpermute",
-                     "hash_unpermute: positions");
-}
-
-Tensor hash_partition_of_cuda(const Tensor& elements, int64_t numel, int64_t partitions,
-                              int64_t seed, bool general) {
-  return map_entries(general ? HashMap::kGeneral : HashMap::kPartition, elements, numel, partitions,
-                     seed, "hash_partition_of", "hash_partition_of: elements");
 }
 
 std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
@@ -83,15 +69,7 @@ std::tuple<Tensor, Tensor, Tensor> hash_memory_cuda(const Tensor& indices,
 }  // namespace
 }  // namespace megatron_sparse
 
-STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
-  m.def(
-      "hash_memory(Tensor indices, Tensor partition_of, int numel, int partitions, "
-      "int parallel_slots, int serial_slots, int rehashes, int seed) -> (Tensor, Tensor, Tensor)");
-}
-
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
-  m.impl("hash_permute", TORCH_BOX(&megatron_sparse::hash_permute_cuda));
-  m.impl("hash_unpermute", TORCH_BOX(&megatron_sparse::hash_unpermute_cuda));
-  m.impl("hash_partition_of", TORCH_BOX(&megatron_sparse::hash_partition_of_cuda));
+  m.impl("hash_map", TORCH_BOX(&megatron_sparse::hash_map_cuda));
   m.impl("hash_memory", TORCH_BOX(&megatron_sparse::hash_memory_cuda));
 }

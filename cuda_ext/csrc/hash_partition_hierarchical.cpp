@@ -1,19 +1,18 @@
-// hierarchical_hash on the CPU: ZEN's Algorithm 1.
+// hash_memory on the CPU: ZEN's Algorithm 1.
 //
 // The memory x[n][r1 + r2] holds for each partition r1 slots that h_1 ... h_k address in parallel
 // and r2 that an atomic counter hands out. A slot holds the number of an entry, plus one: 0 is
-// free. From it follow index and value, so values need not lie in a dense tensor.
+// free. From it follow index and value, so values need not lie in a dense tensor, nor here.
 //
 // The paper checks that a slot is free, writes it, and reads it back. Between two threads that is
 // not enough: both find it free, the first writes and reads its own number, then the second
 // overwrites it, and an entry is lost. Here check, write and read-back are one compare-and-swap.
 #include <torch/csrc/stable/library.h>
 
-#include <cstring>
 #include <tuple>
 #include <vector>
 
-#include "hash_partition_check.h"
+#include "hash_check.h"
 
 namespace megatron_sparse {
 namespace {
@@ -80,21 +79,17 @@ class HashMemory {
   std::vector<HashSeed> seeds_;
 };
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
-    const Tensor& indices, const Tensor& values, const Tensor& partition_of, int64_t numel,
-    int64_t partitions, int64_t parallel_slots, int64_t serial_slots, int64_t rehashes,
-    int64_t seed) {
+std::tuple<Tensor, Tensor, Tensor> hash_memory_cpu(const Tensor& indices,
+                                                   const Tensor& partition_of, int64_t numel,
+                                                   int64_t partitions, int64_t parallel_slots,
+                                                   int64_t serial_slots, int64_t rehashes,
+                                                   int64_t seed) {
   check_hash(numel, partitions, "hierarchical_hash");
   const int64_t count = indices.numel();
   const int64_t* index = check_entries(indices, "hierarchical_hash: indices", numel);
   const int64_t* partition =
       check_entries(partition_of, "hierarchical_hash: partition_of", partitions);
-  check_flat(values, "hierarchical_hash: values");
-  MS_CHECK(values.is_cpu(), "hierarchical_hash: values is on the wrong device", "cpu", "another");
-  const int64_t value_bytes = dtype_bytes(dtype_code(values, "hierarchical_hash: values"));
   check_entry_count(count, "hierarchical_hash: indices");
-  MS_CHECK(values.numel() == count, "hierarchical_hash: values has the wrong length", count,
-           values.numel());
   MS_CHECK(partition_of.numel() == count, "hierarchical_hash: partition_of has the wrong length",
            count, partition_of.numel());
   check_hash_memory(partitions, parallel_slots, serial_slots, rehashes);
@@ -131,55 +126,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hierarchical_hash_cpu(
   const auto key_of = [index](uint32_t entry) {
     return static_cast<uint64_t>(index[entry]) << 32 | entry;
   };
-  torch::stable::parallel_for(0, partitions, 1, [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      std::vector<uint64_t>& keys = extracted[p];
-      memory.for_each_entry(p, [&](uint32_t entry) { keys.push_back(key_of(entry)); });
-      for (int64_t i = grown_begin[p]; i < grown_begin[p + 1]; ++i)
-        keys.push_back(key_of(grown[i]));
-      std::sort(keys.begin(), keys.end());
-    }
+  for_each(partitions, [&](int64_t p) {
+    std::vector<uint64_t>& keys = extracted[p];
+    memory.for_each_entry(p, [&](uint32_t entry) { keys.push_back(key_of(entry)); });
+    for (int64_t i = grown_begin[p]; i < grown_begin[p + 1]; ++i) keys.push_back(key_of(grown[i]));
+    std::sort(keys.begin(), keys.end());
   });
 
-  Tensor out_indices = torch::stable::new_empty(indices, {count});
-  Tensor out_values = torch::stable::new_empty(values, {count});
+  Tensor entries = torch::stable::new_empty(indices, {count});
   Tensor offsets = torch::stable::new_empty(indices, {partitions + 1});
-  Tensor statistics = torch::stable::new_empty(indices, {2});
   int64_t* cut = static_cast<int64_t*>(offsets.mutable_data_ptr());
   cut[0] = 0;
   for (int64_t p = 0; p < partitions; ++p) {
     cut[p + 1] = cut[p] + static_cast<int64_t>(extracted[p].size());
   }
-  int64_t* to_index = static_cast<int64_t*>(out_indices.mutable_data_ptr());
-  char* to_value = static_cast<char*>(out_values.mutable_data_ptr());
-  const char* from_value = static_cast<const char*>(values.const_data_ptr());
-  torch::stable::parallel_for(0, partitions, 1, [&](int64_t first, int64_t last) {
-    for (int64_t p = first; p < last; ++p) {
-      int64_t at = cut[p];
-      for (const uint64_t key : extracted[p]) {
-        to_index[at] = static_cast<int64_t>(key >> 32);
-        const int64_t entry = static_cast<uint32_t>(key);
-        std::memcpy(to_value + at * value_bytes, from_value + entry * value_bytes, value_bytes);
-        ++at;
-      }
-    }
+  int64_t* out = static_cast<int64_t*>(entries.mutable_data_ptr());
+  for_each(partitions, [&](int64_t p) {
+    std::transform(extracted[p].begin(), extracted[p].end(), out + cut[p],
+                   [](uint64_t key) { return static_cast<int64_t>(static_cast<uint32_t>(key)); });
   });
-  int64_t* counts = static_cast<int64_t*>(statistics.mutable_data_ptr());
-  counts[0] = serial;
-  counts[1] = grown_begin[partitions];
-  return {out_indices, out_values, offsets, statistics};
+  return {entries, offsets, result_of(indices, {serial, grown_begin[partitions]})};
 }
 
 }  // namespace
 }  // namespace megatron_sparse
 
+// The numbers of the entries, partition after partition: on the CPU in the order of their indices,
+// on CUDA in that of the slots. Then the offsets of the partitions, and the counts of entries in
+// serial memory and beyond it.
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
-      "hierarchical_hash(Tensor indices, Tensor values, Tensor partition_of, int numel, "
-      "int partitions, int parallel_slots, int serial_slots, int rehashes, int seed) -> "
-      "(Tensor, Tensor, Tensor, Tensor)");
+      "hash_memory(Tensor indices, Tensor partition_of, int numel, int partitions, "
+      "int parallel_slots, int serial_slots, int rehashes, int seed) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CPU, m) {
-  m.impl("hierarchical_hash", TORCH_BOX(&megatron_sparse::hierarchical_hash_cpu));
+  m.impl("hash_memory", TORCH_BOX(&megatron_sparse::hash_memory_cpu));
 }

@@ -3,28 +3,15 @@
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <mutex>
 
+#include "moves_check.h"
 #include "moves_record.h"
 #include "record_checksum.h"
 
 namespace megatron_sparse {
 namespace {
-
-int64_t check_numbers(const Tensor& tensor, const char* name, int64_t dtype, int64_t numel) {
-  check_flat(tensor, name);
-  MS_CHECK(tensor.is_cpu(), name << " is on the wrong device", "cpu", "another");
-  const int code = dtype_code(tensor, name);
-  MS_CHECK(dtype < 0 || code == dtype, name << " has the wrong dtype", "dtype code " << dtype,
-           code);
-  MS_CHECK(numel < 0 || tensor.numel() == numel, name << " has the wrong length", numel,
-           tensor.numel());
-  MS_CHECK(tensor.numel() <= kMaxMoves, name << " is too long", "at most 2^34 numbers",
-           tensor.numel());
-  return code;
-}
 
 // Copies in all threads.
 void copy_bytes(uint8_t* to, const uint8_t* from, int64_t bytes) {
@@ -142,11 +129,8 @@ int64_t moves_room(int64_t numel, int64_t dtype) {
 
 // Returns the record's bytes, one int64.
 Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, const Tensor& out) {
-  const int dtype = check_numbers(now, "moves_encode: new", -1, -1);
+  const int dtype = check_moves_encode(old, now, out);
   const int64_t numel = now.numel();
-  check_numbers(old, "moves_encode: old", dtype, numel);
-  check_vector(out, "moves_encode: out", ScalarType::Byte, moves_room(numel, dtype));
-  MS_CHECK(out.is_cpu(), "moves_encode: out is on the wrong device", "cpu", "another");
   const Numbers numbers = {static_cast<const uint8_t*>(old.const_data_ptr()),
                            static_cast<const uint8_t*>(now.const_data_ptr()), numel, dtype};
   uint8_t* record = static_cast<uint8_t*>(out.mutable_data_ptr());
@@ -167,24 +151,20 @@ Tensor moves_encode_cpu(const Tensor& old, const Tensor& now, int64_t step, cons
   header.payload_bytes = bytes;
   header.step = static_cast<uint32_t>(step);
   seal_record(record, header);
-  Tensor size = torch::stable::new_empty(out, {1}, ScalarType::Long);
-  *static_cast<int64_t*>(size.mutable_data_ptr()) = kMovesBodyAt + bytes;
-  return size;
+  return result_of(out, {kMovesBodyAt + bytes});
 }
 
-// Decodes all rans chunks into `out`; returns the lowest chunk that is damaged, or -1.
+// Decodes all rans chunks into `out`; returns the lowest chunk that is damaged, or their number.
 int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out) {
   const std::vector<uint32_t> table = moves_decoder_table(record.frequencies);
   const int64_t value_bytes = dtype_bytes(record.dtype);
-  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  std::atomic<int64_t> damaged{kNone};
-  for_each_chunk(record.chunks, 1, [&](int64_t c, int64_t, int64_t) {
+  return first_bad(record.chunks, 1, [&](int64_t c) {
     const uint8_t* chunk = record.data + record.offsets[c];
     const int64_t bytes = record.offsets[c + 1] - record.offsets[c], count = record.count(c);
     const int64_t at = record.first(c) * value_bytes;
     if (record.is_raw(c)) {
       std::memcpy(out + at, chunk, count * value_bytes);
-      return;
+      return false;
     }
     uint32_t states[kStates];
     std::memcpy(states, chunk, sizeof states);
@@ -197,12 +177,8 @@ int64_t decode_rans(const MovesRecord& record, const uint8_t* held, uint8_t* out
     for (int64_t w = read; fine && w < words; ++w)
       fine = chunk[sizeof states + 2 * w] == 0 && chunk[sizeof states + 2 * w + 1] == 0;
     for (const uint32_t state : states) fine = fine && state == kLowestState;
-    if (fine) return;
-    int64_t seen = damaged.load();
-    while (c < seen && !damaged.compare_exchange_weak(seen, c)) {
-    }
+    return !fine;
   });
-  return damaged == kNone ? -1 : damaged.load();
 }
 
 MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dtype, int coder) {
@@ -225,29 +201,18 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
   const Tensor scratch = torch::stable::new_empty(held, {held.numel()});
   uint8_t* decoded = static_cast<uint8_t*>(scratch.mutable_data_ptr());
   const int64_t damaged = decode_rans(record, numbers, decoded);
-  if (damaged >= 0) return {kFieldChunk, damaged};
+  if (damaged < record.chunks) return {kFieldChunk, damaged};
   copy_bytes(numbers, decoded, record.numel * value_bytes);
   return {};
 }
 
 // The field that is wrong and where, or zeros; what is held has changed only then.
 Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder) {
-  const int dtype = check_numbers(held, "moves_decode_: held", -1, -1);
-  check_vector(record, "moves_decode_: record", ScalarType::Byte, -1);
-  MS_CHECK(record.is_cpu(), "moves_decode_: record is on the wrong device", "cpu", "another");
-  MS_CHECK(record.numel() >= kMovesBodyAt && record.numel() % 16 == 0,
-           "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
-           record.numel());
-  MS_CHECK(coder == kMovesRaw || coder == kMovesRans, "moves_decode_: coder is unknown",
-           "0 (raw) or 1 (rans)", coder);
+  const int dtype = check_moves_decode(held, record, coder);
   const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt;
   const MovesFault fault =
       decode(held, body, record.numel() - kMovesBodyAt, dtype, static_cast<int>(coder));
-  Tensor status = torch::stable::new_empty(record, {2}, ScalarType::Long);
-  int64_t* words = static_cast<int64_t*>(status.mutable_data_ptr());
-  words[0] = fault.field;
-  words[1] = fault.where;
-  return status;
+  return result_of(record, {fault.field, fault.where});
 }
 
 }  // namespace

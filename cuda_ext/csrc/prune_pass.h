@@ -10,14 +10,13 @@
 // residual becomes NaN instead.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <vector>
 
 #include "isa.h"
+#include "parallel.h"
 #include "prune.h"
 #include "stage.h"
 
@@ -130,20 +129,18 @@ class PrunePass {
     if (!too_many) return counts;
     const int64_t chunk_count = chunks.size();
     std::vector<uint8_t> special(chunk_count, 0);  // chunks that held infinity or NaN back
-    torch::stable::parallel_for(0, chunk_count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; ++c) {
-        const int64_t stay = staying(chunks[c], capacity);
-        if (stay == chunks[c].nnz) continue;
-        const bool any_stays = capacity.of(chunks[c].segment, 1) > 0;
-        limit_chunk(chunks[c], stay, dtype_bytes(staged_), [&](int64_t element, uint8_t* value) {
-          if (!give_back(element, value)) return;
-          if (any_stays) {
-            special[c] = true;
-          } else {
-            store_nan(residual_at(element), types_.residual);
-          }
-        });
-      }
+    for_each(chunk_count, [&](int64_t c) {
+      const int64_t stay = staying(chunks[c], capacity);
+      if (stay == chunks[c].nnz) return;
+      const bool any_stays = capacity.of(chunks[c].segment, 1) > 0;
+      limit_chunk(chunks[c], stay, dtype_bytes(staged_), [&](int64_t element, uint8_t* value) {
+        if (!give_back(element, value)) return;
+        if (any_stays) {
+          special[c] = true;
+        } else {
+          store_nan(residual_at(element), types_.residual);
+        }
+      });
     });
     counts = add_up(chunks, segment_count);
     for (int64_t c = 0; c < chunk_count; ++c) {

@@ -22,38 +22,24 @@ enum QuantisedField : int64_t {
   kScale = 4,
 };
 
-void check_bits(int64_t bits) {
-  MS_CHECK(bits == 4 || bits == 8, "quantised: bits is unknown", "4 or 8", bits);
-}
-
-void check_numbers(const Tensor& tensor, const char* name, int64_t numel) {
-  check_vector(tensor, name, ScalarType::Float, numel);
-  MS_CHECK(tensor.is_cpu(), name << " is on the wrong device", "cpu", "another");
-}
-
 int64_t codes_at(int64_t numel) {
   return kScalesAt + pad16(2 * groups_of(numel));
 }
 
 // The bytes of a record, header included.
 int64_t quantised_bytes(int64_t numel, int64_t bits) {
-  check_bits(bits);
+  MS_CHECK(bits == 4 || bits == 8, "quantised: bits is unknown", "4 or 8", bits);
   MS_CHECK(numel >= 0 && numel <= kMaxQuantised, "quantised: numel is out of range", "0 to 2^34",
            numel);
   return codes_at(numel) + groups_of(numel) * group_code_bytes(static_cast<int>(bits));
 }
 
-void check_record(const Tensor& record, const char* name, int64_t numel, int64_t bits) {
-  check_vector(record, name, ScalarType::Byte, quantised_bytes(numel, bits));
-  MS_CHECK(record.is_cpu(), name << " is on the wrong device", "cpu", "another");
-}
-
 void quantise_cpu(const Tensor& now, const Tensor& old, int64_t bits, int64_t step,
                   const Tensor& out) {
   const int64_t numel = now.numel();
-  check_numbers(now, "quantise: new", -1);
-  check_numbers(old, "quantise: old", numel);
-  check_record(out, "quantise: out", numel, bits);
+  check_vector(now, "quantise: new", ScalarType::Float, -1);
+  check_vector(old, "quantise: old", ScalarType::Float, numel);
+  check_vector(out, "quantise: out", ScalarType::Byte, quantised_bytes(numel, bits));
   uint8_t* record = static_cast<uint8_t*>(out.mutable_data_ptr());
   const float* values = static_cast<const float*>(now.const_data_ptr());
   const float* minus = static_cast<const float*>(old.const_data_ptr());
@@ -101,9 +87,9 @@ Fault find_fault(const uint8_t* record, int64_t bytes, int64_t numel) {
 
 // The field that is wrong and where, or zeros; what is held has changed only then.
 Tensor add_quantised_cpu(const Tensor& held, const Tensor& record, int64_t bits) {
-  check_numbers(held, "add_quantised_: held", -1);
+  check_vector(held, "add_quantised_: held", ScalarType::Float, -1);
   const int64_t numel = held.numel();
-  check_record(record, "add_quantised_: record", numel, bits);
+  check_vector(record, "add_quantised_: record", ScalarType::Byte, quantised_bytes(numel, bits));
   const uint8_t* from = static_cast<const uint8_t*>(record.const_data_ptr());
   const Fault fault = find_fault(from, record.numel(), numel);
   if (fault.field == kFine) {
@@ -116,11 +102,7 @@ Tensor add_quantised_cpu(const Tensor& held, const Tensor& record, int64_t bits)
                                          to + begin);
     });
   }
-  Tensor status = torch::stable::new_empty(record, {2}, ScalarType::Long);
-  int64_t* words = static_cast<int64_t*>(status.mutable_data_ptr());
-  words[0] = fault.field;
-  words[1] = fault.where;
-  return status;
+  return result_of(record, {fault.field, fault.where});
 }
 
 }  // namespace

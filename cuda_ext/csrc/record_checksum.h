@@ -3,9 +3,9 @@
 
 #include <atomic>
 
-#include "hash_partition_check.h"
 #include "header.h"
 #include "isa.h"
+#include "parallel.h"
 
 namespace megatron_sparse {
 

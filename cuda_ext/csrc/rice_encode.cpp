@@ -199,20 +199,16 @@ Tensor RiceEncoder::write(const std::vector<SegmentCount>& counts) {
     }
     at = next_record(record, at, call_.place == nullptr ? nullptr : call_.place + s);
   }
-  torch::stable::parallel_for(0, chunks.size(), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) {
-      const StageChunk& chunk = chunks[c];
-      const Record& record = records[chunk.segment];
-      if (record.kind == kKindDense && is_quantised(dtype_)) {
-        const int64_t value_bytes = dtype_bytes(kBf16);
-        std::memcpy(record.payload + (chunk.begin - record.offset) * value_bytes, chunk.values,
-                    (chunk.end - chunk.begin) * value_bytes);
-        continue;
-      }
-      if (record.kind == kKindDense) {
-        place_chunk(chunk, record, dtype_, kernel_);
-        continue;
-      }
+  for_each(chunks.size(), [&](int64_t c) {
+    const StageChunk& chunk = chunks[c];
+    const Record& record = records[chunk.segment];
+    if (record.kind == kKindDense && is_quantised(dtype_)) {
+      const int64_t value_bytes = dtype_bytes(kBf16);
+      std::memcpy(record.payload + (chunk.begin - record.offset) * value_bytes, chunk.values,
+                  (chunk.end - chunk.begin) * value_bytes);
+    } else if (record.kind == kKindDense) {
+      place_chunk(chunk, record, dtype_, kernel_);
+    } else {
       const RiceChunk& coded = coded_[c];
       const int64_t count = chunks_of(record.numel, log2_span_);
       uint8_t* to = record.payload + sizeof(RiceSubHeader) +

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "hash_partition_check.h"
+#include "hash_check.h"
 
 namespace megatron_sparse {
 namespace {
@@ -44,7 +44,6 @@ void sum_segments(const Tensor& rows, const int64_t* order, const int64_t* offse
 Tensor row_sparse_sum_cpu(const Tensor& rows, const Tensor& order, const Tensor& offsets) {
   MS_CHECK(rows.dim() == 2 && rows.is_contiguous(), "row_sparse_sum: rows has the wrong shape",
            "a contiguous 2-D tensor", "a tensor of " << rows.dim() << " dimensions");
-  MS_CHECK(rows.is_cpu(), "row_sparse_sum: rows is on the wrong device", "cpu", "another");
   const int dtype = dtype_code(rows, "row_sparse_sum: rows");
   const int64_t* picked = check_entries(order, "row_sparse_sum: order", rows.size(0));
   const int64_t* cut = check_offsets(offsets, "row_sparse_sum: offsets");

@@ -8,7 +8,7 @@ record to decode (the walk reads every header).
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -53,29 +53,19 @@ def encode(
             got=record_format,
             remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
-    dtype = GRAD_DTYPES[value_dtype]
-    offsets, counts = segments.offsets.tolist(), nnz_S.tolist()
-    headers, sizes, sparse = [], [], []
-    for (start, stop), keep, nnz in zip(
-        pairwise(offsets), segments.dense.tolist(), counts, strict=True
+    dtype, offsets = GRAD_DTYPES[value_dtype], segments.offsets.tolist()
+    headers: list[Header] = []
+    for (first, last), keep, nnz in zip(
+        pairwise(offsets), segments.dense.tolist(), nnz_S.tolist(), strict=True
     ):
-        dense_payload = payload_bytes(FORMAT_DENSE, stop - start, nnz, value_dtype)
-        coo_payload = payload_bytes(FORMAT_COO, stop - start, nnz, value_dtype)
-        is_sparse = record_format != FORMAT_DENSE and not keep and coo_payload < dense_payload
-        payload = coo_payload if is_sparse else dense_payload
-        header = Header(
-            format=FORMAT_COO if is_sparse else FORMAT_DENSE,
-            dtype=value_dtype,
-            numel=stop - start,
-            nnz=nnz,
-            payload_bytes=payload,
-            offset=start,
-            step=spec.step,
-        )
-        headers.append(header.pack())
-        sizes.append(HEADER_BYTES + payload)
-        sparse.append(is_sparse)
-    used = sum(sizes)
+        numel = last - first
+        chosen, payload = FORMAT_DENSE, payload_bytes(FORMAT_DENSE, numel, nnz, value_dtype)
+        coo_payload = payload_bytes(FORMAT_COO, numel, nnz, value_dtype)
+        if record_format != FORMAT_DENSE and not keep and coo_payload < payload:
+            chosen, payload = FORMAT_COO, coo_payload
+        headers.append(Header(chosen, value_dtype, numel, nnz, payload, first, spec.step))
+    sizes = [HEADER_BYTES + header.payload_bytes for header in headers]
+    *starts, used = accumulate(sizes, initial=0)
     if used > out.numel():
         raise ExtensionError(
             "encode: the output buffer is too small",
@@ -84,57 +74,24 @@ def encode(
             remedy="size it with message_capacity",
         )
     out[:used].zero_()
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
     _write_headers(out, starts, headers)
-    for (first, last), start, is_sparse in zip(pairwise(offsets), starts, sparse, strict=True):
-        if not is_sparse and last > first:
-            at = start + HEADER_BYTES
-            room = out[at : at + (last - first) * dtype.itemsize].view(dtype)
-            round_into(room, grad_N[first:last])
-    _write_coo(out, grad_N, offsets, starts, counts, sparse, dtype)
+    for header, start in zip(headers, starts, strict=True):
+        at, values = start + HEADER_BYTES, grad_N[header.offset : header.offset + header.numel]
+        if header.format == FORMAT_COO:
+            index_K = torch.nonzero_static(values, size=header.nnz).squeeze(1)
+            out[at : at + 4 * header.nnz].view(torch.int32).copy_(index_K)
+            at, values = at + pad16(4 * header.nnz), values[index_K]
+        round_into(out[at : at + values.numel() * dtype.itemsize].view(dtype), values)
     return torch.tensor(sizes, dtype=torch.int64)
 
 
-def _write_headers(out: torch.Tensor, starts: list[int], headers: list[bytes]) -> None:
+def _write_headers(out: torch.Tensor, starts: list[int], headers: list[Header]) -> None:
+    """All at once: on CUDA each copy from the host costs a wait."""
     if not headers:
         return
-    packed = torch.frombuffer(bytearray(b"".join(headers)), dtype=torch.uint8)
+    packed = bytearray(b"".join(header.pack() for header in headers))
     where = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
-    out[where.view(-1).to(out.device)] = packed.to(out.device)
-
-
-def _write_coo(
-    out: torch.Tensor,
-    grad_N: torch.Tensor,
-    offsets: list[int],
-    starts: list[int],
-    counts: list[int],
-    sparse: list[bool],
-    dtype: torch.dtype,
-) -> None:
-    """Scatters indices and values of all sparse segments at once."""
-    if not any(sparse):
-        return
-    device = grad_N.device
-    kept_counts = [n if s else 0 for n, s in zip(counts, sparse, strict=True)]
-    ranks_before = torch.tensor([sum(kept_counts[:i]) for i in range(len(counts))], device=device)
-    borders = torch.tensor(offsets, device=device)
-    index_at, value_at = [], []
-    for start, nnz in zip(starts, counts, strict=True):
-        index_at.append((start + HEADER_BYTES) // 4)
-        value_at.append((start + HEADER_BYTES + pad16(4 * nnz)) // dtype.itemsize)
-    position_K = grad_N.ne(0).nonzero().squeeze(1)
-    segment_K = torch.searchsorted(borders[1:], position_K, right=True)
-    chosen = torch.tensor(sparse, device=device)[segment_K]
-    position_K, segment_K = position_K[chosen], segment_K[chosen]
-    rank_K = torch.arange(position_K.numel(), device=device) - ranks_before[segment_K]
-    words = out.view(torch.int32)
-    words[torch.tensor(index_at, device=device)[segment_K] + rank_K] = (
-        position_K - borders[segment_K]
-    ).int()
-    values = out.view(dtype)
-    values_K = round_into(values.new_empty(position_K.shape), grad_N[position_K])
-    values[torch.tensor(value_at, device=device)[segment_K] + rank_K] = values_K
+    out[where.view(-1).to(out.device)] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
 
 
 def decode_add_(

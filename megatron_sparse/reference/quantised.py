@@ -9,9 +9,11 @@ from __future__ import annotations
 import struct
 
 import numpy as np
+import torch
 
 from megatron_sparse.formats.header import Header
 from megatron_sparse.reference.moves import checksum
+from megatron_sparse.reference.rice_values import levels_of
 from megatron_sparse.wire import FORMAT_QUANTISED, HEADER_BYTES, pad16
 
 GROUP = 128
@@ -21,16 +23,9 @@ SUB_HEADER = struct.Struct("<IIQ")
 """Checksum, numbers of a group, zeros."""
 
 
-def limit_of(bits: int) -> int:
-    """The largest code: 7 or 127."""
-    return 2 ** (bits - 1) - 1
-
-
 def bf16(value: np.float32) -> int:
     """The bits of a finite number of fp32, rounded to bf16, ties to even."""
-    (exact,) = struct.unpack("<I", struct.pack("<f", value))
-    low, upper = exact & 0xFFFF, exact >> 16
-    return upper + (low > 0x8000 or (low == 0x8000 and upper & 1))
+    return int(torch.tensor(value).bfloat16().view(torch.int16)) & 0xFFFF
 
 
 def scale_value(scale: int) -> np.float32:
@@ -49,7 +44,7 @@ def quantise_group(values: np.ndarray, bits: int) -> tuple[int, np.ndarray]:
     codes = np.zeros(values.size, np.int64)
     if not np.all(np.abs(values) < TOO_LARGE):
         return NAN_SCALE, codes
-    limit = limit_of(bits)
+    limit = levels_of(bits)
     scale = bf16(np.float32(np.abs(values).max() / np.float32(limit)))
     if scale != 0:
         quotients = values / scale_value(scale)

@@ -9,7 +9,6 @@ number i as its bit i. Cost: docs/wire-format.md.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -37,27 +36,14 @@ SUB_HEADER = struct.Struct("<BBHIQ")
 """Whether there are indices, log2 of a chunk's elements, zero, chunks, words of all chunks."""
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A record, and what its entries lose.
-
-    Attributes:
-        record: header and sections.
-        residual_K: fp32, x less what every decoder adds; 0 where that is infinite or NaN.
-    """
-
-    record: bytes
-    residual_K: torch.Tensor
-
-
 def encode(
     x_K: torch.Tensor,
     index_K: torch.Tensor,
     place: range,
     spec: RecordSpec,
     nnz: int | None = None,
-) -> Encoded:
-    """The record of K entries.
+) -> tuple[bytes, torch.Tensor]:
+    """The record of K entries, and what they lose.
 
     Args:
         x_K: values of the entries, fp32 where they are to be quantised.
@@ -65,6 +51,10 @@ def encode(
         place: the segment's elements in the bucket.
         spec: how the entries are written.
         nnz: the header's; None for K.
+
+    Returns:
+        Header and sections; and fp32 residual_K, x less what every decoder adds, 0 where that is
+        infinite or NaN.
     """
     numel, span, index = len(place), 1 << spec.log2_span, index_K.numpy()
     table, chunks, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
@@ -93,7 +83,7 @@ def encode(
     )
     sent_K = torch.from_numpy(np.concatenate(sent))
     residual_K = torch.where(sent_K.isfinite(), x_K.float() - sent_K, 0)
-    return Encoded(header.pack() + payload, residual_K)
+    return header.pack() + payload, residual_K
 
 
 def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,8 +69,8 @@ def encode_segments(
             record = _dense_record(values_N, begin, end, spec)
             if not keep:
                 index_K = values_N[begin:end].nonzero().squeeze(1)
-                raw = encode(values_N[begin + index_K], index_K, range(begin, end), spec)
-                record = min(record, raw.record, key=len)
+                raw, _ = encode(values_N[begin + index_K], index_K, range(begin, end), spec)
+                record = min(record, raw, key=len)
             records.append(record)
             continue
         piece_M = values_N[begin:end].float()
@@ -80,8 +80,8 @@ def encode_segments(
         if keep:
             record, rest_K = _kept_record(x_K, piece_M, begin, spec)
         else:
-            made = encode(x_K, index_K, range(begin, end), spec, int(piece_M.count_nonzero()))
-            record, rest_K = made.record, made.residual_K
+            nnz = int(piece_M.count_nonzero())
+            record, rest_K = encode(x_K, index_K, range(begin, end), spec, nnz)
         records.append(record)
         if residual_N.dtype == torch.bfloat16:
             random = counter_hash(key, DRAW_RESIDUAL, begin + index_K) if key >= 0 else None

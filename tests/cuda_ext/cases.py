@@ -134,3 +134,17 @@ def count_nonzero(grad_N: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Non-zero elements of each piece, by a prefix sum."""
     before = torch.cat([torch.zeros(1, dtype=torch.int64), (grad_N != 0).cumsum(0)])
     return before[offsets].diff()
+
+
+BAD_SELECTIONS = {
+    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
+    "residual has the wrong dtype": {"residual_N": torch.zeros(8, dtype=torch.float16)},
+    "residual has the wrong length": {"residual_N": torch.zeros(7)},
+    "thresholds has the wrong length": {"thresholds_R": torch.zeros(2)},
+    "tie_chances has the wrong length": {"tie_chances_R": torch.zeros(2)},
+    "tie_chances has the wrong dtype": {"tie_chances_R": torch.zeros(1, dtype=torch.float64)},
+    "range_offsets does not cut": {"range_offsets": torch.tensor([0, 7])},
+    "range_offsets has the wrong dtype": {"range_offsets": torch.tensor([0, 8], dtype=torch.int32)},
+    "leak is out of range": {"leak": 1.5},
+}
+"""By the error: the gradient, or fields of `Pruning`, that do not fit 8 fp32 elements."""

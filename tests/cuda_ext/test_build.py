@@ -202,7 +202,7 @@ REFUSAL = """
 import sys, torch
 torch.ops.load_library(sys.argv[1])
 try:
-    torch.ops.megatron_sparse.hash_partition_of(torch.tensor([0, 3000]), 3000, 7, 5, False)
+    torch.ops.megatron_sparse.hash_map(torch.tensor([0, 3000]), 3000, 7, 5, 2)
 except RuntimeError as error:
     print(error)
 """

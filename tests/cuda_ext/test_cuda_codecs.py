@@ -122,7 +122,7 @@ def test_the_library_registers_all_ops_for_cuda() -> None:
 def test_the_bindings_refuse_tensors_of_the_cpu() -> None:
     load("cuda")
     with pytest.raises(NotImplementedError, match="'CPU' backend"):
-        torch.ops.megatron_sparse.hash_memory(*[torch.zeros(9, dtype=torch.int64)] * 2, *[1] * 6)
+        torch.ops.megatron_sparse.nccl_sparse_sum(*[torch.zeros(9)] * 11, 0, 0, False)
 
 
 @pytest.mark.gpu

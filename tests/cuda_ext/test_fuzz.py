@@ -49,7 +49,7 @@ def test_nothing_is_found():
         ("decode_records.cpp", "block[i] != 0"),
         ("record_check.h", "record.sections.payload > available"),
         ("rice_records.cpp", "element >= parts.numel"),
-        ("rice.h", "end > all_words"),
+        ("record_check.h", "end > all_words"),
         ("hash_bitmap.cpp", "word_at(words, word_count - 1) >> in_last != 0"),
     ],
 )

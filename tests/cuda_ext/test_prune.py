@@ -14,6 +14,7 @@ from megatron_sparse.errors import ExtensionError
 from megatron_sparse.reference import prune as oracle
 from tests.codec import KEY, on_threads, one_nan, pruning_of
 from tests.cuda_ext import cases
+from tests.cuda_ext.cases import BAD_SELECTIONS
 
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -155,38 +156,21 @@ def test_every_element_may_be_its_own_range():
     check(grad, pruning, 1, "tiny ranges")
 
 
-BAD_CALLS = {
-    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
-    "grad has the wrong shape": {"grad": torch.zeros(16)[::2]},
-    "residual has the wrong dtype": {"residual": torch.zeros(8, dtype=torch.float16)},
-    "residual has the wrong length": {"residual": torch.zeros(7)},
-    "thresholds has the wrong length": {"thresholds": torch.zeros(2)},
-    "tie_chances has the wrong length": {"chances": torch.zeros(2)},
-    "tie_chances has the wrong dtype": {"chances": torch.zeros(1, dtype=torch.float64)},
-    "a capacity is given": {"capacity": torch.tensor([3])},
-    "range_offsets does not cut": {"offsets": torch.tensor([0, 7])},
-    "range_offsets has the wrong dtype": {"offsets": torch.tensor([0, 8], dtype=torch.int32)},
-    "wire_dtype is unknown": {"wire": 3},
-    "leak is out of range": {"leak": 1.5},
-}
-
-
-@pytest.mark.parametrize("problem", BAD_CALLS)
-def test_refuses(problem):
-    call = {
-        "grad": torch.zeros(8),
-        "residual": torch.zeros(8),
-        "offsets": torch.tensor([0, 8]),
-        "thresholds": torch.zeros(1),
-        "leak": 1.0,
-        "key": 0,
-        "capacity": None,
-        "chances": None,
-        "wire": 0,
-    } | BAD_CALLS[problem]
-    grad, *pruning, wire = call.values()
+@pytest.mark.parametrize(
+    ("problem", "changes", "wire"),
+    [
+        *((problem, changes, 0) for problem, changes in BAD_SELECTIONS.items()),
+        ("grad has the wrong shape", {"grad": torch.zeros(16)[::2]}, 0),
+        ("a capacity is given", {"capacity_S": torch.tensor([3])}, 0),
+        ("wire_dtype is unknown", {}, 3),
+    ],
+)
+def test_refuses(problem, changes, wire):
+    """`tests/formats/test_message.py` has the selections with `prune_encode`."""
+    own = {name: value for name, value in changes.items() if name != "grad"}
+    pruning = replace(pruning_of(torch.zeros(8), 0.0, key=0), **own)
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_(grad, Pruning(*pruning), wire)
+        ops.prune_(changes.get("grad", torch.zeros(8)), pruning, wire)
 
 
 @pytest.mark.parametrize("offsets", [[0, 9], [1, 8], [0, 5, 3, 8], [-1, 8]])

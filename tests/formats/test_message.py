@@ -220,14 +220,9 @@ BAD_SLOTS = {
     "output buffer is too small": [0, 160],
 }
 BAD_PRUNINGS = {
-    "grad has the wrong dtype": {"grad": torch.zeros(8, dtype=torch.float64)},
-    "residual has the wrong length": {"residual_N": torch.zeros(7)},
-    "residual has the wrong dtype": {"residual_N": torch.zeros(8, dtype=torch.float16)},
-    "thresholds has the wrong length": {"thresholds_R": torch.zeros(2)},
-    "range_offsets does not cut": {"range_offsets": torch.tensor([0, 7])},
+    **cases.BAD_SELECTIONS,
     "segment_offsets does not cut": {"segments": segments_of([0, 9])},
     "segment_dense has the wrong length": {"segments": segments_of([0, 8], [0, 0])},
-    "leak is out of range": {"leak": -0.1},
     "value_dtype is unknown": {"spec": RecordSpec(3, 0)},
     "the output buffer is too small": {"out": torch.zeros(79, dtype=torch.uint8)},
     "step is out of range": {"spec": RecordSpec(0, -1)},

@@ -1,5 +1,7 @@
 """Records of quantised differences: the compiled codec against the oracle, and damaged records."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -7,23 +9,15 @@ import torch
 from megatron_sparse.errors import ExtensionError
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
 from megatron_sparse.reference import quantised
+from megatron_sparse.reference.rice_values import levels_of
 from megatron_sparse.wire import QUANTISED_BITS
 from tests.codec import on_threads
-from tests.formats.moves_cases import refusal, repaired
+from tests.formats import moves_cases
+from tests.formats.moves_cases import adam_like, refusal, repaired
 
 NUMELS = [0, 1, 63, 64, 127, 128, 129, 4096, 65536 + 130]
 EPOCH = 7
-
-
-def bits_of(values):
-    return values.numpy().view("<u4")
-
-
-def updates(numel, seed=0):
-    """Weights as a GPT's, and an update as Adam's."""
-    generator = torch.Generator().manual_seed(seed)
-    old = torch.randn(numel, generator=generator) * 0.02
-    return old, old + torch.randn(numel, generator=generator) * 1e-4
+updates = partial(adam_like, dtype=torch.float32)
 
 
 def any_bits(numel, seed=0):
@@ -45,7 +39,7 @@ def check(old, new, bits):
     assert record.numel() == record_bytes(old.numel(), bits)
     held = old.clone()
     add_difference_(record, held, epoch=EPOCH)
-    right = bits_of(held) == sum_wanted.view("<u4")
+    right = moves_cases.bits(held) == sum_wanted.view("<u4")
     assert np.all(right | np.isnan(sum_wanted) & np.isnan(held.numpy()))
     return held
 
@@ -64,17 +58,18 @@ def test_bytes_and_sums_are_the_oracles(numel, bits):
 @pytest.mark.parametrize("bits", QUANTISED_BITS)
 def test_the_error_is_at_most_half_a_step(bits):
     """Plus the half unit by which a scale in bf16 is off, for the codes at the limit."""
-    values = updates(128 * 40)[1] - updates(128 * 40)[0]
+    old, new = updates(128 * 40)
+    values = new - old
     held = torch.zeros_like(values)
     add_difference_(encode_difference(values, held, bits=bits, epoch=0), held, epoch=0)
-    step = values.view(-1, 128).abs().amax(1) / quantised.limit_of(bits)
+    step = values.view(-1, 128).abs().amax(1) / levels_of(bits)
     error = (held - values).view(-1, 128).abs().amax(1) / step
     assert 0.4 < float(error.max()) < 0.5 * (1 + 2**-8)
 
 
 @pytest.mark.parametrize("bits", QUANTISED_BITS)
 def test_halves_are_rounded_to_even(bits):
-    limit = quantised.limit_of(bits)
+    limit = levels_of(bits)
     values = torch.tensor([float(limit), 0.5, 1.5, 2.5, -0.5, -1.5, 3.5])
     assert check(torch.zeros(7), values, bits).tolist() == [limit, 0, 2, 2, 0, -2, 4]
 
