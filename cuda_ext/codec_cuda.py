@@ -14,7 +14,6 @@ from functools import lru_cache
 import torch
 
 from megatron_sparse.cuda_ext.arguments import refusal
-from megatron_sparse.cuda_ext.reports import Reports
 from megatron_sparse.cuda_ext.slots import TABLES
 
 STATUS_WORDS = 4
@@ -24,30 +23,8 @@ _CAPACITY, _SEGMENTS, _SLOT = 1, 2, 4  # encode_launch.h; an unknown kind is ref
 _OUTSIDE = 2  # decode_launch.h
 
 
-def results(
-    op: str, report: torch.Tensor, segment_offsets: torch.Tensor, reports: Reports | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes and the non-zero elements of each segment, from an encoder's report.
-
-    Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
-    `reports` checks it later, and they stay on its device. The CPU's need no check.
-
-    Raises:
-        ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
-            was written.
-    """
-    if report.device.type == "cuda":
-        if reports is None:
-            report = report.cpu()
-            check_report(op, report, segment_offsets)
-        else:
-            reports.add(report, lambda words: check_report(op, words, segment_offsets))
-    sizes_S, nnz_S = report[STATUS_WORDS:].view(2, -1)
-    return sizes_S, nnz_S
-
-
 def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
-    """Raises the error that an encoder's report, on the CPU, holds, if any; see `results`."""
+    """Raises the error that an encoder's report, on the CPU, holds, if any."""
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
         raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -204,33 +203,6 @@ class SumCall:
     earlier: torch.Tensor
     events: torch.Tensor
 
-    def arguments(self, communicator: torch.Tensor) -> tuple[Any, ...]:
-        """The arguments of the C++ op, on any device.
-
-        Raises:
-            ExtensionError: tensors that do not fit together.
-        """
-        plan, device = self.plan, self.acc_N.device
-        check_flat(OP, "acc", self.acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
-        for name in ("message", "received", "sums"):
-            check_flat(OP, name, getattr(self, name), (torch.uint8,), device=device)
-        return (
-            self.acc_N,
-            self.received,
-            self.sums,
-            self.message,
-            communicator,
-            plan.words,
-            codec_cuda.on_device(plan.tables, device),
-            codec_cuda.record_kinds(plan.segment_dense, plan.record_format, device),
-            self.earlier,
-            self.sum_steps,
-            self.events,
-            plan.value_dtype,
-            self.step % 2**32,
-            plan.gathers,
-        )
-
     def check(self, report: torch.Tensor) -> None:
         """Raises the error in `nccl_sparse_sum`'s report, on the CPU; see `SumPlan.check`."""
         self.plan.check(report, self.step, self.sum_steps)
@@ -256,4 +228,24 @@ def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.
     """
     if summed.acc_N.device.type != "cuda":
         raise refusal(OP, "acc is on the wrong device", "cuda", summed.acc_N.device)
-    return call(OP, *summed.arguments(communicator))
+    plan, device = summed.plan, summed.acc_N.device
+    check_flat(OP, "acc", summed.acc_N, (torch.float32,), int(plan.segment_offsets[-1]))
+    for name in ("message", "received", "sums"):
+        check_flat(OP, name, getattr(summed, name), (torch.uint8,), device=device)
+    return call(
+        OP,
+        summed.acc_N,
+        summed.received,
+        summed.sums,
+        summed.message,
+        communicator,
+        plan.words,
+        codec_cuda.on_device(plan.tables, device),
+        codec_cuda.record_kinds(plan.segment_dense, plan.record_format, device),
+        summed.earlier,
+        summed.sum_steps,
+        summed.events,
+        plan.value_dtype,
+        summed.step % 2**32,
+        plan.gathers,
+    )

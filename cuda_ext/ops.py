@@ -16,11 +16,12 @@ always on the CPU. So a CUDA call waits once for the device (`codec_cuda`), unle
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from megatron_sparse.cuda_ext import codec_cuda, threshold_triton
+from megatron_sparse.cuda_ext import codec_cuda
 from megatron_sparse.cuda_ext.arguments import (
     CPU,
     GRAD_DTYPES,
@@ -63,6 +64,7 @@ __all__ = [
     "supported_isas",
     "threshold_of_samples",
 ]
+_INFINITY = 0x7F800000
 
 
 def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
@@ -273,11 +275,25 @@ def _results(
     out: torch.Tensor,
     reports: Reports | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `codec_cuda.results`; seals the records."""
-    results = codec_cuda.results(op, report, segments.offsets, reports)
+    """Seals the records; the bytes and non-zero elements of each, from an encoder's report.
+
+    Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
+    `reports` checks it later, and they stay on its device. The CPU's need no check.
+
+    Raises:
+        ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
+            was written.
+    """
+    look = partial(codec_cuda.check_report, op, segment_offsets=segments.offsets)
+    if report.is_cuda and reports is not None:
+        reports.add(report, look)
+    elif report.is_cuda:
+        report = report.cpu()
+        look(report)
     if spec.checksum:
         seal_(out, segments.dense.numel(), codec_cuda.on_device(segments.slots, out.device))
-    return results
+    sizes_S, nnz_S = report[codec_cuda.STATUS_WORDS :].view(2, -1)
+    return sizes_S, nnz_S
 
 
 def _record_arguments(
@@ -392,7 +408,17 @@ def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
     check_flat("threshold_of_samples", "magnitudes", magnitudes_K, (torch.float32,))
     if not density > 0:
         raise refusal("threshold_of_samples", "density is out of range", "above 0", density)
-    return threshold_triton.threshold_of_samples(magnitudes_K, density)
+    count = magnitudes_K.numel()
+    if count == 0 or density >= 1:
+        return Limits.keep_all((), magnitudes_K.device)
+    wanted = density * count
+    # fp32 bits of magnitudes order as these do; NaN counts as infinite.
+    bits_K = (magnitudes_K.view(torch.int32) & 0x7FFFFFFF).clamp(max=_INFINITY)
+    chosen = bits_K.kthvalue(count - min(int(wanted), count - 1)).values
+    above, equal = (bits_K > chosen).sum(), (bits_K == chosen).sum()
+    chance = ((wanted - above.double()) / equal).float()
+    has_chance = (chosen > 0) & (chosen < _INFINITY)
+    return Limits(chosen.view(torch.float32), chance.where(has_chance, 0), equal)
 
 
 def supported_isas() -> list[str]:

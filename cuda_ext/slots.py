@@ -10,7 +10,7 @@ non-zero elements, which also fixes the room of its record: sums cannot overflow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -73,8 +73,8 @@ class Slots:
             tensor([  0, 112, 192])
         """
         tables = (segment_offsets, segment_dense, capacity_S)
-        keys = (spec.value_dtype, spec.record_format, spec.log2_span, spec.without_indices)
-        return _slots(*(table.numpy().tobytes() for table in tables), *keys)
+        every_step = replace(spec, step=0)  # places do not depend on it
+        return _slots(*(table.numpy().tobytes() for table in tables), every_step)
 
     def part(self, segments: slice) -> torch.Tensor:
         """The places of some of the records, from the first one's begin."""
@@ -93,15 +93,7 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 
 @lru_cache(TABLES)
-def _slots(
-    offsets: bytes,
-    dense: bytes,
-    capacity: bytes,
-    value_dtype: int,
-    record_format: int,
-    log2_span: int,
-    without_indices: bool,
-) -> Slots:
+def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> Slots:
     """`Slots.of`, with the tables' content as arguments."""
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     none = numel_S.new_zeros(1)
@@ -109,31 +101,29 @@ def _slots(
         return Slots(none[:0], none)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
-    if record_format == FORMAT_RICE:
-        kinds = (value_dtype, log2_span, without_indices)
-        whole_S, most_S = _rice_payloads(numel_S, capacity_S, *kinds)
+    whole_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
+    whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, whole_dtype)
+    if spec.record_format == FORMAT_RICE:
+        most_S = _most_rice_bytes(numel_S, capacity_S, spec)
+        if spec.value_dtype not in RICE_BITS:  # else no record but those of kept segments is dense
+            most_S = most_S.minimum(whole_S)
     else:
-        sparse_formats = (
-            (FORMAT_COO, FORMAT_PICI) if record_format == FORMAT_ADAPTIVE else (record_format,)
-        )
-        whole_S = most_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, value_dtype)
-        for sparse in sparse_formats:
-            most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, value_dtype))
+        is_adaptive = spec.record_format == FORMAT_ADAPTIVE
+        most_S = whole_S
+        for sparse in (FORMAT_COO, FORMAT_PICI) if is_adaptive else (spec.record_format,):
+            most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, spec.value_dtype))
     room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
     return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))
 
 
-def _rice_payloads(
-    numel_S: torch.Tensor, capacity_S: torch.Tensor, code: int, span: int, without_indices: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes of the sections of kept segments, and the most of the others."""
-    pieces = list(zip(numel_S.tolist(), capacity_S.tolist(), strict=True))
-    if code not in RICE_BITS:
-        whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, code)
-        most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
-        return whole_S, whole_S.minimum(torch.tensor(most))
-    if without_indices:
-        most = [rice_whole_payload_bytes(numel, code, span) for numel, _ in pieces]
+def _most_rice_bytes(
+    numel_S: torch.Tensor, capacity_S: torch.Tensor, spec: RecordSpec
+) -> torch.Tensor:
+    """The most bytes of the sections of segments that are written in format Rice."""
+    code, span = spec.value_dtype, spec.log2_span
+    if spec.without_indices:
+        most = [rice_whole_payload_bytes(numel, code, span) for numel in numel_S.tolist()]
     else:
+        pieces = zip(numel_S.tolist(), capacity_S.tolist(), strict=True)
         most = [rice_payload_bytes(numel, nnz, code, span) for numel, nnz in pieces]
-    return payload_bytes(FORMAT_DENSE, numel_S, capacity_S, _BF16), torch.tensor(most)
+    return torch.tensor(most)

@@ -2,10 +2,6 @@
 
 The same bits as the compiled op. What the host knows, ranges, densities and keys, goes to the
 device in one small copy; the host never waits. Needs Triton, as `ops.prune_` does on CUDA.
-
-Thresholds of samples that are already there, and draws of ties, are in plain torch operations, on
-any device. The same rule and bits as the compiled ops (`csrc/threshold.cpp`, `csrc/limit.h`):
-magnitudes are ordered by their fp32 bits. No host synchronisation.
 """
 
 from __future__ import annotations
@@ -17,8 +13,6 @@ import torch
 from megatron_sparse.cuda_ext.codec_cuda import to_device
 from megatron_sparse.cuda_ext.record_spec import Limits
 from megatron_sparse.triton_kernels.counter_hash import DRAW_SAMPLE, DRAW_TIE, hash_bits, hash_seed
-
-_INFINITY = 0x7F800000
 
 
 def sample_threshold(
@@ -54,32 +48,7 @@ def sample_threshold(
     return Limits(*found)
 
 
-def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
-    """See `cuda_ext.ops.threshold_of_samples`, which checks the arguments."""
-    count = magnitudes_K.numel()
-    if count == 0 or density >= 1:
-        return Limits.keep_all((), magnitudes_K.device)
-    wanted = density * count
-    bits_K = _magnitude_bits(magnitudes_K)
-    chosen = bits_K.kthvalue(count - min(int(wanted), count - 1)).values
-    return _limits(chosen, wanted, (bits_K > chosen).sum(), (bits_K == chosen).sum())
-
-
 def range_draws(keys: Sequence[int]) -> torch.Tensor:
     """For each range's key the 24-bit draw that decides a single tie: int64 [R], on the CPU."""
     seeds = torch.tensor([hash_seed(key, DRAW_TIE) for key in keys]).view(-1, 2)
     return hash_bits(seeds[:, 0], seeds[:, 1], torch.zeros(len(keys), dtype=torch.int64)) >> 8
-
-
-def _magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """fp32 bits of |x| as int64, which order as the magnitudes do; NaN counts as infinite."""
-    return (x.view(torch.int32) & 0x7FFFFFFF).clamp(max=_INFINITY).long()
-
-
-def _limits(
-    chosen: torch.Tensor, wanted: torch.Tensor | float, above: torch.Tensor, equal: torch.Tensor
-) -> Limits:
-    """The limits of thresholds `chosen` (fp32 bits), which that many samples exceed and equal."""
-    chances = ((wanted - above.double()) / equal).float()
-    has_chance = (chosen > 0) & (chosen < _INFINITY)
-    return Limits(chosen.int().view(torch.float32), chances.where(has_chance, 0), equal)

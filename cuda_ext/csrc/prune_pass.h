@@ -1,5 +1,6 @@
-// The pass of prune_encode over gradient and residual on the CPU, whatever the format of the
-// records: it stages what is sent (stage.h), and takes back what exceeds a capacity.
+// The pass of prune_ and prune_encode over gradient and residual on the CPU. For prune_encode,
+// whatever the format of the records, it stages what is sent (stage.h), and takes back what exceeds
+// a capacity.
 //
 // The first elements in index order stay, for any number of threads. A removed element counts as
 // not selected: its residual becomes leak * (value + residual), rounded as any residual is. Where
@@ -79,7 +80,7 @@ class PrunePass {
         ranges_(check_ranges(request)),
         thresholds_(static_cast<const float*>(request.thresholds.const_data_ptr())),
         chances_(request.chances()),
-        // The kernel only reads it; the one that prunes in place also uses PruneCall.
+        // The kernel that stages only reads it; the one that prunes in place also uses PruneCall.
         grad_(static_cast<char*>(const_cast<void*>(request.grad.const_data_ptr()))),
         residual_(static_cast<char*>(request.residual.mutable_data_ptr())) {}
 
@@ -92,17 +93,15 @@ class PrunePass {
     return residual_ + element * dtype_bytes(types_.residual);
   }
 
-  // Stages a chunk: its values go to `values`, and its count is set.
-  void stage(StageChunk& chunk, uint8_t* values) const {
-    const auto prune = kernel_.prune_stage[types_.grad][types_.residual][staged_][stochastic_];
-    chunk.values = values;
-    int64_t range =
-        std::upper_bound(ranges_, ranges_ + range_count_ + 1, chunk.begin) - ranges_ - 1;
-    for (int64_t at = chunk.begin; at < chunk.end;) {
+  // Calls body(call, range) for consecutive spans of [begin, end), each of one range.
+  template <class Body>
+  void for_spans(int64_t begin, int64_t end, const Body& body) const {
+    int64_t range = std::upper_bound(ranges_, ranges_ + range_count_ + 1, begin) - ranges_ - 1;
+    for (int64_t at = begin; at < end;) {
       while (at == ranges_[range + 1]) ++range;
       // The upper half of an element's index is constant in a call.
       const int64_t high_stop = (at | int64_t{0xffffffff}) + 1;
-      const int64_t stop = std::min({chunk.end, ranges_[range + 1], high_stop});
+      const int64_t stop = std::min({end, ranges_[range + 1], high_stop});
       const PruneCall call = {grad_ + at * dtype_bytes(types_.grad),
                               residual_at(at),
                               stop - at,
@@ -110,11 +109,26 @@ class PrunePass {
                               limit_at(thresholds_, chances_, range),
                               leak_,
                               seeds_};
-      const int64_t found = prune(call, {chunk.words, chunk.signs, at - chunk.begin, values});
-      chunk.nnz += found;
-      values += found * dtype_bytes(staged_);
+      body(call, range);
       at = stop;
     }
+  }
+
+  // Prunes a span in place; returns how many of its values are not zero.
+  int64_t prune(const PruneCall& call) const {
+    return kernel_.prune[types_.grad][types_.residual][staged_][stochastic_](call);
+  }
+
+  // Stages a chunk: its values go to `values`, and its count is set.
+  void stage(StageChunk& chunk, uint8_t* values) const {
+    const auto prune = kernel_.prune_stage[types_.grad][types_.residual][staged_][stochastic_];
+    chunk.values = values;
+    for_spans(chunk.begin, chunk.end, [&](const PruneCall& call, int64_t) {
+      const int64_t bit = static_cast<int64_t>(call.index) - chunk.begin;
+      const int64_t found = prune(call, {chunk.words, chunk.signs, bit, values});
+      chunk.nnz += found;
+      values += found * dtype_bytes(staged_);
+    });
     clear_words_behind(chunk);
   }
 

@@ -3,9 +3,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
-#include "portability.h"
+#include "lanes.h"
 
 namespace megatron_sparse {
 
@@ -35,28 +34,16 @@ MS_INLINE constexpr int64_t groups_of(int64_t numel) {
   return (numel + kGroup - 1) / kGroup;
 }
 
-MS_INLINE float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-MS_INLINE uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
 // A scale is bf16: the upper half of an fp32 number.
 MS_INLINE float scale_value(uint16_t scale) {
-  return float_of_bits(static_cast<uint32_t>(scale) << 16);
+  return ScalarLanes::as_float(static_cast<uint32_t>(scale) << 16);
 }
 
 // The scale of a group whose largest magnitude has these bits: magnitude / limit, to nearest even.
 MS_INLINE uint16_t group_scale(uint32_t largest, int bits) {
   if (largest >= kLeastRefused) return kNanScale;
   const uint32_t exact =
-      bits_of_float(float_of_bits(largest) / static_cast<float>(code_limit(bits)));
+      ScalarLanes::as_bits(ScalarLanes::as_float(largest) / static_cast<float>(code_limit(bits)));
   return static_cast<uint16_t>((exact + 0x7fffu + (exact >> 16 & 1u)) >> 16);
 }
 
@@ -67,15 +54,15 @@ MS_INLINE bool is_scale(uint16_t scale) {
 
 // Numbers are divided by this instead of the scale: a scale of zero gives codes of zero.
 MS_INLINE float divisor_of(uint16_t scale) {
-  return scale == 0 ? float_of_bits(0x7f800000u) : scale_value(scale);
+  return scale == 0 ? ScalarLanes::as_float(0x7f800000u) : scale_value(scale);
 }
 
 // The quotient of a number and its group's divisor as a code: to nearest even, within the limit.
 // Only a subnormal scale lets a quotient exceed the limit, by half of it at most.
 MS_INLINE int32_t code_of(float quotient, int32_t limit) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: its last mantissa bit is worth 1
-  const int32_t code =
-      static_cast<int32_t>(bits_of_float(quotient + kRounder)) - static_cast<int32_t>(0x4b400000);
+  const int32_t code = static_cast<int32_t>(ScalarLanes::as_bits(quotient + kRounder)) -
+                       static_cast<int32_t>(0x4b400000);
   return code < -limit ? -limit : code > limit ? limit : code;
 }
 

@@ -33,32 +33,65 @@ enum Field : int64_t {
 };
 
 struct FieldError {
-  bool wrong;
-  int64_t field;
-  int64_t value;
+  bool wrong = false;
+  int64_t field = 0;
+  int64_t value = 0;
 };
 
 MS_INLINE FieldError field_error(Field field, uint64_t value) {
   return {true, field, static_cast<int64_t>(value)};
 }
 
-// The field that a fault of rice.h is reported as.
-MS_INLINE FieldError field_error(const RiceError& error) {
-  const uint64_t value = static_cast<uint64_t>(error.value);
-  switch (error.fault) {
-    case RiceFault::kNone:
-      return {false, 0, 0};
-    case RiceFault::kChunk:
-      return field_error(kFieldChunk, value);
-    case RiceFault::kTable:
-      return field_error(kFieldTable, value);
-    case RiceFault::kPayloadBytes:
-      return field_error(kFieldPayloadBytes, value);
-    case RiceFault::kSize:
-      return field_error(kFieldSize, value);
-    default:
-      return field_error(kFieldRice, value);
+// Whether the rows of a chunk are possible in a record of `all_words` words. Rows ascend from zero
+// to the record's words, so no chunk lies outside.
+MS_INLINE FieldError rice_rows_error(const RiceParts& chunk, int64_t all_words) {
+  if (chunk.entries < 0 || chunk.entries > chunk.numel || chunk.words < 0) {
+    return field_error(kFieldTable, chunk.entries);
   }
+  const int64_t end = chunk.before + chunk.words;
+  if (end > all_words) return field_error(kFieldTable, end);
+  const bool fits = chunk.entries == 0 ? chunk.words == 0 : chunk.unary > 0;
+  return fits ? FieldError{} : field_error(kFieldRice, chunk.words);
+}
+
+// Checks a record's sub-header, which is there, and the first and the last row. The payload begins
+// with the sub-header, announces `announced` bytes and may have `available`.
+MS_INLINE FieldError rice_record_error(const uint8_t* payload, int64_t numel, int64_t nnz,
+                                       int dtype, int64_t announced, int64_t available,
+                                       Sections& at) {
+  RiceSubHeader head;
+  memcpy(&head, payload, sizeof head);
+  if (head.indices > 1 || (head.indices == 0 && dtype != kQ8 && dtype != kQ4)) {
+    return field_error(kFieldChunk, head.indices);
+  }
+  if (head.log2_span < kLeastSpan || head.log2_span > kMostSpan) {
+    return field_error(kFieldChunk, head.log2_span);
+  }
+  if (head.zero != 0) return field_error(kFieldChunk, head.zero);
+  const int64_t chunks = chunks_of(numel, head.log2_span);
+  if (head.chunks != chunks) return field_error(kFieldChunk, head.chunks);
+  const bool indices = head.indices != 0;
+  // A chunk never takes more words than its elements in fp32 and a word for each of them.
+  const int64_t most =
+      indices ? 2 * numel + 64 * chunks : whole_words(numel, dtype, head.log2_span);
+  const int64_t words = static_cast<int64_t>(head.words);
+  if (words < 0 || words > most || (!indices && words != most))
+    return field_error(kFieldTable, words);
+  at.indices = sizeof head;
+  at.values = at.indices + rice_table_bytes(chunks, indices);
+  at.values_end = at.values + 4 * words;
+  at.payload = rice_payload(chunks, indices, words);
+  if (announced != at.payload) return field_error(kFieldPayloadBytes, announced);
+  if (announced > available) {
+    return field_error(kFieldSize, kHeaderBytes + available);
+  }
+  if (!indices) return {};
+  RiceRow first, last;
+  memcpy(&first, payload + at.indices, sizeof first);
+  memcpy(&last, payload + at.indices + chunks * static_cast<int64_t>(sizeof last), sizeof last);
+  if (first.entries != 0 || first.words != 0) return field_error(kFieldTable, first.entries);
+  if (last.entries != nnz || last.words != words) return field_error(kFieldTable, last.entries);
+  return {};
 }
 
 // What a record must say.
@@ -123,15 +156,14 @@ MS_INLINE FieldError check_header(const Header& header, const uint8_t* payload, 
     if (available < static_cast<int64_t>(sizeof(RiceSubHeader))) {
       return field_error(kFieldSize, kHeaderBytes + available);
     }
-    RiceSections at = {};
-    const RiceError error = rice_record_error(payload, record.numel, record.nnz, record.dtype,
-                                              static_cast<int64_t>(announced), available, at);
+    const FieldError error =
+        rice_record_error(payload, record.numel, record.nnz, record.dtype,
+                          static_cast<int64_t>(announced), available, record.sections);
     RiceSubHeader head;
     memcpy(&head, payload, sizeof head);
     record.log2_span = head.log2_span;
     record.has_indices = head.indices != 0;
-    record.sections = {at.rows, at.values, at.values_end, at.payload};
-    return field_error(error);
+    return error;
   }
   if (header.format == kFormatPici && header.flags == 0) record.kind = kKindPiciPaper;
   if (record.kind == kKindBlocks) {
@@ -160,7 +192,7 @@ MS_INLINE FieldError check_header(const Header& header, const uint8_t* payload, 
   if (record.sections.payload > available) {
     return field_error(kFieldSize, kHeaderBytes + available);
   }
-  return {false, 0, 0};
+  return {};
 }
 
 }  // namespace megatron_sparse

@@ -107,75 +107,10 @@ MS_INLINE RiceParts rice_parts(int64_t numel, int dtype, RiceRow row, RiceRow ne
   return chunk;
 }
 
-enum class RiceFault { kNone, kChunk, kTable, kPayloadBytes, kSize, kRice };
-
-struct RiceError {
-  RiceFault fault;
-  int64_t value;
-};
-
-// Whether the rows of a chunk are possible in a record of `all_words` words. Rows ascend from zero
-// to the record's words, so no chunk lies outside.
-MS_INLINE RiceError rice_rows_error(const RiceParts& chunk, int64_t all_words) {
-  if (chunk.entries < 0 || chunk.entries > chunk.numel || chunk.words < 0) {
-    return {RiceFault::kTable, chunk.entries};
-  }
-  const int64_t end = chunk.before + chunk.words;
-  if (end > all_words) return {RiceFault::kTable, end};
-  const bool fits = chunk.entries == 0 ? chunk.words == 0 : chunk.unary > 0;
-  return {fits ? RiceFault::kNone : RiceFault::kRice, chunk.words};
-}
-
 // Words of all chunks of a record in which every element has a value.
 MS_INLINE int64_t whole_words(int64_t numel, int dtype, int log2_span) {
   const int64_t span = int64_t{1} << log2_span, full = numel >> log2_span;
   return full * value_words(dtype, span) + value_words(dtype, numel - (full << log2_span));
-}
-
-// Where the sections of a record lie, from the end of its header.
-struct RiceSections {
-  int64_t rows;
-  int64_t values;
-  int64_t values_end;
-  int64_t payload;
-};
-
-// Checks a record's sub-header, which is there, and the first and the last row. The payload begins
-// with the sub-header, announces `announced` bytes and may have `available`.
-MS_INLINE RiceError rice_record_error(const uint8_t* payload, int64_t numel, int64_t nnz, int dtype,
-                                      int64_t announced, int64_t available, RiceSections& at) {
-  RiceSubHeader head;
-  memcpy(&head, payload, sizeof head);
-  if (head.indices > 1 || (head.indices == 0 && dtype != kQ8 && dtype != kQ4)) {
-    return {RiceFault::kChunk, head.indices};
-  }
-  if (head.log2_span < kLeastSpan || head.log2_span > kMostSpan) {
-    return {RiceFault::kChunk, head.log2_span};
-  }
-  if (head.zero != 0) return {RiceFault::kChunk, head.zero};
-  const int64_t chunks = chunks_of(numel, head.log2_span);
-  if (head.chunks != chunks) return {RiceFault::kChunk, head.chunks};
-  const bool indices = head.indices != 0;
-  // A chunk never takes more words than its elements in fp32 and a word for each of them.
-  const int64_t most =
-      indices ? 2 * numel + 64 * chunks : whole_words(numel, dtype, head.log2_span);
-  const int64_t words = static_cast<int64_t>(head.words);
-  if (words < 0 || words > most || (!indices && words != most)) return {RiceFault::kTable, words};
-  at.rows = sizeof head;
-  at.values = at.rows + rice_table_bytes(chunks, indices);
-  at.values_end = at.values + 4 * words;
-  at.payload = rice_payload(chunks, indices, words);
-  if (announced != at.payload) return {RiceFault::kPayloadBytes, announced};
-  if (announced > available) {
-    return {RiceFault::kSize, static_cast<int64_t>(sizeof(Header)) + available};
-  }
-  if (!indices) return {RiceFault::kNone, 0};
-  RiceRow first, last;
-  memcpy(&first, payload + at.rows, sizeof first);
-  memcpy(&last, payload + at.rows + chunks * static_cast<int64_t>(sizeof last), sizeof last);
-  if (first.entries != 0 || first.words != 0) return {RiceFault::kTable, first.entries};
-  if (last.entries != nnz || last.words != words) return {RiceFault::kTable, last.entries};
-  return {RiceFault::kNone, 0};
 }
 
 // The most words that the chunks of a record with at most `entries` entries take, wherever these

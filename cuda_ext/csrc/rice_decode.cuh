@@ -51,7 +51,7 @@ __device__ __forceinline__ bool check_rice_chunk(const DecodeRecord& record, int
                                                  int64_t* status) {
   const int lane = threadIdx.x % 32;
   const RiceParts chunk = rice_parts_of(record, c);
-  FieldError error = field_error(rice_rows_error(chunk, rice_word_count(record)));
+  FieldError error = rice_rows_error(chunk, rice_word_count(record));
   if (!error.wrong && chunk.entries != 0) {
     const uint32_t* planes = rice_words(record) + chunk.before + chunk.gaps;
     const int entries = static_cast<int>(chunk.entries), r = chunk.r;
@@ -137,7 +137,7 @@ __device__ __attribute__((noinline)) inline void find_rice_chunk(const DecodeRec
   found.words = 0;
   found.entries = -1;
   // More words would reach behind the last element. So all elements and sums stay below 2^31.
-  if (rice_rows_error(chunk, rice_word_count(record)).fault != RiceFault::kNone ||
+  if (rice_rows_error(chunk, rice_word_count(record)).wrong ||
       chunk.unary > (chunk.entries - 1 + ((chunk.numel - chunk.entries) >> chunk.r)) / 32 + 1) {
     return;
   }

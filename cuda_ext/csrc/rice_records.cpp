@@ -39,12 +39,9 @@ Status check_rice_chunk(const DecodeChunk& chunk, const Kernels& kernel) {
   // A record of an empty segment has a chunk without a unit; the rows were compared.
   if (!chunk.has_indices || chunk.begin == chunk.end) return {};
   const RiceParts parts = chunk_of(chunk);
-  const RiceError error =
+  const FieldError error =
       rice_rows_error(parts, (chunk.sections.values_end - chunk.sections.values) / 4);
-  if (error.fault != RiceFault::kNone) {
-    const FieldError found = field_error(error);
-    return {true, chunk.segment, found.field, found.value};
-  }
+  if (error.wrong) return {true, chunk.segment, error.field, error.value};
   if (parts.entries == 0) return {};
   const uint8_t* gaps = chunk.payload + chunk.sections.values + 4 * (parts.before + parts.gaps);
   const uint8_t* ones = gaps + 4 * parts.r * planes_of(parts.entries);

@@ -119,14 +119,22 @@ def prune(
     out = torch.where(drop, 0, out)
     remainder = torch.where(finite, x_N - kept, 0)
     rest = torch.where(drop, x_N * torch.tensor(pruning.leak, dtype=torch.float32), remainder)
-    if residual_N.dtype == torch.bfloat16:
-        random = counter_hash(key, DRAW_RESIDUAL, index_N) if key >= 0 else None
-        rest = round_to(rest, grid_of(BF16), random)
 
     nnz_R = torch.tensor(
         [int((out[a:b] != 0).sum()) for a, b in pairwise(range_offsets.tolist())], dtype=torch.int64
     )
-    return with_one_nan(out, grad_N.dtype), rest.to(residual_N.dtype), nnz_R
+    rest_N = residual_in(residual_N.dtype, rest, key, index_N)
+    return with_one_nan(out, grad_N.dtype), rest_N, nnz_R
+
+
+def residual_in(
+    dtype: torch.dtype, rest_K: torch.Tensor, key: int, index_K: torch.Tensor
+) -> torch.Tensor:
+    """What is left of elements, in the residual's dtype; the key's random bits round bf16."""
+    if dtype == torch.bfloat16:
+        random_K = counter_hash(key, DRAW_RESIDUAL, index_K) if key >= 0 else None
+        rest_K = round_to(rest_K, grid_of(BF16), random_K)
+    return rest_K.to(dtype)
 
 
 def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -159,9 +167,7 @@ def prune_limited(
         x_K = out_N[over_K].float() + rest_N[over_K].float()
         finite_K = x_K.isfinite()
         given_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
-        if rest_N.dtype == torch.bfloat16:
-            random_K = counter_hash(key, DRAW_RESIDUAL, over_K) if key >= 0 else None
-            given_K = round_to(given_K, grid_of(BF16), random_K)
+        given_K = residual_in(rest_N.dtype, given_K, key, over_K)
         out_N[over_K] = 0
         if most > 0 and not finite_K.all():
             out_N[nonzero_K[most - 1]] = float("nan")

@@ -22,11 +22,11 @@ from megatron_sparse.reference.prune import (
     grid_of,
     prune,
     prune_limited,
+    residual_in,
     round_to,
     with_one_nan,
 )
 from megatron_sparse.reference.rice import encode
-from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, counter_hash
 from megatron_sparse.wire import FORMAT_DENSE, RICE_BITS
 
 
@@ -83,10 +83,8 @@ def encode_segments(
             nnz = int(piece_M.count_nonzero())
             record, rest_K = encode(x_K, index_K, range(begin, end), spec, nnz)
         records.append(record)
-        if residual_N.dtype == torch.bfloat16:
-            random = counter_hash(key, DRAW_RESIDUAL, begin + index_K) if key >= 0 else None
-            rest_K = round_to(rest_K, grid_of(BF16), random)
-        residual_N[begin + index_K] = rest_K.to(residual_N.dtype)
+        element_K = begin + index_K
+        residual_N[element_K] = residual_in(residual_N.dtype, rest_K, key, element_K)
     return [sealed(r) if spec.checksum else r for r in records], residual_N
 
 

@@ -1,5 +1,5 @@
 // The bindings of the CUDA ops, unmodified, compiled for the emulator as ops of their own name
-// space; a few more ops, of what no binding calls alone; and the switches of the emulator.
+// space; one more op, of what no binding calls alone; and the switches of the emulator.
 #include "emulated_binding.h"
 
 #include "decode_cuda.cpp"
@@ -22,26 +22,6 @@ namespace megatron_sparse {
 CUDA_EMULATOR_DYNAMIC_SHARED(uint4, rans_shared, 96 << 6);  // KiB: of a block of 16 warps
 
 namespace {
-
-// decode_sum_ of messages that share no element; each has offsets of its own.
-Tensor decode_place(const Tensor& acc, const std::vector<Tensor>& messages,
-                    const std::vector<Tensor>& offsets, int64_t value_dtype, int64_t step) {
-  const int64_t count = static_cast<int64_t>(messages.size());
-  Tensor statuses = new_words(acc, 4 * count);
-  std::vector<DecodeArguments> calls;
-  std::vector<Tensor> workspaces;
-  for (int64_t i = 0; i < count; ++i) {
-    DecodeArguments call = check_decode(acc, offsets[i], value_dtype, step, 0, std::nullopt);
-    set_message(call, messages[i], acc);
-    workspaces.push_back(new_workspace(acc, decode_workspace_bytes(call.segment_count)));
-    call.fresh = true;
-    call.workspace = workspaces.back().mutable_data_ptr();
-    call.status = words_of(statuses) + 4 * i;
-    calls.push_back(call);
-  }
-  launch_decode_place(calls.data(), count, nullptr);
-  return statuses;
-}
 
 using TileSource = PruneSource<kFp32, kBf16, Grid::kBf16, true>;
 
@@ -87,15 +67,11 @@ Tensor prune_tile(const Tensor& grad, const Tensor& residual, int64_t begin, dou
 
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def(
-      "decode_place(Tensor(a!) acc, Tensor[] messages, Tensor[] segment_offsets, int value_dtype, "
-      "int step) -> Tensor");
-  m.def(
       "prune_tile(Tensor grad, Tensor(a!) residual, int begin, float threshold, float tie_chance, "
       "float leak, int key) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CUDA, m) {
-  m.impl("decode_place", TORCH_BOX(&megatron_sparse::decode_place));
   m.impl("prune_tile", TORCH_BOX(&megatron_sparse::prune_tile));
 }
 

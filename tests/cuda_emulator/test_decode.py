@@ -9,7 +9,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -388,34 +387,6 @@ def test_base_and_part_of_a_message(place: Place) -> None:
     ops.decode_add_(acc, part, Expected(case.segments.offsets[1:], 2, STEP, 0), 4000)
     wanted = torch.ones(5000) + values_N[4000:].float()
     cases.assert_same_bits(one_nan(acc.cpu()), one_nan(wanted), "the shard")
-
-
-@pytest.mark.parametrize(("value_dtype", "name"), [(1, "coo"), (1, "linear"), (4, "q4")])
-def test_messages_apart_are_placed_in_one_pass(
-    emulator: Emulator, value_dtype: int, name: str
-) -> None:
-    """The owners' sums: each message has its own part of acc. A bad one harms no other."""
-    shards, code = [0, 9000, 9000, 13_096, 30_000], value_dtype
-    values_N = clustered(30_000)
-    spec = rice_spec(code) if name == "q4" else spec_of(code, name)
-    messages, offsets, wanted = [], [], torch.zeros(30_000)
-    for begin, end in pairwise(shards):
-        # Offsets in the headers count from the bucket's begin.
-        own = torch.tensor([begin, (2 * begin + end) // 3, end])
-        case = Case(values_N[:end], segments_of([0, *own.tolist()]), spec)
-        messages.append(b"".join(CPU[-1].encode(case).records[1:]))
-        offsets.append(to_gpu(own))
-        ops.decode_add_(wanted, bytes_of(messages[-1]), Expected(own, code, STEP, 0), 0)
-    emulator.schedule(RANDOM, 5)
-    for broken in (False, True):
-        if broken:
-            messages[3] = b"\0" + messages[3][1:]
-        acc = to_gpu(torch.full((30_000,), math.nan))
-        data = [to_gpu(bytes_of(message)) for message in messages]
-        states = emulator.call("decode_place", acc, data, offsets, code, STEP).view(-1, 4)
-        assert states[:, 0].tolist() == [0, 0, 0, int(broken)]
-        right = 13_096 if broken else 30_000
-        cases.assert_same_bits(acc.cpu()[:right], wanted[:right], "the sum")
 
 
 @pytest.mark.parametrize("name", ["coo", "q4"])

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_sparse.cuda_ext import ops
-from megatron_sparse.cuda_ext.record_spec import Pruning
 from megatron_sparse.triton_kernels.counter_hash import DRAW_RESIDUAL, DRAW_VALUE, counter_hash
+from tests.codec import pruning_of
 from tests.cuda_ext import cases
 
-KEEP_ALL = torch.tensor([-1.0])
 # Mantissa bits after the first, and the smallest step.
 FORMATS = {1: (7, -133), 2: (10, -24)}
 FORMAT_NAMES = {1: "bf16", 2: "fp16"}
@@ -18,7 +17,7 @@ FORMAT_NAMES = {1: "bf16", 2: "fp16"}
 
 def narrow(x, wire, key, residual_dtype=torch.float32):
     grad, residual = x.clone(), torch.zeros(len(x), dtype=residual_dtype)
-    ops.prune_(grad, Pruning(residual, torch.tensor([0, len(x)]), KEEP_ALL, 1.0, key), wire)
+    ops.prune_(grad, pruning_of(residual, -1.0, key=key), wire)
     return grad, residual
 
 
@@ -102,6 +101,6 @@ def test_finite_values_saturate(dtype, wire, limit):
     grad[:2] = torch.tensor([1, -1]) * torch.finfo(dtype).max
     residual = torch.zeros(4)
     expected = grad.float().tolist()
-    ops.prune_(grad, Pruning(residual, torch.tensor([0, 4]), KEEP_ALL, 1.0, 9), wire)
+    ops.prune_(grad, pruning_of(residual, -1.0, key=9), wire)
     assert grad.tolist() == [limit, -limit, math.inf, -math.inf]
     assert residual.tolist() == [expected[0] - limit, expected[1] + limit, 0, 0]
