@@ -27,6 +27,7 @@ from megatron_sparse.collectives.straggler_shares import straggler_of
 from megatron_sparse.formats.rounding import unify_nan_
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.straggler.schedule import early_ranks
 
 
 def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
@@ -35,7 +36,7 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
     late = straggler_of(exchange)
     straggler = transport.world_size - 1 if late is None else late
     group = dense_group(f"dense_broadcast (rank {straggler})", exchange, values_N, step)
-    early = [rank for rank in range(group.world_size) if rank != straggler]
+    early = early_ranks(group.world_size, straggler)
     accumulator = Accumulator(exchange, values_N)
     ring_bytes = 0
     if group.rank != straggler:

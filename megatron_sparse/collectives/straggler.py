@@ -11,11 +11,6 @@ Phase 2, n + log2 n - 2 rounds for powers of two (`make_schedule`): in round r t
 early rank r exchange chunk r and add, so that both hold it complete; all others pass on complete
 chunks, each to at most one peer in a round.
 
-Reduce-scatter: early rank i reduces its own shard, and piece i of n - 1 of the straggler's. In
-phase 2, n - 1 rounds, the straggler exchanges with each early rank: its part of that rank's shard
-against the early sum of a piece of its own. No scheme could take less time after its arrival,
-because (n - 1) / n N b bytes must leave its port.
-
 The sum is early ranks' parts in rank order, then the straggler's. So it differs from
 `dense_allpairs` in the order of additions only, and not at all when the last rank is the straggler.
 Partial sums travel as in `accumulator`; complete chunks in the values' dtype.
@@ -26,7 +21,7 @@ meet as soon as both are ready; odd n is possible, and any rank can be the strag
 
 An early rank sends (n - 2) / (n - 1) N b bytes in phase 1. After the straggler's arrival: R rounds
 of N / (n - 1) elements, of b bytes each, or p from an early rank to the straggler.
-With no straggler known the scheme is `dense_ring`.
+With no straggler known the scheme is `dense_ring`. All-reduce only (`straggler_shares`).
 """
 
 from __future__ import annotations
@@ -35,7 +30,6 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.accumulator import as_partial, partial_dtype, store
 from megatron_sparse.collectives.base import (
     POSTED,
@@ -49,14 +43,14 @@ from megatron_sparse.collectives.base import (
 )
 from megatron_sparse.collectives.dense_ring import dense_ring
 from megatron_sparse.collectives.gather import in_rank_order, pairwise_rounds
-from megatron_sparse.collectives.scheme import Input, Scheme
+from megatron_sparse.collectives.scheme import ALL_REDUCE_ONLY, Input, Scheme
 from megatron_sparse.collectives.straggler_shares import (
-    Share,
+    chunks_of,
     meetings_of,
     shake_hands,
-    shares_of,
     straggler_of,
 )
+from megatron_sparse.straggler.schedule import early_ranks
 from megatron_sparse.transport import Work
 
 
@@ -73,48 +67,42 @@ def straggler(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     late = straggler_of(exchange)
     if late is None:
         return (yield from dense_ring(exchange, values_N, step))
-    bucket, transport = exchange.bucket, exchange.transport
+    transport = exchange.transport
     identity = Identity.of_values(f"straggler (rank {late})", exchange, values_N, step)
     group = whole_group(transport, identity.tag)
-    shares = shares_of(bucket, late)
     sums = _Sums(exchange, values_N)
     sent_bytes = 0
     if group.rank != late:
-        early = Subgroup(transport, [share.rank for share in shares], group.tag)
-        yield from sums.reduce_early(shares, early)
+        early = Subgroup(transport, early_ranks(group.world_size, late), group.tag)
+        yield from sums.reduce_early(early)
         sent_bytes = early.sent_bytes
     handshake = None
     if transport.device.type == "cpu":
         handshake = shake_hands(identity, [], late, transport)
-    yield from _meet(sums, shares, late, group, handshake)
-    if bucket.op is CollectiveOp.ALL_REDUCE:
-        store(bucket.grad_N, values_N)
+    yield from _meet(sums, late, group, handshake)
+    store(exchange.bucket.grad_N, values_N)
     return sent_bytes + group.sent_bytes
 
 
 def _meet(
     sums: _Sums,
-    shares: list[Share],
     late: int,
     group: Subgroup,
     handshake: tuple[Work, Callable[[], object]] | None,
 ) -> Phase:
-    """Phase 2."""
+    """Phase 2: this rank's meetings, one after another."""
     is_late = group.rank == late
-    meetings = meetings_of(sums.op, group.world_size, late)[group.rank]
+    meetings = meetings_of(group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
-        incoming = None
-        # Tensors that the straggler receives or sends must still be added; all others are complete.
-        if takes is not None and (is_late or (peer == late and gives is not None)):
-            summed = shares[takes]
-            sent, room = sums.parts(summed, is_late=is_late)
-            incoming = summed, room
-            work = group.post([(peer, sent)], [(peer, room)])
+        # The straggler and an early rank swap their parts of a chunk. Other chunks are complete.
+        swapped = takes if is_late or (peer == late and gives is not None) else None
+        received = None
+        if swapped is not None:
+            sent, received = sums.swap(swapped, is_late=is_late)
+            work = group.post([(peer, sent)], [(peer, received)])
         else:
-            sends, receives = (
-                [] if index is None else [(peer, sums.values_N[shares[index].takes])]
-                for index in (gives, takes)
-            )
+            sends = [] if gives is None else [(peer, sums.chunk(gives))]
+            receives = [] if takes is None else [(peer, sums.chunk(takes))]
             work = group.post(sends, receives)
         if number == len(meetings) - 1:
             yield POSTED
@@ -127,84 +115,85 @@ def _meet(
             yield came
             read()
         yield work
-        if incoming is not None:
-            sums.complete(*incoming, is_late=is_late)
+        if swapped is not None and received is not None:
+            sums.complete(swapped, received, is_late=is_late)
 
 
 class _Sums:
-    """This rank's sums: of its share if it is early, of everything if it is the straggler.
+    """This rank's sums: of its own chunk if it is early, of everything if it is the straggler.
 
-    Attributes:
-        values_N: own contributions, and then complete chunks.
-        op: of the bucket.
+    Args:
+        exchange: of the collective.
+        values_N: own contributions; complete chunks replace them, in the values' dtype.
     """
 
     def __init__(self, exchange: Exchange, values_N: torch.Tensor) -> None:
         bucket = exchange.bucket
-        self.values_N, self.op = values_N, bucket.op
-        self._exchange, self._timer = exchange, exchange.timer
+        self._values_N, self._exchange, self._timer = values_N, exchange, exchange.timer
+        self._chunks = chunks_of(bucket.numel, bucket.world_size)
         self._partial_dtype = partial_dtype(bucket, values_N.dtype)
-        # Where complete chunks are written. Those of an all-reduce travel on, in the values' dtype;
-        # those of a reduce-scatter stay here.
-        self._target_N = values_N if bucket.op is CollectiveOp.ALL_REDUCE else bucket.grad_N
-        # The early ranks' fp32 sums that `reduce_early` makes, by the first element of each part.
-        self._early_sums: dict[int, torch.Tensor] = {}
+        self._early_M: torch.Tensor  # the early ranks' sum, made by `reduce_early`
 
-    def reduce_early(self, shares: list[Share], group: Subgroup) -> Phase:
-        """Phase 1: leaves the early ranks' sums of this rank's share here, in fp32."""
+    def chunk(self, number: int) -> torch.Tensor:
+        """One chunk of the values, a view."""
+        return self._values_N[self._chunks[number]]
+
+    def reduce_early(self, group: Subgroup) -> Phase:
+        """Phase 1: leaves the early ranks' sum of this rank's chunk here, in fp32."""
         n, rank = group.world_size, group.rank
-        values_N, own = self.values_N, shares[rank].reduces
-        sizes = [part.stop - part.start for part in own]
-        numel = sum(sizes)
-        room = self._exchange.take("parts", (n - 1) * numel, values_N.dtype)
-        received = [list(place.split(sizes)) for place in room.view(n - 1, numel)]
-        received.insert(rank, [values_N[part] for part in own])
-        sums = self._exchange.take("early", numel, torch.float32).split(sizes)
-        self._early_sums = {part.start: sum_M for part, sum_M in zip(own, sums, strict=True)}
+        chunks = [self.chunk(number) for number in range(n)]
+        own_M = chunks[rank]
+        room = self._exchange.take("parts", (n - 1) * own_M.numel(), own_M.dtype)
+        parts = [*room.view(n - 1, own_M.numel())]
+        parts.insert(rank, own_M)
+        sum_M = self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)
 
         def add(sender: int) -> None:
             with self._timer.stage("decode"):
-                for sum_M, part_M in zip(sums, received[sender], strict=True):
-                    if sender == 0:
-                        sum_M.copy_(part_M)
-                    else:
-                        sum_M.add_(part_M)
+                if sender == 0:
+                    sum_M.copy_(parts[0])
+                else:
+                    sum_M.add_(parts[sender])
 
-        sent = [[values_N[part] for part in share.reduces] for share in shares]
-        yield from group.in_rounds(
-            pairwise_rounds(sent, received, group), in_rank_order(group, add), independent=True
-        )
+        rounds = pairwise_rounds([[each] for each in chunks], [[each] for each in parts], group)
+        yield from group.in_rounds(rounds, in_rank_order(group, add), independent=True)
 
-    def parts(self, share: Share, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor that this rank sends to its peer, and room for the one that it receives.
+    def swap(self, number: int, *, is_late: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensor that this rank sends for a chunk's other part, and room for that part.
 
         An early rank rounds its own sum as it travels, so that both add the same numbers.
         """
+        own_M = self.chunk(number)
         if is_late:
-            numel, dtype = share.gives.stop - share.gives.start, self._partial_dtype
-            return self.values_N[share.takes], self._exchange.take("incoming", numel, dtype)
-        sum_M = self._early_sums[share.gives.start]
+            return own_M, self._exchange.take("incoming", own_M.numel(), self._partial_dtype)
+        sum_M = self._early_M
         sent = as_partial(self._exchange, sum_M, self._partial_dtype)
         if sent is not sum_M:
             sum_M.copy_(sent)
-        numel = share.takes.stop - share.takes.start
-        return sent, self._exchange.take("incoming", numel, self.values_N.dtype)
+        return sent, self._exchange.take("incoming", own_M.numel(), own_M.dtype)
 
-    def complete(self, share: Share, received_M: torch.Tensor, *, is_late: bool) -> None:
+    def complete(self, number: int, received_M: torch.Tensor, *, is_late: bool) -> None:
         """Adds early ranks' sum and straggler's part, and rounds the result into its place.
 
         In one pass over memory: the next round waits for it.
         """
-        elements = share.gives if is_late else share.takes
+        own_M = self.chunk(number)
         with self._timer.stage("decode"):
-            early_M, late_M = received_M, self.values_N[elements]
             if not is_late:
-                early_M, late_M = self._early_sums[elements.start], received_M
-            elif early_M.dtype != torch.float32:
-                early_M = self._exchange.take("early", early_M.numel(), torch.float32).copy_(
-                    early_M
-                )
-            torch.add(early_M, late_M, out=self._target_N[elements])
+                early_M, late_M = self._early_M, received_M
+            elif received_M.dtype == torch.float32:
+                early_M, late_M = received_M, own_M
+            else:
+                wide_M = self._exchange.take("early", own_M.numel(), torch.float32)
+                early_M, late_M = wide_M.copy_(received_M), own_M
+            torch.add(early_M, late_M, out=own_M)
 
 
-SCHEME = Scheme("straggler", Input.DENSE, run=straggler, place=180, skips_straggler=True)
+SCHEME = Scheme(
+    "straggler",
+    Input.DENSE,
+    run=straggler,
+    place=180,
+    ops=ALL_REDUCE_ONLY,
+    skips_straggler=True,
+)

@@ -1,10 +1,11 @@
-"""Shared parts of the straggler-aware collectives: shares, meetings and the handshake.
+"""Shared parts of the straggler-aware collectives: chunks, meetings and the handshake.
 
 All but one of n ranks are early. They add up their contributions without waiting for the straggler:
-early rank number i reduces share i. When the straggler comes, it exchanges once with each of them.
-In an all-reduce it gives its contribution to chunk i of n - 1 and takes the early ranks' sum of the
-same chunk. In a reduce-scatter it gives its contribution to rank i's shard and takes the early
-ranks' sum of a piece of its own shard.
+early rank number i reduces chunk i of n - 1. When the straggler comes, it exchanges once with each
+of them: it gives its contribution to chunk i and takes the early ranks' sum of the same chunk.
+
+All-reduce only. In a reduce-scatter skipping the straggler gains nothing: n - 1 shards must leave
+its port after its arrival in any scheme.
 
 Agreement on CPU, and wherever sizes must be known: no early rank may wait for the straggler before
 its own part is done. So an early rank and the straggler have a handshake when they meet: a row of
@@ -15,16 +16,14 @@ Rows have a tag of their own, so that rows of ranks that disagree do meet and ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.collectives.base import Exchange, Identity
 from megatron_sparse.straggler.generate import make_schedule
-from megatron_sparse.straggler.schedule import Meetings, check_ranks, scatter_meetings
+from megatron_sparse.straggler.schedule import Meetings, check_ranks, early_ranks
 from megatron_sparse.transport import Transport, Work
 from megatron_sparse.transport.base import SubsetTransport
 
@@ -34,26 +33,6 @@ ALIGNMENT = 4096
 """Elements: a tile of the sparse formats, and whole pages of memory."""
 MIN_UNITS = 256
 """Least number of alignment units in a chunk; keeps the sizes of chunks within 1 %."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """The work of one early rank.
-
-    Attributes:
-        rank: of the group.
-        takes: elements of the straggler's contribution that come to this rank.
-        gives: elements of the early ranks' sum that go from it to the straggler.
-    """
-
-    rank: int
-    takes: slice
-    gives: slice
-
-    @property
-    def reduces(self) -> tuple[slice, ...]:
-        """Elements that this rank adds up for all early ranks."""
-        return (self.takes,) if self.takes == self.gives else (self.takes, self.gives)
 
 
 def straggler_of(exchange: Exchange) -> int | None:
@@ -69,36 +48,27 @@ def straggler_of(exchange: Exchange) -> int | None:
     return straggler
 
 
-def shares_of(bucket: Bucket, straggler: int) -> list[Share]:
-    """Each early rank's share, in rank order."""
-    early = [rank for rank in range(bucket.world_size) if rank != straggler]
-    scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
-    given = bucket.shard(straggler) if scatters else slice(0, bucket.numel)
-    gives = [slice(*ends) for ends in pairwise(chunk_cuts(given, len(early)))]
-    takes = [bucket.shard(rank) for rank in early] if scatters else gives
-    return [Share(*each) for each in zip(early, takes, gives, strict=True)]
-
-
-def chunk_cuts(elements: slice, pieces: int) -> list[int]:
-    """Offsets that cut some elements into nearly even pieces, aligned where they are long enough.
+def chunk_cuts(numel: int, chunks: int) -> list[int]:
+    """Offsets that cut a bucket into nearly even chunks, aligned where they are long enough.
 
     Example:
-        >>> chunk_cuts(slice(0, 10), 3), chunk_cuts(slice(0, 3_000_000), 2)
+        >>> chunk_cuts(10, 3), chunk_cuts(3_000_000, 2)
         ([0, 3, 6, 10], [0, 1499136, 3000000])
     """
-    numel = elements.stop - elements.start
     unit = ALIGNMENT
-    while unit > 1 and unit * MIN_UNITS * pieces > numel:
+    while unit > 1 and unit * MIN_UNITS * chunks > numel:
         unit //= 2
-    inner = [numel * piece // pieces // unit * unit for piece in range(pieces)]
-    return [elements.start + offset for offset in (*inner, numel)]
+    return [*(numel * chunk // chunks // unit * unit for chunk in range(chunks)), numel]
+
+
+def chunks_of(numel: int, world_size: int) -> list[slice]:
+    """The chunk of each early rank, in rank order."""
+    return [slice(*ends) for ends in pairwise(chunk_cuts(numel, world_size - 1))]
 
 
 @lru_cache(maxsize=64)
-def meetings_of(op: CollectiveOp, world_size: int, straggler: int) -> Meetings:
-    """Each rank's meetings after the straggler's arrival: peers, and the shares they exchange."""
-    if op is CollectiveOp.REDUCE_SCATTER:
-        return scatter_meetings(world_size, straggler)
+def meetings_of(world_size: int, straggler: int) -> Meetings:
+    """Each rank's meetings after the straggler's arrival: peers, and the chunks they exchange."""
     return make_schedule(world_size, straggler).meetings()
 
 
@@ -131,7 +101,7 @@ def shake_hands(
         order. It raises `CommunicationError` if a peer takes part in another collective, and
         `WireFormatError` if a row is damaged.
     """
-    early = [rank for rank in range(transport.world_size) if rank != straggler]
+    early = early_ranks(transport.world_size, straggler)
     peers = early if transport.rank == straggler else [straggler]
     row = identity.row(sizes, len(early), transport.device)
     rows = [(peer, torch.empty_like(row)) for peer in peers]
@@ -141,5 +111,5 @@ def shake_hands(
 
 def early_transport(transport: Transport, straggler: int) -> SubsetTransport:
     """The early ranks as a transport of their own, for their agreement."""
-    early = [rank for rank in range(transport.world_size) if rank != straggler]
+    early = early_ranks(transport.world_size, straggler)
     return SubsetTransport(transport, early, HANDSHAKE_TAG)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.collectives import POSTED, SCHEMES, Input, skips_straggler
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
@@ -313,12 +313,8 @@ class StragglerPolicy:
         wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
-            return dense_split(n, buffer_bytes, self._link, bucket.op, self._dense)
-        share = (n - 1) / n
+            return dense_split(n, buffer_bytes, self._link, self._dense)
         wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, plan.value_bits)
-        if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            message_bytes = sum_bytes = wire_bytes["direct"] / share
-        else:
-            message_bytes = wire_bytes["agsparse"] / (n - 1)
-            sum_bytes = wire_bytes["direct"] / share - message_bytes
-        return sparse_split(n, message_bytes, sum_bytes, self._link, bucket.op)
+        message_bytes = wire_bytes["agsparse"] / (n - 1)
+        sum_bytes = wire_bytes["direct"] / ((n - 1) / n) - message_bytes
+        return sparse_split(n, message_bytes, sum_bytes, self._link)

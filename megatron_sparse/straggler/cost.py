@@ -17,10 +17,9 @@ counts as 0, and the loss is that of table 1's worst case. So the rule is: the m
 of min(D, early_s), 0 in steps in which another rank was last, must exceed the critical delay. This
 is the product of predicted delay and persistence, with delays cut off at the useful length.
 
-Deviations: exact for every n, while the paper drops terms for large n; the collective to beat is
-the cheapest of ring, recursive halving/doubling and all-pairs, or the backend's own, not only the
-ring; reduce-scatter and sparse collectives are added. Times are those of the alpha-beta model:
-codecs and the host count only as far as they are in the measured alpha and beta.
+Deviations: exact for every n, while the paper drops terms for large n; the ring to beat has the
+measured links of the backend's own collective; sparse collectives are added. Times are those of the
+alpha-beta model: codecs and the host count only as far as they are in the measured alpha and beta.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
 
-from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.straggler.detector import Readiness, delay_s, last_rank
 from megatron_sparse.straggler.generate import make_schedule
 from megatron_sparse.transport import Link
@@ -57,19 +55,6 @@ class Cost:
 def ring_cost(n: int) -> Cost:
     """Ring."""
     return Cost(2 * (n - 1), 2 * (n - 1) / n)
-
-
-def rhd_cost(n: int) -> Cost:
-    """Recursive halving and doubling; where n is no power of two two ranks fold, a buffer each."""
-    levels = n.bit_length() - 1
-    active = 1 << levels
-    folds = 2 if n > active else 0
-    return Cost(2 * levels + folds, 2 * (active - 1) / active + folds)
-
-
-def allpairs_cost(n: int) -> Cost:
-    """All-pairs (MSCCL)."""
-    return Cost(2, 2 * (n - 1) / n)
 
 
 def reduce_scatter_cost(n: int) -> Cost:
@@ -132,40 +117,23 @@ def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float =
     )
 
 
-def dense_split(
-    n: int, buffer_bytes: float, link: Link, op: CollectiveOp, dense: Link | None = None
-) -> SplitTimes:
-    """The dense straggler-aware collective against a dense collective that waits.
-
-    In a reduce-scatter the early ranks reduce n shards, and the straggler sends each of the n - 1
-    others its shard, as much as it sends in a ring: nothing can be gained.
+def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTimes:
+    """The dense straggler-aware collective against the backend's own, which waits.
 
     Args:
         n: ranks.
         buffer_bytes: of the bucket.
         link: between any two ranks.
-        op: all-reduce or reduce-scatter.
-        dense: link of the backend's own collective, modelled as a ring, which then is the one to
-            beat; None takes the best of ring, recursive halving/doubling and all-pairs on `link`.
+        dense: of the backend's own collective, modelled as a ring.
     """
-    early = reduce_scatter_cost(n).time_s(buffer_bytes, link)
-    if op is CollectiveOp.REDUCE_SCATTER:
-        ring = Cost(n - 1, (n - 1) / n)
-        sent = ring.time_s(buffer_bytes, link)
-        otherwise = min(sent, ring.time_s(buffer_bytes, dense or link))
-        return SplitTimes(early_s=early, after_s=sent, otherwise_s=otherwise)
-    if dense is not None:
-        otherwise = ring_cost(n).time_s(buffer_bytes, dense)
-    else:
-        others = (ring_cost(n), rhd_cost(n), allpairs_cost(n))
-        otherwise = min(other.time_s(buffer_bytes, link) for other in others)
-    after = straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link)
-    return SplitTimes(early_s=early, after_s=after, otherwise_s=otherwise)
+    return SplitTimes(
+        early_s=reduce_scatter_cost(n).time_s(buffer_bytes, link),
+        after_s=straggler_aware_cost(n, _rounds(n)).time_s(buffer_bytes, link),
+        otherwise_s=ring_cost(n).time_s(buffer_bytes, dense),
+    )
 
 
-def sparse_split(
-    n: int, message_bytes: float, sum_bytes: float, link: Link, op: CollectiveOp
-) -> SplitTimes:
+def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> SplitTimes:
     """The sparse collective, `straggler_direct`, against `direct`; bytes of the busiest port.
 
     The early ranks exchange their messages' pieces and gather the sum of them all while they wait.
@@ -178,21 +146,15 @@ def sparse_split(
         message_bytes: one rank's whole message.
         sum_bytes: the whole sum, encoded.
         link: between any two ranks.
-        op: in a reduce-scatter the straggler sends n - 1 shards in both: nothing can be gained.
     """
-    all_but_one, early_but_one = (n - 1) / n, (n - 2) / (n - 1)
-    if op is CollectiveOp.REDUCE_SCATTER:
-        sent = Cost(n, all_but_one).time_s(message_bytes, link)
-        early = Cost(n - 2, early_but_one).time_s(message_bytes, link)
-        return SplitTimes(early_s=early, after_s=sent, otherwise_s=sent)
     both = message_bytes + sum_bytes
     rounds = _rounds(n)
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
     after_bytes = max(message_bytes, sum_bytes) + spread_bytes
     return SplitTimes(
-        early_s=Cost(2 * (n - 2), early_but_one).time_s(both, link),
+        early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both, link),
         after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),
-        otherwise_s=Cost(2 * n, all_but_one).time_s(both, link),
+        otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both, link),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from megatron_sparse.straggler.matching import matching_rounds
-from megatron_sparse.straggler.schedule import Round, Schedule, Transfer, check_ranks
+from megatron_sparse.straggler.schedule import Round, Schedule, Transfer, check_ranks, early_ranks
 
 
 def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
@@ -37,7 +37,7 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
     straggler = world_size - 1 if straggler is None else straggler
     check_ranks(world_size, straggler)
     # The generators make rank n - 1 the straggler; renumber, with the others in order.
-    names = [rank for rank in range(world_size) if rank != straggler] + [straggler]
+    names = [*early_ranks(world_size, straggler), straggler]
     rounds = tuple(
         tuple(Transfer(names[t.sender], names[t.receiver], t.chunk) for t in transfers)
         for transfers in _rounds(world_size)

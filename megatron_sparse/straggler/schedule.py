@@ -64,7 +64,7 @@ class Schedule:
     @property
     def early_ranks(self) -> tuple[int, ...]:
         """All but the straggler; the i-th begins with chunk i."""
-        return tuple(rank for rank in range(self.world_size) if rank != self.straggler)
+        return tuple(early_ranks(self.world_size, self.straggler))
 
     def meetings(self) -> Meetings:
         """The schedule as each rank sees it, without the rounds in which it is idle.
@@ -84,13 +84,9 @@ class Schedule:
         return tuple(tuple(of_rank) for of_rank in meetings)
 
 
-def scatter_meetings(world_size: int, straggler: int) -> Meetings:
-    """For a reduce-scatter: the straggler meets one early rank after another, share by share."""
-    early = [rank for rank in range(world_size) if rank != straggler]
-    met: list[tuple[Meeting, ...]]
-    met = [(Meeting(straggler, share, share),) for share in range(len(early))]
-    met.insert(straggler, tuple(Meeting(rank, share, share) for share, rank in enumerate(early)))
-    return tuple(met)
+def early_ranks(world_size: int, straggler: int) -> list[int]:
+    """All ranks but the straggler, ascending."""
+    return [rank for rank in range(world_size) if rank != straggler]
 
 
 def check_ranks(world_size: int, straggler: int) -> None:

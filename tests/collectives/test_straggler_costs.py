@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.records import Cut
 from megatron_sparse.collectives.straggler_direct import parts_of
-from megatron_sparse.collectives.straggler_shares import copies_of, shares_of
+from megatron_sparse.collectives.straggler_shares import chunks_of, copies_of
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.straggler.cost import straggler_aware_cost
 from megatron_sparse.straggler.generate import make_schedule
+from megatron_sparse.straggler.schedule import early_ranks
 from megatron_sparse.transport import Link, Topology
 from tests.collectives.cases import DTYPES, Case, make_bucket, make_message, run_case
 from tests.collectives.test_costs import Oracle
@@ -34,8 +34,11 @@ def _after_s(case, delay_s, late, link=LINK, scale=SCALE):
     return _run(case, delay_s, late, link, scale).cluster.modelled_s - delay_s
 
 
-def _dense(n, straggler, op=CollectiveOp.ALL_REDUCE, chunk=64, dtypes=("fp32", "fp32")):
-    return Case("straggler", n, op, *dtypes, 1.0, n * (n - 1) * chunk, straggler=straggler)
+def _dense(n, straggler, chunk=64, dtypes=("fp32", "fp32")):
+    dtype, wire = dtypes
+    numel = n * (n - 1) * chunk
+    given = {"dtype": dtype, "wire": wire, "density": 1.0, "numel": numel}
+    return Case("straggler", n, straggler=straggler, **given)
 
 
 def _scheduled_s(case, *, worst=False):
@@ -74,23 +77,11 @@ def test_a_wrong_guess_costs_the_worst_case_and_no_more(n):
         assert _after_s(case, delay_s, late) <= worst * (1 + WITHIN), late
 
 
-@pytest.mark.parametrize("n", [3, 4, 8])
-def test_a_reduce_scatter_takes_what_the_stragglers_port_must_send(n):
-    for straggler in (0, n - 1):
-        case = _dense(n, straggler, CollectiveOp.REDUCE_SCATTER)
-        after_s = _after_s(case, 0.5, straggler)
-        # Between n - 1 latencies and one: it can send before its last message has arrived.
-        port_s = LINK.beta_s * 4 * SCALE * case.numel * (n - 1) / n
-        assert after_s >= port_s + LINK.alpha_s
-        assert after_s <= (port_s + (n - 1) * LINK.alpha_s) * (1 + WITHIN)
-
-
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("op", list(CollectiveOp))
-def test_bytes_are_those_of_the_header(op, dtypes):
+def test_bytes_are_those_of_the_header(dtypes):
     b, p = 4 if dtypes[1] == "fp32" else 2, 2 if dtypes == ("fp32", "bf16") else 4
     for n, straggler in ((2, 1), (3, 0), (4, 2), (6, 5), (8, 3)):
-        dense, sparse = _dense(n, straggler, op, 64, dtypes), _sparse(n, straggler, op, dtypes)
+        dense, sparse = _dense(n, straggler, 64, dtypes), _sparse(n, straggler, dtypes)
         parts, row = _Parts(sparse, straggler), 8 * (n + 1)
         ran, ran_sparse = _run(dense), _run(sparse, scale=1.0)
         for rank in range(n):
@@ -107,11 +98,6 @@ def test_bytes_are_those_of_the_header(op, dtypes):
 
 def _dense_bytes(case, rank, straggler, b, p):
     n, chunk = case.n, case.numel // (case.n - 1)
-    if case.op is CollectiveOp.REDUCE_SCATTER:
-        shard, piece = case.numel // n, case.numel // (n * (n - 1))
-        if rank == straggler:
-            return (n - 1) * shard * b
-        return (n - 2) * (shard + piece) * b + piece * p
     transfers = [t for r in make_schedule(n, straggler).rounds for t in r if t.sender == rank]
     if rank == straggler:
         return len(transfers) * chunk * b
@@ -128,11 +114,9 @@ def test_handshakes_do_not_grow_with_a_scaled_bucket():
     assert _after_s(case, 1e3, 7, scale=scale) == pytest.approx(expected, rel=WITHIN)
 
 
-def _sparse(
-    n, straggler, op=CollectiveOp.ALL_REDUCE, dtypes=("fp32", "fp32"), density=0.05, chunk=128
-):
-    numel = n * (n - 1) * chunk
-    return Case("straggler_direct", n, op, *dtypes, density, numel, straggler=straggler)
+def _sparse(n, straggler, dtypes=("fp32", "fp32"), density=0.05, chunk=128):
+    case = _dense(n, straggler, chunk, dtypes)
+    return replace(case, scheme="straggler_direct", density=density)
 
 
 class _Parts:
@@ -140,18 +124,17 @@ class _Parts:
 
     def __init__(self, case, straggler):
         self.case, self.straggler, self.n = case, straggler, case.n
-        self.shares = shares_of(make_bucket(case, 0), straggler)
-        self.early_ranks = [share.rank for share in self.shares]
+        self.early_ranks = early_ranks(case.n, straggler)
+        self.chunks = chunks_of(case.numel, case.n)
         self.messages = [
             make_message(make_bucket(case, rank), case, MessageBuffers()) for rank in range(case.n)
         ]
         self.oracle = Oracle(case)
-        self.early = [self.early_sum(share.gives) for share in self.shares]
-        self.parts = [self.message(straggler, share.takes) for share in self.shares]
-        if case.op is CollectiveOp.ALL_REDUCE:
-            borders = parts_of(self.parts, self.early, copies_of(case.n, straggler))
-            joined = [sum(self.parts[a:b]) for a, b in pairwise(borders)]
-            self.parts = joined + [0] * (case.n - 1 - len(joined))
+        self.early = [self.early_sum(chunk) for chunk in self.chunks]
+        sizes = [self.message(straggler, chunk) for chunk in self.chunks]
+        borders = parts_of(sizes, self.early, copies_of(case.n, straggler))
+        joined = [sum(sizes[a:b]) for a, b in pairwise(borders)]
+        self.parts = joined + [0] * (case.n - 1 - len(joined))
 
     def _segments(self, elements):
         return Cut(self.messages[0].layout, elements=elements).segments
@@ -173,10 +156,7 @@ class _Parts:
 
     def rounds(self):
         """The transfers after the arrival."""
-        if self.case.op is CollectiveOp.ALL_REDUCE:
-            return make_schedule(self.n, self.straggler).rounds
-        late = self.straggler
-        return [[(late, rank, i), (rank, late, i)] for i, rank in enumerate(self.early_ranks)]
+        return make_schedule(self.n, self.straggler).rounds
 
     def sent(self, rank):
         """By a rank, in all phases."""
@@ -184,19 +164,15 @@ class _Parts:
         total = sum(self.transfer(*t) for t in after)
         if rank == self.straggler:
             return total
-        for share in self.shares:
-            if share.rank != rank:
-                total += sum(self.message(rank, part) for part in share.reduces)
-            elif self.case.op is CollectiveOp.ALL_REDUCE:
-                total += (self.n - 2) * self.early[self.early_ranks.index(rank)]
+        for owner, chunk, early in zip(self.early_ranks, self.chunks, self.early, strict=True):
+            total += (self.n - 2) * early if owner == rank else self.message(rank, chunk)
         return total
 
 
-@pytest.mark.parametrize("op", list(CollectiveOp))
 @pytest.mark.parametrize("n", [3, 4, 8])
-def test_the_sparse_form_takes_its_rounds_after_the_arrival(n, op):
+def test_the_sparse_form_takes_its_rounds_after_the_arrival(n):
     for straggler in (0, n - 1):
-        case = _sparse(n, straggler, op, chunk=1024)
+        case = _sparse(n, straggler, chunk=1024)
         parts = _Parts(case, straggler)
         # In the model a round is over for a pair when its longer message has come; no round of
         # the whole can then take longer than its longest message.

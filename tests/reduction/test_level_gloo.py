@@ -84,7 +84,7 @@ PERSISTENT = {
         ({}, ALL_REDUCE, False),
         ({}, REDUCE_SCATTER, False),
         ({"scheme": "agsparse"}, ALL_REDUCE, True),
-        (PINNED, REDUCE_SCATTER, False),
+        (PINNED, ALL_REDUCE, False),
         (PERSISTENT, ALL_REDUCE, True),
     ],
 )

@@ -32,7 +32,7 @@ N = 4
 NUMEL = 3 * 4096
 LINK = Link(alpha_s=1e-5, beta_s=1e-8)
 LINKS = MeasuredLinks((N,), "rank", LINK, LINK, LINK)
-SPLIT = dense_split(N, 4.0 * NUMEL, LINK, CollectiveOp.ALL_REDUCE, LINK)
+SPLIT = dense_split(N, 4.0 * NUMEL, LINK, LINK)
 
 
 def _plan(scheme, density=1.0):
@@ -151,8 +151,9 @@ def test_observing_changes_nothing():
     assert len(group.sinks[0].readiness) == 7
 
 
-def test_a_reduce_scatter_is_never_worth_it():
-    group = VirtualGroup(StragglerConfig(mode="persistent"))
+@pytest.mark.parametrize("straggler", [StragglerConfig("persistent"), StragglerConfig("pinned", 1)])
+def test_a_reduce_scatter_waits_for_all_ranks(straggler):
+    group = VirtualGroup(straggler)
     scatter = _bucket(CollectiveOp.REDUCE_SCATTER)
     found = {group.step(number, _late(1, 9.0), bucket=scatter) for number in range(9)}
     assert found == {(None, "dense")}

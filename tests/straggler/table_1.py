@@ -1,12 +1,14 @@
 """Costs of the all-reduces that StragglAR compares (table 1)."""
 
-from megatron_sparse.straggler.cost import (
-    Cost,
-    allpairs_cost,
-    rhd_cost,
-    ring_cost,
-    straggler_aware_cost,
-)
+from megatron_sparse.straggler.cost import Cost, ring_cost, straggler_aware_cost
+
+
+def rhd_cost(n: int) -> Cost:
+    """Recursive halving and doubling; where n is no power of two two ranks fold, a buffer each."""
+    levels = n.bit_length() - 1
+    active = 1 << levels
+    folds = 2 if n > active else 0
+    return Cost(2 * levels + folds, 2 * (active - 1) / active + folds)
 
 
 def broadcast_cost(n: int, *, worst: bool = False) -> Cost:
@@ -27,6 +29,6 @@ def all_reduce_costs(n: int, rounds: int) -> dict[str, tuple[Cost, Cost]]:
         "straggler": (straggler_aware_cost(n, rounds), straggler_aware_cost(n, rounds, worst=True)),
         "dense_ring": (ring_cost(n), ring_cost(n)),
         "dense_rhd": (rhd_cost(n), rhd_cost(n)),
-        "dense_allpairs": (allpairs_cost(n), allpairs_cost(n)),
+        "dense_allpairs": (Cost(2, ring_cost(n).buffers),) * 2,
         "dense_broadcast": (broadcast_cost(n), broadcast_cost(n, worst=True)),
     }
