@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import batched, pairwise
+from itertools import batched, chain, pairwise
 
 from megatron_sparse.bucket import Bucket, CollectiveOp, Cuts, Layout
 from megatron_sparse.collectives.base import (
@@ -38,7 +38,7 @@ from megatron_sparse.collectives.base import (
     Subgroup,
     exchange_sizes,
 )
-from megatron_sparse.collectives.direct import split, split_cost
+from megatron_sparse.collectives.direct import reduce_shards, split_cost
 from megatron_sparse.collectives.gather import pairwise_all_to_all
 from megatron_sparse.collectives.nccl_sum import sum_in_one_call
 from megatron_sparse.collectives.records import (
@@ -47,7 +47,6 @@ from megatron_sparse.collectives.records import (
     check_announced,
     group_of,
     reads_reports,
-    shard_cuts,
     whole_cut,
 )
 from megatron_sparse.collectives.scheme import Input, Scheme
@@ -85,25 +84,21 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
         # `scheme.nccl_engine`: the same rounds and the same bits, in one call of C++.
         by_owners, communicator = exchange.scatters, transport.communicator
         return (yield from sum_in_one_call(NAME, sums, communicator, by_owners=by_owners))
+    if exchange.scatters:
+        return (yield from reduce_shards(NAME, exchange, message, sums))
     identity = Identity.of_message(NAME, exchange, message)
     group = group_of(identity, message, transport)
     n, rank = group.world_size, group.rank
-    if exchange.scatters:
-        # Agreement and exchange of `direct`: leave the sum of this rank's shard in `sums`.
-        cuts = shard_cuts(message.layout, n)
-        yield from split(identity, cuts, sums, group, last=True)
-        sums.write(cuts[rank].elements)
-        return group.sent_bytes
-
     borders = part_borders(exchange.bucket)
     parts = parts_at(message.layout, borders)
-    sizes = [part_bytes(message, parts)] * n
+    sizes = [[sum(message.segment_bytes[part.segments]) for part in parts]] * n
     if message.slots is None:
         small = message.nbytes <= SMALL_BYTES
         sizes = yield from exchange_sizes(sizes[rank], identity, transport, unordered=small)
         for number, part in enumerate(parts):
             check_announced([row[number] for row in sizes], [part] * n, message.value_dtype)
-    in_one = parts_in_one(sizes)
+    # Parts travel together where they would be too short alone.
+    in_one = len(parts) // parts_for(len(parts), max(map(sum, sizes)))
     joined = parts_at(message.layout, borders[in_one - 1 :: in_one])
     joined_sizes = [[*map(sum, batched(row, in_one))] for row in sizes]
     yield from _exchange_parts(joined, joined_sizes, sums, group)
@@ -124,10 +119,12 @@ def _exchange_parts(
     """
     n, rank, message = group.world_size, group.rank, sums.message
     own = message.buffer[: message.nbytes].split(sizes[rank])
-    by_part = [row[number] for number in range(len(parts)) for row in sizes]
-    by_part[rank::n] = [0] * len(parts)  # own records stay in the message
-    room = sums.take("received", sum(by_part)).split(by_part)
-    received = [list(ranks) for ranks in batched(room, n)]  # for each part, by rank
+    # For each part, by rank; own records stay in the message.
+    sizes_in = [[*of_part] for of_part in zip(*sizes, strict=True)]
+    for of_part in sizes_in:
+        of_part[rank] = 0
+    room = sums.take("received", sum(map(sum, sizes_in))).split([*chain(*sizes_in)])
+    received = [list(of_part) for of_part in batched(room, n)]
     for records, mine in zip(received, own, strict=True):
         records[rank] = mine
     if len(parts) == 1:
@@ -179,21 +176,6 @@ def parts_at(layout: Layout, borders: Cuts) -> tuple[Cut, ...]:
         return (whole_cut(layout),)
     ends = (0, *borders, int(layout.segment_offsets[-1]))
     return tuple(Cut(layout, elements=slice(*each)) for each in pairwise(ends))
-
-
-def part_bytes(message: Message, parts: Sequence[Cut]) -> list[int]:
-    """Bytes of a message's records in each part."""
-    return [sum(message.segment_bytes[part.segments]) for part in parts]
-
-
-def parts_in_one(sizes: Sequence[Sequence[int]]) -> int:
-    """How many parts should travel as one, so that they are not too short.
-
-    Args:
-        sizes: for each rank, the bytes of its message's parts, a power of two of them.
-    """
-    parts = len(sizes[0])
-    return parts // parts_for(parts, max(map(sum, sizes)))
 
 
 def parts_for(most: int, longest: int) -> int:

@@ -68,11 +68,10 @@ def test_short_messages_travel_whole(exchanges: list[int], monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("longest", "expected"), [(0, 4), (100, 4), (2 * agsparse.PART_BYTES, 2), (99 << 20, 1)]
+    ("longest", "expected"), [(0, 1), (100, 1), (2 * agsparse.PART_BYTES, 2), (99 << 20, 4)]
 )
-def test_parts_in_one(longest: int, expected: int) -> None:
-    row = [longest - 3 * (longest // 4)] + 3 * [longest // 4]
-    assert agsparse.parts_in_one([[0] * 4, row]) == expected
+def test_longer_messages_have_more_parts(longest: int, expected: int) -> None:
+    assert agsparse.parts_for(4, longest) == expected
 
 
 def test_borders() -> None:
