@@ -17,11 +17,10 @@ import logging
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from urllib.parse import quote, unquote
 
 import torch
@@ -175,17 +174,14 @@ def _unpacked(held: dict[str, Any]) -> torch.Tensor:
     )
 
 
-@dataclass(frozen=True)
-class DumpedBucket:
+class DumpedBucket(NamedTuple):
     """Where a bucket of a dump lies.
 
     Attributes:
-        name: the bucket's; with the group before it where there is more than one group.
         group: the folder of the ranks that reduce it together.
         stem: of its files.
     """
 
-    name: str
     group: str
     stem: str
 
@@ -230,19 +226,19 @@ class GradientDump:
 
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:
-        """The buckets of all iterations, group by group."""
+        """By name, group by group; where there are several groups, the name begins with its own."""
         found = {
-            (file.parent.parent.name, file.name.rsplit(".", 2)[0])
+            DumpedBucket(file.parent.parent.name, file.name.rsplit(".", 2)[0])
             for iteration in self.iterations
             for file in self._of(iteration).glob("group-*/rank-*/*.pt")
             if _GROUP.fullmatch(file.parent.parent.name)
         }
-        many = len({group for group, _ in found}) > 1
-        names = {
-            (group, stem): f"{group}/{unquote(stem)}" if many else unquote(stem)
-            for group, stem in sorted(found)
-        }
-        return {name: DumpedBucket(name, *key) for key, name in names.items()}
+        many = len({bucket.group for bucket in found}) > 1
+        named: dict[str, DumpedBucket] = {}
+        for bucket in sorted(found):
+            name = unquote(bucket.stem)
+            named[f"{bucket.group}/{name}" if many else name] = bucket
+        return named
 
     def kinds(self, iteration: int, bucket: str) -> list[Kind]:
         """The kinds of tensors that a bucket's first rank dumped in an iteration.

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -275,24 +275,41 @@ class VirtualCluster:
 
     def _reduce(self, reduction: _Reduction, ranks: Sequence[int]) -> None:
         """Adds in rank order; counts and times the steps of a ring over the ranks."""
-        n = len(ranks)
-        parts = [reduction.inputs[rank] for rank in ranks]
-        sum_N = parts[0].clone()
-        for part in parts[1:]:
-            sum_N += part
+        n, scatter = len(ranks), reduction.kind == "reduce_scatter"
+        first, *others = (reduction.inputs[rank] for rank in ranks)
+        sum_N = first.clone()
+        for values_N in others:
+            sum_N += values_N
         cuts = [sum_N.numel() * piece // n for piece in range(n + 1)]
-        sizes = [(cuts[i + 1] - cuts[i]) * sum_N.element_size() for i in range(n)]
-        scatter = reduction.kind == "reduce_scatter"
+        sizes = [(stop - start) * sum_N.element_size() for start, stop in pairwise(cuts)]
+        done_s = self._run_ring(ranks, sizes, halves=1 if scatter else 2)
+        for place, rank in enumerate(ranks):
+            own = slice(cuts[place], cuts[place + 1]) if scatter else slice(None)
+            reduction.outputs[rank].copy_(sum_N[own])
+            work = reduction.works[rank]
+            work.undelivered, work.done_s = 0, done_s
+            self.ended.append(work)
+
+    def _run_ring(self, ranks: Sequence[int], sizes: Sequence[int], halves: int) -> float:
+        """Counts the bytes of a ring on its links, and takes its ports; returns its modelled end.
+
+        Args:
+            ranks: in the ring's order.
+            sizes: bytes of each rank's piece.
+            halves: 1 for the reduce-scatter; 2 for the all-gather, too.
+        """
+        n = len(ranks)
+        steps = (n - 1) * halves
         step_s = port_s = 0.0
         ports = set()
         for place, rank in enumerate(ranks if n > 1 else ()):
             following = (place + 1) % n
             after = ranks[following]
-            # In a ring a rank passes on every piece except the one that ends with it
-            # (reduce-scatter), then every piece except its successor's own (all-gather).
-            sent = sum(sizes) - sizes[place] + (0 if scatter else sum(sizes) - sizes[following])
-            self.link_bytes[rank, after] += sent
-            self.link_messages[rank, after] += (n - 1) * (1 if scatter else 2)
+            # A rank passes on every piece except the one that ends with it (reduce-scatter), then
+            # every piece except its successor's own (all-gather).
+            kept = [sizes[place], sizes[following]][:halves]
+            self.link_bytes[rank, after] += halves * sum(sizes) - sum(kept)
+            self.link_messages[rank, after] += steps
             link = self.topology.link(rank, after)
             piece_s = link.beta_s * self.message_scale * max(sizes)
             step_s, port_s = max(step_s, link.alpha_s + piece_s), max(port_s, piece_s)
@@ -300,15 +317,8 @@ class VirtualCluster:
         # Rings of other groups may share the ports of a node: they take turns.
         ready_s = [self.clock_s[rank] for rank in ranks]
         start_s = max(ready_s + [self._port_free_s[port] for port in ports])
-        steps = (n - 1) * (1 if scatter else 2)
         self._port_free_s.update(dict.fromkeys(ports, start_s + port_s * steps))
-        done_s = start_s + step_s * steps
-        for place, rank in enumerate(ranks):
-            own = slice(cuts[place], cuts[place + 1]) if scatter else slice(None)
-            reduction.outputs[rank].copy_(sum_N[own])
-            work = reduction.works[rank]
-            work.undelivered, work.done_s = 0, done_s
-            self.ended.append(work)
+        return start_s + step_s * steps
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
         """Delivers the message that starts first; returns the ranks that can go on."""
