@@ -5,6 +5,7 @@ of a second; to import them takes each of them seconds. A test that needs ranks 
 their own starts programs (`tests.programs`).
 """
 
+import inspect
 import multiprocessing as mp
 import os
 import pickle
@@ -15,9 +16,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
@@ -235,6 +236,47 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, None, traceback.format_exc()))
+
+
+def on_ranks(
+    world_size: int | str, before: Callable[[], None] | None = None, **options: Any
+) -> Callable[..., Any]:
+    """Makes a test of a function, which then runs on each of so many ranks.
+
+    The function's first argument is the rank; pytest gives the others, which must pickle. One of
+    them may be the number of ranks: `world_size` is then its name.
+
+    Args:
+        world_size: see above.
+        before: called first on each rank.
+        options: of `run_ranks`.
+    """
+
+    def test_of(body: Callable[..., None]) -> Callable[..., None]:
+        @wraps(body)
+        def test(**given: Any) -> None:
+            size = given[world_size] if isinstance(world_size, str) else world_size
+            # Pickled by its name, which is the test's; the ranks take the function out of it.
+            run_ranks(_body_of_test, size, test, given, before, **options)
+
+        signature = inspect.signature(body)
+        _, *others = signature.parameters.values()
+        vars(test)["__signature__"] = signature.replace(parameters=others)
+        return test
+
+    return test_of
+
+
+def _body_of_test(
+    rank: int,
+    world_size: int,
+    test: Any,
+    given: Mapping[str, Any],
+    before: Callable[[], None] | None,
+) -> None:
+    if before is not None:
+        before()
+    test.__wrapped__(rank, **given)
 
 
 def error_text(call: Callable[[], Any], kind: type[Exception]) -> str:

@@ -19,13 +19,15 @@ from tests.collectives.cases import (
     Forwarding,
     assert_exact,
     contribution,
+    exact_sum,
+    make_bucket,
     on_nodes,
     parameters,
     record_bytes,
     run_case,
     steps_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("op", list(CollectiveOp))
@@ -114,28 +116,22 @@ def test_fewer_bytes_cross_the_nodes_than_without_the_hierarchy():
     assert crossing["hierarchical"] < crossing["direct"] / 3
 
 
-def _on_gloo(rank, world_size, cases, nodes):
-    """The rank's results; it says that the ranks are on these nodes."""
-    import torch.distributed as dist
-
+@pytest.mark.parametrize(
+    ("nodes", "n"), [((0, 0, 1, 1), 4), pytest.param((0, 0, 1), 3, marks=pytest.mark.slow)]
+)
+@on_ranks("n")
+def test_exact_over_sockets(rank, nodes, n):
+    """The ranks say that they are on these nodes."""
     cpu = torch.device("cpu")
-    transport, progress = ProcessGroupTransport(dist.group.WORLD, 20, cpu), ProgressThread(cpu, 20)
-    seen, results = Forwarding(transport, nodes=nodes), []
-    for case in cases:
+    transport, progress = ProcessGroupTransport(range(n), 20, cpu), ProgressThread(cpu, 20)
+    seen = Forwarding(transport, nodes=nodes)
+    for name, op in itertools.product(("hierarchical", "adaptive_ring"), CollectiveOp):
+        case = Case(name, n, op, density=0.2, numel=1000)
         pending = progress.submit(Pending("b", steps_of(case, seen), StageTimer()))
-        results.append(pending.wait()[0])
+        result, _ = pending.wait()
+        own = slice(None)
+        if op is CollectiveOp.REDUCE_SCATTER:
+            own = make_bucket(case, rank).shard(rank)
+        assert torch.equal(result.double(), exact_sum(case)[own]), case
     progress.close()
     transport.close()
-    return results
-
-
-@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), pytest.param((0, 0, 1), marks=pytest.mark.slow)])
-def test_exact_over_sockets(nodes):
-    cases = [
-        Case(name, len(nodes), op, density=0.2, numel=1000)
-        for name in ("hierarchical", "adaptive_ring")
-        for op in CollectiveOp
-    ]
-    by_rank = run_ranks(_on_gloo, len(nodes), cases, nodes)
-    for case, results in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert_exact(case, results)

@@ -3,6 +3,8 @@
 Legend: n ranks, R rows of D values of which a rank has K.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from megatron_sparse.wire import HEADER_BYTES, pad16
 from tests import damage
 from tests.collectives.cases import error_of
 from tests.collectives.faults import Fault, FaultyTransport
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 RANKS = (1, 2, 3, 4, 5, 7, 8, 16)
 STEP = 5
@@ -257,28 +259,19 @@ def test_with_the_checksum_no_flipped_bit_goes_unseen(way):
 # -- gloo
 
 
-def _on_gloo(rank, world_size):
-    results = {}
-    for name, dtype in DTYPES.items():
-        for op in ("sum", "avg"):
-            gradient = _gradient(rank, 50, 4, 30 if rank else 0, dtype)
-            handle = megatron_sparse.row_sparse_all_reduce(gradient, op=op, async_op=True)
-            reduced = handle.wait()
-            assert reduced.is_coalesced()
-            results[name, op] = reduced.to_dense()
-    return results
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gloo_ranks_agree_with_the_dense_sum(world_size):
-    by_rank = run_ranks(_on_gloo, world_size)
-    for (name, op), got in by_rank[0].items():
-        gradients = [_gradient(r, 50, 4, 30 if r else 0, DTYPES[name]) for r in range(world_size)]
+@on_ranks("world_size")
+def test_gloo_ranks_get_the_dense_sum(rank, world_size):
+    for dtype, op in itertools.product(DTYPES.values(), ("sum", "avg")):
+        gradients = [_gradient(r, 50, 4, 30 if r else 0, dtype) for r in range(world_size)]
+        own = gradients[rank]
+        handle = megatron_sparse.row_sparse_all_reduce(own, op=op, async_op=True)
+        reduced = handle.wait()
+        assert reduced.is_coalesced()
         expected = sum(g.to_dense().float() for g in gradients)
         if op == "avg":
             expected = expected / world_size
-        assert torch.equal(got, expected.to(DTYPES[name]))
-        assert all(torch.equal(got, other[name, op]) for other in by_rank)
+        assert torch.equal(reduced.to_dense(), expected.to(dtype)), (dtype, op)
 
 
 @pytest.mark.parametrize(

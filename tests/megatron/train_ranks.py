@@ -4,11 +4,10 @@
 Megatron's layouts of `ParallelGPT`, with the plugin if options are given; `train` takes steps too.
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_sparse.megatron import cpu_mode
 from megatron_sparse.megatron.small_gpt import SmallGPT, SmallGPTConfig
+from tests import ranks
 from tests.megatron.parallel_gpt import Layout, ParallelGPT, parallel_state_of
 from tests.ranks import MEGATRON, run_ranks
 from tests.records import Kept
@@ -42,30 +42,8 @@ def _in_cpu_mode(rank: int, world_size: int, body: Callable[..., Any], *argument
     return body(rank, *arguments)
 
 
-def on_ranks(world_size: int | str, timeout_s: float = DEADLINE_S) -> Callable[..., Any]:
-    """Makes a test of a function, which then runs on each of so many ranks, as in `train_ranks`.
-
-    The function's first argument is the rank; pytest gives the others, which must pickle. One of
-    them may be the number of ranks: `world_size` is then its name.
-    """
-
-    def test_of(body: Callable[..., None]) -> Callable[..., None]:
-        @wraps(body)
-        def test(**given: Any) -> None:
-            size = given[world_size] if isinstance(world_size, str) else world_size
-            # Pickled by its name, which is the test's; the ranks take the function out of it.
-            train_ranks(_body_of_test, size, test, given, timeout_s=timeout_s)
-
-        signature = inspect.signature(body)
-        _, *others = signature.parameters.values()
-        vars(test)["__signature__"] = signature.replace(parameters=others)
-        return test
-
-    return test_of
-
-
-def _body_of_test(rank: int, test: Any, given: Mapping[str, Any]) -> None:
-    test.__wrapped__(rank, **given)
+on_ranks = partial(ranks.on_ranks, before=cpu_mode.enable, imported=MEGATRON)
+"""`tests.ranks.on_ranks` in the CPU mode."""
 
 
 def of_all_ranks(value: Any) -> list[Any]:

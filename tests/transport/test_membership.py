@@ -1,16 +1,21 @@
 """Which ranks share a node: the sources, and answers that contradict one another."""
 
+import os
+
 import pytest
+import torch
 
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.transport import ProcessGroupTransport
 from megatron_sparse.transport.membership import (
     NODE_VARIABLE,
     NodeAnswer,
     agreed_nodes,
     node_of_cluster,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
+CPU = torch.device("cpu")
 TORCHRUN = {"GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_NODEID": "1", "SLURM_PROCID": "3"}
 
@@ -60,29 +65,13 @@ def test_one_machine_stands_for_the_nodes_of_the_configuration():
     assert node_of_cluster(started[0] | {NODE_VARIABLE: "7"}, 2, 2) == {}
 
 
-def _group_nodes(rank, world_size, given):
-    import os
-
-    import torch
-
-    from megatron_sparse.transport import ProcessGroupTransport
-
-    os.environ |= given[rank]
-    ranks = list(range(world_size))
-    try:
-        transport = ProcessGroupTransport(ranks, 30.0, torch.device("cpu"))
-    except ConfigError as error:
-        return str(error)
-    nodes = transport.nodes
+@on_ranks(4)
+def test_gloo_ranks_agree_or_all_raise_the_error(rank):
+    os.environ[NODE_VARIABLE] = str(rank // 2)
+    transport = ProcessGroupTransport(range(4), 30.0, CPU)
+    assert transport.nodes == (0, 0, 2, 2)
     transport.close()
-    return nodes
-
-
-def test_gloo_ranks_agree():
-    given = [{NODE_VARIABLE: str(rank // 2)} for rank in range(4)]
-    assert run_ranks(_group_nodes, 4, given) == [(0, 0, 2, 2)] * 4
-
-
-def test_gloo_ranks_all_raise_the_error():
-    errors = run_ranks(_group_nodes, 2, [{NODE_VARIABLE: "0"}, {}])
-    assert all("different sources" in error for error in errors)
+    if rank == 3:
+        del os.environ[NODE_VARIABLE]
+    with pytest.raises(ConfigError, match="different sources"):
+        ProcessGroupTransport(range(4), 30.0, CPU)
