@@ -13,9 +13,6 @@ from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
 from megatron_sparse.collectives import SCHEMES
 from megatron_sparse.errors import MegatronSparseError
 from megatron_sparse.planner import Planner
-from megatron_sparse.reduction.progress import ProgressThread
-from megatron_sparse.reduction.reducer import Groups
-from megatron_sparse.transport import ProcessGroupTransport
 from tests.collectives.faults import (
     Fault,
     FaultyTransport,
@@ -23,87 +20,70 @@ from tests.collectives.faults import (
     kill_process_soon,
     stop_process,
 )
-from tests.reduction.reducers import at_target, reducer_of
+from tests.reduction.reducers import at_target, reducer_over_gloo
 from tests.straggler.settings import section_for
 
 NUMEL = 12_000
 SLOW_S = 0.2
 
 
-class Reducing:
-    """One rank's transport, thread and reducer, for one attempt.
+def attempt(
+    bucket: Bucket,
+    scheme: str,
+    timeout_s: float,
+    fault: Fault | None = None,
+    step: int = 0,
+    *,
+    is_broken: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Synchronises a bucket once; returns the outcome, and the time that it and its end took.
 
     Args:
+        bucket: of this rank.
         scheme: its name.
         timeout_s: of transport and thread.
         fault: the transport's fault.
-        wire_dtype: see `SchemeConfig`.
-        value_bits: see `CompressionConfig`.
+        step: of the training.
+        is_broken: the group fails on another rank, and must not be used again.
+        options: of the configuration.
     """
+    # Not rank 0: it would finish first, and it informs the others of lost ranks.
+    late = section_for(scheme, rank=bucket.world_size - 1)
+    sent = {"density": 1.0, "value_bits": None, "timeout_s": timeout_s} | options
+    config = at_target(scheme=scheme, straggler=late, **sent)
+    acts = {
+        "kill": kill_process,
+        "stop": stop_process,
+        "slow": partial(time.sleep, SLOW_S),
+        "kill while sending": kill_process_soon,
+    }
+    fault = fault or Fault("none", 0, 0)
+    made: list[FaultyTransport] = []
 
-    def __init__(
-        self,
-        scheme: str,
-        timeout_s: float,
-        fault: Fault | None = None,
-        wire_dtype: str | None = None,
-        value_bits: int | None = None,
-    ) -> None:
-        import torch.distributed as dist
+    def wrap(transport: Any) -> Any:
+        made.append(FaultyTransport(transport, fault, acts))
+        return made[0]
 
-        config = at_target(
-            scheme=scheme,
-            density=1.0,
-            value_bits=value_bits,
-            wire_dtype=wire_dtype,
-            timeout_s=timeout_s,
-            # Not rank 0: it would finish first, and it informs the others of lost ranks.
-            straggler=section_for(scheme, rank=dist.get_world_size() - 1),
-        )
-        cpu = torch.device("cpu")
-        assert dist.group.WORLD is not None
-        self.transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, cpu)
-        self.progress = ProgressThread(cpu, timeout_s)
-        acts = {
-            "kill": kill_process,
-            "stop": stop_process,
-            "slow": partial(time.sleep, SLOW_S),
-            "kill while sending": kill_process_soon,
-        }
-        wrapped: Any = FaultyTransport(self.transport, fault or Fault("none", 0, 0), acts)
-        self.faulty = wrapped
-        planner = Planner(config.compression, config.scheme)
-        self.reducer = reducer_of(config, Groups(wrapped), progress=self.progress, planner=planner)
-
-    def reduce(self, bucket: Bucket, step: int = 0) -> dict[str, Any]:
-        """Synchronises a bucket; returns the outcome and the time."""
-        gradients = (gradient_of(rank, bucket.numel) for rank in range(bucket.world_size))
+    planner = Planner(config.compression, config.scheme)
+    with reducer_over_gloo(config, planner=planner, wrap=wrap, is_broken=is_broken) as reducer:
         start_s = time.monotonic()
         try:
-            self.reducer.start(bucket, step).wait()
+            reducer.start(bucket, step).wait()
             kind, text = None, ""
         except MegatronSparseError as error:
             kind, text = type(error).__name__, str(error)
-        return {
-            "kind": kind,
-            "text": text,
-            "seconds": time.monotonic() - start_s,
-            "posted": self.faulty.posted,
-            "struck": self.faulty.struck,
-            "right": torch.equal(bucket.grad_N, sum(gradients, torch.zeros(bucket.numel))),
-        }
-
-    def close(self, *, broken: bool = False) -> float:
-        """Ends the thread and gives the group back; returns the time.
-
-        Args:
-            broken: the group has failed, on another rank.
-        """
-        start_s = time.monotonic()
-        broken = broken or self.progress.broken
-        self.progress.close()
-        self.transport.close(broken=broken)
-        return time.monotonic() - start_s
+        end_s = time.monotonic()
+    gradients = (gradient_of(rank, bucket.numel) for rank in range(bucket.world_size))
+    return {
+        "kind": kind,
+        "text": text,
+        "seconds": end_s - start_s,
+        "close_s": time.monotonic() - end_s,
+        "posted": made[0].posted,
+        "struck": made[0].struck,
+        "right": torch.equal(bucket.grad_N, sum(gradients, torch.zeros(bucket.numel))),
+    }
 
 
 def gradient_of(rank: int, numel: int) -> torch.Tensor:
@@ -127,9 +107,7 @@ def terminal(
 
     Survivors then close and end by themselves, as a script would.
     """
-    side = Reducing(scheme, timeout_s, fault)
-    result = side.reduce(bucket_of(rank, world_size, numel))
-    result["close_s"] = side.close()
+    result = attempt(bucket_of(rank, world_size, numel), scheme, timeout_s, fault)
     # Written atomically: the test reads the file as soon as it exists.
     draft = Path(folder) / f"draft{rank}"
     draft.write_text(json.dumps(result))
@@ -148,11 +126,10 @@ def one_after_another(
 
     results = []
     for scheme, fault in cases:
-        side = Reducing(scheme, timeout_s, fault)
-        results.append(side.reduce(bucket_of(rank, world_size, numel)))
+        bucket = bucket_of(rank, world_size, numel)
         # A rank that got its sum must not reuse the group, which has failed on another rank.
         spoils = fault.kind not in ("none", "slow")
-        results[-1]["close_s"] = side.close(broken=spoils)
+        results.append(attempt(bucket, scheme, timeout_s, fault, is_broken=spoils))
         # Groups over the same ranks must not be made while a peer is still in the last one.
         dist.barrier()
     return results
@@ -169,13 +146,13 @@ def disagree_everywhere(
         differs = rank == world_size - 1
         named = OTHER.get(scheme, "agsparse") if differs and what == "scheme" else scheme
         other_dtype, whole = differs and what == "dtype", SCHEMES[scheme].sends_whole
-        wire = "bf16" if other_dtype and not whole else None
-        bits = 8 if other_dtype and whole else None
+        options: dict[str, Any] = {}
+        if other_dtype:
+            options = {"value_bits": 8} if whole else {"wire_dtype": "bf16"}
         numel = NUMEL + 240 if differs and what == "size" else NUMEL
-        side = Reducing(named, timeout_s, wire_dtype=wire, value_bits=bits)
+        bucket = bucket_of(rank, world_size, numel)
         step = 1 if differs and what == "step" else 0
-        results.append(side.reduce(bucket_of(rank, world_size, numel), step))
-        results[-1]["close_s"] = side.close()
+        results.append(attempt(bucket, named, timeout_s, step=step, **options))
         dist.barrier()
     return results
 

@@ -1,6 +1,6 @@
 """A reducer of one rank, and gradients whose sums are exact."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,6 +61,8 @@ def reducer_over_gloo(
     sink: RecordSink | None = None,
     *,
     progress_s: float | None = None,
+    wrap: Callable[[Any], Any] = lambda transport: transport,
+    is_broken: bool = False,
     **options: Any,
 ) -> Iterator[GradientReducer]:
     """The reducer of this rank of a gloo world, closed at the end of the block.
@@ -69,6 +71,8 @@ def reducer_over_gloo(
         config: `scheme.timeout_s` is that of the transport.
         sink: receives the records.
         progress_s: the timeout of the progress thread; None for the transport's.
+        wrap: makes the reducer's transport from the real one.
+        is_broken: the group fails on another rank, and must not be used again.
         options: of `reducer_of`.
     """
     import torch.distributed as dist
@@ -78,9 +82,9 @@ def reducer_over_gloo(
     progress = ProgressThread(CPU, timeout_s if progress_s is None else progress_s)
     transport = ProcessGroupTransport(dist.group.WORLD, timeout_s, CPU)
     try:
-        yield reducer_of(config, Groups(transport), sink, progress, **options)
+        yield reducer_of(config, Groups(wrap(transport)), sink, progress, **options)
     finally:
-        broken = progress.broken
+        broken = is_broken or progress.broken
         progress.close()
         transport.close(broken=broken)
 
