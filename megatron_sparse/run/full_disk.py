@@ -11,15 +11,34 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_sparse.errors import StorageError
+from megatron_sparse.errors import MegatronSparseError, StorageError
 
 PROBE_BYTES = 1 << 20
 """Written to find out whether a folder's disk takes more; a report or a tracker is smaller."""
 SHARED = Path("/dev/shm")
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = tuple(os.strerror(code).lower() for code in _CODES)
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """Raises an error of the block that comes from a full disk as a `StorageError`.
+
+    Args:
+        folder: of the run.
+    """
+    try:
+        yield
+    except (MegatronSparseError, SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        full = as_storage_error(error, folder)
+        if full is None:
+            raise
+        raise full from error
 
 
 def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:

@@ -12,7 +12,8 @@ import logging
 import os
 import resource
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.run import interrupt, launchers, preparation, resume, worker
-from megatron_sparse.run.full_disk import as_storage_error, probe
+from megatron_sparse.run.full_disk import naming_full_disk, probe
 from megatron_sparse.run.preparation import CONFIG_FILE
 from megatron_sparse.run.rank_log import log_path, read_report
 
@@ -99,15 +100,11 @@ def _launch(config: RunConfig, command: str) -> int:
 
 
 def _run_agent(config: RunConfig, run_dir: Path) -> int:
+    """Starts the ranks with torch's agent and waits for them; returns the exit code."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent's own report of a failed rank is a page long and names its own source lines.
-    agent_log = logging.getLogger("torch.distributed.elastic")
-    silent = logging.NullHandler()
-    agent_log.addHandler(silent)
-    agent_log.propagate, before = False, agent_log.propagate
     logs = log_path(run_dir, 0).parent
     saves = config.training.save_signal == interrupt.SIGINT
     settings = LaunchConfig(
@@ -121,26 +118,33 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
         max_restarts=0,
         shutdown_timeout=interrupt.SAVE_S if saves else None,
     )
-    try:
+    # The agent's own files are on the run's disk, too.
+    with _silent_agent(), naming_full_disk(run_dir):
         logs.mkdir(exist_ok=True)
-        with TemporaryDirectory(prefix="reports_", dir=logs) as reports, interrupt.saving(saves):
-            settings.logs_specs = DefaultLogsSpecs(log_dir=reports)
-            elastic_launch(settings, sys.executable)("-u", "-m", RANK, str(run_dir / CONFIG_FILE))
-    except ChildFailedError as error:
-        return _report(*error.get_first_failure(), run_dir)
-    except SignalException as error:
-        print(f"stopped by {error.sigval.name}; see {logs}", file=sys.stderr)
-        return 128 + error.sigval
-    except (OSError, ValueError) as error:
-        # The agent's own files are on the run's disk, too.
-        full = as_storage_error(error, run_dir)
-        if full is None:
-            raise
-        raise full from None
-    finally:
-        agent_log.propagate = before
-        agent_log.removeHandler(silent)
+        try:
+            with TemporaryDirectory(prefix="reports_", dir=logs) as folder, interrupt.saving(saves):
+                settings.logs_specs = DefaultLogsSpecs(log_dir=folder)
+                start = elastic_launch(settings, sys.executable)
+                start("-u", "-m", RANK, str(run_dir / CONFIG_FILE))
+        except ChildFailedError as error:
+            return _report(*error.get_first_failure(), run_dir)
+        except SignalException as error:
+            print(f"stopped by {error.sigval.name}; see {logs}", file=sys.stderr)
+            return 128 + error.sigval
     return 0
+
+
+@contextmanager
+def _silent_agent() -> Iterator[None]:
+    """Drops the agent's own report of a failed rank, a page that names its own source lines."""
+    log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    log.addHandler(silent)
+    log.propagate, before = False, log.propagate
+    try:
+        yield
+    finally:
+        log.propagate = before
+        log.removeHandler(silent)
 
 
 def _report(rank: int, failure: Any, run_dir: Path) -> int:

@@ -20,7 +20,7 @@ from megatron_sparse.transport.netbed import BedLinks
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NETBED = CHECKOUT / "scripts" / "netbed.sh"
-"""Set by scripts/netbed.sh: the rate of each host's link, 0 where it is unlimited."""
+"""Makes the test bed."""
 GRACE_S = 10.0
 """What the others get to say why they end too, when a rank has failed."""
 POLL_S = 0.05

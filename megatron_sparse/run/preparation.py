@@ -128,9 +128,8 @@ def preflight(config: RunConfig, *, in_launcher: bool = False) -> int:
         CheckpointError: there is no checkpoint in `training.load`.
         ConfigError: the data and the model do not fit, settings of the plugin do not, a file of the
             planner cannot be read, or a flag of Megatron is set that a key of ours owns.
-        DependencyError: a package that the ranks need is missing.
+        DependencyError: a package that the ranks or the optimizer need is missing.
         DatasetError: the corpus is missing or damaged.
-        DependencyError: the optimizer needs a package that is missing.
     """
     from megatron_sparse.megatron import training
 

@@ -97,13 +97,14 @@ def check(folder: Path) -> None:
     Raises:
         SweepError: names the runs that failed.
     """
-    failed = [outcome for outcome in outcomes(folder) if outcome.exit_code]
+    ended = outcomes(folder)
+    failed = [outcome for outcome in ended if outcome.exit_code]
     if failed:
         names = "\n            ".join(
             f"{outcome.name}: {outcome.error.splitlines()[0]}" for outcome in failed
         )
         raise SweepError(
-            f"{len(failed)} of {len(outcomes(folder))} runs of the sweep failed",
+            f"{len(failed)} of {len(ended)} runs of the sweep failed",
             expected="exit code 0 of every run",
             got=names,
             remedy="correct what they name, then repeat the command with resume=auto; "

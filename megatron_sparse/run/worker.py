@@ -16,7 +16,7 @@ from typing import Any
 from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, launchers, preparation, resume
-from megatron_sparse.run.full_disk import as_storage_error
+from megatron_sparse.run.full_disk import naming_full_disk
 from megatron_sparse.run.interrupt import (
     SIGINT,
     after_ctrl_c,
@@ -45,26 +45,23 @@ def main(argv: list[str] | None = None) -> int:
     """
     (path,) = map(Path, sys.argv[1:] if argv is None else argv)
     try:
-        from megatron_sparse.megatron import training
+        with naming_full_disk(path.parent):
+            from megatron_sparse.megatron import training
 
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        config = composition.load(path)
-        _survive_early_signals(config)
-        stopped_at = training.train(config, path.parent)
-        _after(config, stopped_at, int(os.environ["RANK"]))
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            config = composition.load(path)
+            _survive_early_signals(config)
+            stopped_at = training.train(config, path.parent)
+            _after(config, stopped_at, int(os.environ["RANK"]))
     except MegatronSparseError as error:
         write_report(str(error), typed=True)
         return error.exit_code
     except KeyboardInterrupt:
         after_ctrl_c.set()
         return 128 + signal.SIGINT  # the launcher passes Ctrl-C on and reports it
+    except SystemExit:
+        raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        if isinstance(error, SystemExit | GeneratorExit):
-            raise
-        full = as_storage_error(error, path.parent)
-        if full is not None:
-            write_report(str(full), typed=True)
-            return full.exit_code
         write_report(f"{type(error).__name__}: {error}", typed=False)
         raise
     return 0
@@ -103,9 +100,10 @@ def run_started(config: RunConfig, command: str) -> int:
         config, run_dir = agreed
         from megatron_sparse.megatron import training
 
-        with rank_log(run_dir, rank, config.cluster.world_size):
-            stopped_at = training.train(config, run_dir, store)
-        _after(config, stopped_at, rank)
+        with naming_full_disk(run_dir):
+            with rank_log(run_dir, rank, config.cluster.world_size):
+                stopped_at = training.train(config, run_dir, store)
+            _after(config, stopped_at, rank)
     except MegatronSparseError as error:
         if _is_reported(store):
             return error.exit_code
@@ -115,15 +113,6 @@ def run_started(config: RunConfig, command: str) -> int:
             print(resume.go_on(config, run_dir, command), file=sys.stderr)
         after_ctrl_c.set()
         return 128 + signal.SIGINT
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if isinstance(error, SystemExit | GeneratorExit) or run_dir is None:
-            raise
-        full = as_storage_error(error, run_dir)
-        if full is None:
-            raise
-        if _is_reported(store):
-            return full.exit_code
-        raise full from error
     finally:
         held.close()
     return 0
