@@ -108,7 +108,7 @@ def run_command(
         "CUDA_VISIBLE_DEVICES": "",
     }
     given = dict(os.environ) | meeting, words, output
-    processes = [fork(_command_main, (rank, *given), imported) for rank in range(world_size)]
+    processes = [fork(command_main, (rank, *given), imported) for rank in range(world_size)]
     deadline = time.monotonic() + timeout_s
     try:
         for process in processes:
@@ -122,9 +122,10 @@ def run_command(
     return [process.exitcode for process in processes]
 
 
-def _command_main(
+def command_main(
     rank: int, environment: dict[str, str], words: Sequence[str], output: Path
 ) -> None:
+    """What `run_command` calls in each rank's process."""
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     with output.open("a") as log:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -73,30 +73,49 @@ def train(arguments: Sequence[str]) -> None:
     with reported_by_first_rank():
         check_flags(arguments)
         overrides = composition.hydra_overrides(composition.with_preset(arguments))
-    if not {"--multirun", "-m"} & set(arguments):
-        refused: list[MegatronSparseError] = []
+    if {"--multirun", "-m"} & set(arguments):
+        _train_each(overrides, command)
+    else:
+        _train_one(overrides, command)
+
+
+def _train_one(overrides: Sequence[str], command: str) -> None:
+    refused: list[MegatronSparseError] = []
+
+    def run(composed: DictConfig) -> None:
         try:
             with reported_by_first_rank():
-                _hydra(lambda composed: _run(composed, command, refused), overrides)
-        except SystemExit:
-            if refused:
-                raise refused[0] from None
-            raise
-        return
-    if any("hydra/launcher=submitit" in text for text in arguments):
+                config = composition.from_hydra(composed)
+            code = launch.run(config, command)
+        except MegatronSparseError as error:
+            # As an exit: Hydra adds lines of its own to any other exception.
+            refused.append(error)
+            code = error.exit_code
+        if code:
+            sys.exit(code)
+
+    try:
+        with reported_by_first_rank():
+            _hydra(run, overrides)
+    except SystemExit:
+        if refused:
+            raise refused[0] from None
+        raise
+
+
+def _train_each(overrides: Sequence[str], command: str) -> None:
+    """Trains the runs of a sweep."""
+    if any("hydra/launcher=submitit" in text for text in overrides):
         require(SUBMITIT, "hands the runs to Slurm", "slurm")
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
-    try:
-        swept = sweep.swept_keys(with_values)
-    except HydraException as error:
-        raise composition.config_error(error) from None
+    parsed = sweep.parsed(with_values)
     _check_secrets(with_values)
-    _check_each_run(with_values)
-    folder = _sweep_folder(with_values)
+    check_each_run(parsed)
+    folder = _sweep_folder(parsed)
     # A job of Slurm imports the package from the same place as this process.
     os.environ.update(package_path())
     _hydra(
-        lambda composed: _run_of_sweep(composed, command, swept),
+        lambda composed: _run_of_sweep(composed, command, sweep.swept_keys(parsed)),
         [*overrides, f"hydra.sweep.dir='{folder}'"],
     )
     if folder.is_dir():  # not after --cfg or --help
@@ -112,40 +131,33 @@ def check_flags(arguments: Sequence[str]) -> None:
     flags = [text.partition("=")[0] for text in arguments if text.startswith("-")]
     for flag in flags:
         if flag not in (*_FLAGS, *_MODES):
-            word = flag.strip("-")
-            near = difflib.get_close_matches(
-                word, [each.strip("-") for each in (*_FLAGS, *_MODES)], 1
-            )
-            meant = f"--{near[0]}" if near else composition.closest_key(word.replace("-", "_"))
-            raise ConfigError(
-                f"train has no flag {flag}",
-                expected="a key and its value, as compression.density=0.01, or a flag of Hydra's, "
-                "such as --multirun or --cfg",
-                got=flag,
-                remedy=f"did you mean {meant}{'' if near else '=VALUE'}?"
-                if meant
-                else "write keys without dashes; megatron-sparse train --help shows them",
-            )
-    if len({_MODES[flag] for flag in flags if flag in _MODES}) > 1:
+            raise _no_flag(flag)
+    modes = [flag for flag in flags if flag in _MODES]
+    if len({_MODES[flag] for flag in modes}) > 1:
         raise ConfigError(
             "these flags exclude each other",
             expected="one of " + ", ".join(_MODES),
-            got=" ".join(flag for flag in flags if flag in _MODES),
+            got=" ".join(modes),
             remedy="leave the others out",
         )
 
 
-def _run(composed: DictConfig, command: str, refused: list[MegatronSparseError]) -> None:
-    try:
-        with reported_by_first_rank():
-            config = composition.from_hydra(composed)
-        code = launch.run(config, command)
-    except MegatronSparseError as error:
-        # As an exit: Hydra adds lines of its own to any other exception.
-        refused.append(error)
-        code = error.exit_code
-    if code:
-        sys.exit(code)
+def _no_flag(flag: str) -> ConfigError:
+    word = flag.strip("-")
+    near = difflib.get_close_matches(word, [each.strip("-") for each in (*_FLAGS, *_MODES)], 1)
+    if near:
+        remedy = f"did you mean --{near[0]}?"
+    elif key := composition.closest_key(word.replace("-", "_")):
+        remedy = f"did you mean {key}=VALUE?"
+    else:
+        remedy = "write keys without dashes; megatron-sparse train --help shows them"
+    return ConfigError(
+        f"train has no flag {flag}",
+        expected="a key and its value, as compression.density=0.01, or a flag of Hydra's, such as "
+        "--multirun or --cfg",
+        got=flag,
+        remedy=remedy,
+    )
 
 
 def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> None:
@@ -191,16 +203,17 @@ def _check_secrets(overrides: Sequence[str]) -> None:
             )
 
 
-def _check_each_run(overrides: Sequence[str]) -> None:
+def check_each_run(overrides: Sequence[Override]) -> None:
     """Composes every run of a sweep, so that a wrong value is told before the first one trains.
 
     Raises:
         ConfigError: values are refused.
     """
-    of_runs = [text for text in overrides if not text.lstrip("+~").startswith("hydra")]
     given: dict[str, list[str]] = {}
-    for override in OverridesParser.create().parse_overrides(of_runs):
+    for override in overrides:
         key = override.get_key_element()
+        if override.key_or_group.startswith("hydra"):
+            continue
         if override.is_discrete_sweep():
             values = list(override.sweep_string_iterator())
         elif override.is_sweep_override():
@@ -222,15 +235,12 @@ def _check_each_run(overrides: Sequence[str]) -> None:
     raise_together("values of the sweep are refused", list(refused.values()))
 
 
-def _sweep_folder(overrides: Sequence[str]) -> Path:
+def _sweep_folder(overrides: Sequence[Override]) -> Path:
     """The folder of the sweep itself, beside its runs': RUNS_DIR/multirun/TIME."""
-    parsed = {
-        override.key_or_group: override
-        for override in OverridesParser.create().parse_overrides(list(overrides))
-    }
     runs_dir = RunConfig.runs_dir
-    if "runs_dir" in parsed and not parsed["runs_dir"].is_sweep_override():
-        runs_dir = str(parsed["runs_dir"].value())
+    for override in overrides:
+        if override.key_or_group == "runs_dir" and not override.is_sweep_override():
+            runs_dir = str(override.value())
     return Path(runs_dir) / sweep.MULTIRUN / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 

@@ -15,8 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from megatron_sparse.errors import SweepError
+from megatron_sparse.run.composition import config_error
 
 OUTCOME_FILE = "outcome.json"
 MULTIRUN = "multirun"
@@ -53,15 +56,26 @@ class RunEnd:
             file.write(json.dumps(asdict(self)) + "\n")
 
 
-def swept_keys(overrides: Sequence[str]) -> list[str]:
+def parsed(overrides: Sequence[str]) -> list[Override]:
+    """Overrides as Hydra reads them.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise config_error(error) from None
+
+
+def swept_keys(overrides: Sequence[Override]) -> list[str]:
     """The keys among overrides that have several values.
 
     Example:
-        >>> swept_keys(["scheme=dense,direct", "name=a", "compression.leak=choice(0.9,1)"])
+        >>> swept_keys(parsed(["scheme=dense,direct", "name=a", "compression.leak=choice(0.9,1)"]))
         ['scheme', 'compression.leak']
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
-    return [override.key_or_group for override in parsed if override.is_sweep_override()]
+    return [override.key_or_group for override in overrides if override.is_sweep_override()]
 
 
 def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> str:
@@ -80,7 +94,7 @@ def run_name(name: str, swept: Sequence[str], task_overrides: Sequence[str]) -> 
     if "name" in swept:
         return name
     parts = [name]
-    for override in OverridesParser.create().parse_overrides(list(task_overrides)):
+    for override in parsed(task_overrides):
         if override.key_or_group in swept:
             # `composition` spells `scheme=NAME` as `scheme.name=NAME`; `name` would say too little.
             _, _, key = override.key_or_group.removesuffix(".name").rpartition(".")

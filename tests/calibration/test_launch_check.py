@@ -2,11 +2,12 @@
 
 import os
 import socket
-import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +27,10 @@ from megatron_sparse.calibration.launch_check import (
 )
 from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.errors import CommunicationError
-from megatron_sparse.run import local_ranks
 from megatron_sparse.transport import Link, ProcessGroupTransport, Topology, VirtualCluster
-from tests.ranks import run_ranks
+from tests.ranks import command_main, fork, run_ranks
 from tests.waiting import DEADLINE_S
 
-ROOT = Path(__file__).resolve().parents[2]
 RING = 1e-3
 """The clock begins with the ranks up to a gather of a few bytes apart."""
 FACTS = RankFacts("n0", "2.11.0", "0.19.0", "1.0", "EPYC")
@@ -143,42 +142,42 @@ def test_absent_ranks_are_named():
     meet(store, 0, 4, 0.2)
 
 
-def _calibrate(tmp_path: Path, rank: int, port: int, timeout_s: int) -> subprocess.Popen[str]:
-    place = {"RANK": str(rank), "WORLD_SIZE": "3", "GLOO_SOCKET_IFNAME": "lo"}
-    environment = place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    out = tmp_path / "cluster.yaml"
-    options = ["--quick", f"--output={out}", f"--timeout={timeout_s}"]
-    return subprocess.Popen(
-        local_ranks.command_line(["calibrate", *options]),
-        cwd=ROOT,
-        env=os.environ | environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+@pytest.fixture
+def calibrate(tmp_path) -> Callable[[int, int, int], tuple[Any, Path]]:
+    """Starts `calibrate` as a rank of three at a port; returns its process and what it prints."""
+
+    def start(rank: int, port: int, timeout_s: int) -> tuple[Any, Path]:
+        words = ["megatron-sparse", "calibrate", "--quick", f"--output={tmp_path}/cluster.yaml"]
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        printed = tmp_path / f"rank{rank}"
+        given = rank, os.environ | place, [*words, f"--timeout={timeout_s}"], printed
+        return fork(command_main, given), printed
+
+    return start
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def test_a_rank_that_never_comes_ends_the_command(tmp_path):
+def test_a_rank_that_never_comes_ends_the_command(calibrate, monkeypatch):
     """The first of the others to give up says so; all end with the same code."""
-    port = _free_port()
-    processes = [_calibrate(tmp_path, rank, port, 20) for rank in (0, 1)]
-    ended = [(process, *process.communicate(timeout=DEADLINE_S)) for process in processes]
-    assert [process.returncode for process, _, _ in ended] == [3, 3], ended
-    said = "".join(errors for _, _, errors in ended)
+    # As torchrun's agent does.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    ranks = [calibrate(rank, store.port, 5) for rank in (0, 1)]
+    for process, _ in ranks:
+        process.join(DEADLINE_S)
+    said = "".join(printed.read_text() for _, printed in ranks)
+    assert [process.exitcode for process, _ in ranks] == [3, 3], said
     assert "error: 1 of 3 ranks have not come" in said
     assert "no answer from rank 2" in said
     assert "Traceback" not in said
 
 
-def test_the_others_report_that_rank_0_is_absent(tmp_path):
-    process = _calibrate(tmp_path, 1, _free_port(), 2)
-    _, said = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 3
+def test_the_others_report_that_rank_0_is_absent(calibrate):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    process, printed = calibrate(1, port, 2)
+    process.join(DEADLINE_S)
+    said = printed.read_text()
+    assert process.exitcode == 3, said
     assert "error: rank 1 on " in said
     assert "cannot reach rank 0" in said
     assert "Traceback" not in said

@@ -12,7 +12,6 @@ from megatron_sparse.bench.codec.options import PruneSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
-from megatron_sparse.run.composition import GROUPS, group_options
 from tests.commands import is_one_error, run
 from tests.programs import output_of
 
@@ -91,12 +90,6 @@ class TestOneNameForOutputs:
 
 class TestTrain:
     """Everything goes to Hydra, and comes back as one error or an exit code."""
-
-    def test_help_shows_groups_options_and_keys(self):
-        shown = output_of([sys.executable, "scripts/train.py", "--help"])
-        for group in GROUPS:
-            assert f"{group}: {', '.join(group_options(group))}" in shown
-        assert "use_distributed_optimizer: false" in shown
 
     def test_the_exit_code_of_the_run_is_passed_on(self, monkeypatch):
         monkeypatch.setattr(launch, "run", failing := Mock(return_value=7))

@@ -20,7 +20,7 @@ from megatron_sparse.config.sparse import (
     SparseConfig,
     TrackingConfig,
 )
-from megatron_sparse.run.composition import _keys, compose
+from megatron_sparse.run.composition import GROUPS, _keys, compose, group_options
 from tests.commands import refusal, run
 from tests.integration.configuration_page import PAGE, page
 
@@ -348,9 +348,11 @@ def test_the_page_has_every_key_in_plain_markdown():
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_the_help_has_every_key_in_a_line_with_its_value(flag, capfd):
+def test_the_help_has_every_option_and_every_key_in_a_line_with_its_value(flag, capfd):
     assert run(f"train {flag} compression.density=0.5 megatron.seed=7") == 0
     text = capfd.readouterr().out
+    for group in GROUPS:
+        assert f"{group}: {', '.join(group_options(group))}" in text
     assert re.search(r"^  density: 0\.5 +# the fraction of each pruned range", text, re.MULTILINE)
     assert re.search(r"^megatron: \{seed: 7\} +# any flag of Megatron-LM", text, re.MULTILINE)
     for name, section in SECTIONS.items():

@@ -21,7 +21,7 @@ from typing import Any
 import typer.main
 
 from megatron_sparse.cli import main
-from megatron_sparse.run import application, composition
+from megatron_sparse.run import application, composition, sweep
 from tests.programs import ROOT
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -187,7 +187,7 @@ class Checker:
             elif "=" in text and not text.startswith(("-", "hydra.")):
                 overrides.append(text)
         if {"--multirun", "-m"} & set(words):
-            application._check_each_run(overrides)
+            application.check_each_run(sweep.parsed(overrides))
         else:
             composition.compose(overrides)
 

@@ -19,6 +19,7 @@ from megatron_sparse.megatron import arguments, checkpoint_fit, checkpoint_folde
 from megatron_sparse.run import launch, rank
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.interrupt import end_at_once
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKS = "writers"
@@ -47,6 +48,11 @@ def train(config: Any, run_dir: Path, store: Any = None) -> None:
         with (run_dir / MARKS).open("a") as marks:
             marks.write(f"{name} {own} {os.getpid()}\n")
         time.sleep(0.01)
+    if store is not None:
+        # Rank 0's process is the store, where the others may still have to read their folder.
+        ended = store.add("ended", 1)
+        if own == "0" and ended < RANKS:
+            until(lambda: store.add("ended", 0) == RANKS)
 
 
 def _run(overrides: list[str]) -> int:

@@ -14,15 +14,10 @@ class TestNames:
     """The name of a run of a sweep."""
 
     def test_swept_keys_are_those_with_several_values(self):
-        assert sweep.swept_keys(
-            [
-                "scheme=dense,direct",
-                "model=gpt_tiny",
-                "compression.leak=choice(0.9,1)",
-                "++megatron.seed=1,2",
-                "training.lr=1e-3",
-            ]
-        ) == ["scheme", "compression.leak", "megatron.seed"]
+        overrides = ["scheme=dense,direct", "model=gpt_tiny", "compression.leak=choice(0.9,1)"]
+        overrides += ["++megatron.seed=1,2", "training.lr=1e-3"]
+        swept = sweep.swept_keys(sweep.parsed(overrides))
+        assert swept == ["scheme", "compression.leak", "megatron.seed"]
 
     @pytest.mark.parametrize(
         ("swept", "overrides", "name"),
