@@ -168,10 +168,9 @@ def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -
     terms_N2 = np.stack([1 / times_N, numels_N / times_N], axis=1)
     per_call, per_element = np.linalg.lstsq(terms_N2, np.ones_like(times_N), rcond=None)[0]
     if per_call < 0 or per_element < 0:
-        kept = 1 if per_call < 0 else 0
-        term_N = terms_N2[:, kept]
-        alone = float(term_N.sum() / (term_N**2).sum())
-        per_call, per_element = (0.0, alone) if kept else (alone, 0.0)
+        # The fit of the other one alone.
+        alone_2 = terms_N2.sum(0) / (terms_N2**2).sum(0)
+        per_call, per_element = (0.0, alone_2[1]) if per_call < 0 else (alone_2[0], 0.0)
     seconds = [
         float(f"{value:.5g}") if value > NO_TIME_S else 0.0 for value in (per_call, per_element)
     ]
@@ -260,14 +259,11 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     held = sparse_N.nonzero().squeeze(1)
     elements, order = wide.element_at(0, held).sort()
     values = sparse_N[held][order]
-    encode = partial(hash_pairs.encode, elements, values, place)
-    sum_P = torch.zeros(numel, device=device)
-    decode_add = partial(hash_pairs.accumulate_, sum_P, encode(), place, rank=0)
-    yield CodecCall(CodecOp.ENCODE, "pairs", density, encode)
-    yield CodecCall(CodecOp.DECODE_ADD, "pairs", density, decode_add)
-
-    encode = partial(hash_bitmap.encode, sparse_N, place)
-    sum_M = torch.zeros(wide.numel, device=device)
-    decode_add = partial(hash_bitmap.decode_add_, sum_M, encode(), place, rank=0)
-    yield CodecCall(CodecOp.ENCODE, "hash_bitmap", density, encode)
-    yield CodecCall(CodecOp.DECODE_ADD, "hash_bitmap", density, decode_add)
+    sum_P, sum_M = torch.zeros(numel, device=device), torch.zeros(wide.numel, device=device)
+    for form, encode, add, acc in (
+        ("pairs", partial(hash_pairs.encode, elements, values), hash_pairs.accumulate_, sum_P),
+        ("hash_bitmap", partial(hash_bitmap.encode, sparse_N), hash_bitmap.decode_add_, sum_M),
+    ):
+        decode_add = partial(add, acc, encode(place), place, rank=0)
+        yield CodecCall(CodecOp.ENCODE, form, density, partial(encode, place))
+        yield CodecCall(CodecOp.DECODE_ADD, form, density, decode_add)

@@ -221,8 +221,15 @@ def describe(
 ) -> list[str]:
     """The lines; pure."""
     hosts = [each.host for each in facts]
-    lines = [f"all {len(facts)} ranks have met, on {len(set(hosts))} hosts"]
-    same = []
+    met = f"all {len(facts)} ranks have met, on {len(set(hosts))} hosts"
+    kinds = dict.fromkeys(link.kind for link in links)
+    slowest = [_slowest([each for each in links if each.kind == kind], hosts) for kind in kinds]
+    return [met, *_compared(facts, hosts), _clocks(offsets_s, hosts), *slowest]
+
+
+def _compared(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[str]:
+    """A line for each fact in which ranks differ, and one of what is the same on all of them."""
+    lines, same = [], []
     for name in list(asdict(facts[0]))[1:]:
         values = [getattr(each, name) for each in facts]
         (usual, _), *others = Counter(values).most_common()
@@ -233,25 +240,24 @@ def describe(
             lines.append(
                 f"{name} differs: {usual} on most ranks, {value} on {_named(different, hosts)}"
             )
-    lines.append(f"the same on all ranks: {', '.join(same)}")
+    return [*lines, f"the same on all ranks: {', '.join(same)}"]
+
+
+def _clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> str:
     wrong = [rank for rank, offset_s in enumerate(offsets_s) if abs(offset_s) > CLOCK_S]
-    worst_s = max(offsets_s, key=abs)
-    lines.append(
-        f"clocks differ: {_named(wrong, hosts)}, by {worst_s:+.3g} s at most; start chrony or ntpd "
-        "there"
-        if wrong
-        else f"clocks agree within {CLOCK_S:g} s"
-    )
-    for kind in dict.fromkeys(link.kind for link in links):
-        ours = [link for link in links if link.kind == kind]
-        slowest = min(ours, key=lambda link: link.gbit_s)
-        middle = median(link.gbit_s for link in ours)
-        ends = [f"rank {end} ({hosts[end]})" for end in (slowest.sender, slowest.receiver)]
-        lines.append(
-            f"slowest link {kind}: {' to '.join(ends)}, {slowest.gbit_s:.3g} Gbit/s; the median "
-            f"has {middle:.3g}"
-        )
-    return lines
+    if not wrong:
+        return f"clocks agree within {CLOCK_S:g} s"
+    most = f"by {max(offsets_s, key=abs):+.3g} s at most"
+    return f"clocks differ: {_named(wrong, hosts)}, {most}; start chrony or ntpd there"
+
+
+def _slowest(links: Sequence[RingLink], hosts: Sequence[str]) -> str:
+    """Of links of one kind."""
+    slowest = min(links, key=lambda link: link.gbit_s)
+    middle = median(link.gbit_s for link in links)
+    ends = " to ".join(f"rank {end} ({hosts[end]})" for end in (slowest.sender, slowest.receiver))
+    rates = f"{slowest.gbit_s:.3g} Gbit/s; the median has {middle:.3g}"
+    return f"slowest link {slowest.kind}: {ends}, {rates}"
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:

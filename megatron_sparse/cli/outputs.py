@@ -29,37 +29,45 @@ def writable_file(*, makes_folder: bool = False) -> Check:
         makes_folder: the command makes the file's folder.
     """
 
+    def problem_of(path: Path) -> str:
+        if path.exists() and path.is_dir():
+            return f"{path} is a folder"
+        if path.exists():
+            return _read_only(path)
+        return _problem_of_folder(_nearest(path.parent) if makes_folder else path.parent)
+
     def check(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
-        if path is None or not _writes():
-            return path
-        flag = parameter.opts[0]
-        folder = _nearest(path.parent) if makes_folder else path.parent
-        problem = _problem(path) if path.exists() else _problem_of_folder(folder)
-        if problem:
-            raise ConfigError(
-                f"{flag} {path} cannot be written",
-                expected="a file that can be made or replaced",
-                got=problem,
-                remedy="give another path, or make the folder",
-            )
-        return path
+        remedy = "give another path, or make the folder"
+        return _checked(parameter, path, problem_of, "a file that can be made or replaced", remedy)
 
     return check
 
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
     """A callback of an option: its folder is there or can be made."""
-    if folder is None or not _writes():
-        return folder
-    problem = _problem_of_folder(_nearest(folder))
-    if problem:
+
+    def problem_of(folder: Path) -> str:
+        return _problem_of_folder(_nearest(folder))
+
+    expected = "a folder that exists or can be made"
+    return _checked(parameter, folder, problem_of, expected, "give another folder")
+
+
+def _checked(
+    parameter: typer.CallbackParam,
+    path: Path | None,
+    problem_of: Callable[[Path], str],
+    expected: str,
+    remedy: str,
+) -> Path | None:
+    """The path; raises its problem on the rank that writes."""
+    writes = os.environ.get("RANK", "0") == "0"
+    if path is not None and writes and (problem := problem_of(path)):
+        flag = parameter.opts[0]
         raise ConfigError(
-            f"{parameter.opts[0]} {folder} cannot be written",
-            expected="a folder that exists or can be made",
-            got=problem,
-            remedy="give another folder",
+            f"{flag} {path} cannot be written", expected=expected, got=problem, remedy=remedy
         )
-    return folder
+    return path
 
 
 def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
@@ -106,10 +114,6 @@ def of_kind(paths: Sequence[Path], *suffixes: str) -> Path | None:
     return next((path for path in reversed(paths) if path.suffix.lower() in suffixes), None)
 
 
-def _writes() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _nearest(folder: Path) -> Path:
     """The folder, or what exists of its path."""
     nearest = folder.absolute()
@@ -118,10 +122,7 @@ def _nearest(folder: Path) -> Path:
     return nearest
 
 
-def _problem(path: Path) -> str:
-    """Why an existing file cannot be replaced; empty if it can."""
-    if path.is_dir():
-        return f"{path} is a folder"
+def _read_only(path: Path) -> str:
     return "" if os.access(path, os.W_OK) else f"{path} is read-only"
 
 
@@ -131,7 +132,7 @@ def _problem_of_folder(folder: Path) -> str:
         return f"there is no folder {folder}"
     if not folder.is_dir():
         return f"{folder} is a file"
-    return "" if os.access(folder, os.W_OK) else f"{folder} is read-only"
+    return _read_only(folder)
 
 
 JsonFile = Annotated[

@@ -99,23 +99,22 @@ def in_range(
     """
     if value in besides:
         return
+    if (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and (low < value if low_open else low <= value)
+        and value <= high
+        and (float(value).is_integer() or not integer)
+    ):
+        return
     bracket = "<" if low_open else "<="
     upper = "" if math.isinf(high) else f" <= {high:g}"
     expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
     expected += "".join(f", or {_word(each)}" for each in besides)
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or not (low < value if low_open else low <= value)
-        or not value <= high
-        or (integer and not float(value).is_integer())
-    ):
-        percent = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?%", value) if isinstance(value, str) else None
-        remedy = f"write {float(percent[1]) / 100:g}" if percent else None
-        raise ConfigError(
-            f"{key} is out of range", expected=expected, got=repr(value), remedy=remedy
-        )
+    percent = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?%", str(value))
+    remedy = f"write {float(percent[1]) / 100:g}" if percent else None
+    raise ConfigError(f"{key} is out of range", expected=expected, got=repr(value), remedy=remedy)
 
 
 def _word(value: object) -> str:

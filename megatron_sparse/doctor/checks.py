@@ -249,14 +249,10 @@ def _extension() -> Iterator[Check]:
             state = "built" if found["built"] else "not built"
             yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
         else:
-            without = ": torch operations make the messages, slower" if part == "cuda" else ""
             waits = "" if found["built"] else cuda_ext.compiles_first(part)
-            yield Check(
-                name,
-                "warn",
-                f"{found['reason']}; {waits}" if waits else f"{found['reason']}{without}",
-                "megatron-sparse build",
-            )
+            slower = ": torch operations make the messages, slower" if part == "cuda" else ""
+            outcome = f"; {waits}" if waits else slower
+            yield Check(name, "warn", f"{found['reason']}{outcome}", "megatron-sparse build")
 
 
 def _nvcc() -> Iterator[Check]:

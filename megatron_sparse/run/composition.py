@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
@@ -269,14 +269,19 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
     group, _, option = name.removesuffix(".yaml").rpartition("/")
     if gone := removed(group, option):
         return gone
-    parts = [o for o in options if any(len(p) > 3 and p in option for p in o.split("_"))]
-    meant = " or ".join(parts) or _closest(option, options)
+    share_a_word = [known for known in options if _share_a_word(known, option)]
+    meant = " or ".join(share_a_word) or _closest(option, options)
     return ConfigError(
         f"{group or 'the configuration'} has no option {option!r}",
         expected=" | ".join(options) or "a file of that name",
         got=f"{group}={option}",
         remedy=f"did you mean {meant}?" if meant else f"choose one, or add configs/{name}.yaml",
     )
+
+
+def _share_a_word(known: str, option: str) -> bool:
+    """As `adaptive_ring` and `ringallreduce` do."""
+    return any(len(word) > 3 and word in option for word in known.split("_"))
 
 
 def closest_key(key: str) -> str | None:
@@ -328,11 +333,11 @@ def _wrong_type(error: ValidationError) -> ConfigError:
 def _keys(section: type, prefix: str = "") -> dict[str, str]:
     """Every key and its type in words."""
     found: dict[str, str] = {}
-    hints = get_type_hints(section)
+    inner = described.sections(section)
     for field in dataclasses.fields(section):
         key = prefix + field.name
-        if dataclasses.is_dataclass(hints[field.name]):
-            found |= _keys(hints[field.name], f"{key}.")
+        if field.name in inner:
+            found |= _keys(inner[field.name], f"{key}.")
         else:
             found[key] = str(field.type).replace(" | None", " or null")
     return found

@@ -114,24 +114,17 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = {
+    variables = _environment() | {
+        "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    processes = [
-        subprocess.Popen(
-            command,
-            env=_environment()
-            | {"GLOO_SOCKET_IFNAME": "lo"}
-            | meeting
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=log,
-            stderr=log,
-        )
-        for rank in range(ranks)
-    ]
+    processes = []
+    for rank in map(str, range(ranks)):
+        own = variables | {"RANK": rank, "LOCAL_RANK": rank}
+        processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
     try:
         return _wait(processes)
     finally:

@@ -311,42 +311,47 @@ def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> st
 
     Ranks add the parameters.
     """
-    from megatron_sparse.collectives import AUTO, SCHEMES
+    from megatron_sparse.collectives import AUTO
 
     training, cluster = config.training, config.cluster
     backend = "NCCL" if cluster.device == "cuda" else "gloo"
-    if not config.plugin:
-        how = "plain Megatron, without the plugin"
-    elif not config.compression.enabled:
-        how = "compression off"
-        if config.compression.density != CompressionConfig.density:
-            how += f": compression.density={config.compression.density} has no effect"
-    elif config.scheme.name in SCHEMES and SCHEMES[config.scheme.name].takes_all:
-        how = f"scheme {config.scheme.name}"
-    elif config.compression.level == NODE and cluster.nodes == 1:
-        how = "compression.level=node on one node: nothing is compressed"
-    elif config.compression.density == "auto":
-        budget = config.compression.loss_budget
-        how = f"preset of {', '.join(allowed(budget))} by trials (loss_budget {budget:g} %)"
-    else:
-        schedule = config.sparse.compression
-        first = schedule.warmup + schedule.ramp + 1
-        how = f"scheme {config.scheme.name}, density {config.compression.given_density:.4g}"
-        bits = config.sparse.compression.given_value_bits
-        how += f" in {bits} bits" if bits is not None else ""
-        how += f" from iteration {first} on"
-        if first > training.iterations:
-            how += ", which is after the end of the run"
-    choice = ""
-    if config.plugin and config.scheme.name == AUTO:
-        choice = f"  {basis(config.sparse)}\n"
-    waits = _compiles_first(config)
-    choice += f"  {waits}\n" if waits else ""
-    return (
+    chooses = config.plugin and config.scheme.name == AUTO
+    lines = (
         f"{config.name}: {cluster.world_size} ranks on {cluster.device} ({backend}), "
-        f"{training.precision}\n"
-        f"  {training.iterations} iterations of {config.global_batch_size} x "
-        f"{config.model.seq_length} tokens, {how}\n{choice}"
-        f"  {run_dir}"
-        + ("" if start is None or start.checkpoint is None else f"\n  {resumed(config, start)}")
+        f"{training.precision}",
+        f"{training.iterations} iterations of {config.global_batch_size} x "
+        f"{config.model.seq_length} tokens, {_way(config)}",
+        basis(config.sparse) if chooses else "",
+        _compiles_first(config),
+        str(run_dir),
+        resumed(config, start) if start is not None else "",
+    )
+    return "\n  ".join(line for line in lines if line)
+
+
+def _way(config: RunConfig) -> str:
+    """How gradients are synchronised, in words."""
+    from megatron_sparse.collectives import SCHEMES
+
+    compression, scheme = config.compression, config.scheme.name
+    if not config.plugin:
+        return "plain Megatron, without the plugin"
+    if not compression.enabled:
+        is_default = compression.density == CompressionConfig.density
+        vain = f": compression.density={compression.density} has no effect"
+        return "compression off" + ("" if is_default else vain)
+    if scheme in SCHEMES and SCHEMES[scheme].takes_all:
+        return f"scheme {scheme}"
+    if compression.level == NODE and config.cluster.nodes == 1:
+        return "compression.level=node on one node: nothing is compressed"
+    if compression.density == "auto":
+        budget = compression.loss_budget
+        return f"preset of {', '.join(allowed(budget))} by trials (loss_budget {budget:g} %)"
+    decided = config.sparse.compression
+    first, bits = decided.warmup + decided.ramp + 1, decided.given_value_bits
+    return (
+        f"scheme {scheme}, density {compression.given_density:.4g}"
+        + ("" if bits is None else f" in {bits} bits")
+        + f" from iteration {first} on"
+        + (", which is after the end of the run" if first > config.training.iterations else "")
     )

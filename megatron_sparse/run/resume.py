@@ -7,7 +7,7 @@ tells after a run has stopped what is saved and how to continue.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_sparse.config.redaction import redact_command
@@ -101,7 +101,7 @@ def _find_own(config: RunConfig, own: Path) -> Start:
             repairs[folder] = choice.iteration
         if best.checkpoint is None or choice.iteration >= best.iteration:
             best = Start(choice.iteration, checkpoint(folder, choice.iteration), own=True)
-    return Start(best.iteration, best.checkpoint, best.own, repairs, tuple(warnings))
+    return replace(best, repairs=repairs, warnings=tuple(warnings))
 
 
 def _find_loaded(config: RunConfig, folder: Path) -> Start:

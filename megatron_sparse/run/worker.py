@@ -30,7 +30,7 @@ from megatron_sparse.transport.membership import node_of_cluster
 _MEETING_TIMEOUT = timedelta(minutes=10)
 _NOTHING_LEFT = "-"
 """The answer of rank 0, instead of a folder, where the checkpoint is the last one already."""
-_READERS = "megatron_sparse/readers"
+_ANSWER, _READERS = "megatron_sparse/run_dir", "megatron_sparse/readers"
 _READERS_S = 60
 
 
@@ -199,21 +199,9 @@ def _agree_on_folder(
     Rank 0 also decides the schedule, because the file that a resumed run keeps it in is being
     replaced. `held` gets the folder's lock.
     """
-    key = "megatron_sparse/run_dir"
     if rank == 0:
-        answer = ""
-        try:
-            begun = preparation.begin(config, command, held, in_rank=True)
-            answer = _NOTHING_LEFT
-            if begun is not None:
-                schedule = begun[0].compression
-                answer = json.dumps([schedule.warmup, schedule.ramp, str(begun[1])])
-        finally:
-            store.set(key, answer)
-        if begun is None:
-            _wait_for_readers(store, config.cluster.world_size - 1)
-        return begun
-    answer = store.get(key).decode()
+        return _begin_for_all(config, command, store, held)
+    answer = store.get(_ANSWER).decode()
     if not answer:
         sys.exit(ConfigError.exit_code)  # rank 0 prints the error
     if answer == _NOTHING_LEFT:
@@ -224,3 +212,21 @@ def _agree_on_folder(
     run_dir.mkdir(parents=True, exist_ok=True)  # nodes may not share a disk
     compression = dataclasses.replace(config.compression, warmup_iters=warmup, ramp_iters=ramp)
     return dataclasses.replace(config, compression=compression), run_dir
+
+
+def _begin_for_all(
+    config: RunConfig, command: str, store: Any, held: ExitStack
+) -> tuple[RunConfig, Path] | None:
+    """Begins the run on rank 0, and answers the others; empty where it is refused."""
+    answer = ""
+    try:
+        begun = preparation.begin(config, command, held, in_rank=True)
+        answer = _NOTHING_LEFT
+        if begun is not None:
+            schedule = begun[0].compression
+            answer = json.dumps([schedule.warmup, schedule.ramp, str(begun[1])])
+    finally:
+        store.set(_ANSWER, answer)
+    if begun is None:
+        _wait_for_readers(store, config.cluster.world_size - 1)
+    return begun
