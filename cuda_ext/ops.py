@@ -62,9 +62,7 @@ __all__ = [
     "sample_threshold",
     "scratch_capacity",
     "supported_isas",
-    "threshold_of_samples",
 ]
-_INFINITY = 0x7F800000
 
 
 def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Tensor:
@@ -386,39 +384,6 @@ def sample_threshold(
         codec_cuda.to_device(keys_R, device),
     )
     return Limits(*found)
-
-
-def threshold_of_samples(magnitudes_K: torch.Tensor, density: float) -> Limits:
-    """The limits of one sample that was already taken; the rule of `sample_threshold`.
-
-    Args:
-        magnitudes_K: fp32 `|g + e|` of K samples, on any device. Only read.
-        density: above 0; 1 and more keeps all.
-
-    Returns:
-        0-D limits on the same device; threshold -1 for no samples. No host synchronisation.
-
-    Raises:
-        ExtensionError: wrong shape, dtype or density.
-
-    Example:
-        >>> threshold_of_samples(torch.tensor([2.0, 4.0, 2.0, 3.0]), 0.625)
-        Limits(thresholds=tensor(2.), tie_chances=tensor(0.2500), ties=tensor(2))
-    """
-    check_flat("threshold_of_samples", "magnitudes", magnitudes_K, (torch.float32,))
-    if not density > 0:
-        raise refusal("threshold_of_samples", "density is out of range", "above 0", density)
-    count = magnitudes_K.numel()
-    if count == 0 or density >= 1:
-        return Limits.keep_all((), magnitudes_K.device)
-    wanted = density * count
-    # fp32 bits of magnitudes order as these do; NaN counts as infinite.
-    bits_K = (magnitudes_K.view(torch.int32) & 0x7FFFFFFF).clamp(max=_INFINITY)
-    chosen = bits_K.kthvalue(count - min(int(wanted), count - 1)).values
-    above, equal = (bits_K > chosen).sum(), (bits_K == chosen).sum()
-    chance = ((wanted - above.double()) / equal).float()
-    has_chance = (chosen > 0) & (chosen < _INFINITY)
-    return Limits(chosen.view(torch.float32), chance.where(has_chance, 0), equal)
 
 
 def supported_isas() -> list[str]:

@@ -10,9 +10,9 @@ Leaky error feedback, for each element, with gradient g and residual e:
 `residual.ResidualStore` keeps e. `range_limits` finds the limits, one for each range of the bucket
 (a parameter, or the part of it in one shard; see the picture above `bucket.Layout`). A limit is a
 threshold and the chance of what ties with it, so that `density` of a parameter is sent whatever its
-distribution: `ops.sample_threshold` has the rule. Limits come from samples, one for each parameter
-or one for the pruned part of a bucket: `samples` elements by count, not by percentage, at positions
-that are a pure function of (seed, step, parameter or bucket). Stratum j of s holds the elements
+distribution: `ops.sample_threshold` has the rule. The limit of a parameter comes from a sample:
+`samples` elements by count, not by percentage, at positions that are a pure function of (seed,
+step, parameter), so it does not depend on how buckets are cut. Stratum j of s holds the elements
 floor(j n / s) to floor((j + 1) n / s), and a counter hash picks one of them.
 
 Shape suffixes: N elements of the bucket, S segments of the message, R threshold ranges.
@@ -21,14 +21,13 @@ Shape suffixes: N elements of the bucket, S segments of the message, R threshold
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
 import torch
 
-from megatron_sparse.bucket import Bucket, Cuts, Layout, ParameterSlice
+from megatron_sparse.bucket import Bucket, Cuts, Layout
 from megatron_sparse.compression.residual import ResidualStore
 from megatron_sparse.config.sparse import CompressionConfig, SchemeConfig
 from megatron_sparse.cuda_ext import codec_cuda, ops, threshold_triton
@@ -102,7 +101,7 @@ class Selector:
     """Selects from the buckets of one group of ranks.
 
     Args:
-        config: density, samples, scope, leak, seed.
+        config: density, samples, leak, seed.
         residuals: error feedback, which is mutated; shared with the selectors of other groups.
         rank: this rank in the group; part of the key of random draws, so that ranks neither round
             alike nor draw the same ties.
@@ -242,7 +241,7 @@ def range_limits(
         residual_N: of the bucket; only read.
         density: target density of the pruned parameters.
         step: keys the samples.
-        config: scope, number of samples, seed.
+        config: number of samples, seed.
 
     Returns:
         Limits_R on the bucket's device; thresholds of ranges that are not pruned, and all of them
@@ -253,7 +252,7 @@ def range_limits(
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
         limits_P = Limits.keep_all((len(pruned_P),), device)
-    elif config.threshold_scope == "parameter":
+    else:
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
         sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
@@ -265,47 +264,8 @@ def range_limits(
             config.samples_at(density),
             torch.tensor(keys, dtype=torch.int64),
         )
-    else:
-        magnitudes_S = _sampled_magnitudes(bucket, residual_N, density, step, config)
-        limits = ops.threshold_of_samples(magnitudes_S, density)
-        is_pruned = codec_cuda.on_device(torch.tensor(pruned_P, dtype=torch.bool), device)
-        pairs = zip(limits, Limits.keep_all((len(pruned_P),), device), strict=True)
-        limits_P = Limits(*(torch.where(is_pruned, one, other) for one, other in pairs))
     piece_R = codec_cuda.on_device(layout.range_piece, device)
     return Limits(*(each_P[piece_R] for each_P in limits_P))
-
-
-def _sampled_magnitudes(
-    bucket: Bucket, residual_N: torch.Tensor, density: float, step: int, config: CompressionConfig
-) -> torch.Tensor:
-    """Samples of |gradient + residual| of all pruned parameters, as if they were adjacent.
-
-    Returns:
-        fp32 on the bucket's device: `samples_at` of them, or as many as there are elements.
-    """
-    key = draw_key(config.seed, step, "sample", bucket.name)
-    pruned = [p for p in bucket.parameters if p.pruned]
-    positions = _positions(pruned, config.samples_at(density), key)
-    index = codec_cuda.to_device(positions, bucket.grad_N.device)
-    return (bucket.grad_N[index].float() + residual_N[index].float()).abs()
-
-
-def _positions(parameters: Sequence[ParameterSlice], samples: int, key: int) -> torch.Tensor:
-    """Elements of the bucket, int64 on the CPU, one from each stratum of the parameters' union."""
-    if not parameters:
-        return torch.zeros(0, dtype=torch.int64)
-    starts = torch.tensor([p.start for p in parameters])
-    ends = torch.tensor([p.stop - p.start for p in parameters]).cumsum(0)
-    numel = int(ends[-1])
-    count = min(numel, samples)
-    generator = torch.Generator().manual_seed(key)
-    inside = torch.rand(count, generator=generator, dtype=torch.float64)
-    if count == numel:
-        inside.zero_()
-    positions = ((torch.arange(count) + inside) * (numel / count)).long().clamp_(max=numel - 1)
-    owner = torch.searchsorted(ends, positions, right=True)
-    first = torch.cat([ends.new_zeros(1), ends[:-1]])
-    return positions - first[owner] + starts[owner]
 
 
 @lru_cache(TABLES)

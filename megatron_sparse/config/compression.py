@@ -9,7 +9,6 @@ from megatron_sparse.config.checks import Checked, are_patterns, choice, number,
 from megatron_sparse.config.level import LEVELS, RANK
 from megatron_sparse.errors import ConfigError
 
-THRESHOLD_SCOPES = ("parameter", "bucket")
 RESIDUAL_CHECKPOINTS = ("full", "sum", "none")
 VALUE_BITS = (8, 4, 3, 2)
 """Allowed values of `compression.value_bits`, besides null and `auto`."""
@@ -68,8 +67,6 @@ class CompressionConfig(Checked):
         leak: factor on unsent values when they enter the residual; 1 loses nothing.
         samples: elements sampled from a range to find its threshold. `auto` samples as many as keep
             the number of selected elements within about 5 %, at least 1,024 and at most 40,000.
-        threshold_scope: `parameter` (one threshold for each parameter: the same selection with
-            overlap on and off) or `bucket` (one for each bucket; overlap changes the buckets' cut).
         residual_dtype: fp32 or bf16 (stochastically rounded; half the memory).
         undo: `auto` keeps an undo copy of the residual only where a step can be skipped or
             repeated (fp16 loss scaling, Megatron's rerun mode, plain DDP); `always`, `never`.
@@ -103,7 +100,6 @@ class CompressionConfig(Checked):
     value_bits: int | str | None = choice("auto", ("auto", *VALUE_BITS, None))
     leak: float = number(1.0, 0, 1)
     samples: int | str = whole("auto", 1, 2**31 - 1)
-    threshold_scope: str = choice("parameter", THRESHOLD_SCOPES)
     residual_dtype: str = choice("fp32", ("fp32", "bf16"))
     undo: str = choice("auto", ("auto", "always", "never"))
     warmup_iters: int | None = whole(None, 0)

@@ -20,8 +20,7 @@ REMOVED: Mapping[str, str] = {
     "compression.momentum_masking": "leave it out: residuals have no momentum to mask",
     "compression.ramp_shape": "leave it out: the density falls by equal factors",
     "compression.reuse_iters": "set fewer compression.samples: sampling costs less then",
-    "compression.threshold_scope=tp_group": "set compression.threshold_scope=bucket: each rank "
-    "finds its own threshold",
+    "compression.threshold_scope": "leave it out: each parameter has a threshold of its own",
     "compression=dgc": "set compression=topk999, with the optimizer's own momentum",
     "compression=sidco": "set compression=topk999 or another density: thresholds are quantiles",
     "compression=threshold_reuse": "set compression=topk99, and fewer compression.samples",

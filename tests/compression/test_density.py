@@ -78,12 +78,12 @@ def _rank(config=CONFIG, numel=TIED_NUMEL, rank=0):
     return Rank(config, [ParameterSlice("w", 0, numel)], rank)
 
 
-def check(name, density, scope="parameter"):
+def check(name, density):
     """First without residuals, then with: a constant gradient c becomes multiples of c.
 
     The mean of the steps is within 10 %, each step within 3 standard errors of the sample.
     """
-    config = CompressionConfig(density=density, threshold_scope=scope)
+    config = CompressionConfig(density=density)
     error = math.sqrt(density * (1 - density) / min(config.samples_at(density), NUMEL))
     for feedback in (False, True):
         draw, rank, found = torch.Generator().manual_seed(7), None, []
@@ -103,11 +103,6 @@ def check(name, density, scope="parameter"):
 def test_every_distribution_is_sent_at_the_density_asked_for(name):
     for density in (0.001, 0.01, 0.05, 0.25):
         check(name, density)
-
-
-@pytest.mark.parametrize("name", ["constant", "outlier", "two_levels_0.02", "integers"])
-def test_ties_are_right_with_one_threshold_a_bucket(name):
-    check(name, 0.01, "bucket")
 
 
 @pytest.mark.parametrize("name", TIED)

@@ -41,10 +41,9 @@ def _rank(pieces=PIECES, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scope", ["parameter", "bucket"])
-def test_all_non_zero_elements_are_sent_and_the_residual_is_empty(scope, dtype):
+def test_all_non_zero_elements_are_sent_and_the_residual_is_empty(dtype):
     """The embedding's values are tiny: the threshold of the others would drop all of them."""
-    rank = _rank(threshold_scope=scope)
+    rank = _rank()
     for step in range(3):
         gradient = _gradient(step, dtype=dtype)
         sent = rank.send(gradient, step)

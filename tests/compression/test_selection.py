@@ -33,9 +33,8 @@ def _gradient(step, seed=0):
 
 
 @pytest.mark.parametrize("leak", [1.0, 0.5])
-@pytest.mark.parametrize("scope", ["parameter", "bucket"])
-def test_nothing_is_lost_and_about_the_target_is_sent(scope, leak):
-    rank, before = _rank(threshold_scope=scope, leak=leak), torch.zeros(NUMEL)
+def test_nothing_is_lost_and_about_the_target_is_sent(leak):
+    rank, before = _rank(leak=leak), torch.zeros(NUMEL)
     for step in range(8):
         sent = rank.send(_gradient(step), step)
         given = _gradient(step) + before
@@ -105,10 +104,9 @@ def test_nan_and_infinity_are_sent_and_forgotten():
     assert rank.residual.isfinite().all()
 
 
-@pytest.mark.parametrize("scope", ["parameter", "bucket"])
 @pytest.mark.parametrize(("density", "samples"), [(0.001, 40_000), (0.22, 1419)])
-def test_the_sample_follows_the_density_of_the_step(scope, density, samples):
-    numel, config = 50_000, CompressionConfig(density=0.01, threshold_scope=scope)
+def test_the_sample_follows_the_density_of_the_step(density, samples):
+    numel, config = 50_000, CompressionConfig(density=0.01)
     gradient_N = torch.randn(numel, generator=torch.Generator().manual_seed(7))
     pieces = [ParameterSlice("w", 0, numel)]
     bucket = Bucket("b", gradient_N, pieces, CollectiveOp.ALL_REDUCE, 1)

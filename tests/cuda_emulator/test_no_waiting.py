@@ -58,14 +58,12 @@ class Ranks:
         return self._cluster.run(lambda each: without(self.each[each.rank].steps(step), Gate))
 
 
-@pytest.mark.parametrize("scope", ["parameter", "bucket"])
+@pytest.mark.parametrize("sealed", [False, True])
 @pytest.mark.parametrize(("name", "op"), IN_CAPACITY)
 def test_a_bucket_in_capacity_mode(
-    not_waiting: NotWaiting, name: str, op: CollectiveOp, scope: str
+    not_waiting: NotWaiting, name: str, op: CollectiveOp, sealed: bool
 ) -> None:
-    sealed = scope == "bucket"
-    options = {"capacity": 1.5, "threshold_scope": scope, "checksum": sealed}
-    check(not_waiting, Ranks(op, scheme=name, **options))
+    check(not_waiting, Ranks(op, scheme=name, capacity=1.5, checksum=sealed))
 
 
 @pytest.mark.parametrize(

@@ -112,27 +112,6 @@ def test_positions_ascend_inside_of_the_range(numel, samples, key):
     assert expected == sorted(set(expected))
 
 
-@given(
-    st.lists(
-        st.floats(width=32).map(abs) | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=60
-    ),
-    st.floats(1e-6, 0.999),
-)
-def test_threshold_of_samples_follows_the_same_rule(values, density):
-    magnitudes = torch.tensor(values, dtype=torch.float32)
-    got = ops.threshold_of_samples(magnitudes, density)
-    threshold, chance, ties = oracle.quantile_limit(magnitudes.tolist(), density)
-    assert all(limit.shape == () for limit in got)
-    assert float(got.thresholds) == threshold
-    assert int(got.ties) == ties
-    assert float(got.tie_chances) == float(torch.tensor(chance, dtype=torch.float32))
-
-
-def test_threshold_of_no_samples_or_of_all_keeps_all():
-    assert [*map(float, ops.threshold_of_samples(torch.empty(0), 0.5))] == [-1, 0, 0]
-    assert [*map(float, ops.threshold_of_samples(torch.ones(3), 1.0))] == [-1, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -92,7 +92,7 @@ def test_sparse_training_learns_keeps_ranks_identical_and_repeats(rank):
 
 @on_ranks(2)
 def test_selection_is_the_same_with_overlap_on_and_off(rank):
-    """threshold_scope=parameter: the cut into buckets does not change the selection.
+    """A threshold for each parameter: the cut into buckets does not change the selection.
 
     One step, because with the distributed optimizer Megatron itself adds up the gradient norm in
     another order when the buckets change, and the weights of later steps differ in the last bit.

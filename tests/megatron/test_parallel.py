@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron_sparse.config.sparse import SparseConfig
-from megatron_sparse.cuda_ext.record_spec import KEEP_ALL
 from tests.megatron import train_ranks as harness
 from tests.megatron.parallel_gpt import (
     HIDDEN,
@@ -243,23 +242,6 @@ def test_tied_embeddings_stay_tied(matrix):
     (embedding,) = [weight for n, (_, weight) in first.items() if "word_embeddings" in n]
     (output,) = [weight for n, (_, weight) in last.items() if "output_layer" in n]
     assert torch.equal(embedding, output)
-
-
-@on_ranks(WORLD_SIZE)
-def test_each_rank_of_a_tensor_parallel_group_has_its_own_threshold_for_a_bucket(rank):
-    """Even so ranks must not prune parameters that they hold copies of."""
-    from megatron.core import parallel_state
-
-    with parallel_state_of(TENSOR):
-        run = run_of(TENSOR, **SPARSE, threshold_scope="bucket")
-        assert parallel_state.get_tensor_model_parallel_rank() == rank % 2
-    found = [r.thresholds_R for r in run["records"].buckets if r.thresholds_R is not None]
-    thresholds = of_all_ranks([each[each > KEEP_ALL].unique().tolist() for each in found])
-    assert all(len(of_bucket) == 1 for step in thresholds for of_bucket in step)
-    assert len(thresholds[0]) == STEPS, "one bucket, without overlap"
-    for first, second in ((0, 1), (2, 3), (0, 2)):
-        assert thresholds[first] != thresholds[second]
-    assert_equal_copies(of_all_ranks(run))
 
 
 @on_ranks(WORLD_SIZE)

@@ -27,7 +27,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"scheme": "sparse_ring"},
     {"scheme": "dense_q"},
     {"capacity": 1.25},
-    {"threshold_scope": "bucket"},
     {"warmup_iters": 2},
     {"undo": "always"},
 ]
