@@ -99,11 +99,6 @@ def test_few_bits_take_a_workspace_with_room_for_all_values() -> None:
     assert (4 + 2 / 8 + 1 / 16) * NUMEL < few < 4.75 * NUMEL
 
 
-def test_undo_copies_count() -> None:
-    found = of(at_target(), bucket(), undo=True)
-    assert found.nbytes["undo"] == found.nbytes["residual"] == 4 * NUMEL
-
-
 def test_a_scheme_that_skips_a_rank_takes_the_straggler_s_records_too() -> None:
     straggler = StragglerConfig(mode="pinned", rank=1)
     skips, waits = of(at_target(straggler=straggler), bucket()), of(at_target(), bucket())
