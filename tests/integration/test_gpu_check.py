@@ -118,15 +118,8 @@ def load(name: str) -> ModuleType:
 
 def test_a_stage_out_of_time_ends_with_all_that_it_started(tmp_path: Path) -> None:
     """Its child would hold the GPU; what it has printed so far is in its log."""
-    program = (
-        "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", program]
-    assert load("gpu_check").run_within(command, dict(os.environ), log, 20) is None
+    log, command = tmp_path / "log", ["sh", "-c", "sleep 600 & echo $!; wait"]
+    assert load("gpu_check").run_within(command, dict(os.environ), log, 3) is None
     child = int(log.read_text())
     until(lambda: is_gone(child))
 
