@@ -66,7 +66,7 @@ class RecordSpec:
 class Limits(NamedTuple):
     """The result of sampling: keep everything above a threshold, and a part of what equals it.
 
-    All are of one shape and on one device: a scalar, or one for each range or piece.
+    All are on one device: one for each range or piece.
 
     Attributes:
         thresholds: fp32; below 0 keeps everything, NaN too.
@@ -78,12 +78,6 @@ class Limits(NamedTuple):
     thresholds: torch.Tensor
     tie_chances: torch.Tensor
     ties: torch.Tensor
-
-    @classmethod
-    def keep_all(cls, shape: tuple[int, ...], device: torch.device) -> Limits:
-        """Limits below every magnitude: everything is sent."""
-        chances = torch.zeros(shape, device=device)
-        return cls(torch.full_like(chances, KEEP_ALL), chances, chances.long())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -251,7 +251,8 @@ def range_limits(
     # Kept and lossless parameters and padding have no threshold.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
-        limits_P = Limits.keep_all((len(pruned_P),), device)
+        chances_P = torch.zeros(len(pruned_P), device=device)
+        limits_P = Limits(torch.full_like(chances_P, KEEP_ALL), chances_P, chances_P.long())
     else:
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
