@@ -8,8 +8,8 @@ Keys begin with `megatron_sparse.`: `header` (one object), `state.tp0.pp0` (one 
 data-parallel rank) and `residual.<part of the model>.<parameter>`: a table of rows x elements
 (`checkpoint_layout`), of which a rank writes its slices; or with `residual_checkpoint=sum` the sum
 of all rows, once.
-With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>.<start>`, for
-each part of a parameter that a rank owns.
+With `parameters.method=lossy` there is also `master.<part of the model>.<parameter>`, of which each
+rank writes the part that it owns.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.compression.residual import check_size
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.checkpoint_layout import (
@@ -48,7 +49,7 @@ from megatron_sparse.megatron.checkpoint_layout import (
     saved_slices,
     summed_parameters,
 )
-from megatron_sparse.megatron.parameter_masters import overlapping, saved_parts
+from megatron_sparse.megatron.parameter_masters import saved_parts
 
 PREFIX = "megatron_sparse"
 RESIDUAL, MASTER = "residual", "master"
@@ -73,12 +74,13 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         "rank": ShardedObject(_state_key(), own, (size,), (rank,)),
     }
     state |= dict(_sharded_residuals(attachment))
-    for bucket, piece, values_M in saved_parts(attachment.parameters.lossy):
-        part = f"{piece.name}.{piece.offset}"
-        key = f"{_kind_key(MASTER, bucket.group.expert)}{part}"
-        state[f"{MASTER}.{part}"] = ShardedTensor.from_rank_offsets(
-            key, values_M.clone(), replica_id=bucket.instance
-        )
+    for each, piece, values_M in saved_parts(attachment.parameters.lossy):
+        if each.instance > 0:
+            continue  # the first instance saves the same
+        key = f"{_kind_key(MASTER, each.group.expert)}{piece.name}"
+        whole = _whole_numel(each.bucket, piece.name)
+        label = f"{MASTER}.{piece.name}.{piece.offset}"
+        state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))
     return state
 
 
@@ -133,8 +135,9 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     # Requests: residuals, masters, this rank's state (after a change of ranks that of rank 0).
     slices = dict(_residual_requests(attachment, found, saved.mode)) if residuals else {}
     template: dict[str, Any] = {label: rows for label, (_, rows) in slices.items() if rows}
-    masters = _master_entries(attachment, found)
-    template |= {entry.key: _whole(entry) for entry in masters.values()}
+    masters = dict(_master_requests(attachment, found))
+    if masters:
+        template[MASTER] = {f"{name}.{start}": part for (name, start), part in masters.items()}
     saved_rank = rank if saved.data_size == size else 0
     rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (saved_rank,))
     # Missing only for a model with another layout, whose residuals are not read.
@@ -144,7 +147,8 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if "rank" in loaded:
         own = loaded["rank"]
         saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
-    saved.masters = {part: loaded[entry.key]["whole"] for part, entry in masters.items()}
+    if masters:
+        saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
     for label, (held, rows) in slices.items():
         # A row that takes none over is zero, but exists: all ranks save the same parameters.
         value_M = torch.zeros(held.piece.numel)
@@ -222,28 +226,23 @@ def _unknown(attachment: Attachment, found: dict[str, _Entry]) -> set[str]:
     return unknown
 
 
-def _master_entries(
+def _master_requests(
     attachment: Attachment, found: dict[str, _Entry]
-) -> dict[tuple[str, int], _Entry]:
-    """The stored parts of masters that this rank needs, by parameter and first element."""
-    needed = {}
-    for expert in (False, True):
-        prefix = _kind_key(MASTER, expert)
-        stored = {}
-        for key, entry in found.items():
-            if key.startswith(prefix):
-                name, start = key.removeprefix(prefix).rsplit(".", 1)
-                stored[name, int(start)] = entry
-        parts = [(name, start, entry.shape[0]) for (name, start), entry in stored.items()]
-        for name, start, _ in overlapping(attachment.parameters.lossy, expert, parts):
-            needed[name, start] = stored[name, start]
-    return needed
+) -> Iterator[tuple[tuple[str, int], ShardedTensor]]:
+    """This rank's parts of the stored masters, by parameter and first element."""
+    for each in attachment.parameters.lossy:
+        for piece in each.pieces:
+            entry = found.get(f"{_kind_key(MASTER, each.group.expert)}{piece.name}")
+            if entry is not None and entry.shape == (_whole_numel(each.bucket, piece.name),):
+                # What no rank has written stays NaN.
+                empty = torch.full((piece.numel,), torch.nan)
+                request = _part(entry.key, empty, entry.shape, (piece.offset,))
+                yield (piece.name, piece.offset), request
 
 
-def _whole(entry: _Entry) -> dict[str, ShardedTensor]:
-    """The request for a whole tensor."""
-    empty = torch.empty(entry.shape, dtype=entry.dtype)
-    return {"whole": ShardedTensor.from_rank_offsets(entry.key, empty)}
+def _whole_numel(bucket: Bucket, name: str) -> int:
+    """Elements of a parameter of one of Megatron's buckets."""
+    return next(piece.numel for piece in bucket.parameters if piece.name == name)
 
 
 def _state_key() -> str:

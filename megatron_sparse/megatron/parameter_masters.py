@@ -12,7 +12,7 @@ buckets or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class LossyBucket:
 def saved_parts(
     buckets: Sequence[LossyBucket],
 ) -> list[tuple[LossyBucket, ParameterSlice, torch.Tensor]]:
-    """The parts of parameters whose masters this rank saves, with these: fp32 views.
+    """The parts of parameters whose masters this rank has, with these: fp32 views.
 
     None if a bucket's replicas are not the same on all ranks now. That is so before the first
     gather, and between a step and its gather. A run that goes on from there begins with a raw
@@ -74,47 +74,23 @@ def saved_parts(
     return parts
 
 
-def overlapping(
-    buckets: Sequence[LossyBucket], expert: bool, stored: Iterable[tuple[str, int, int]]
-) -> list[tuple[str, int, int]]:
-    """Those of the stored parts (parameter, first element, numel) that this rank needs."""
-    wanted: dict[str, list[ParameterSlice]] = {}
-    for each in buckets:
-        if each.group.expert == expert:
-            for piece in each.pieces:
-                wanted.setdefault(piece.name, []).append(piece)
-    return [
-        (name, start, numel)
-        for name, start, numel in stored
-        if any(
-            start < piece.offset + piece.numel and piece.offset < start + numel
-            for piece in wanted.get(name, ())
-        )
-    ]
-
-
 def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Tensor] | None:
     """The master of each bucket's shard, put together; None if an element is missing.
 
     Padding between parameters stays as it is in the parameter buffer.
+
+    Args:
+        buckets: the lossy ones.
+        parts: of `LossyBucket.pieces`; NaN where a checkpoint had nothing.
     """
-    by_name: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for (name, start), values in parts.items():
-        by_name.setdefault(name, []).append((start, values))
     masters = []
     for each in buckets:
         master_M = each.gather.own_shard.clone()
         for piece in each.pieces:
-            missing = piece.numel
-            shift = piece.start - piece.offset  # from an element's place in the parameter
-            for start, values in by_name.get(piece.name, ()):
-                first = max(start, piece.offset)
-                end = min(start + values.numel(), piece.offset + piece.numel)
-                if first < end:
-                    master_M[first + shift : end + shift] = values[first - start : end - start]
-                    missing -= end - first
-            if missing:
+            values = parts.get((piece.name, piece.offset))
+            if values is None or bool(values.isnan().any()):
                 return None
+            master_M[piece.start : piece.stop] = values
         masters.append(master_M)
     return masters
 

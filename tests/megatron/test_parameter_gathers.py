@@ -23,7 +23,6 @@ from megatron_sparse.megatron.parameter_masters import (
     masters_elsewhere,
     masters_from,
     optimizer_spans,
-    overlapping,
 )
 from megatron_sparse.recording import NullSink
 from tests.records import Kept
@@ -128,12 +127,11 @@ PIECES = (ParameterSlice("a", 10, 40, True), ParameterSlice("b", 48, 100, True))
 """Of a bucket of 100 elements that two ranks share."""
 
 
-def _bucket(rank, *, expert=False):
+def _bucket(rank):
     bucket = Bucket("group0.0", torch.zeros(100), PIECES, CollectiveOp.REDUCE_SCATTER, 2)
     shard = torch.arange(50.0 * rank, 50.0 * rank + 50)
     gather = SimpleNamespace(shard=(50 * rank, 50 * rank + 50), own_shard=shard)
-    group = SimpleNamespace(expert=expert)
-    return LossyBucket(cast(Any, group), bucket, cast(Any, gather))
+    return LossyBucket(cast(Any, None), bucket, cast(Any, gather))
 
 
 def test_pieces_of_a_shard():
@@ -144,23 +142,16 @@ def test_pieces_of_a_shard():
     assert pieces(1) == [("b", 2, 0, 50)]
 
 
-def test_only_parts_that_overlap_are_read():
-    stored = [("a", 0, 30), ("b", 0, 2), ("b", 2, 50), ("c", 0, 5)]
-    assert overlapping([_bucket(0)], False, stored) == stored[:2]
-    assert overlapping([_bucket(1)], False, stored) == stored[2:3]
-    assert overlapping([_bucket(0, expert=True)], False, stored) == []
-
-
 def test_a_master_is_put_together_and_padding_stays():
-    parts = {("a", 20): torch.full((10,), -2.0), ("a", 0): torch.full((20,), -1.0)}
-    parts["b", 0] = torch.full((52,), -3.0)
+    parts = {("a", 0): torch.full((30,), -1.0), ("b", 0): torch.full((2,), -3.0)}
     (master,) = masters_from([_bucket(0)], parts) or [None]
     assert master[:10].tolist() == list(range(10))
-    assert master[10:30].tolist() == [-1.0] * 20
-    assert master[30:40].tolist() == [-2.0] * 10
+    assert master[10:40].tolist() == [-1.0] * 30
     assert master[40:48].tolist() == list(range(40, 48))
     assert master[48:].tolist() == [-3.0] * 2
-    del parts["a", 20]
+    parts["a", 0][7] = torch.nan  # no rank has written it
+    assert masters_from([_bucket(0)], parts) is None
+    del parts["a", 0]
     assert masters_from([_bucket(0)], parts) is None
 
 
