@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -136,48 +135,28 @@ class RowSparseReducer:
         return result.gradient.to_coo()
 
 
-@dataclass(frozen=True)
-class PendingAlone:
-    """A single all-reduce under way, with the group and the thread that were made for it."""
-
-    pending: PendingRows
-    transport: ProcessGroupTransport
-    progress: ProgressThread
-
-    def wait(self) -> torch.Tensor:
-        """See `PendingRows.wait`; gives the group back."""
-        try:
-            return self.pending.wait()
-        finally:
-            self.progress.close()
-            self.transport.close(broken=self.progress.broken)
-
-
 def row_sparse_all_reduce(
     gradient: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     *,
     op: str = "sum",
-    async_op: bool = False,
     name: str = "gradient",
     timeout_s: float | None = None,
-) -> torch.Tensor | PendingAlone:
+) -> torch.Tensor:
     """Sums or averages a row-sparse gradient over the ranks of a group.
 
-    Collective. Every call makes a process group and a thread, and finds out which ranks share a
-    host; keep a `RowSparseReducer` where that takes too long.
+    Collective; blocks. Every call makes a process group and a thread, and finds out which ranks
+    share a host; keep a `RowSparseReducer` where that takes too long, or to work meanwhile.
 
     Args:
         gradient: see `RowSparseReducer.start`.
         group: gloo; null takes the default group.
         op: `sum` or `avg`.
-        async_op: return a handle at once, on which `wait()` must be called.
         name: for errors, the same on every rank.
         timeout_s: null takes the default of `scheme.timeout_s`.
 
     Returns:
-        A coalesced sparse COO tensor, bit-identical on all ranks; or, with `async_op`, the handle
-        whose `wait()` returns it.
+        A coalesced sparse COO tensor, bit-identical on all ranks.
 
     Raises:
         ConfigError: `op` is unknown.
@@ -204,6 +183,8 @@ def row_sparse_all_reduce(
     transport = ProcessGroupTransport(members, scheme.timeout_s, gradient.device)
     progress = ProgressThread(gradient.device, scheme.timeout_s)
     reducer = RowSparseReducer(transport, NullSink(), progress)
-    pending = reducer.start(name, gradient, Reduction(op), step=0)
-    alone = PendingAlone(pending, transport, progress)
-    return alone if async_op else alone.wait()
+    try:
+        return reducer.start(name, gradient, Reduction(op), step=0).wait()
+    finally:
+        progress.close()
+        transport.close(broken=progress.broken)
