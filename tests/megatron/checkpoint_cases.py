@@ -1,10 +1,14 @@
 """Shared parts of the checkpoint tests: the plugin's state alone, and what a checkpoint holds."""
 
+import logging
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
+
+from tests.megatron.train_ranks import logged
 
 
 def save(attachment, folder, mode="full"):
@@ -17,6 +21,17 @@ def save(attachment, folder, mode="full"):
     folder.mkdir(exist_ok=True, parents=True)
     dist.barrier()
     dist_checkpointing.save({checkpoint.KEY: checkpoint.sharded_state(attachment)}, str(folder))
+
+
+@contextmanager
+def loaded(folder, running, level=logging.INFO):
+    """A run (`train_ranks.running`) with a checkpoint's state, and what loading logged."""
+    from megatron_sparse.megatron import checkpoint
+
+    with running as run:
+        with logged(level) as lines:
+            checkpoint.load(run.attachment, folder, iteration=77)
+        yield run, lines
 
 
 def saved_tensors(run: Path, iteration: int) -> dict[str, torch.Tensor]:

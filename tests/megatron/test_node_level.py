@@ -6,17 +6,16 @@ and nodes inside an instance.
 
 import logging
 import os
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron import test_parallel
-from tests.megatron.checkpoint_cases import save
+from tests.megatron.checkpoint_cases import loaded, save
 from tests.megatron.parallel_gpt import OVERLAP, SHARDED, Layout, parallel_state_of
 from tests.megatron.test_parallel import AT_TARGET, SPARSE, report
-from tests.megatron.train_ranks import equal, logged, of_all_ranks, on_ranks, running
+from tests.megatron.train_ranks import equal, of_all_ranks, on_ranks, running
 
 LAYOUTS = {
     "all_reduce": (Layout(ddp=OVERLAP), "node"),
@@ -104,15 +103,9 @@ def _pruning(layout, level):
     return running(layout, level=level, **SPARSE, **AT_TARGET)
 
 
-@contextmanager
 def _loaded(folder, layout, level):
-    """A run with the residuals of a checkpoint, and the warnings that loading logged."""
-    from megatron_sparse.megatron import checkpoint
-
-    with _pruning(layout, level) as run:
-        with logged(logging.WARNING) as warnings:
-            checkpoint.load(run.attachment, folder, iteration=77)
-        yield run, warnings
+    """With the warnings that loading logged."""
+    return loaded(folder, _pruning(layout, level), logging.WARNING)
 
 
 def _held(run):
