@@ -1,4 +1,4 @@
-"""Datasets, batches, the loss, a count of parameters: what `train` hands to Megatron's `pretrain`.
+"""Datasets, batches and the loss: what `train` hands to Megatron's `pretrain`.
 
 Imports megatron: on a CPU, `cpu_mode.enable` comes first.
 """
@@ -6,17 +6,14 @@ Imports megatron: on a CPU, `cpu_mode.enable` comes first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -134,48 +131,3 @@ def forward_step(data_iterator: Iterator[dict[str, torch.Tensor]] | None, model:
         batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"]
     )
     return output, functools.partial(loss_function, batch["loss_mask"])
-
-
-def count_parameters(chunks: Iterable[torch.nn.Module]) -> int:
-    """Counts the parameters of a model, each element once whatever the parallelism.
-
-    Replicas are left out: of data-parallel ranks, of tensor-parallel ranks (norms, biases), and the
-    last pipeline stage's copy of tied embeddings.
-
-    A collective of all ranks with one host synchronisation.
-
-    Args:
-        chunks: the parts of the model on this rank.
-    """
-    first_replica = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-    first_expert_replica = mpu.get_expert_data_parallel_rank() == 0
-    expert_tp = mpu.get_expert_tensor_parallel_group()
-    count = 0
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            is_expert = not getattr(parameter, "allreduce", True)
-            is_first = first_expert_replica if is_expert else first_replica
-            if (
-                is_first
-                and param_is_not_shared(parameter)
-                and param_is_not_tensor_parallel_duplicate(parameter, expert_tp_group=expert_tp)
-            ):
-                count += parameter.numel()
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    total = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total)
-
-
-def announce_parameters(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Prints the number of parameters on the last rank, on which Megatron prints too.
-
-    For `GPTModelConfig.post_wrap_hooks`. A collective of all ranks, see `count_parameters`.
-
-    Returns:
-        The chunks, unchanged.
-    """
-    total = count_parameters(chunks)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        print(f"Megatron has built a model of {total:,} parameters", flush=True)
-    return chunks

@@ -92,7 +92,6 @@ def train(config: RunConfig, run_dir: Path, store: Any = None) -> int | None:
         megatron_args = _parse(command_line)
     model_config = model_config_of(megatron_args)
     plugin = _install(config, run_dir, model_config) if config.plugin else None
-    model_config.post_wrap_hooks.append(batches.announce_parameters)
     try:
         with _early_exit():
             pretrain(

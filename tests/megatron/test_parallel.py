@@ -10,12 +10,9 @@ import torch
 from megatron_sparse.config.sparse import SparseConfig
 from tests.megatron import train_ranks as harness
 from tests.megatron.parallel_gpt import (
-    HIDDEN,
     OVERLAP,
     PRUNED_FROM,
-    SEQUENCE,
     SHARDED,
-    VOCABULARY,
     Layout,
     ParallelGPT,
     parallel_state_of,
@@ -310,34 +307,3 @@ def test_forced_all_reduce_is_megatrons_and_leaves_the_residual(rank):
             run.model.optimizer.step()
             run.step()
             assert not equal(before, run.residuals())
-
-
-COUNTED = {
-    "data": Layout(tied=True),
-    "tensor": Layout(tensor=2, tied=True),
-    "pipeline, with a copy of the embedding on the last stage": Layout(pipeline=2, tied=True),
-    "tensor and pipeline": Layout(tensor=2, pipeline=2, tied=True),
-    "experts": Layout(experts=4),
-    "experts on several ranks": Layout(experts=4, expert=2),
-    "experts and tensor": Layout(experts=4, expert=2, tensor=2, expert_tensor=1),
-}
-
-
-def _count(layout):
-    from megatron_sparse.megatron.batches import count_parameters
-
-    model = ParallelGPT(layout)  # takes its chunks apart when it goes
-    return count_parameters(model.chunks)
-
-
-@on_ranks(WORLD_SIZE)
-def test_the_banner_counts_each_element_once(rank):
-    """All ranks get the same number."""
-    attention = 4 * (HIDDEN * HIDDEN + HIDDEN)
-    mlp = 8 * HIDDEN * HIDDEN + 5 * HIDDEN
-    dense = (VOCABULARY + SEQUENCE) * HIDDEN + 2 * (attention + mlp + 4 * HIDDEN) + 2 * HIDDEN
-    # Experts have no bias, nor has their attention; a router has a row for each of them.
-    expert_layer = 4 * HIDDEN * HIDDEN + 4 * 8 * HIDDEN * HIDDEN + 4 * HIDDEN + 4 * HIDDEN
-    experts = (2 * VOCABULARY + SEQUENCE) * HIDDEN + 2 * expert_layer + 2 * HIDDEN
-    expected = {name: experts if layout.experts else dense for name, layout in COUNTED.items()}
-    assert in_each_layout(COUNTED, _count) == expected
