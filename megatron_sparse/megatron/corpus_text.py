@@ -16,11 +16,15 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 type Document = tuple[str, str]
 """Name and text."""
+
+type Source = tuple[str, Callable[[], list[str]]]
+"""Name, and what reads its texts: only when its turn comes, for the progress to be true."""
 
 type Track = Callable[[Iterable[Any], str], Iterable[Any]]
 """Passes a list through and shows its progress: `track(items, description)`."""
@@ -58,38 +62,44 @@ def code(track: Track) -> Iterator[Document]:
 
 def prose(track: Track) -> Iterator[Document]:
     """Paragraphs of English, each only once; one document for each file."""
-    sources: list[tuple[str, Callable[[], list[str]]]] = []
-    root = _stdlib()
-    for path in _python_files(root):
-        sources.append((f"python/{path.relative_to(root).as_posix()}", _strings_of(path)))
-    for distribution, folders in _PROSE_FOLDERS.items():
-        installed = _installed(distribution)
-        if installed is None:
-            continue
-        sources.append((f"{distribution}/description", _description_of(installed)))
-        for file in sorted(installed.files or [], key=str):
-            name, path = file.as_posix(), Path(str(installed.locate_file(file)))
-            if ".dist-info/" in name and re.search("licen[cs]e|notice|copying", file.name.lower()):
-                sources.append((f"{distribution}/{name}", _whole(path)))
-            elif (
-                name.endswith(".py")
-                and name.startswith(tuple(f"{folder}/" for folder in folders))
-                and _SKIPPED_FOLDERS.isdisjoint(file.parts)
-            ):
-                sources.append((name, _strings_of(path)))
-
     seen: set[bytes] = set()
-    for name, read in track(sources, "read documentation"):
+    for name, read in track(_prose_sources(), "read documentation"):
         kept = []
-        for text in read():
-            for paragraph in paragraphs(text):
-                key = hashlib.sha256(paragraph.encode()).digest()[:16]
-                if key not in seen:
-                    seen.add(key)
-                    kept.append(paragraph)
+        for paragraph in (each for text in read() for each in paragraphs(text)):
+            key = hashlib.sha256(paragraph.encode()).digest()[:16]
+            if key not in seen:
+                seen.add(key)
+                kept.append(paragraph)
         document = "\n\n".join(kept)
         if len(document) >= _MIN_DOCUMENT_CHARS:
             yield name, document
+
+
+def _prose_sources() -> list[Source]:
+    """All that prose is taken from, in order."""
+    root = _stdlib()
+    sources: list[Source] = [
+        (f"python/{path.relative_to(root).as_posix()}", partial(_strings, path))
+        for path in _python_files(root)
+    ]
+    for distribution in _PROSE_FOLDERS:
+        installed = _installed(distribution)
+        if installed is not None:
+            sources.append((f"{distribution}/description", partial(_description, installed)))
+            sources += _files(distribution, installed)
+    return sources
+
+
+def _files(distribution: str, installed: importlib.metadata.Distribution) -> Iterator[Source]:
+    """The licences of a package, and the modules in its folders with prose."""
+    folders = tuple(f"{folder}/" for folder in _PROSE_FOLDERS[distribution])
+    for file in sorted(installed.files or [], key=str):
+        name, path = file.as_posix(), Path(str(installed.locate_file(file)))
+        if ".dist-info/" in name and re.search("licen[cs]e|notice|copying", file.name.lower()):
+            yield f"{distribution}/{name}", partial(_whole, path)
+        is_module = name.endswith(".py") and name.startswith(folders)
+        if is_module and _SKIPPED_FOLDERS.isdisjoint(file.parts):
+            yield name, partial(_strings, path)
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -110,35 +120,31 @@ def paragraphs(text: str) -> Iterator[str]:
             yield paragraph
 
 
-def _strings_of(path: Path) -> Callable[[], list[str]]:
-    """Reads the long string constants of a module in source order, docstrings among them."""
-
-    def read() -> list[str]:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in the modules that are read
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            return []  # templates and examples of wrong Python carry the suffix .py too
-        strings = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and len(node.value) >= _MIN_STRING_CHARS
-        ]
-        strings.sort(key=lambda node: (node.lineno, node.col_offset))
-        return [str(node.value) for node in strings]
-
-    return read
+def _strings(path: Path) -> list[str]:
+    """The long string constants of a module in source order, docstrings among them."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in the modules that are read
+            tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return []  # templates and examples of wrong Python carry the suffix .py too
+    strings = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and len(node.value) >= _MIN_STRING_CHARS
+    ]
+    strings.sort(key=lambda node: (node.lineno, node.col_offset))
+    return [str(node.value) for node in strings]
 
 
-def _description_of(installed: importlib.metadata.Distribution) -> Callable[[], list[str]]:
-    return lambda: [str(installed.metadata.get_payload() or "")]  # type: ignore[attr-defined]
+def _description(installed: importlib.metadata.Distribution) -> list[str]:
+    return [str(installed.metadata.get_payload() or "")]  # type: ignore[attr-defined]
 
 
-def _whole(path: Path) -> Callable[[], list[str]]:
-    return lambda: [path.read_text("utf-8", errors="replace")]
+def _whole(path: Path) -> list[str]:
+    return [path.read_text("utf-8", errors="replace")]
 
 
 def _installed(distribution: str) -> importlib.metadata.Distribution | None:
