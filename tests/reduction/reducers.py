@@ -114,13 +114,3 @@ def residual_of(reducer: GradientReducer, bucket: Bucket) -> torch.Tensor:
     if part.name not in residuals:
         return torch.zeros(part.numel)
     return residuals[part.name].float().clone()
-
-
-def in_place(bucket: Bucket, part: Bucket, part_M: torch.Tensor) -> torch.Tensor:
-    """Values of a part's parameters, at their places in the bucket; zero elsewhere."""
-    starts = {piece.name: piece.start for piece in bucket.parameters}
-    whole_N = torch.zeros(bucket.numel)
-    for piece in part.parameters:
-        start = starts[piece.name] + piece.offset
-        whole_N[start : start + piece.stop - piece.start] = part_M[piece.start : piece.stop]
-    return whole_N

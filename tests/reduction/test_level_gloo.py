@@ -7,11 +7,12 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.straggler import StragglerConfig
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.level_choice import choose_level
+from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.reduction.progress import ProgressThread
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import ProcessGroupTransport
 from tests.ranks import run_ranks
-from tests.reduction.reducers import in_place, integers, reducer_of, residual_of
+from tests.reduction.reducers import integers, reducer_of, residual_of
 from tests.reduction.virtual_level import parameters, settings
 
 NODES = (0, 0, 1, 1)
@@ -47,12 +48,12 @@ def _train(rank, world_size, op, config, has_gathers):
             seed = 100 * step + 10 * rank + int(bucket.name)
             given.append(integers(bucket.parameters, bucket.numel, seed))
             bucket.grad_N.copy_(given[-1])
-            before.append(_in_whole(reducer, bucket))
+            before.append(_residual(reducer, bucket))
         for pending in [reducer.start(bucket, step) for bucket in buckets]:
             pending.wait()
         residuals.commit()
         for bucket, given_N, before_N in zip(buckets, given, before, strict=True):
-            total_N = given_N + before_N - _in_whole(reducer, bucket)
+            total_N = given_N + before_N - _residual(reducer, bucket)
             dist.all_reduce(total_N)
             own = slice(None) if op is CollectiveOp.ALL_REDUCE else bucket.shard(rank)
             exact.append(torch.equal(bucket.grad_N[own], total_N[own]))
@@ -62,9 +63,9 @@ def _train(rank, world_size, op, config, has_gathers):
     return exact, residuals.nbytes - residuals.undo_nbytes
 
 
-def _in_whole(reducer, bucket):
+def _residual(reducer, bucket):
     """The residual of this rank's part, at its place in the bucket."""
-    return in_place(bucket, reducer.part(bucket), residual_of(reducer, bucket))
+    return in_whole_bucket(residual_of(reducer, bucket), reducer.part(bucket), bucket)
 
 
 ALL_REDUCE, REDUCE_SCATTER = CollectiveOp

@@ -13,9 +13,10 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.recording import BucketRecord
 from megatron_sparse.reduction.job import Gate
 from megatron_sparse.reduction.level_choice import choose_level, virtual_groups
+from megatron_sparse.reduction.level_parts import in_whole_bucket
 from megatron_sparse.transport import Topology, VirtualCluster
 from megatron_sparse.transport.topology import NO_TIME
-from tests.reduction.reducers import at_target, in_place, integers, reducer_of, residual_of
+from tests.reduction.reducers import at_target, integers, reducer_of, residual_of
 
 LENGTHS = (0.45, 0.02, 0.3, 0.05, 0.15)
 """Parameters as parts of the bucket; what is left is padding."""
@@ -120,7 +121,8 @@ class VirtualRanks:
 
     def whole(self, rank: int, part_M: torch.Tensor) -> torch.Tensor:
         """Values of the parameters of a rank's part, at their places in the whole bucket."""
-        return in_place(self.buckets[rank], self.reducers[rank].part(self.buckets[rank]), part_M)
+        whole = self.buckets[rank]
+        return in_whole_bucket(part_M, self.reducers[rank].part(whole), whole)
 
     def bytes_between_nodes(self) -> list[int]:
         """Bytes that each node has sent to others."""
