@@ -278,7 +278,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
             if values_M is None:
                 continue
             total_N = in_whole_bucket(values_M, part, whole)
-            dist.all_reduce(total_N, group=_data_parallel_group(group.expert))
+            dist.all_reduce(total_N, group=data_parallel_group(group.expert))
             for parameter in whole.parameters:
                 if turn % size == rank:
                     total_P = total_N[parameter.start : parameter.stop].cpu().clone()
@@ -286,7 +286,8 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
                 turn += 1
 
 
-def _data_parallel_group(expert: bool) -> dist.ProcessGroup:
+def data_parallel_group(expert: bool) -> dist.ProcessGroup:
+    """The ranks that hold this rank's parameters, as `data_place` counts them."""
     if expert:
         group = parallel_state.get_expert_data_parallel_group()
     else:

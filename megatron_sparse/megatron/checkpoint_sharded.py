@@ -150,16 +150,20 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
     for label, (held, rows) in slices.items():
-        # A row that takes none over is zero, but exists: all ranks save the same parameters.
-        value_M = torch.zeros(held.piece.numel)
-        if rows:
-            value_M = add_rows([row.view(-1) for row in loaded[label].values()])
-        if saved.mode == "sum":
-            value_M = part_of_sum(value_M, held)
-        saved.residuals[held.key] = value_M
+        own_rows = [row.view(-1) for row in loaded[label].values()] if rows else []
+        saved.residuals[held.key] = _taken_over(held, own_rows, saved.mode)
     if residuals:
         saved.unknown = _unknown(attachment, found)
     return saved
+
+
+def _taken_over(held: HeldSlice, rows: list[torch.Tensor], mode: str) -> torch.Tensor:
+    """A slice's residual [M]: the sum of saved rows, or the slice's part of a saved sum.
+
+    A slice that takes no row over is zero, but exists: all ranks save the same parameters.
+    """
+    value_M = add_rows(rows) if rows else torch.zeros(held.piece.numel)
+    return part_of_sum(value_M, held) if mode == "sum" else value_M
 
 
 @dataclass(frozen=True)

@@ -117,12 +117,18 @@ def _rounded(totals):
     return {name: values.float() for name, values in totals.items()}
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "overlap", "instances"])
+SAVED = {name: LAYOUTS[name] for name in ("all_reduce", "overlap", "instances")} | {
+    name: (test_parallel.LAYOUTS[name], "rank")
+    for name in ("expert_and_tensor", "virtual_pipeline")
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
 @on_ranks(4, timeout_s=TIMEOUT_S)
 def test_checkpoints_and_changes_of_level_keep_the_residual(rank, name, tmp_path):
     """By what was saved and what loads it."""
     os.environ[NODE_VARIABLE] = str(rank // 2)
-    layout, level = LAYOUTS[name]
+    layout, level = SAVED[name]
     with parallel_state_of(layout):
         with _pruning(layout, level) as run:
             for _ in range(2):

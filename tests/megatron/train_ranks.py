@@ -141,19 +141,21 @@ class Run:
         return {name: view.clone() for name, view in self.attachment.residuals.by_parameter()}
 
     def total_residuals(self) -> dict[str, torch.Tensor]:
-        """Each parameter's residual, added up over all ranks, which hold the same parameters.
+        """Each parameter's residual, added up over all ranks that hold the parameter.
 
         In fp64: exact for sums of two fp32 numbers.
         """
-        whole = {
-            piece.name: torch.zeros(piece.stop - piece.start, dtype=torch.float64)
-            for bucket in self.attachment.buckets
-            for piece in bucket.parameters
-        }
+        from megatron_sparse.megatron.checkpoint_layout import data_parallel_group
+
+        whole, ranks = {}, {}
+        for group in self.attachment.groups:
+            for piece in (each for bucket in group.buckets for each in bucket.parameters):
+                whole[piece.name] = torch.zeros(piece.numel, dtype=torch.float64)
+                ranks[piece.name] = data_parallel_group(group.expert)
         for (name, start), view in self.attachment.residuals.slices():
             whole[name][start : start + view.numel()] += view
-        for values in whole.values():
-            dist.all_reduce(values)
+        for name, values in whole.items():
+            dist.all_reduce(values, group=ranks[name])
         return whole
 
 
