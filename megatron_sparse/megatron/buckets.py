@@ -51,28 +51,19 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
         check_supported(chunk)
         prefix = f"chunk{chunk_index}." if len(chunks) > 1 else ""
         parameters = _ChunkParameters(chunk, prefix, ParameterFilter(config.compression))
-        kinds = (
-            ("group", chunk.bucket_groups),
-            ("expert", getattr(chunk, "expert_parallel_bucket_groups", [])),
-        )
-        for kind, groups in kinds:
-            for group_index, group in enumerate(groups):
-                _check_own(group)
-                attributes = _group_attributes(group.ddp_config)
-                process_group, *others = (getattr(group, name) for name in attributes)
-                instances = others[0] if others else None
-                buckets: list[Bucket] = []
-                for bucket_index, host_bucket in enumerate(group.buckets):
-                    name = f"{prefix}{kind}{group_index}.{bucket_index}"
-                    slices = parameters.slices_of(host_bucket)
-                    bucket = _bucket(
-                        name, host_bucket, slices, group.ddp_config, process_group.size()
-                    )
+        experts = getattr(chunk, "expert_parallel_bucket_groups", [])
+        for kind, hosts in (("group", chunk.bucket_groups), ("expert", experts)):
+            for index, host in enumerate(hosts):
+                _check_own(host)
+                attributes = _group_attributes(host.ddp_config)
+                process_group, *others = (getattr(host, name) for name in attributes)
+                buckets = _buckets(f"{prefix}{kind}{index}", host, parameters, process_group.size())
+                for bucket in buckets:
                     check_op(config.scheme, config.planner, bucket.op)
-                    buckets += in_pieces(bucket, config)
-                is_expert = kind == "expert"
+                pieces = [piece for bucket in buckets for piece in in_pieces(bucket, config)]
+                is_expert, instances = kind == "expert", others[0] if others else None
                 result.append(
-                    GroupBuckets(group, process_group, buckets, is_expert, instances, attributes)
+                    GroupBuckets(host, process_group, pieces, is_expert, instances, attributes)
                 )
     return result
 
@@ -162,20 +153,23 @@ def _remedy_for(chunk: Any) -> str:
     return "attach after the DDP wrap, and without --use-megatron-fsdp and --use-torch-fsdp2"
 
 
-def _bucket(
-    name: str, host_bucket: Any, slices: Sequence[ParameterSlice], ddp_config: Any, world_size: int
-) -> Bucket:
+def _buckets(name: str, host: Any, parameters: _ChunkParameters, world_size: int) -> list[Bucket]:
+    """The buckets of one of Megatron's bucket groups, which so many ranks share."""
+    ddp_config = host.ddp_config
     sharded, averages = ddp_config.use_distributed_optimizer, ddp_config.average_in_collective
-    return Bucket(
-        name,
-        host_bucket.grad_data.view(-1),
-        slices,
-        CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE,
-        world_size,
-        Reduction.AVG if averages else Reduction.SUM,
-        instances=_instances(ddp_config),
-        fp32_sums=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
-    )
+    return [
+        Bucket(
+            f"{name}.{index}",
+            host_bucket.grad_data.view(-1),
+            parameters.slices_of(host_bucket),
+            CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE,
+            world_size,
+            Reduction.AVG if averages else Reduction.SUM,
+            instances=_instances(ddp_config),
+            fp32_sums=getattr(ddp_config, "reduce_scatter_with_fp32_accumulation", False),
+        )
+        for index, host_bucket in enumerate(host.buckets)
+    ]
 
 
 def _is_replicated(parameter: torch.nn.Parameter) -> bool:

@@ -117,7 +117,8 @@ def _until_queued(steps: Stage[int], behind: Gate | None) -> Stage[int | None]:
             return end.value
         if outcome is QUEUED:
             return None
-        if behind is None or not isinstance(outcome, Marker):
+        ends_posting = isinstance(outcome, Marker)
+        if not ends_posting or behind is None:
             yield outcome
         elif behind > GATE:
             yield Gate.PAST_ACROSS

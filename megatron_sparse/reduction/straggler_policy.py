@@ -315,6 +315,7 @@ class StragglerPolicy:
             buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
             return dense_split(n, buffer_bytes, self._link, self._dense)
         wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, plan.value_bits)
+        # `agsparse` sends n - 1 whole messages; `direct` all parts but its own of message and sum.
         message_bytes = wire_bytes["agsparse"] / (n - 1)
-        sum_bytes = wire_bytes["direct"] / ((n - 1) / n) - message_bytes
+        sum_bytes = wire_bytes["direct"] * n / (n - 1) - message_bytes
         return sparse_split(n, message_bytes, sum_bytes, self._link)
