@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from megatron_sparse.config.checks import Checked, choice, divides, in_range, number, whole
-from megatron_sparse.errors import ConfigError
 
 
 @dataclass
@@ -18,10 +16,7 @@ class ModelConfig(Checked):
     `configs/model/gpt_tiny`.
 
     Attributes:
-        num_layers: transformer layers; of a `HybridModel`, the layers of its pattern.
-        hybrid_layer_pattern: null builds Megatron's `GPTModel`; a pattern builds its `HybridModel`
-            of these layers: `*` attention, `-` MLP, and `|` between pipeline stages. A GPT of n
-            layers is `*-` n times.
+        num_layers: transformer layers; with `megatron.hybrid_layer_pattern`, that pattern's layers.
         hidden_size: width; a multiple of `num_attention_heads`.
         num_attention_heads: query heads.
         num_query_groups: key-value heads of grouped-query attention; null gives each query head
@@ -39,7 +34,6 @@ class ModelConfig(Checked):
     SECTION = "model"
 
     num_layers: int = whole(4, 1)
-    hybrid_layer_pattern: str | None = None
     hidden_size: int = whole(160, 1)
     num_attention_heads: int = whole(4, 1)
     num_query_groups: int | None = whole(None, 1)
@@ -57,26 +51,6 @@ class ModelConfig(Checked):
         heads = "model.num_attention_heads"
         divides(heads, self.num_attention_heads, "model.hidden_size", self.hidden_size)
         divides("model.num_query_groups", self.query_groups, heads, self.num_attention_heads)
-        if self.hybrid_layer_pattern is not None:
-            self._check_pattern(self.hybrid_layer_pattern)
-
-    def _check_pattern(self, pattern: str) -> None:
-        if re.fullmatch(r"\*[*-]*(\|[*-]+)*", pattern) is None:
-            raise ConfigError(
-                "model.hybrid_layer_pattern is not a pattern of these layers",
-                expected="* (attention) first, then * and - (MLP), | between pipeline stages",
-                got=repr(pattern),
-                remedy="for other layers call megatron_sparse.install in Megatron's own "
-                "pretrain_hybrid.py",
-            )
-        layers = len(pattern.replace("|", ""))
-        if layers != self.num_layers:
-            raise ConfigError(
-                "model.num_layers is not the number of layers in model.hybrid_layer_pattern",
-                expected=layers,
-                got=self.num_layers,
-                remedy=f"set model.num_layers={layers}",
-            )
 
     @property
     def query_groups(self) -> int:

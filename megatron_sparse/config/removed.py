@@ -26,6 +26,7 @@ REMOVED: Mapping[str, str] = {
     "compression=threshold_reuse": "set compression=topk99, and fewer compression.samples",
     "data.num_workers": "set megatron.num_workers=N",
     "model.attention_dropout": "set megatron.attention_dropout=P; without it model.dropout counts",
+    "model.hybrid_layer_pattern": "set megatron.hybrid_layer_pattern=PATTERN",
     "model.init_std": "set megatron.init_method_std=S",
     "model.rotary_base": "set megatron.rotary_base=N",
     "parameters.coder": "leave it out: parameters' moves are coded by rANS",

@@ -241,14 +241,6 @@ class RunConfig(Checked):
         divides(by_tensor, tensor, "the width of the MLP", self.model.ffn_width)
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
         divides(by_stages, pipeline, "model.num_layers", self.model.num_layers)
-        stages = (self.model.hybrid_layer_pattern or "").count("|") + 1
-        if stages > 1 and stages != pipeline:
-            raise ConfigError(
-                "model.hybrid_layer_pattern has other pipeline stages than the run",
-                expected=f"{pipeline} stages, as training.pipeline_parallel says",
-                got=f"{stages} stages in {self.model.hybrid_layer_pattern}",
-                remedy=f"set training.pipeline_parallel={stages}, or move the |",
-            )
         divides(
             f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
             self.training.micro_batch_size * self.data_parallel,

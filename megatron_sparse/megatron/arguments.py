@@ -97,8 +97,6 @@ def model_flags(model: ModelConfig) -> dict[str, object]:
     if model.query_groups != model.num_attention_heads:
         flags["group_query_attention"] = True
         flags["num_query_groups"] = model.query_groups
-    if model.hybrid_layer_pattern is not None:
-        flags["hybrid_layer_pattern"] = model.hybrid_layer_pattern
     if not model.tied_embeddings:
         flags["untie_embeddings_and_output_weights"] = True
     return flags
@@ -118,7 +116,8 @@ def derived_flags(
     training = config.training
     flags = model_flags(config.model)
     flags |= PRECISION_FLAGS[training.precision] | _kernel_flags(config.cluster.device)
-    if "hybrid_layer_pattern" in flags and flags.get("transformer_impl") == "local":
+    hybrid = config.megatron.get("hybrid_layer_pattern") is not None
+    if hybrid and flags.get("transformer_impl") == "local":
         flags["spec"] = ["megatron_sparse.megatron.local_hybrid", "local_stack_spec"]
     flags |= {
         "tensor_model_parallel_size": training.tensor_parallel,

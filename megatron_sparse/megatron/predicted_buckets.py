@@ -1,10 +1,11 @@
 """The gradient buckets that Megatron will make for a run, before it has built the model.
 
 For a rank of the first pipeline stage, which has the embeddings. Parameters are those of the
-`model` section: flags of the `megatron` section that change the layers are not followed. Their
-order is that of Megatron's modules, and the cut into buckets follows its rule (`ParamAndGradBuffer`
-and, with padding, `DistributedOptimizer`): from the last parameter to the first one, a bucket ends
-when it has `bucket_size` elements. Imports no megatron and allocates nothing.
+`model` section, and of the `megatron` section's pattern of layers; its other flags are not
+followed. Their order is that of Megatron's modules, and the cut into buckets follows its rule
+(`ParamAndGradBuffer` and, with padding, `DistributedOptimizer`): from the last parameter to the
+first one, a bucket ends when it has `bucket_size` elements. Imports no megatron and allocates
+nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_sparse.bucket import Bucket, CollectiveOp, ParameterSlice
+from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.compression.parameters import ParameterFilter
 from megatron_sparse.config.model import ModelConfig
 from megatron_sparse.config.run import RunConfig
@@ -64,7 +65,7 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
     if model.position_embedding_type == "learned_absolute":
         name = "embedding.position_embeddings.weight"
         found.append(PredictedParameter(name, (model.positions, hidden), copied))
-    for index, kinds in enumerate(_layers(model, stages)):
+    for index, kinds in enumerate(_layers(config, stages)):
         found += _layer(f"decoder.layers.{index}", kinds, model, tensor)
     if stages == 1:
         found += _norm("decoder.final_layernorm", hidden, copied=copied)
@@ -73,11 +74,12 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
     return found
 
 
-def _layers(model: ModelConfig, stages: int) -> list[str]:
+def _layers(config: RunConfig, stages: int) -> list[str]:
     """The kinds of each layer of the first stage: attention (*), MLP (-)."""
-    if model.hybrid_layer_pattern is not None:
-        return list(model.hybrid_layer_pattern.split("|")[0])
-    return ["*-"] * (model.num_layers // stages)
+    pattern = config.megatron.get("hybrid_layer_pattern")
+    if pattern is not None:
+        return list(pattern.split("|")[0])
+    return ["*-"] * (config.model.num_layers // stages)
 
 
 def _layer(
@@ -117,41 +119,53 @@ def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
     sharded = config.training.use_distributed_optimizer
     instances = int(config.megatron.get("num_distributed_optimizer_instances", 1))
     ranks = config.data_parallel // instances
-    most, parameters = _bucket_numel(config), predicted_parameters(config, vocab_size)
+    parameters = predicted_parameters(config, vocab_size)
     # Tied embeddings whose other copy is on the last stage get a bucket of their own.
     apart = sharded and config.model.tied_embeddings and config.training.pipeline_parallel > 1
     parameter_filter, dtype = ParameterFilter(config.compression), _gradient_dtype(config)
     buckets: list[Bucket] = []
-    pieces: list[ParameterSlice] = []
-
-    def end_bucket() -> None:
-        """Makes a bucket of `pieces`, and empties them."""
+    for placed in _cut(parameters, _bucket_numel(config), aligned=sharded, first_apart=apart):
+        pieces = tuple(
+            parameter_filter.slice_of(
+                each.name, start, start + each.numel, each.shape, each.replicated
+            )
+            for each, start in placed
+        )
         numel = pieces[-1].stop
         size = _up(numel, math.lcm(ranks, BUCKET_ALIGNMENT)) if sharded else numel
         with FakeTensorMode():
             grad_N = torch.empty(size, dtype=dtype, device=config.cluster.device)
         op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
         name = f"dense.{len(buckets)}"
-        buckets.append(Bucket(name, grad_N, tuple(pieces), op, ranks, instances=instances))
-        pieces.clear()
+        buckets.append(Bucket(name, grad_N, pieces, op, ranks, instances=instances))
+    return buckets
 
+
+type _Placed = list[tuple[PredictedParameter, int]]
+"""The parameters of a bucket, each with its first element there."""
+
+
+def _cut(
+    parameters: list[PredictedParameter], most: float, *, aligned: bool, first_apart: bool
+) -> list[_Placed]:
+    """Cuts the parameters into buckets, from the last one to the first.
+
+    Args:
+        parameters: in the order of Megatron's modules.
+        most: a bucket ends when it has so many elements.
+        aligned: parameters begin at multiples of `PARAMETER_ALIGNMENT`.
+        first_apart: the first parameter has a bucket of its own.
+    """
+    buckets: list[_Placed] = [[]]
+    stop = 0  # of the last bucket
     for index, parameter in reversed(list(enumerate(parameters))):
-        is_alone = apart and index == 0
-        if is_alone and pieces:
-            end_bucket()
-        start = pieces[-1].stop if pieces else 0
-        if sharded:
-            start = _up(start, PARAMETER_ALIGNMENT)
+        is_apart = first_apart and index == 0
+        if buckets[-1] and (stop >= most or is_apart):
+            buckets.append([])
+            stop = 0
+        start = _up(stop, PARAMETER_ALIGNMENT) if aligned else stop
         stop = start + parameter.numel
-        pieces.append(
-            parameter_filter.slice_of(
-                parameter.name, start, stop, parameter.shape, parameter.replicated
-            )
-        )
-        if is_alone or stop >= most:
-            end_bucket()
-    if pieces:
-        end_bucket()
+        buckets[-1].append((parameter, start))
     return buckets
 
 

@@ -165,10 +165,6 @@ def test_nulls_of_a_model_stand_for_the_usual():
         ),
         (ModelConfig, {"position_embedding_type": "alibi"}, "position_embedding_type"),
         (ModelConfig, {"dropout": 1.5}, "dropout"),
-        (ModelConfig, {"hybrid_layer_pattern": "M-*-"}, "pretrain_hybrid.py"),
-        (ModelConfig, {"hybrid_layer_pattern": "-*-*"}, "* (attention) first"),
-        (ModelConfig, {"hybrid_layer_pattern": "*-||*-"}, "hybrid_layer_pattern"),
-        (ModelConfig, {"hybrid_layer_pattern": "*-*-*"}, "set model.num_layers=5"),
         # Exactly one source of data.
         (DataConfig, {"dir": None}, "data"),
         (DataConfig, {"dir": "a", "prefix": "b"}, "data"),
@@ -206,11 +202,6 @@ def test_nulls_of_a_model_stand_for_the_usual():
                 "model": ModelConfig(num_layers=3),
             },
             "num_layers",
-        ),
-        (
-            RunConfig,
-            {"model": ModelConfig(num_layers=4, hybrid_layer_pattern="*-|*-")},
-            "set training.pipeline_parallel=2",
         ),
     ],
 )

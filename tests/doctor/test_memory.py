@@ -1,5 +1,7 @@
 """`doctor --memory`: the account of a run that has not started."""
 
+from typing import Any
+
 import pytest
 
 from megatron_sparse.config.model import ModelConfig
@@ -30,18 +32,19 @@ def test_the_page_describes_every_item() -> None:
 
 
 def test_parameters_by_hand() -> None:
-    def count(num_layers: int = 1, **fields: object) -> int:
+    def count(num_layers: int = 1, megatron: dict[str, Any] | None = None, **fields: object) -> int:
         shape = {"hidden_size": 4, "num_attention_heads": 1, "seq_length": 8}
         model = ModelConfig(num_layers=num_layers, **shape, **fields)
-        return sum(each.numel for each in predicted_parameters(RunConfig(model=model), 100))
+        config = RunConfig(model=model, megatron=megatron or {})
+        return sum(each.numel for each in predicted_parameters(config, 100))
 
     # embeddings 128 * 4 (100 padded) and 8 * 4; layer norms 2 * 8; qkv 4 * 12 + 12;
     # projection 4 * 4 + 4; MLP 2 * 4 * 16 + 16 + 4; last norm 8.
     assert count() == 512 + 32 + 16 + 60 + 20 + 148 + 8
     assert count(tied_embeddings=False) == count() + 512
     assert count(position_embedding_type="rope") == count() - 32
-    assert count(4, hybrid_layer_pattern="*-*-") == count(2)
-    assert count(5, hybrid_layer_pattern="*-*--") == count(2) + 8 + 148
+    assert count(4, {"hybrid_layer_pattern": "*-*-"}) == count(2)
+    assert count(5, {"hybrid_layer_pattern": "*-*--"}) == count(2) + 8 + 148
 
 
 def test_tensor_parallel_ranks_share_what_they_do_not_copy() -> None:

@@ -305,7 +305,8 @@ def test_predicted_parameters_are_those_of_megatrons_models(rank):
         derived = arguments.derived_flags(
             config, Path("unused"), vocab_size=vocab_size, data_prefix=None
         )
-        sys.argv[1:] = arguments.command_line(derived, {}, arguments.megatron_parser())
+        parser = arguments.megatron_parser()
+        sys.argv[1:] = arguments.command_line(derived, config.megatron, parser)
         parsed = parse_args()
         validate_args(parsed)
         model_config = model_config_of(parsed)
@@ -314,7 +315,7 @@ def test_predicted_parameters_are_those_of_megatrons_models(rank):
         predicted = predicted_parameters(config, vocab_size)
         made = sum(parameter.numel() for parameter in model.parameters())
         assert made == sum(each.numel for each in predicted), name
-        hybrid = config.model.hybrid_layer_pattern is not None
+        hybrid = "hybrid_layer_pattern" in config.megatron
         assert type(model).__name__ == ("HybridModel" if hybrid else "GPTModel")
 
 
@@ -360,31 +361,7 @@ class TestLauncher:
 
 
 class TestRuns:
-    """Real runs of two ranks, plain Megatron; those with the plugin are in test_pretrain."""
-
-    @pytest.mark.parametrize(
-        "parallel",
-        [
-            ["training.tensor_parallel=2", "model.num_query_groups=2"],
-            ["training.pipeline_parallel=2", "tracking=default", "tracking.wandb=offline"],
-        ],
-        ids=["tensor", "pipeline"],
-    )
-    def test_model_parallel(self, tmp_path, parallel):
-        """Each rank has its part of the batch; dashboards write into the run's folder."""
-        validating = ("training.eval_interval=3", "training.eval_iters=1")
-        plain = ("tracking=off", "plugin=false", "name=it", f"runs_dir={tmp_path}")
-        done = run(TRAIN, *SMALL, *plain, *validating, *parallel)
-        assert done.returncode == 0, done.stdout + done.stderr
-        losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
-        assert len(losses) == 3
-        # A model without knowledge has a loss of log(512) = 6.24; an untrained one is within 10 %.
-        assert losses[0] == pytest.approx(6.24, abs=0.1)
-        assert "validation loss at iteration 3" in done.stdout
-        assert done.stderr == ""
-        tracked = "tracking=default" in parallel
-        assert bool(list(tmp_path.glob("it/tensorboard/events*"))) is tracked
-        assert bool(list(tmp_path.glob("it/wandb/offline-run-*/*.wandb"))) is tracked
+    """As a user starts them; test_pretrain and test_resume have the runs themselves."""
 
     def test_a_mistake_that_only_megatron_finds_is_one_error(self, tmp_path):
         said = ("tracking=off", f"runs_dir={tmp_path}", "megatron.overlap_param_gather=true")
