@@ -12,6 +12,7 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_sparse.telemetry.lines import write_whole
 
@@ -132,6 +133,11 @@ def _damage_of_distributed(saved: Path) -> str | None:
             json.loads((saved / "metadata.json").read_text("utf-8"))
         except (OSError, ValueError):
             return "metadata.json is missing or damaged"
+    return _short_file(saved, metadata)
+
+
+def _short_file(saved: Path, metadata: Any) -> str | None:
+    """The first file that is missing, or shorter than the metadata says; None if all are whole."""
     file_sizes: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         end = place.offset + place.length

@@ -21,7 +21,7 @@ from megatron_sparse.config.parameters import COMPRESSED
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.bucket_group import TimedHandle
-from megatron_sparse.megatron.buckets import GroupBuckets
+from megatron_sparse.megatron.buckets import GroupBuckets, device_of
 from megatron_sparse.megatron.parameter_masters import (
     MASTERS_ELSEWHERE,
     LossyBucket,
@@ -34,8 +34,8 @@ from megatron_sparse.parameters.choice import GatherChooser
 from megatron_sparse.parameters.gather import ExactGather, ShardGather, dense_gather_bytes
 from megatron_sparse.parameters.lossy import LossyGather, LossyWay
 from megatron_sparse.parameters.price import MOVE_BITS
-from megatron_sparse.planner.link_timing import complete, gather_rows
 from megatron_sparse.recording import GatherRecord, RecordSink
+from megatron_sparse.reduction.host_state import on_every_rank
 from megatron_sparse.reduction.job import Pending
 from megatron_sparse.reduction.progress import Progress
 from megatron_sparse.reduction.reducer import GradientReducer
@@ -95,7 +95,7 @@ class ParameterGathers:
             CommunicationError: ranks have different settings.
         """
         method = config.parameters.method
-        reasons = _reasons_for_raw(groups, method, reducer_of, optimizer)
+        reasons = _reasons_for_raw(groups, method, optimizer)
         choosers: dict[int, GatherChooser] = {}
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
@@ -247,10 +247,7 @@ def why_raw(group: GroupBuckets) -> str | None:
 
 
 def _reasons_for_raw(
-    groups: Sequence[GroupBuckets],
-    method: str,
-    reducer_of: Callable[[GroupBuckets], GradientReducer],
-    optimizer: Any,
+    groups: Sequence[GroupBuckets], method: str, optimizer: Any
 ) -> list[str | None]:
     """Why each group stays raw; None for one that can be compressed. Collective if lossy.
 
@@ -266,15 +263,15 @@ def _reasons_for_raw(
         return reasons
     spans = optimizer_spans(optimizer)
     return [
-        reason or _agreed(masters_elsewhere(group, spans), reducer_of(group).transport)
+        reason or _agreed(masters_elsewhere(group, spans), group)
         for group, reason in zip(groups, reasons, strict=True)
     ]
 
 
-def _agreed(reason: str | None, transport: Transport) -> str | None:
+def _agreed(reason: str | None, group: GroupBuckets) -> str | None:
     """The reason, if any rank of the group has one. Collective."""
-    rows = complete(gather_rows([float(reason is not None)], transport))
-    return MASTERS_ELSEWHERE if bool(rows.any()) else None
+    on_all = on_every_rank(reason is None, device_of(group.buckets), group.process_group)
+    return None if on_all else MASTERS_ELSEWHERE
 
 
 def _on_gpu(group: GroupBuckets) -> str | None:

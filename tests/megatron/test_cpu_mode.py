@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -91,13 +90,6 @@ def test_a_missing_symbol_is_named(symbol):
         cpu_mode._apply([patch])
     assert symbol in str(caught.value)
     assert "the test" in str(caught.value)
-
-
-def test_every_patched_symbol_exists_and_names_its_user():
-    for patch in cpu_mode.CORE_PATCHES:
-        assert resolve_name(patch.symbol) is not None
-        assert len(patch.needed_by) > 10
-    assert len({patch.symbol for patch in cpu_mode.CORE_PATCHES}) == len(cpu_mode.CORE_PATCHES)
 
 
 @pytest.mark.parametrize("kind", ["Stream", "Event"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from packaging.version import Version
 
+from megatron_sparse.config.parameters import ParametersConfig
 from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import host_symbols
 from tests.megatron.test_versions import OLDEST
@@ -45,12 +46,6 @@ def test_the_tested_versions_are_those_of_the_tests_and_of_the_page():
     assert host_symbols.TESTED[0] == OLDEST
     installed = importlib.metadata.version("megatron-core")
     assert Version(installed) >= Version(host_symbols.NEWEST_TESTED)
-
-
-def test_attach_needs_fewer_symbols_than_install():
-    attach = {symbol.name for symbol in host_symbols.find_host_symbols("attach")}
-    install = {symbol.name for symbol in host_symbols.find_host_symbols("install")}
-    assert attach < install
 
 
 def _without(monkeypatch, module_name, replacement):
@@ -105,16 +100,16 @@ def test_a_model_that_is_not_megatrons_ddp_is_refused():
         attach(SimpleNamespace(config=None))
 
 
-def test_fp16_without_the_optimizer_is_refused():
+@pytest.mark.parametrize(
+    ("setting", "options", "words"),
+    [
+        ({"fp16": True}, {}, "fp16 training"),
+        ({"calculate_per_token_loss": True}, {}, "a loss per token"),
+        ({}, {"parameters": ParametersConfig("exact")}, "parameters.method=exact"),
+    ],
+)
+def test_what_needs_the_optimizer_is_refused_without_it(setting, options, words):
     from megatron_sparse.megatron import attach
 
-    with pytest.raises(ConfigError, match="fp16 training needs the optimizer"):
-        attach(SimpleNamespace(config=SimpleNamespace(fp16=True)))
-
-
-def test_a_config_and_single_options_together_are_refused():
-    from megatron_sparse.config.sparse import SparseConfig
-    from megatron_sparse.megatron import attach
-
-    with pytest.raises(ConfigError, match="both a config and single options"):
-        attach([], config=SparseConfig(), density=0.1)
+    with pytest.raises(ConfigError, match=f"{words} needs the optimizer"):
+        attach(SimpleNamespace(config=SimpleNamespace(**setting)), **options)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron.small_gpt import SmallGPTConfig
 from megatron_sparse.transport.membership import NODE_VARIABLE
 from tests.megatron.train_ranks import SPARSE, equal, on_ranks, running
@@ -164,14 +163,3 @@ def test_rerun_mode_does_not_update_the_residual_twice(rank, level, ranks):
             assert runs == [1, 1 if repeated is None else 2, 1]
             found.append({"weights": run.model.weights()} | run.residuals())
     assert equal(*found)
-
-
-@on_ranks(2)
-def test_a_loss_per_token_without_the_optimizer_is_refused(rank):
-    from megatron_sparse.megatron import attach
-
-    with (
-        _running(attached=False, loss_per_token=True) as run,
-        pytest.raises(ConfigError, match="needs the optimizer"),
-    ):
-        attach(run.model.ddp, config=None, **SPARSE)

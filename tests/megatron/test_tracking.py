@@ -9,6 +9,7 @@ import pytest
 
 from megatron_sparse.profiler_ranges import PREFIX
 from megatron_sparse.recording import STEP_STAGES
+from megatron_sparse.reduction.straggler_policy import SLOW_RANK
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.dashboard import SECTIONS
 from megatron_sparse.telemetry.metrics import METRICS, known
@@ -16,6 +17,8 @@ from tests.megatron.test_pretrain import launch, lines
 from tests.tracked import tensorboard_scalars, wandb_history, wandb_records
 
 ITERATIONS, EVERY = 8, 2
+SLOW_MS = 400.0
+"""So long rank 1 sleeps in each backward pass: more than ranks differ on a loaded machine."""
 OF_MEGATRON = {"train/loss", "train/grad_norm", "train/learning_rate", "comm/wire_ratio"}
 SECRET = "planted-secret"
 PLANTED = ("WANDB_API_KEY", "PGPASS", "HF_CRED", "COOKIE", "AWS_SESSION", "SLURM_JWT", "NO_NAME")
@@ -31,6 +34,7 @@ def run(tmp_path_factory) -> Path:
         patch.setenv("DATABASE_URL", f"postgres://me:{SECRET}@host/db")
         patch.setenv("SLURM_EXPORT_ENV", f"ALL,PGPASS={SECRET}")
         patch.setenv("SLURM_JOB_ID", "7")
+        patch.setenv(SLOW_RANK, f"1:{SLOW_MS}")
         for place in ("CONFIG", "CACHE", "DATA"):
             patch.setenv(f"WANDB_{place}_DIR", str(folder / "home" / place))
         return launch(
@@ -112,6 +116,17 @@ def test_the_waits_for_the_buckets_add_up_to_the_exposed_time(run):
         waits_ms[line["iteration"]] += line["exposed_us"] / 1e3
     for line in lines(run, "breakdown"):
         assert waits_ms[line["iteration"]] == pytest.approx(line["stage_ms"]["host_wait"], abs=1e-2)
+
+
+def test_the_delays_of_ranks_are_in_the_run(run):
+    summary = json.loads((run / "summary.json").read_text())["stragglers"]
+    assert summary["max_ms"] > SLOW_MS / 2
+    delays = lines(run, "readiness")
+    first = [line for line in delays if line["bucket"] == delays[0]["bucket"]]
+    assert [line["iteration"] for line in first] == list(range(1, ITERATIONS - 1)), "two late"
+    # The first iteration also loads and allocates, which takes ranks differently long.
+    assert all(line["waited_ms"][1] == 0 for line in first[1:])
+    assert lines(run, "breakdown")[-1]["extra"]["straggler/delay_ms"] > SLOW_MS / 2
 
 
 def test_every_name_is_listed_and_every_name_of_such_a_run_is_present(run):

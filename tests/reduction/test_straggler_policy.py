@@ -140,6 +140,8 @@ def test_the_pinned_mode_exchanges_nothing():
     assert group.step(0, _late(0, 9.0)) == (3, "straggler")
     assert group.step(1, [0.0] * N, plan=_plan("direct", 0.01)) == (3, "straggler_direct")
     assert group.step(2, [0.0] * N, plan=_plan("agsparse", 0.01)) == (None, "agsparse")
+    pinned = {"scheme": "straggler_direct", "rank": 3, "least_delay_ms": None}
+    assert group.policies[0].report(_bucket(), _plan("direct", 0.01)) == pinned
     assert not any(sink.readiness for sink in group.sinks)
     assert not group.cluster.pending_arrivals
 
