@@ -14,9 +14,8 @@ from tests.megatron.train_ranks import equal, logged, of_all_ranks, on_ranks, ru
 
 # A busy machine takes minutes to train a layout on four ranks.
 pytestmark = pytest.mark.timeout(600)
-slow = pytest.mark.slow
 WORLD_SIZE = 4
-STEPS, LOADED = 6, 3
+STEPS, LOADED, MANY_STEPS = 6, 3, 200
 BOTH = SHARDED | OVERLAP | {"overlap_param_gather": True}
 
 LAYOUTS = {
@@ -49,13 +48,13 @@ SMALL = Layout(ddp=SHARDED)
 EXACT, LOSSY = (ParametersConfig(each, verify_every=1) for each in ("exact", "lossy"))
 
 
-def _train(layout, parameters=None):
+def _train(layout, parameters=None, steps=STEPS):
     """Losses, records, memory, and the parameters after each step's forward pass and at the end."""
     seen, saved = [], None
     options = {} if parameters is None else {"scheme": "dense", "parameters": parameters}
     with running(layout, **options) as run:
         model = run.model
-        for step in range(STEPS):
+        for step in range(steps):
             run.losses.append(model.gradients())
             # Without a gather of its own: what the forward pass has gathered.
             seen.append(model.held())
@@ -80,13 +79,19 @@ def _state(chunk):
     }
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(each, marks=slow) for each in SLOW)])
-@on_ranks(WORLD_SIZE)
-def test_every_rank_holds_megatrons_own_bits_after_each_step(rank, name):
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *((name, STEPS) for name in LAYOUTS),
+        *(pytest.param(name, MANY_STEPS, marks=pytest.mark.slow) for name in LAYOUTS | SLOW),
+    ],
+)
+@on_ranks(WORLD_SIZE, timeout_s=580)
+def test_every_rank_holds_megatrons_own_bits_after_each_step(rank, name, steps):
     """Also where fp16's loss scale skips the first step."""
     layout = (LAYOUTS | SLOW)[name]
     with parallel_state_of(layout):
-        plain, exact = (_train(layout, parameters) for parameters in (None, EXACT))
+        plain, exact = (_train(layout, parameters, steps) for parameters in (None, EXACT))
     assert exact["losses"] == plain["losses"]
     assert all(map(equal, exact["seen"], plain["seen"]))
     assert not equal(plain["seen"][1], plain["seen"][-1]), "the model does not learn anything"
