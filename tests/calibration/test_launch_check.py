@@ -161,7 +161,7 @@ def test_a_rank_that_never_comes_ends_the_command(calibrate, monkeypatch):
     # As torchrun's agent does.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    ranks = [calibrate(rank, store.port, 5) for rank in (0, 1)]
+    ranks = [calibrate(rank, store.port, 10) for rank in (0, 1)]
     for process, _ in ranks:
         process.join(DEADLINE_S)
     said = "".join(printed.read_text() for _, printed in ranks)
