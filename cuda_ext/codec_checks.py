@@ -125,11 +125,14 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
-    check_message_dtype(op, spec.value_dtype)
     code = spec.record_format
-    if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP and code != wire.FORMAT_RICE:
+    if code == wire.FORMAT_RICE:
+        return check_message_dtype(op, spec.value_dtype)
+    check_code(op, "value_dtype", spec.value_dtype)
+    if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP:
         expected = "-1 (adaptive), a format code from 0 to 3, or 8 (Rice)"
         raise refusal(op, "record_format is unknown", expected, code)
+    return None
 
 
 def check_scratch(
