@@ -18,8 +18,6 @@ from megatron_sparse.bench.exchange.options import (
     CollectiveSweep,
     GatherSweep,
     NodePlace,
-    Place,
-    RowSparseSweep,
 )
 from megatron_sparse.bench.options import Options, add_command, command
 from megatron_sparse.bench.study.options import (
@@ -53,7 +51,6 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (ParameterSweep, None),
     (BucketSweep, None),
     (GatherSweep, NodePlace),
-    (RowSparseSweep, Place),
     (CollectiveSweep, NodePlace),
     (OverheadOptions, None),
 )

@@ -18,6 +18,8 @@ RENAMED: dict[str, str] = {
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `report RUN`, which has measured over predicted times",
+    "bench row-sparse": "see docs/ddp.md for its times; `bench codecs --format row_sparse` times "
+    "the encoder",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
     "schedule": "use `simulate --paper stragglar`, which draws what schedules cost",
     "stragglers": "use `report RUN`, which has table and CDF; delays are in readiness.jsonl",
@@ -38,9 +40,6 @@ OPTIONS: dict[str, str] = {
     "bench gather --coder": "leave it out: moves are coded by rANS",
     "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
-    "bench row-sparse --alpha-us": "use real ranks: `bench row-sparse --ranks N`",
-    "bench row-sparse --gbit": "use real ranks: `bench row-sparse --ranks N`",
-    "bench row-sparse --virtual": "use real ranks: `bench row-sparse --ranks N`",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from megatron_sparse.bench.exchange.options import CalibrationOptions, Place, Rounds
+from megatron_sparse.bench.exchange.options import CalibrationOptions, NodePlace, Place, Rounds
 from megatron_sparse.bench.table import HostLoad, foreign_share, print_rows, torch_threads
 from megatron_sparse.calibration.launch_check import meet, open_store
-from megatron_sparse.errors import CommunicationError, ConfigError, MegatronSparseError
+from megatron_sparse.errors import CommunicationError, MegatronSparseError
 from megatron_sparse.reduction.progress import progress_on
 from megatron_sparse.run import launchers, local_ranks
 from megatron_sparse.run.rows import CellRow, show_progress, write_rows
@@ -100,10 +100,10 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         """Every case on virtual ranks.
 
         Raises:
-            ConfigError: the bench has none, or they do not fit into this machine's memory.
+            ConfigError: they do not fit into this machine's memory.
             MegatronSparseError: a collective refuses a case.
         """
-        raise ConfigError(f"{cases.NAME} --virtual", expected="real ranks", got="virtual ones")
+        raise NotImplementedError
 
     @classmethod
     def check(cls, cases: Cases, ranks: int, *, virtual: bool) -> None:
@@ -251,7 +251,7 @@ def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int 
 
 
 def run[Cases: Rounds](
-    bench: type[Bench[Cases]], sweep: Cases, place: Place, json_path: Path | None = None
+    bench: type[Bench[Cases]], sweep: Cases, place: NodePlace, json_path: Path | None = None
 ) -> int:
     """Starts the ranks that are missing, or does one rank's part; returns the exit code.
 

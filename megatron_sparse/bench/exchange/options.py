@@ -44,19 +44,17 @@ BUCKET_CODECS = ("cuda", "torch")
 
 @dataclass(frozen=True, kw_only=True)
 class Place(Options):
-    """Where the ranks are; `virtual` is an option of the benches that have virtual ranks."""
+    """Where ranks of this machine are: on the loopback, or on hosts of the test bed."""
 
     ranks: int | None = option(None, "4, or as many as a launcher has started.", min=1)
     netbed: bool = option(False, "On the test bed; needs root.", flag="--netbed")
-    virtual: bool = False
+    ranks_per_node: int | None = option(
+        None, "Ranks on each host of the test bed; 1 by default.", min=1
+    )
 
     def nodes(self, ranks: int) -> int:
         """Hosts of the test bed."""
-        return ranks
-
-    def topology(self, ranks: int) -> Topology:
-        """The virtual cluster."""
-        raise NotImplementedError
+        return -(-ranks // (self.ranks_per_node or 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +78,8 @@ class NodePlace(Place):
                 remedy="leave out --ranks-per-node; a launcher places ranks by its own options",
             )
 
-    def nodes(self, ranks: int) -> int:
-        """See `Place`."""
-        return -(-ranks // (self.ranks_per_node or 1))
-
     def topology(self, ranks: int) -> Topology:
-        """See `Place`."""
+        """The virtual cluster."""
         from megatron_sparse.transport import Link, Topology
 
         intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (INTRA_GBIT, self.inter_gbit))
@@ -196,18 +190,6 @@ class GatherSweep(Rounds):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowSparseSweep(Rounds):
-    """Row-sparse all-reduce beside torch's sparse and dense ones; see docs/ddp.md."""
-
-    NAME = "bench row-sparse"
-    RUNNER = "exchange.row_sparse"
-
-    num_rows: int = option(50_000, "Rows of the embedding.", min=1)
-    width: int = option(256, "Elements of a row.", min=1)
-    rows: int = option(4096, "Tokens of each rank's batch.", min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BucketSweep(Sizes):
     """One bucket on this device, without a network: time, waits, overlap."""
 
@@ -242,11 +224,6 @@ class CalibrationPlace(Place):
 
     ranks: int | None = option(None, "Default: the ranks that a launcher started, else 2.", min=1)
     mbit: int | None = option(None, "Link rate of the test bed in Mbit/s.", min=1)
-    ranks_per_node: int = option(1, "Ranks on each node of the test bed.", min=1)
-
-    def nodes(self, ranks: int) -> int:
-        """See `Place`."""
-        return -(-ranks // self.ranks_per_node)
 
 
 @dataclass(frozen=True, kw_only=True)
