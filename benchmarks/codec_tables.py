@@ -22,7 +22,6 @@ COLUMNS = (
     "time (ms)",
     "copy (ms)",
     "time / copy",
-    "read or write alone (ms)",
     "torch (ms)",
     "best other peer (ms)",
 )
@@ -47,7 +46,7 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     size = own["count"] * _ITEM_BYTES[own["dtype"]] / 2**20
     head = [f"{size:g}", own["dtype"], f"{own['density']:g}", own["op"], own["format"]]
     if own["wrong"]:
-        return [*head, f"{own['wrong']} wrong", "", "", "", "", ""]
+        return [*head, f"{own['wrong']} wrong", "", "", "", ""]
     peers = [row for row in rows if row["peer"]]
     peers.sort(key=lambda row: not row["peer"].startswith("torch"))
     first = peers[0] if peers else None
@@ -57,7 +56,6 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
         _ms(own["time_us"]),
         _ms(own["copy_us"]),
         f"{own['ratio']:.2f}",
-        "" if own["stream_us"] is None else _ms(own["stream_us"]),
         "" if first is None else f"{_ms(first['peer_us'])} ({_times(first)}, {first['peer']})",
         "" if best is None else f"{_ms(best['peer_us'])} ({_times(best)}, {best['peer']})",
     ]

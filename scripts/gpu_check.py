@@ -323,7 +323,7 @@ def bench_speed(rehearse: bool) -> list[int]:
         )
     ):
         wrong += [row.wrong for row in codecs.run(sweep, json_path(part))]
-    moves = {"rates": (1e-4,), "coders": ("rans",), "device": shared["device"]}
+    moves = {"rates": (1e-4,), "device": shared["device"]}
     for part, size in enumerate((2**16,) if rehearse else (2**26, 2**28, 2**30), start=3):
         sweep = ParameterSweep(elements=size // 2, iters=1 if rehearse else 5, **moves)
         wrong += [row.wrong for row in parameters.run(sweep, json_path(part))]

@@ -200,7 +200,7 @@ class Options:
     """
 
     NAME: ClassVar[str] = ""
-    """The command's, such as `bench prune`."""
+    """The command's, such as `bench codecs`."""
     RUNNER: ClassVar[str] = ""
     """Of a bench that has no more options: the module of this package whose `run` it calls. The
     first line of the class's docstring is the command's help."""

@@ -61,7 +61,7 @@ def copy_action(bytes_moved: int, device: torch.device | str = "cpu") -> Action:
 
 
 def local[Sweep: Options, Row: CellRow](
-    where: str | Callable[[Sweep], str], rows: Callable[[Sweep], Iterable[Row]]
+    where: Callable[[Sweep], str], rows: Callable[[Sweep], Iterable[Row]]
 ) -> Callable[..., list[Row]]:
     """Makes `run` of a bench that is this process alone.
 
@@ -77,8 +77,7 @@ def local[Sweep: Options, Row: CellRow](
 
     def run(sweep: Sweep, json_path: Path | None = None) -> list[Row]:
         with torch_threads(getattr(sweep, "threads", None)):
-            head = where if isinstance(where, str) else where(sweep)
-            return print_rows(head, sweep, rows(sweep), json_path)
+            return print_rows(where(sweep), sweep, rows(sweep), json_path)
 
     return run
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_sparse.bench.codec.options import CodecSweep, ParameterSweep, PruneSweep
+from megatron_sparse.bench.codec.options import CodecSweep, ParameterSweep
 from megatron_sparse.bench.exchange.options import (
     BucketSweep,
     CollectiveSweep,
@@ -47,7 +47,6 @@ Figures = Annotated[
 
 DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
     (CodecSweep, None),
-    (PruneSweep, None),
     (ParameterSweep, None),
     (BucketSweep, None),
     (GatherSweep, NodePlace),

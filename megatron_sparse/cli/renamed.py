@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "bench node": "use `bench collectives --ranks 4`, which measures ranks of this host over gloo",
     "bench peer": "use `bench collectives --scheme direct`, which runs over NCCL",
     "bench planner": "use `report RUN`, which has measured over predicted times",
+    "bench prune": "use `bench codecs --op prune`",
     "bench row-sparse": "see docs/ddp.md for its times; `bench codecs --format row_sparse` times "
     "the encoder",
     "bench stragglers": "use `bench collectives --delay-ms MS`",
@@ -40,6 +41,7 @@ OPTIONS: dict[str, str] = {
     "bench gather --coder": "leave it out: moves are coded by rANS",
     "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
+    "bench parameters --coder": "leave it out: every coder that is installed has rows",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",
@@ -47,6 +49,7 @@ OPTIONS: dict[str, str] = {
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
     "report --baseline": "name that run first: `report BASELINE RUN...`",
+    "view --iteration": "use `report RUN`, or the iteration's line in breakdown.jsonl",
     "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""

@@ -90,10 +90,7 @@ def optional(meaning: str, column: str = "") -> Any:
 
 
 class CellRow:
-    """A dataclass of cells: a line of a table, with columns in the order of the fields, and JSON.
-
-    A class whose columns have another order declares `COLUMNS` itself.
-    """
+    """A dataclass of cells: a line of a table, columns in the order of the fields, and JSON."""
 
     COLUMNS: ClassVar[Columns]
 
@@ -123,8 +120,7 @@ class CellRow:
 def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> list[Row]:
     """Prints rows as they come and writes one JSON object a line; returns them.
 
-    A row of another kind than the one before begins a table. A sweep that is stopped keeps its
-    rows.
+    A sweep that is stopped keeps its rows.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -133,7 +129,7 @@ def print_table[Row: CellRow](rows: Iterable[Row], json_path: Path | None) -> li
     done: list[Row] = []
     for row in rows:
         clear_progress()
-        if not done or type(row) is not type(done[-1]):
+        if not done:
             print(row.COLUMNS.header)
         print(row.line(), flush=True)
         done.append(row)

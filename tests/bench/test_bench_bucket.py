@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bench.exchange.bucket import BucketRow, run
+from megatron_sparse.bench.exchange.bucket import run
 from megatron_sparse.bench.exchange.options import BucketSweep
 from megatron_sparse.run.rows import CellRow, cell
 from tests.tracked import json_lines
@@ -28,13 +28,6 @@ def test_rows(scheme: str, tmp_path: Path) -> None:
             assert written[name] == getattr(row, name) > 0
         assert row.waits is None or torch.cuda.is_available()
     assert not dist.is_initialized(), "the group of one rank is gone"
-
-
-def test_hidden_is_the_share_of_the_shorter_one() -> None:
-    row = BucketRow(bytes=4, scheme="direct", codec="cpu", queues=None, wrong=0)
-    assert row.hidden is None
-    row.time_us, row.busy_us, row.both_us = 10.0, 20.0, 24.0
-    assert row.hidden == pytest.approx(0.6)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""`bench codecs`, `bench prune` and `bench parameters`.
+"""`bench codecs` and `bench parameters`.
 
 Checks before timing, rows on disk and screen; bits of moves against their entropy.
 """
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_sparse.bench.codec import codecs, hashing, parameters, prune, records
+from megatron_sparse.bench.codec import codecs, hashing, parameters, records
 from megatron_sparse.bench.codec.frame import CodecRow
-from megatron_sparse.bench.codec.options import RICE_FORMS, CodecSweep, ParameterSweep, PruneSweep
+from megatron_sparse.bench.codec.options import OPS, RICE_FORMS, CodecSweep, ParameterSweep
 from megatron_sparse.errors import ConfigError
 from tests.programs import ROOT, ended
 from tests.tracked import json_lines
@@ -54,7 +54,7 @@ def quick_oracle(monkeypatch):
 RECORD_OPS = ("prune_encode", "encode", "decode_add", "place", "decode_sum", "seal", "verify")
 FIELDS = {
     *("op", "format", "dtype", "density", "count", "bytes_moved", "time_us", "copy_us"),
-    *("peer", "peer_us", "device", "wrong", "stream_us", "ratio"),
+    *("peer", "peer_us", "device", "wrong", "ratio"),
 }
 
 
@@ -64,29 +64,14 @@ def rows_of(*forms: str, density: float = 0.5, dtype: str = "fp32", **changed) -
 
 
 def test_rows_are_right_timed_and_written(tmp_path, capsys):
-    sweep = CodecSweep(densities=(0.01, 1.0), dtypes=("fp32", "bf16"), **SMALL)
+    sweep = CodecSweep(densities=(0.01, 1.0), dtypes=("fp32", "bf16"), ops=OPS, **SMALL)
     rows = printed_and_written(lambda path: codecs.run(sweep, path), tmp_path, capsys)
-    assert {row.op for row in rows} == set(RECORD_OPS)
-    assert {row.format for row in rows} == {"coo", "pici", "pici_paper", "blocks", "dense"}
+    assert {row.op for row in rows} == {"prune", *RECORD_OPS}
+    assert {row.format for row in rows} == {"-", "coo", "pici", "pici_paper", "blocks", "dense"}
     assert {row.peer for row in rows} >= {"torch nonzero", "torch to_sparse", "numpy"}
     for row in rows:
-        assert is_timed(row, *(() if row.op == "place" else ("peer_us",)))
-        assert (row.stream_us is None) == (row.op not in ("encode", "decode_add"))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "residual_dtype"), [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp32")]
-)
-def test_rows_of_prune_are_right_timed_and_written(dtype, residual_dtype, tmp_path, capsys):
-    sizes = SMALL | {"min_bytes": 2**14}
-    sweep = PruneSweep(densities=[0.01, 0.9], dtype=dtype, residual_dtype=residual_dtype, **sizes)
-    rows = printed_and_written(lambda path: prune.run(sweep, path), tmp_path, capsys)
-    done = [(row.count, row.density, row.op) for row in rows]
-    assert len(set(done)) == 2 * 2 * 3  # sizes, densities, operations
-    for row in rows:
         assert set(row.to_dict()) == FIELDS
-        assert is_timed(row, "peer_us")
-    assert {(r.op, r.format) for r in rows} >= {("encode", "coo"), ("encode", "dense")}
+        assert is_timed(row, *(() if row.op == "place" else ("peer_us",)))
 
 
 def test_rice_records_are_in_the_same_table():
@@ -112,6 +97,7 @@ def test_hashing_and_rows_are_in_the_same_table(density):
     [
         # A byte of the message's first section.
         (records.ops, "prune_encode", lambda _, given: given[4][60:61].bitwise_xor_(1), "coo", 1),
+        (records.ops, "prune_", lambda _, given: given[1].residual_N[-1:].add_(1), "coo", None),
         (records.ops, "decode_add_", lambda _, given: given[0][-1:].add_(1), "rice_q4", None),
         (hashing.hash_bitmap, "encode", lambda made, _: made[-1:].add_(1), "hash_bitmap", None),
         (
@@ -141,20 +127,6 @@ def test_what_is_wrong_is_counted_and_not_timed(module, function, breaks, form, 
     monkeypatch.setattr(module, function, broken)
     row = next(row for row in rows_of(form) if row.wrong)
     assert wrong in (None, row.wrong)
-    assert row.time_us is None
-
-
-def test_a_wrong_prune_is_counted_and_not_timed(monkeypatch):
-    def broken(grad_N, *arguments):
-        nnz = real(grad_N, *arguments)
-        grad_N[:3] = 123.0
-        return nnz
-
-    real = prune.ops.prune_
-    monkeypatch.setattr(prune.ops, "prune_", broken)
-    sweep = PruneSweep(min_bytes=2**12, max_bytes=2**12, densities=[0.01], iters=1)
-    row = next(r for r in prune.run(sweep) if r.op == "prune")
-    assert row.wrong == 3
     assert row.time_us is None
 
 
@@ -193,20 +165,17 @@ def test_the_documentation_s_table_has_a_line_for_each_operation(tmp_path):
 @pytest.mark.parametrize(
     ("sweep", "argument", "value"),
     [
-        *((sweep, *mistake) for sweep in (CodecSweep, PruneSweep) for mistake in TIMED_MISTAKES),
+        *((CodecSweep, *mistake) for mistake in TIMED_MISTAKES),
         (CodecSweep, "densities", [1.5]),
         (CodecSweep, "dtypes", ["fp8"]),
         (CodecSweep, "forms", ["csr"]),
         (CodecSweep, "ops", ["sort"]),
         (CodecSweep, "device", "tpu"),
-        (PruneSweep, "densities", [1.0]),
-        (PruneSweep, "residual_dtype", "fp16"),
-        (ParameterSweep, "coders", ("gzip",)),
         (ParameterSweep, "rates", (-1.0,)),
     ],
 )
 def test_every_bench_of_codecs_refuses(sweep, argument, value):
-    sizes = {"min_bytes": 4, "max_bytes": 64} if sweep in (CodecSweep, PruneSweep) else {}
+    sizes = {"min_bytes": 4, "max_bytes": 64} if sweep is CodecSweep else {}
     with pytest.raises(ConfigError, match=rf"{sweep.NAME}: [\w-]+ is out of range"):
         sweep(**(sizes | {argument: value}))
 
@@ -252,7 +221,7 @@ def test_moves_of_a_real_run():
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_other_dtypes(dtype):
-    rows = parameters.run(ParameterSweep(rates=(1e-4,), dtype=dtype, coders=("rans",), **QUICK))
+    rows = parameters.run(ParameterSweep(rates=(1e-4,), dtype=dtype, **QUICK))
     assert not any(row.wrong for row in rows)
     assert (rows[0].entropy is None) == (dtype == "fp32")
     assert rows[0].bits < {"fp32": 32, "fp16": 16}[dtype]

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 import megatron_sparse
-from megatron_sparse.bench.codec.options import PruneSweep
+from megatron_sparse.bench.codec.options import CodecSweep
 from megatron_sparse.bench.options import parse_size
 from megatron_sparse.errors import CommunicationError, ConfigError
 from megatron_sparse.run import launch
@@ -32,7 +32,7 @@ class TestRoot:
             assert f" {command} " in panel
             assert f" {command} " not in commands
 
-    @pytest.mark.parametrize("line", ["", "doctor", "bench", "bench prune", "plan"])
+    @pytest.mark.parametrize("line", ["", "doctor", "bench", "bench codecs", "plan"])
     def test_h_is_help_of_every_command(self, line, capsys):
         assert run(line, "-h") == 0
         shown = capsys.readouterr().out
@@ -49,7 +49,7 @@ class TestRoot:
         )
         output_of([sys.executable, "-c", code])
 
-    @pytest.mark.parametrize("line", ["fly", "corpus", "bench prune --iters=0"])
+    @pytest.mark.parametrize("line", ["fly", "corpus", "bench codecs --iters=0"])
     def test_wrong_usage_exits_with_two(self, line, capsys):
         assert run(line) == 2
         assert "Traceback" not in capsys.readouterr().err
@@ -120,21 +120,21 @@ class TestOthers:
         assert run("build --cuda off --verbose") == 0
         build.assert_called_once_with(["--cuda", "off", "--verbose"])
 
-    def test_bench_prune(self, monkeypatch):
+    def test_bench_codecs(self, monkeypatch):
         """A row that is wrong fails the command."""
         rows = [types.SimpleNamespace(bad=bad) for bad in (False, True)]
         measure = Mock(return_value=rows)
-        monkeypatch.setattr("megatron_sparse.bench.codec.prune.run", measure)
-        options = "--min-bytes 64K --max-bytes 1M --density 0.001,0.01 --dtype bf16"
-        more = "--residual-dtype bf16 --warmup 1 --iters 2 --threads 1 --json rows.jsonl"
-        assert run("bench prune", options, more) == 1
-        given = {"dtype": "bf16", "residual_dtype": "bf16", "warmup": 1, "iters": 2, "threads": 1}
-        sweep = PruneSweep(min_bytes=2**16, max_bytes=2**20, densities=(0.001, 0.01), **given)
+        monkeypatch.setattr("megatron_sparse.bench.codec.codecs.run", measure)
+        options = "--min-bytes 64K --max-bytes 64M --density 0.001,0.01 --dtype bf16 --op prune"
+        more = "--warmup 1 --iters 2 --threads 1 --json rows.jsonl"
+        assert run("bench codecs", options, more) == 1
+        given = {"dtypes": ("bf16",), "ops": ("prune",), "warmup": 1, "iters": 2, "threads": 1}
+        sweep = CodecSweep(min_bytes=2**16, max_bytes=2**26, densities=(0.001, 0.01), **given)
         measure.assert_called_once_with(sweep=sweep, json_path=Path("rows.jsonl"))
         asked = dict(argument.split("=") for argument in sweep.arguments())
         assert asked["--dtype"] == "bf16"
         assert asked["--min-bytes"] == str(2**16)
-        assert "--density" not in asked, "the same as without it"
+        assert "--max-bytes" not in asked, "the same as without it"
 
 
 def test_sizes_are_powers_of_two():

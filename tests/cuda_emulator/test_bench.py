@@ -49,12 +49,14 @@ def test_every_task_runs_the_named_operation(
 ) -> None:
     monkeypatch.setattr(records, "ORACLE_NUMEL", 2**12)
     case = Case(2**15, 1.0 if form == "dense_q4" else 0.05, "fp32", form, bench_device)
-    wanted = ["prune_encode", "encode", "decode_add", "place", "seal", "verify", "decode_sum"]
+    wanted = ["prune_encode", "prune", "encode", "decode_add", "place", "seal", "verify"]
+    wanted.append("decode_sum")
     if form in RICE_FORMS:
         wanted.remove("encode")
     for op, task in zip(wanted, records.make_tasks(case), strict=True):
         assert (task.op, task.wrong) == (op, 0)
-        assert task.format == {"auto": "pici", "blocks": "dense"}.get(form, form)
+        record = {"auto": "pici", "blocks": "dense"}.get(form, form)
+        assert task.format == ("-" if op == "prune" else record)
         nbytes = task.run()
         if op == "encode":  # bytes read and written: the gradient and the record
             assert nbytes is not None

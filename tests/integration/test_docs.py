@@ -107,7 +107,7 @@ class TestTheCheckerItself:
             "megatron-sparse fly",
             "megatron-sparse report",
             "megatron-sparse doctor --jsn x",
-            "megatron-sparse bench prune --itres 3",
+            "megatron-sparse bench codecs --itres 3",
             "megatron-sparse plan --ranks many",
             "megatron-sparse train scheme=quick",
             "megatron-sparse train compression.densty=0.1",

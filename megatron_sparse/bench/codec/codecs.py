@@ -32,7 +32,7 @@ def _rows(sweep: CodecSweep) -> Iterator[CodecRow]:
             tasks = records.make_tasks(case, with_peers=sweep.peers)
         for task in tasks:
             if task.op in sweep.ops:
-                yield from measure(case, task, sweep, peers=sweep.peers)
+                yield from measure(case, task, sweep)
 
 
 run = local(_where, _rows)

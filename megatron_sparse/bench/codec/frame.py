@@ -1,12 +1,11 @@
-"""The frame of `bench codecs` and `bench prune`: a gradient, an operation on it, a table's row.
+"""The frame of `bench codecs`: a gradient, an operation on it, a table's row.
 
 Every operation is first checked against an oracle; `#wrong` counts what differs, and a wrong row is
 not timed. Operation, copy and peers are measured in turn, in the same run, so that a temporary
 slowdown of the machine affects all of them. Times are medians, on a GPU of the device alone.
 
-`copy` is that of `bench/table.py`. `stream` only reads the bytes that an encoder reads, or only
-writes the bytes that a scatter-add writes. Peers are other implementations. They do less work than
-the codec: none of them writes a header, checks an index or rounds stochastically.
+`copy` is that of `bench/table.py`. Peers are other implementations. They do less work than the
+codec: none of them writes a header, checks an index or rounds stochastically.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from statistics import NormalDist, median
 import numpy as np
 import torch
 
-from megatron_sparse.bench.codec.options import TimedSweep
+from megatron_sparse.bench.codec.options import CodecSweep
 from megatron_sparse.bench.table import Action, copy_action
 from megatron_sparse.cuda_ext.record_spec import RecordSpec
 from megatron_sparse.formats.message import VALUE_DTYPES as DTYPES
@@ -112,7 +111,6 @@ class Task:
         bytes_moved: read and written. A scatter-add moves whole lines of the accumulator.
         wrong: elements or bytes that differ from the oracle's.
         run: the operation.
-        stream: only moves the bytes, see the module; None without such a measurement.
         peers: other implementations of the operation, by name.
     """
 
@@ -121,7 +119,6 @@ class Task:
     bytes_moved: int
     wrong: int
     run: Action
-    stream: Action | None = None
     peers: dict[str, Action] = field(default_factory=dict)
 
 
@@ -143,10 +140,6 @@ class CodecRow(CellRow):
     time_us: float | None = optional("of the operation", ">10.1f time(us)")
     copy_us: float | None = optional("of a copy that reads and writes as much", ">10.1f copy(us)")
     ratio: float | None = optional("the median over the rounds of time / copy", ">6.2f")
-    stream_us: float | None = optional(
-        "only to read the bytes that an encoder reads, or to write those of a scatter-add",
-        ">10.1f stream(us)",
-    )
     peer_us: float | None = optional("the peer's time", ">11.1f peer(us) | peer_us/time_us >6.1f x")
     wrong: int = cell("elements or bytes that differ from the oracle's", ">6 #wrong", default=0)
     peer: str | None = optional("name of another implementation", "<1")
@@ -157,7 +150,7 @@ class CodecRow(CellRow):
         return self.count * DTYPES[self.dtype].itemsize
 
 
-def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) -> list[CodecRow]:
+def measure(case: Case, task: Task, sweep: CodecSweep) -> list[CodecRow]:
     """The rows of a task, one for each peer; a task that is wrong has one, without times."""
     own = CodecRow(
         op=task.op,
@@ -171,15 +164,13 @@ def measure(case: Case, task: Task, sweep: TimedSweep, *, peers: bool = True) ->
     )
     if task.wrong:
         return [own]
-    others = task.peers if peers else {}
-    streams = [] if task.stream is None else [task.stream]
-    actions = [task.run, copy_action(task.bytes_moved, case.device), *streams, *others.values()]
-    time_us, copy_us, *more_us = time_in_turn(actions, sweep.warmup, sweep.iters, case.device)
+    others = task.peers if sweep.peers else {}
+    actions = [task.run, copy_action(task.bytes_moved, case.device), *others.values()]
+    time_us, copy_us, *peers_us = time_in_turn(actions, sweep.warmup, sweep.iters, case.device)
     own.time_us, own.copy_us = median(time_us), median(copy_us)
     own.ratio = median(a / b for a, b in zip(time_us, copy_us, strict=True))
-    own.stream_us = median(more_us.pop(0)) if streams else None
-    spent_us = zip(others, more_us, strict=True)
-    return [replace(own, peer=name, peer_us=median(us)) for name, us in spent_us] or [own]
+    timed = zip(others, peers_us, strict=True)
+    return [replace(own, peer=name, peer_us=median(us)) for name, us in timed] or [own]
 
 
 def time_in_turn(

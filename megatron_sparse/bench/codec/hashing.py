@@ -77,7 +77,7 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     used = sum(record.numel() for record in records)
     peers: dict[str, Action] = {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]}
     moved = grad_N.nbytes + used
-    yield Task("encode", case.form, moved, wrong, encode, lambda: grad_N.sum(), peers)
+    yield Task("encode", case.form, moved, wrong, encode, peers)
 
     acc_N = torch.zeros(case.numel, device=case.device)
     peer_acc_N = torch.zeros_like(acc_N)

@@ -14,7 +14,6 @@ from megatron_sparse.bench.options import (
     names_option,
     option,
     parse_numbers,
-    parse_size,
 )
 from megatron_sparse.errors import ConfigError
 
@@ -23,13 +22,13 @@ BUCKET_FORMS = ("auto", "coo", "pici", "pici_paper", "blocks")
 RICE_FORMS = ("rice", "rice_q8", "rice_q4", "rice_q3", "rice_q2", "dense_q4")
 """Records of format Rice; `dense_q4` holds every element in 4 bits, as those of `dense_q`."""
 FORMS = (*BUCKET_FORMS, *RICE_FORMS, "hash_bitmap", "pairs", "row_sparse")
-OPS = (
+USUAL_OPS = (
     *("prune_encode", "encode", "decode_add", "place", "decode_sum"),
     *("seal", "verify", "hash_partition"),
 )
-"""All operations; each format has some of them."""
-CODERS = ("rans", "zstd")
-"""Of parameters' moves."""
+"""Each format has some of them."""
+OPS = ("prune", *USUAL_OPS)
+"""`prune` makes no record: it is the same whatever the format."""
 
 
 def device_option() -> str:
@@ -52,29 +51,18 @@ def refuse_without_gpu(name: str, device: str) -> None:
         )
 
 
-def _below_one(density: float) -> str:
-    return "" if 0 < density < 1 else "above 0 and below 1"
-
-
 @dataclass(frozen=True, kw_only=True)
-class TimedSweep(Sizes):
-    """The options of all benches that time a gradient's operations."""
-
-    LEAST_BYTES = 4
-
-    threads: int | None = option(None, "CPU threads; all by default.", min=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecSweep(TimedSweep):
-    """The message codec: selection with encoding, encoding, adding up.
+class CodecSweep(Sizes):
+    """The message codec: pruning, selection with encoding, encoding, adding up.
 
     On a GPU the bench times the device's work.
     """
 
     NAME = "bench codecs"
     RUNNER = "codec.codecs"
+    LEAST_BYTES = 4
 
+    threads: int | None = option(None, "CPU threads; all by default.", min=1)
     densities: Sequence[float] = density_option("0.001,0.01,0.05,0.1,0.5,1", "Fractions sent.")
     dtypes: Sequence[str] = names_option(
         "fp32", flag="--dtype", metavar="TYPE,...", among=DTYPE_NAMES
@@ -83,32 +71,19 @@ class CodecSweep(TimedSweep):
         ",".join(BUCKET_FORMS), flag="--format", metavar="FORMAT,...", among=FORMS
     )
     ops: Sequence[str] = names_option(
-        ",".join(OPS),
-        "prune_encode | encode | decode_add | place | decode_sum | seal | verify (checksums) | "
-        "hash_partition (pairs)",
+        ",".join(USUAL_OPS),
+        "prune | prune_encode | encode | decode_add | place | decode_sum | seal | verify "
+        "(checksums) | hash_partition (pairs); all but prune by default.",
         "--op",
         metavar="OP,...",
         among=OPS,
     )
-    peers: bool = option(True, "Time torch, numpy, scipy and zstd too.", flag="--peers/--no-peers")
+    peers: bool = option(True, "Time torch, numpy and zstd too.", flag="--peers/--no-peers")
     device: str = device_option()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_without_gpu(self.NAME, self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PruneSweep(TimedSweep):
-    """Selection from a gradient: threshold, error feedback, pruning, encoding."""
-
-    NAME = "bench prune"
-    RUNNER = "codec.prune"
-
-    max_bytes: int = option("256M", "Such as 64M, 1G.", parse_size)
-    densities: Sequence[float] = density_option("0.001,0.01", "Fractions kept.", fits=_below_one)
-    dtype: str = option("fp32", among=DTYPE_NAMES)
-    residual_dtype: str = option("fp32", among=("fp32", "bf16"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +103,6 @@ class ParameterSweep(Options):
     )
     dtype: str = option("bf16", among=DTYPE_NAMES)
     elements: int = option(4_000_000, "Parameters.", min=1)
-    coders: Sequence[str] = names_option(
-        ",".join(CODERS),
-        "zstd (level 3) compresses the moves; rans is the plugin's.",
-        "--coder",
-        among=CODERS,
-    )
     warmup: int = option(1, "Rounds that are not timed.", min=0)
     iters: int = option(5, "Rounds that are timed.", min=1)
     threads: int = option(1, "Of torch; zstd uses one.", min=1)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, starmap
+from itertools import batched
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,48 +90,55 @@ def measure(
     dtype = next(name for name, dtype in DTYPES.items() if dtype == case.old_N.dtype)
     entropy = None if dtype == "fp32" else conditional_entropy(host, z_N)
     made = [_coder(name, case, z_N) for name in coders]
-    records: list[Any] = [None] * len(made)
-    results = list(records)
-
-    def steps(index: int, coder: Coder) -> tuple[Action, Action, Action]:
-        def encode() -> None:
-            records[index] = coder.encode()
-
-        def decode() -> None:
-            results[index] = coder.decode(records[index])
-
-        return encode, coder.prepare, decode
-
-    times_us = time_in_turn(list(chain(*starmap(steps, enumerate(made)))), warmup, iters, device)
-    for index, (name, coder) in enumerate(zip(coders, made, strict=True)):
-        encode_us, _, decode_us = map(median, times_us[3 * index : 3 * index + 3])
+    actions = [action for coder in made for action in coder.actions]
+    medians_us = map(median, time_in_turn(actions, warmup, iters, device))
+    for coder, (encode_us, _, decode_us) in zip(made, batched(medians_us, 3), strict=True):
         yield ParameterRow(
             parameters=case.name,
-            coder=name,
+            coder=coder.name,
             dtype=dtype,
             numel=numel,
-            bits=8 * len(records[index]) / max(numel, 1),
+            bits=8 * len(coder.record) / max(numel, 1),
             entropy=entropy,
             encode_gbps=case.old_N.nbytes / encode_us / 1e3,
             decode_gbps=case.old_N.nbytes / decode_us / 1e3,
-            wrong=coder.wrong(results[index]),
+            wrong=coder.count_wrong(coder.result),
         )
 
 
-class Coder(NamedTuple):
+@dataclass
+class Coder:
     """A way to code one pair's moves.
 
     Attributes:
+        name: in the table.
         encode: makes the bytes.
         decode: makes the moves of them, or the new parameters.
-        wrong: counts the numbers of a result that are wrong.
+        count_wrong: the numbers of a result that are wrong.
         prepare: what decoding needs, and is not timed.
+        record: the bytes that were made last.
+        result: what was decoded last.
     """
 
+    name: str
     encode: Callable[[], Any]
     decode: Callable[[Any], Any]
-    wrong: Callable[[Any], int]
-    prepare: Callable[[], object] = lambda: None
+    count_wrong: Callable[[Any], int]
+    prepare: Action = lambda: None
+    record: Any = None
+    result: Any = None
+
+    @property
+    def actions(self) -> tuple[Action, Action, Action]:
+        """Encodes, prepares and decodes; the first and the last one are timed."""
+
+        def encode() -> None:
+            self.record = self.encode()
+
+        def decode() -> None:
+            self.result = self.decode(self.record)
+
+        return encode, self.prepare, decode
 
 
 def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
@@ -150,7 +157,7 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
                 count += differing(encoded(part), encoded(case.on_host(COMPARED_NUMEL)))
             return count
 
-        return Coder(lambda: encoded(case), decode, wrong, lambda: held.copy_(case.old_N))
+        return Coder(name, lambda: encoded(case), decode, wrong, lambda: held.copy_(case.old_N))
     moves = z_N.tobytes()
 
     def wrong_moves(data: bytes) -> int:
@@ -159,7 +166,7 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
     import zstandard
 
     compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
-    return Coder(lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
+    return Coder(name, lambda: compressor.compress(moves), decompressor.decompress, wrong_moves)
 
 
 def encoded(case: ParameterPair) -> torch.Tensor:
@@ -199,8 +206,8 @@ def _entropy(symbols: np.ndarray) -> float:
 
 
 def _rows(sweep: ParameterSweep) -> Iterator[ParameterRow]:
-    coders = [name for name in sweep.coders if name == RANS]
-    if ZSTD in sweep.coders and sweep.device == "cpu":
+    coders = [RANS]
+    if sweep.device == "cpu":
         if is_installed("zstandard"):
             coders.append(ZSTD)
         else:

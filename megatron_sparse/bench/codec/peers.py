@@ -1,4 +1,4 @@
-"""Peers of `bench codecs`: the same in torch, numpy, scipy, zstd and Triton.
+"""Peers of `bench codecs`: the same in torch, numpy, zstd and Triton.
 
 Triton's kernels select where the compiled library is not there: `Triton prune_` with the same
 threshold, and `Triton selection`, which samples the threshold too. Neither writes a record.
@@ -47,6 +47,18 @@ def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str,
     return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
 
 
+def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
+    """Pruning with leak 1 in whole-tensor operations on copies; rounds to nearest."""
+    sent_N, residual_N, sum_N = grad_N.clone(), *torch.zeros(2, *grad_N.shape, device=grad_N.device)
+
+    def in_torch() -> None:
+        torch.add(sent_N, residual_N, out=sum_N)
+        sent_N.copy_(sum_N.masked_fill(sum_N.abs() <= limit, 0))
+        residual_N.copy_(sum_N.sub_(sent_N))
+
+    return {"torch ops": in_torch}
+
+
 def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
     """Ways to get the indices and values of the elements that are not zero."""
 
@@ -64,12 +76,7 @@ def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
         index = np.flatnonzero(array)
         return index, array[index]
 
-    peers["numpy"] = numpy
-    if is_installed("scipy") and pruned_N.dtype == torch.float32:  # scipy has no fp16
-        from scipy import sparse
-
-        peers["scipy coo_array"] = lambda: sparse.coo_array(array)
-    return peers
+    return peers | {"numpy": numpy}
 
 
 def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
@@ -86,13 +93,7 @@ def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
     def numpy() -> None:
         array[index] += values
 
-    peers |= {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
-    if is_installed("scipy"):
-        from scipy import sparse
-
-        matrix = sparse.coo_array((values, (index,)), shape=(pruned_N.numel(),))
-        peers["scipy coo_array"] = lambda: np.add(array, matrix.toarray(), out=array)
-    return peers
+    return peers | {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
 
 
 def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:

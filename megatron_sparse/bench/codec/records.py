@@ -1,9 +1,10 @@
 """The cases of `bench codecs` for records of a bucket, Rice included, on the CPU and on a GPU.
 
-The operations on one gradient: `prune_encode`, `encode` (but for Rice), `decode_add`, `place` (a
-message replaces what is there, as that of a gathered sum does), `decode_sum` of several messages,
-and `seal` and `verify`: encoding and adding with `scheme.checksum`, beside both without. Message,
-residual and sum are first compared with the oracles' on a smaller gradient, byte for byte.
+The operations on one gradient: `prune_encode`, `prune` alone, `encode` (but for Rice),
+`decode_add`, `place` (a message replaces what is there, as that of a gathered sum does),
+`decode_sum` of several messages, and `seal` and `verify`: encoding and adding with
+`scheme.checksum`, beside both without. Message, residual and sum are first compared with the
+oracles' on a smaller gradient, byte for byte.
 
 On a GPU the host reads no report meanwhile, as in capacity mode.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -118,23 +120,26 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     moved = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
     yield Task("prune_encode", codec.record_name(), moved, wrong, prune_encode, peers=others)
 
-    residual_N.zero_()
-    nnz = ops.prune_(grad_N, codec.pruning(residual_N, 0.0), case.code)
-    del residual_N, prune_encode, others
+    others = peers.prune(grad_N, case.threshold) if with_peers else {}
+    prune = partial(ops.prune_, grad_N, codec.pruning(residual_N.zero_(), 1.0), case.code)
+    nnz = prune()
+    # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
+    moved = 2 * (grad_N.nbytes + residual_N.nbytes)
+    yield Task("prune", "-", moved, wrong, prune, peers=others)
+    del residual_N, prune_encode, prune, others
     encode = codec.encode(grad_N, nnz)
     encode()
     message, name = codec.record().clone(), codec.record_name()
     if not codec.is_rice:
         others = peers.encode(grad_N) if with_peers else {}
         moved = grad_N.nbytes + message.nbytes
-        yield Task("encode", name, moved, wrong, encode, lambda: grad_N.sum(), others)
+        yield Task("encode", name, moved, wrong, encode, others)
 
     touched = case.touched_bytes(grad_N, whole=name in ("dense", "blocks"))
-    written = torch.zeros(touched, dtype=torch.uint8, device=case.device)
     acc_N = torch.zeros(case.numel, device=case.device)
     others = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
     moved, decode_add = message.nbytes + 2 * touched, codec.decode_add(acc_N, message)
-    yield Task("decode_add", name, moved, wrong, decode_add, lambda: written.fill_(1), others)
+    yield Task("decode_add", name, moved, wrong, decode_add, others)
     moved, place = message.nbytes + acc_N.nbytes, codec.decode_add(acc_N, message, fresh=True)
     yield Task("place", name, moved, wrong, place)
     if with_peers:
