@@ -124,9 +124,6 @@ def report(
 
 def view(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    iteration: Annotated[
-        int | None, typer.Option(min=1, help="Show the state after it; default: the last one.")
-    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on as lines come, to the run's end.")
     ] = False,
@@ -135,19 +132,10 @@ def view(
     ] = None,
 ) -> None:
     """For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md."""
-    if follow and iteration is not None:
-        raise ConfigError(
-            "view --follow goes on to the end",
-            expected="--follow or --iteration",
-            got="both",
-            remedy="leave one of them out",
-        )
     from megatron_sparse.report import live_view
 
-    if follow:
-        live_view.follow(run, columns)
-        return
-    live_view.run(run, iteration, columns)
+    draw = live_view.follow if follow else live_view.run
+    draw(run, columns)
 
 
 def dashboard(

@@ -9,7 +9,6 @@ no more than a short one.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -86,31 +85,8 @@ def render(progress: RunProgress, columns: int) -> RenderableType:
     )
 
 
-def progress_of(folder: Path, iteration: int | None) -> RunProgress:
-    """The progress of a run at the end of an iteration.
-
-    Args:
-        folder: folder of a run, which may still be going on.
-        iteration: number of the iteration; None takes the last one written.
-
-    Raises:
-        ConfigError: the folder is not a run's, or the run does not have that iteration.
-    """
-    lines, _ = load_breakdown(folder, [])
-    last = math.inf if iteration is None else iteration
-    shown = [line for line in lines if line.iteration <= last]
-    if iteration is not None and (not shown or shown[-1].iteration != iteration):
-        raise ConfigError(
-            f"{folder} has no iteration {iteration}",
-            expected=f"{lines[0].iteration} to {lines[-1].iteration}",
-            got=iteration,
-            remedy="leave --iteration out to see the last one",
-        )
-    return _progress(folder, shown)
-
-
-def _progress(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
-    """The progress of a run after these iterations."""
+def progress_after(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
+    """The progress of a run, which may still be going on, after these iterations."""
     _, config = load_config(folder, [])
     total = config.get("training.iterations")
     name = config.get("name") or folder.resolve().name
@@ -122,18 +98,18 @@ def _progress(folder: Path, lines: Iterable[IterationBreakdown]) -> RunProgress:
     return progress
 
 
-def run(folder: Path, iteration: int | None, columns: int | None) -> None:
-    """Draws the view on standard output.
+def run(folder: Path, columns: int | None) -> None:
+    """Draws the view after the last iteration on standard output.
 
     Args:
         folder: the run's folder.
-        iteration: see `progress_of`.
         columns: width of the view; None takes the terminal's.
 
     Raises:
-        ConfigError: see `progress_of`.
+        ConfigError: the folder is not a run's, or it has no iteration.
     """
-    progress = progress_of(folder, iteration)
+    lines, _ = load_breakdown(folder, [])
+    progress = progress_after(folder, lines)
     console = Console(width=columns, highlight=False)
     console.print(render(progress, console.width))
 
@@ -179,7 +155,7 @@ def follow(folder: Path, columns: int | None) -> None:
             try:
                 lines = _tail(folder / BREAKDOWN_FILE)
                 if lines and lines[-1].iteration != drawn:
-                    drawn, progress = lines[-1].iteration, _progress(folder, lines)
+                    drawn, progress = lines[-1].iteration, progress_after(folder, lines)
                     view = render(progress, console.width)
                     if live is None:
                         console.print(view)

@@ -132,12 +132,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
 
     return [
         section("exposed", "Exposed communication", lead=[_answer(one, runs) for one in runs]),
-        section(
-            "summary",
-            "Summary",
-            lead=tables.comparability(runs),
-            tables=[tables.summary_table(runs)],
-        ),
+        section("summary", "Summary", tables=[tables.summary_table(runs)]),
         section("loss", "Loss", unknown="No finite loss."),
         section(
             "bytes",
@@ -155,8 +150,8 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
             "sparsity",
             "Sparsity",
             tables=[tables.sparsity_table(one, runs) for one in runs if one.profiles],
-            unknown="Not measured: train with scheme=auto planner.cluster=FILE, or with "
-            "tracking.record_gradients_iters=[...].",
+            unknown="Not measured: train with scheme=auto planner.cluster=FILE; "
+            "`megatron-sparse profile` shows gradients that a run has recorded.",
         ),
         section(
             "stragglers",

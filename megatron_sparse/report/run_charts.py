@@ -181,12 +181,10 @@ def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart
     top = max(one.exposed.top() for one in runs)
     slowest_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
     by_bucket = exposed.chart(run.exposed, len(run.iterations.number), top, mark)
+    breakdown = _breakdown(run, slowest_ms, mark)
     profiles = [profile for one in runs for profile in one.profiles.values()]
     found = {
-        "exposed": [
-            *([] if by_bucket is None else [by_bucket]),
-            _breakdown(run, slowest_ms, mark),
-        ],
+        "exposed": [chart for chart in (by_bucket, breakdown) if chart is not None],
         "buckets": [_buckets(run, runs)] if run.buckets else [],
         "sparsity": (
             [_densification(run, profiles), _skewness(run, profiles)] if run.profiles else []
@@ -299,8 +297,8 @@ def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
         axes.set_ylim(0, highest * 105)
 
     note = (
-        f"Density of the sum of k ranks' gradients, {run.profiled} (ZEN, definition 4): constant "
-        "if ranks share all elements, proportional to k if they share none."
+        "Density of the sum of k ranks' gradients, sampled by the planner (ZEN, definition 4): "
+        "constant if ranks share all elements, proportional to k if they share none."
     )
     return Chart("densification", "How sums fill up", note, draw)
 

@@ -25,9 +25,6 @@ from megatron_sparse.planner.plan_state import PLAN_FILE, read_plan
 from megatron_sparse.pricing.profile import SparsityProfile
 from megatron_sparse.recording import ReadinessRecord
 from megatron_sparse.report.exposed import ExposedTimes
-from megatron_sparse.sparsity.characteristics import profile_of
-from megatron_sparse.sparsity.gradient_dump import FOLDER as GRADIENTS
-from megatron_sparse.sparsity.gradient_dump import GradientDump, Kind
 from megatron_sparse.telemetry import load_summary
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import Iterations, RunHistory
@@ -83,8 +80,7 @@ class RunData:
         iterations: one value for each iteration.
         buckets: medians by bucket name, in launch order.
         plan: rows of `plan.json`, by bucket.
-        profiles: sparsity of the gradients, by bucket.
-        profiled: origin of the profiles, in words.
+        profiles: sparsity of the gradients as the planner sampled it, by bucket.
         readiness: the ranks' waits for one another, by bucket.
         exposed: the training thread's waits for each bucket and for parameters, over the run.
         command: the command that started the run; empty if unknown.
@@ -100,7 +96,6 @@ class RunData:
     buckets: Mapping[str, BucketMedians]
     plan: Mapping[str, Mapping[str, Any]]
     profiles: Mapping[str, SparsityProfile]
-    profiled: str
     readiness: Mapping[str, list[ReadinessRecord]]
     exposed: ExposedTimes
     command: str
@@ -133,9 +128,6 @@ def load_run(folder: Path, index: int) -> RunData:
     exposed = ExposedTimes(
         iterations.number, iterations.iteration_ms, iterations.stage_ms["param_wait"]
     )
-    profiled = "sampled by the planner"
-    if not profiles and (folder / GRADIENTS).is_dir():
-        profiles, profiled = _recorded_profiles(folder, gaps)
     return RunData(
         index=index,
         folder=folder,
@@ -145,7 +137,6 @@ def load_run(folder: Path, index: int) -> RunData:
         buckets=_load_buckets(folder, lines[-1].iteration, exposed, gaps),
         plan=plan,
         profiles=profiles,
-        profiled=profiled,
         readiness=_load_readiness(folder, gaps),
         exposed=exposed,
         command=command,
@@ -267,21 +258,6 @@ def _load_plan(
             if row.get("profile")
         }
     return {}, {}
-
-
-def _recorded_profiles(folder: Path, gaps: list[str]) -> tuple[dict[str, SparsityProfile], str]:
-    """Exact profiles of the last recorded iteration; reads all gradients recorded in it."""
-    profiles: dict[str, SparsityProfile] = {}
-    with _noted(gaps):
-        dump = GradientDump.open(folder)
-        iteration = dump.iterations[-1]
-        for name in dump.buckets:
-            kinds = dump.kinds(iteration, name)
-            if kinds:
-                kind = Kind.SELECTED if Kind.SELECTED in kinds else Kind.GRADIENT
-                profiles[name] = profile_of(dump.read(iteration, name, kind))
-        return profiles, f"recorded in iteration {iteration}"
-    return {}, ""
 
 
 def _load_buckets(

@@ -117,33 +117,13 @@ _UNLIKE = {
 
 def unlike(run: RunData, baseline: RunData) -> list[str]:
     """Why times and losses of two runs cannot be compared, in words; empty where they can."""
-    found = {
-        words
-        for key in {*run.config, *baseline.config}
-        for prefix, words in _UNLIKE.items()
-        if key == prefix or key.startswith(f"{prefix}.")
-        if run.config.get(key) != baseline.config.get(key)
-    }
-    return [words for words in _UNLIKE.values() if words in found]
+    keys = {*run.config, *baseline.config}
+    unequal = [key for key in keys if run.config.get(key) != baseline.config.get(key)]
 
+    def differs(section: str) -> bool:
+        return any(key == section or key.startswith(f"{section}.") for key in unequal)
 
-def comparability(runs: Sequence[RunData]) -> list[str]:
-    """Sentences about runs of another model, other data or another length than the first run."""
-    baseline, said = runs[0], []
-    for run in runs[1:]:
-        name, first = f"Run {run.key}", f"run {baseline.key}"
-        if words := unlike(run, baseline):
-            said.append(
-                f"{name} has {' and '.join(words)}, unlike {first}: "
-                "do not compare their losses and times."
-            )
-        done, other = run.summary["iterations"], baseline.summary["iterations"]
-        if done != other:
-            said.append(
-                f"{name} is {done} iterations long, {first} {other}: "
-                "compare losses of the same iteration, not the last ones."
-            )
-    return said
+    return [words for section, words in _UNLIKE.items() if differs(section)]
 
 
 def _iterations(run: RunData) -> str:
@@ -286,7 +266,7 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
     rows = [[name, *profile_cells([profile])] for name, profile in shown]
     left_out = len(run.profiles) - len(rows)
     note = (
-        f"{run.profiled.capitalize()}. Overlap: the median over pairs of ranks, and the range; "
+        "Sampled by the planner. Overlap: the median over pairs of ranks, and the range; "
         "skewness: at as many partitions as ranks."
     )
     return Table(

@@ -248,14 +248,13 @@ def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     rows = [row(phase, figures) for phase, figures in summary["phases"].items()]
     if len(rows) != 1:  # one phase needs no total
         rows.append(row("all", summary))
-    dense_bytes = summary["dense_bytes"]
     if inside_bytes := summary["inside_bytes"]:
-        inside = {"wire_bytes": inside_bytes, "wire_ratio": inside_bytes / dense_bytes}
-        rows.append(row("in nodes", inside))
-    if dense_bytes := summary["param_dense_bytes"]:
-        sent = summary["param_wire_bytes"]
-        gathered = {"dense_bytes": dense_bytes, "wire_bytes": sent}
-        rows.append(row("params", gathered | {"wire_ratio": sent / dense_bytes}))
+        share = inside_bytes / summary["dense_bytes"]
+        rows.append(row("in nodes", {"wire_bytes": inside_bytes, "wire_ratio": share}))
+    if raw_bytes := summary["param_dense_bytes"]:
+        sent_bytes = summary["param_wire_bytes"]
+        gathered = {"dense_bytes": raw_bytes, "wire_bytes": sent_bytes}
+        rows.append(row("params", gathered | {"wire_ratio": sent_bytes / raw_bytes}))
     return rows
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_sparse.report import live_view, page
+from megatron_sparse.report.run_data import load_breakdown
 from tests.integration import browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
@@ -31,8 +32,8 @@ def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
         runs: folders of two runs that have ended.
         folder: for the pictures.
     """
-    iterations = live_view.progress_of(runs[1], None).latest.iteration
-    progress = live_view.progress_of(runs[1], iterations * 2 // 3)
+    lines, _ = load_breakdown(runs[1], [])
+    progress = live_view.progress_after(runs[1], lines[: len(lines) * 2 // 3])
     console = Console(
         record=True,
         file=io.StringIO(),

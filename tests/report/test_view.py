@@ -22,22 +22,14 @@ def view(*words: object) -> None:
     assert commands.run("view", *words) == 0
 
 
-def test_an_iteration_that_was_asked_for(run, capsys):
-    view(run, "--iteration 8 --columns 80")
-    lines = capsys.readouterr().out.splitlines()
-    # Twelve of 100 ms are left.
-    assert lines[1].startswith("one ")
-    assert lines[1].rstrip().endswith("8/20, 0:01 left")
-    assert "loss 1.1250" in lines[2]
-
-
-def test_the_last_iteration_and_the_terminals_width_are_taken_by_themselves(
-    run, capsys, monkeypatch
-):
+def test_the_last_iteration_is_shown_as_wide_as_the_terminal(run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     view(run)
     lines = capsys.readouterr().out.splitlines()
-    assert "12/20" in lines[1]
+    # Eight of 100 ms are left.
+    assert lines[1].startswith("one ")
+    assert lines[1].rstrip().endswith("12/20, 0:01 left")
+    assert "loss 0.7500" in lines[2]
     assert max(map(len, lines)) == 60
 
 
