@@ -52,14 +52,10 @@ def basis(config: SparseConfig) -> str:
         return "scheme auto compares bytes: planner.cluster names no costs of links and codecs"
     cluster = find(planner.cluster)
     kind = "a model, not measured" if cluster.is_model else "measured"
-    said = (
+    return (
         "scheme auto takes the least predicted time, with the links and codecs of "
         f"{planner.cluster} ({kind})"
     )
-    is_rice = config.compression.given_value_bits is not None or config.scheme.format == "rice"
-    if is_rice and cluster.estimates_rice:
-        said += "; it has no times of rice records, which are estimated from others"
-    return said
 
 
 def planner_of(config: SparseConfig, *, logs: bool) -> Planner:

@@ -178,7 +178,8 @@ class LevelPricing:
             ConfigError: the cluster file lacks a rate.
         """
         sizes, instances = self.node_sizes, self.instances
-        possible = [RANK, *[NODE] * has_lanes(sizes), *[INSTANCE] * (instances > 1)]
+        is_possible = {RANK: True, NODE: has_lanes(sizes), INSTANCE: instances > 1}
+        possible = [level for level in is_possible if is_possible[level]]
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
         here = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))

@@ -11,6 +11,7 @@ a cluster file, whose planner compares bytes: the predicted bytes instead.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -185,9 +186,7 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
         groups.setdefault(repr(alike), []).append(row)
     for group in groups.values():
         _print_group(console, group)
-    counts: dict[str, int] = {}
-    for row in rows:
-        counts[row["chosen"]] = counts.get(row["chosen"], 0) + 1
+    counts = Counter(row["chosen"] for row in rows)
     told = ", ".join(f"{name} for {count}" for name, count in sorted(counts.items()))
     console.print(f"{len(rows)} buckets: {told}", markup=False)
 

@@ -65,11 +65,11 @@ def predicted_bytes(
         of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
         return kept * kept_bytes + pruned * of_pruned
 
-    sum_density = 1 - (1 - density) ** n
-    if factor is not None:
-        density = min(factor * density, 1)
-        sum_density = min(n * density, 1)
-    message, shares = message_bytes(density, value_bits, form), (n - 1) / n
+    sent_density, sum_density = density, 1 - (1 - density) ** n
+    if factor is not None:  # of slots that are full
+        sent_density = min(factor * density, 1)
+        sum_density = min(n * sent_density, 1)
+    message, shares = message_bytes(sent_density, value_bits, form), (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
         agsparse = direct = shares * message
     else:

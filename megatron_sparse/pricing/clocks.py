@@ -247,8 +247,9 @@ def _next_power(number: int) -> int:
 
 def slowest(topology: Topology) -> Link:
     """The slowest link of a ring over all ranks, which sets the ring's pace."""
-    inter_is_used = len(topology.node_sizes) > 1
-    used = [topology.intra] * (max(topology.node_sizes) > 1) + [topology.inter] * inter_is_used
-    if not used:
+    sizes = topology.node_sizes
+    is_used = ((topology.intra, max(sizes) > 1), (topology.inter, len(sizes) > 1))
+    links = [link for link, used in is_used if used]
+    if not links:
         return Link(0.0, 0.0)
-    return Link(max(link.alpha_s for link in used), max(link.beta_s for link in used))
+    return Link(max(link.alpha_s for link in links), max(link.beta_s for link in links))

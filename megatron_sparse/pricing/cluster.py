@@ -30,20 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sparse.config.checks import in_range, one_of
+from megatron_sparse.config.scheme import RING_DENSITIES
 from megatron_sparse.errors import ConfigError, writing
 from megatron_sparse.transport.topology import Link, Topology
 
 FORMATS = ("dense", "coo", "pici", "blocks", "pairs", "hash_bitmap", "rice", "rice_q4", "dense_q4")
 """Formats of records; `pairs` and `hash_bitmap` are ZEN's Push and Pull, of whole buckets;
 `rice_q4` and `dense_q4` have values of 4 bits, with and without indices."""
-ESTIMATES = {"rice": ("coo", 1.5), "rice_q4": ("coo", 1.5), "dense_q4": ("dense", 1.5)}
-"""Of a format that a file has no rates of, because it is older than the format: the time of another
-format, and a factor. On a CPU with AVX-512 the factors were 0.2 to 1.7 and 1.0 to 2.2, by operation
-and density."""
 PAIRS_END = 1 / 32
 """Density from which a record of `pairs` holds a bitmap, which is smaller for every dtype."""
-RING_FORMATS = ("coo", "pici")
-"""Formats for which a file may hold thresholds of the adaptive ring."""
 CONFIG_MODULE, FOLDER = "megatron_sparse.configs", "cluster_models"
 _REMEASURE = "measure anew: megatron-sparse calibrate --output FILE --force"
 
@@ -148,7 +143,7 @@ class ClusterModel:
         in_range("host_s_per_message", self.host_s_per_message, 0, math.inf)
         in_range("host_s_per_bucket", self.host_s_per_bucket, 0, math.inf)
         for form, densities in self.ring_densities.items():
-            one_of("ring_densities", form, RING_FORMATS)
+            one_of("ring_densities", form, tuple(RING_DENSITIES))
             if len(densities) != 3:
                 raise ConfigError(
                     f"ring_densities.{form} does not fit",
@@ -197,8 +192,7 @@ class ClusterModel:
 
         Args:
             op: the operation.
-            format: of the record, one of `FORMATS`; `dense` where there is no record. Formats
-                that were not measured are estimated where `ESTIMATES` says how.
+            format: of the record, one of `FORMATS`; `dense` where there is no record.
             numel: elements of the vector, zeros included; 0 takes no time.
             density: non-zeros / elements.
             element_bytes: of a value on the wire. Copies and additions take time in proportion;
@@ -210,9 +204,6 @@ class ClusterModel:
         if not numel:
             return 0.0
         found = self._rates.get((op, format))
-        if found is None and format in ESTIMATES:
-            like, factor = ESTIMATES[format]
-            return factor * self.codec_s(op, like, numel, density, element_bytes)
         if found is None:
             known = sorted({f"{rate.op} {rate.format}" for rate in self.codec})
             raise ConfigError(
@@ -226,11 +217,6 @@ class ClusterModel:
             found = _on_this_side(found, density)
         per_call, per_element = _between(found, density)
         return per_call + numel * per_element * narrow
-
-    @property
-    def estimates_rice(self) -> bool:
-        """Whether Rice records and values of few bits were not measured; see `ESTIMATES`."""
-        return not any(rate.format in ESTIMATES for rate in self.codec)
 
     @cached_property
     def _rates(self) -> dict[tuple[CodecOp, str], list[CodecRate]]:

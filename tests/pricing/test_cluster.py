@@ -10,7 +10,6 @@ from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import (
-    ESTIMATES,
     ClusterModel,
     CodecOp,
     CodecRate,
@@ -173,18 +172,6 @@ class TestAnswers:
     def test_copies_take_half_as_long_for_half_the_bytes(self):
         assert CLUSTER.codec_s(CodecOp.COPY, "dense", 10**6, 1.0, 2) == pytest.approx(51e-6)
         assert CLUSTER.codec_s(CodecOp.ENCODE, "coo", 10**6, 0.1, 2) == pytest.approx(3002e-6)
-
-    def test_rice_is_estimated_where_it_was_not_measured(self):
-        """A file of an older version, or a model, has none of its rates."""
-        assert CLUSTER.estimates_rice
-        for name, (like, factor) in ESTIMATES.items():
-            if like == "coo":
-                found = CLUSTER.codec_s(CodecOp.ENCODE, name, 1000, 0.1)
-                assert found == factor * CLUSTER.codec_s(CodecOp.ENCODE, "coo", 1000, 0.1)
-        own = CodecRate(CodecOp.ENCODE, "rice", 0.1, 0.0, 7e-9)
-        measured = replace(CLUSTER, codec=(*RATES, own))
-        assert not measured.estimates_rice
-        assert measured.codec_s(CodecOp.ENCODE, "rice", 1000, 0.1) == pytest.approx(7e-6)
 
     def test_what_was_not_measured(self):
         with pytest.raises(ConfigError, match=r"(?s)select pici.*encode coo.*calibrate"):

@@ -27,7 +27,7 @@ from megatron_sparse.bench.options import (
 )
 from megatron_sparse.config.compression import VALUE_BITS
 from megatron_sparse.config.level import NODE, RANK
-from megatron_sparse.config.scheme import MESSAGE_FORMATS
+from megatron_sparse.config.scheme import MESSAGE_FORMATS, RING_DENSITIES
 from megatron_sparse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -212,12 +212,6 @@ class BucketSweep(Sizes):
     iters: int = option(10, "Buckets that are timed.", min=1)
 
 
-def _ring_formats() -> tuple[str, ...]:
-    from megatron_sparse.pricing.cluster import RING_FORMATS
-
-    return RING_FORMATS
-
-
 @dataclass(frozen=True, kw_only=True)
 class CalibrationPlace(Place):
     """Where to measure."""
@@ -246,7 +240,7 @@ class CalibrationOptions(Options):
         "coo,pici",
         "Message formats of the sweep.",
         "--format",
-        among=_ring_formats,
+        among=tuple(RING_DENSITIES),
         metavar="FORMAT,...",
     )
     size_bytes: int = option("16M", "Bucket size of the sweep.", parse_size, flag="--size")
