@@ -28,6 +28,8 @@ from megatron_sparse.telemetry.quantities import REST, exposed_share, ratio, thr
 
 SUMMED = ("dense_bytes", "wire_bytes", "inside_bytes", "message_bytes", "nnz", "numel")
 """Attributes of a bucket's record that an iteration adds up."""
+OF_RUN = ("learning_rate", "tokens_per_s", "model_tflop_per_s")
+"""Numbers of the training loop that have a field of their own."""
 
 # allow_nan=False: `NaN` is not JSON, and many readers reject the whole file because of it.
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -243,19 +245,18 @@ def iteration_breakdown(
         stages' events: call it at the end of an iteration, never inside it.
     """
     stage_us: dict[str, float] = dict.fromkeys(BUCKET_STAGES, 0.0)
-    numel_by_phase: dict[str, int] = {}
-    schemes: dict[str, int] = {}
+    # str(): a StrEnum reads back from JSON as the plain string that it is here.
+    schemes = Counter(str(record.scheme) for record in records)
+    numel_by_phase: Counter[str] = Counter()
     for record in records:
         for stage, time_us in record.timer.times_us().items():
             stage_us[stage] += time_us
-        # str(): a StrEnum reads back from JSON as the plain string that it is here.
-        phase, scheme = str(record.phase), str(record.scheme)
-        numel_by_phase[phase] = numel_by_phase.get(phase, 0) + record.numel
-        schemes[scheme] = schemes.get(scheme, 0) + 1
+        numel_by_phase[str(record.phase)] += record.numel
     sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
     numel, planned = sums["numel"], sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
     numbers = {name: finite(value) for name, value in (extra or {}).items()}
+    of_run = {name: numbers.pop(name, None) for name in OF_RUN}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
@@ -265,17 +266,15 @@ def iteration_breakdown(
         overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
         **sums,
         density=ratio(sums["nnz"], numel),
-        schemes=schemes,
+        schemes=dict(schemes),
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
         loss=finite(loss),
         grad_norm=finite(grad_norm),
-        learning_rate=numbers.pop("learning_rate", None),
         skipped=bool(skipped),
         extra=numbers,
+        **of_run,
         planned_density=ratio(planned, numel),
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
-        tokens_per_s=numbers.pop("tokens_per_s", None),
-        model_tflop_per_s=numbers.pop("model_tflop_per_s", None),
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
         param_wire_bytes=sum(gather.wire_bytes for gather in gathers),
         param_gathers=dict(Counter(gather.method for gather in gathers)),

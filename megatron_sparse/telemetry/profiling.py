@@ -27,6 +27,9 @@ from megatron_sparse.telemetry.lines import write_whole
 logger = logging.getLogger(__name__)
 
 PROFILE_FILE = "profile.json"
+OF_BUCKET = ("scheme", "density", "numel", "nnz", "wire_bytes", "inside_bytes")
+OF_GATHER = ("method", "numel", "wire_bytes")
+"""Attributes of a record that its span shows."""
 
 
 class Timeline:
@@ -63,33 +66,24 @@ class Timeline:
             gathers: records of the gathers of parameters.
         """
         for record in records:
-            arguments = {
-                "iteration": iteration,
-                "scheme": record.scheme,
-                "density": record.density,
-                "numel": record.numel,
-                "nnz": record.nnz,
-                "wire_bytes": record.wire_bytes,
-                "inside_bytes": record.inside_bytes,
-            }
-            self._bucket(record.bucket, record, arguments)
+            self._row_of(record.bucket, iteration, record, OF_BUCKET)
         for gather in gathers:
-            arguments = {
-                "iteration": iteration,
-                "method": gather.method,
-                "numel": gather.numel,
-                "wire_bytes": gather.wire_bytes,
-            }
-            self._bucket(f"{gather.bucket} parameters", gather, arguments)
+            self._row_of(f"{gather.bucket} parameters", iteration, gather, OF_GATHER)
 
-    def _bucket(
-        self, name: str, record: BucketRecord | GatherRecord, arguments: dict[str, Any]
+    def _row_of(
+        self,
+        name: str,
+        iteration: int,
+        record: BucketRecord | GatherRecord,
+        shown: Sequence[str],
     ) -> None:
-        """Adds a span, and those of its stages, to a row of this name."""
+        """Adds a span with these attributes, and the spans of its stages, to the row of a name."""
         row = self._rows.setdefault(name, len(self._rows) + 1)
+        number = {"iteration": iteration}
+        arguments = number | {attribute: getattr(record, attribute) for attribute in shown}
         self._span(row, name, record.launched_s, record.finished_s, arguments)
         for stage, begin_s, end_s in record.timer.spans:
-            self._span(row, stage, begin_s, end_s, {"iteration": arguments["iteration"]})
+            self._span(row, stage, begin_s, end_s, number)
 
     def events(self, origin_us: float) -> list[dict[str, Any]]:
         """All events, in the Trace Event Format.

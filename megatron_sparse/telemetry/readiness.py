@@ -89,9 +89,11 @@ def step_scalars(records: Sequence[ReadinessRecord], without: int = 0) -> dict[s
         records: records of the step before the last; empty if nothing is measured.
         without: number of buckets that skipped a rank.
     """
-    scalars = {"straggler/buckets_without": float(without)} if records or without else {}
-    if records:
-        longest = max(records, key=lambda record: delay_s(record.ready_s))
-        scalars["straggler/delay_ms"] = sum(delay_s(record.ready_s) for record in records) * 1e3
-        scalars["straggler/rank"] = float(last_rank(longest.ready_s))
-    return scalars
+    if not records:
+        return {"straggler/buckets_without": float(without)} if without else {}
+    longest = max(records, key=lambda record: delay_s(record.ready_s))
+    return {
+        "straggler/buckets_without": float(without),
+        "straggler/delay_ms": sum(delay_s(record.ready_s) for record in records) * 1e3,
+        "straggler/rank": float(last_rank(longest.ready_s)),
+    }

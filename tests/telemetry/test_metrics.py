@@ -126,15 +126,6 @@ def test_buckets_and_thresholds_are_read_every_few_iterations(tmp_path):
     assert [line["threshold"] for line in lines] == [None] * 5 + [0.5, None, 0.5]
 
 
-def test_sampling_can_be_off_and_is_the_writers(tmp_path):
-    for tracking, writer in (
-        (TrackingConfig(console="off", sample_every=0), True),
-        (TrackingConfig(console="off", sample_every=1), False),
-    ):
-        telemetry = RunTelemetry(tmp_path, tracking, is_writer=writer)
-        assert not any(telemetry.samples(iteration) for iteration in range(1, 30))
-
-
 def test_the_guide_lists_every_metric_with_its_unit():
     table = re.findall(r"^\| `([a-z_]+/[^`]+)` \| ([^|]*) \| ([^|]*) \|", GUIDE.read_text(), re.M)
     assert [(name, unit.strip(), meaning.strip()) for name, unit, meaning in table] == [

@@ -13,7 +13,7 @@ from megatron_sparse.report.live_view import render
 from megatron_sparse.telemetry import RunTelemetry
 from megatron_sparse.telemetry.breakdown import IterationBreakdown
 from megatron_sparse.telemetry.history import PHASES
-from megatron_sparse.telemetry.progress import Isolated, RunProgress, clock
+from megatron_sparse.telemetry.progress import RunProgress, clock
 
 
 def breakdown(iteration: int, *, loss: float | None = 4.5, **fields) -> IterationBreakdown:
@@ -163,20 +163,6 @@ def test_a_line_has_the_facts_in_ascii():
     assert line.endswith(
         "100.00 ms = forward_backward 70.00 + optimizer 10.00 + host_wait 15.00 + other 5.00"
     )
-
-
-def test_a_failing_progress_is_turned_off_and_closed_once_more(caplog):
-    calls = []
-
-    def fail(shown: list) -> None:
-        shown.append("called")
-        raise OSError("no space left")
-
-    isolated = Isolated(calls, "the progress")
-    for always in (False, False, True):
-        isolated.do(fail, always=always)
-    assert calls == ["called", "called"]
-    assert caplog.text.count("the progress failed and is off for the rest of the run: OSError") == 1
 
 
 def test_the_guide_shows_the_view_as_it_is():
