@@ -5,7 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from megatron_sparse.bench.calibrate.command import CalibrationRank
 from megatron_sparse.bench.calibrate.threshold_sweep import (
     RingRuns,
     SweepCase,
@@ -13,16 +15,17 @@ from megatron_sparse.bench.calibrate.threshold_sweep import (
     options_of,
     sweep_thresholds,
 )
+from megatron_sparse.bench.exchange.options import CalibrationOptions
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.calibration.codec import DENSITIES, codec_calls, fit_rate
 from megatron_sparse.config.scheme import RING_DENSITIES
+from megatron_sparse.errors import ConfigError
 from megatron_sparse.planner.link_timing import LinkSweep, fit_link, measure_links
 from megatron_sparse.pricing.cluster import ClusterModel, CodecOp
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.run import local_ranks
 from megatron_sparse.simulate.pricing import ChargingTimer, memory_bound
 from megatron_sparse.transport import Link, Topology, VirtualCluster
-from tests.programs import ended
+from tests.commands import run
 
 SWEEP = LinkSweep((8, 1024, 2**16, 2**18), repeats=3, rounds=4)
 INTRA, INTER = Link(5e-6, 1e-11), Link(3e-5, 3.2e-10)
@@ -182,12 +185,12 @@ class TestCommand:
     """The whole command."""
 
     @pytest.mark.timeout(420)  # Ten seconds on an idle machine.
-    def test_two_ranks(self, tmp_path):
+    def test_two_ranks(self, tmp_path, capfd):
         """The planner reads the file; a second run refuses to overwrite it; a sweep extends it."""
         path = tmp_path / "lab.yaml"
-        quick = ("calibrate", f"--output={path}", "--quick", "--ranks=2")
-        done = ended(local_ranks.command_line(quick))
-        assert done.returncode == 0, done.stderr
+        quick = f"calibrate --output={path} --quick --ranks=2"
+        assert run(quick) == 0
+        printed = capfd.readouterr().out
         cluster = ClusterModel.load(path)
         assert cluster.nodes == (2,)
         assert cluster.device == "cpu"
@@ -198,11 +201,9 @@ class TestCommand:
             assert 1e-6 < link.alpha_s < 1
             assert 1e-12 < link.beta_s < 1e-5
         assert {rate.density for rate in cluster.codec} == set(DENSITIES)
-        assert "decode_add" in done.stdout
-        sweep = (*quick, "--sweep", "--format=coo", "--size=64K", "--density=0.2")
-        done = ended(local_ranks.command_line(sweep))
-        assert done.returncode == 0, done.stderr
-        assert "inter: no such link here" in done.stdout
+        assert "decode_add" in printed
+        assert run(quick, "--sweep --format=coo --size=64K --density=0.2") == 0
+        assert "inter: no such link here" in capfd.readouterr().out
         with_densities = ClusterModel.load(path)
         assert len(with_densities.ring_densities["coo"]) == 3
         assert with_densities.codec == cluster.codec
@@ -215,8 +216,8 @@ class TestCommand:
         assert (tmp_path / "spccl-figure-2.png").stat().st_size > 1000
         other = path.read_text().replace('transport: "gloo"', 'transport: "nccl"')
         path.write_text(other)
-        done = ended(local_ranks.command_line(sweep))
-        assert done.returncode == 2
-        assert done.stderr.count("error:") == 1
-        assert "its transport is not this one's" in done.stderr
+        request = CalibrationOptions(out=path, sweep=True)
+        refused = pytest.raises(ConfigError, match="its transport is not this one's")
+        with CalibrationRank(request, HashStore(), 0, 1) as rank, refused:
+            rank.run()
         assert path.read_text() == other

@@ -118,13 +118,13 @@ def run_rank(request: CalibrationOptions) -> None:
         for name, value in compose([f"cluster={request.env}"]).cluster.env.items():
             os.environ.setdefault(name, value)
     as_rank(
-        lambda store, rank, world_size: _CalibrationRank(request, store, rank, world_size),
+        lambda store, rank, world_size: CalibrationRank(request, store, rank, world_size),
         lambda group: group.run(),
         timeout_s=request.timeout_s,
     )
 
 
-class _CalibrationRank(Bench[CalibrationOptions]):
+class CalibrationRank(Bench[CalibrationOptions]):
     """This rank of the group that is measured."""
 
     def run(self) -> None:

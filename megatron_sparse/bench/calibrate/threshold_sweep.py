@@ -148,7 +148,8 @@ def sweep_thresholds(
 def swept(transport: Transport) -> list[str]:
     """The thresholds that make a difference on these ranks."""
     ranks, nodes = len(transport.nodes), len(set(transport.nodes))
-    return ["intra"] * (nodes < ranks) + ["inter"] * (nodes > 1) + ["gather"]
+    matters = {"intra": nodes < ranks, "inter": nodes > 1, "gather": True}
+    return [threshold for threshold in THRESHOLDS if matters[threshold]]
 
 
 def choose(values: Sequence[float], times_s: Sequence[float], before: float) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -111,20 +111,20 @@ class GatherRow(CellRow):
         """
         n = len(nodes)
         shard = -(-sweep.elements // n)
-        mean, most = figures_nM.mean(0).tolist(), figures_nM.max(0).values.tolist()
+        of_rank = dict(zip(MEASURED, figures_nM.T.tolist(), strict=True))
         return cls(
             **vars(case),
             dtype=sweep.dtype,
             numel=shard * n,
             world_size=n,
             nodes=len(set(nodes)),
-            bits=8 * most[3] / shard,
+            bits=8 * max(of_rank["message_bytes"]) / shard,
             speedup=ratio(outcome["raw_us"], outcome["time_us"]),
-            encode_us=mean[0],
-            decode_us=mean[1],
-            wire_bytes=most[2],
+            encode_us=mean(of_rank["encode_us"]),
+            decode_us=mean(of_rank["decode_us"]),
+            wire_bytes=max(of_rank["wire_bytes"]),
             raw_bytes=(n - 1) * shard * VALUE_DTYPES[sweep.dtype].itemsize,
-            across_bytes=across_bytes(figures_nM[:, 3].tolist(), nodes, case.way),
+            across_bytes=across_bytes(of_rank["message_bytes"], nodes, case.way),
             **outcome,
         )
 

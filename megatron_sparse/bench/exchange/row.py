@@ -33,7 +33,7 @@ from megatron_sparse.config.level import RANK
 from megatron_sparse.formats.message import VALUE_DTYPES
 from megatron_sparse.pricing.records import record_bytes
 from megatron_sparse.recording import BUCKET_STAGES, BucketRecord
-from megatron_sparse.run.rows import CellRow, Columns, cell, optional
+from megatron_sparse.run.rows import CellRow, cell, optional
 
 MEASURED = ("total", *BUCKET_STAGES, "host_cpu", "wire_bytes", "inside_bytes", "nnz", "numel")
 """What a rank measures of the scheme in a round: microseconds, bytes and elements."""
@@ -46,61 +46,64 @@ PAYLOAD_SHARE = 1448 / 1514
 class CollectiveRow(CellRow):
     """One case of `bench collectives`.
 
-    Times are medians over the rounds, in microseconds; null where nothing was timed.
+    Times are medians over the rounds, in microseconds; null where nothing was timed. Bandwidths are
+    GB/s: of the gradient, and of the sent bytes.
     """
 
-    COLUMNS = Columns(
-        "bytes >11 size(B) | count >10 | dtype >5 type | op >14 | name >18 scheme | density >8g | "
-        "value_bits >4 bits | level >5 | wire_bytes >11.0f wire(B) | "
-        "inside_bytes >11.0f inside(B) | time_us >10.0f time(us) | "
-        "bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw | wrong >6 #wrong | "
-        "p99_us >10.0f p99(us) | dense_us >10.0f dense(us) | speedup >7.2f | "
-        "time_us/floor_us >6.2f /floor | "
-        "network_us/network_floor_us >5.2f net/ | prune_us >8.0f prune | encode_us >8.0f encode | "
-        "network_us >8.0f network | decode_us >8.0f decode | host_us >8.0f host | "
-        "host_cpu_us >8.0f cpu"
+    bytes: int = cell("of the gradient", ">11 size(B)")
+    count: int = cell("elements", ">10")
+    dtype: str = cell(
+        "of the gradient, and of the values sent unless they have `value_bits`", ">5 type"
     )
-    """Bandwidths are GB/s: of the gradient, and of the sent bytes."""
-
-    op: str = cell("`all_reduce` or `reduce_scatter`")
+    op: str = cell("`all_reduce` or `reduce_scatter`", ">14")
     scheme: str = cell("as asked for")
-    carried_by: str = cell("that did it: another than `scheme` only for `auto`")
-    dtype: str = cell("of the gradient, and of the values sent unless they have `value_bits`")
-    density: float = cell("as asked for")
-    count: int = cell("elements")
-    bytes: int = cell("of the gradient")
+    carried_by: str = cell("that did it: another than `scheme` only for `auto`", "name >18 scheme")
+    density: float = cell("as asked for", ">8g")
+    value_bits: int | None = optional("in which values travel; null: whole", ">4 bits")
+    sum_bits: int | None = optional("of gathered sums; null: they travel whole")
+    level: str = cell("`rank` or `node`, as asked for", ">5", default=RANK)
     world_size: int = cell("ranks")
     transport: str = cell("of pairwise messages: `gloo`, `nccl` or `virtual`", default="")
     mbit: int | None = optional("of each rank's link as given; null: it was measured")
     modelled: bool = cell("network times are those of an alpha-beta model", default=False)
-    wrong: int = cell("elements, on all ranks, that differ from the exact sum")
-    value_bits: int | None = optional("in which values travel; null: whole")
-    sum_bits: int | None = optional("of gathered sums; null: they travel whole")
-    wire_bytes: int | None = optional("sent by the busiest rank")
-    sent_density: float | None = optional("the fraction of elements that was selected")
-    time_us: float | None = optional(
-        "of the slowest rank: from dense gradient to dense sum, from the last rank's arrival on"
-    )
-    p99_us: float | None = optional("of the slowest round but one in a hundred")
-    level: str = cell("`rank` or `node`, as asked for", default=RANK)
+    delay_us: float = cell("how late the last rank was made", default=0.0)
+    wire_bytes: int | None = optional("sent by the busiest rank", ">11.0f wire(B)")
     inside_bytes: int | None = optional(
         "those of `wire_bytes` that stay inside the node, at level `node`; the rest crosses "
-        "between nodes, and `sent_density` is of what crosses"
+        "between nodes, and `sent_density` is of what crosses",
+        ">11.0f inside(B)",
     )
-    delay_us: float = cell("how late the last rank was made", default=0.0)
-    dense_us: float | None = optional("of the backend's own dense collective, in turn")
-    speedup: float | None = optional("of the pairs of dense and scheme, the median")
-    prune_us: float | None = optional("threshold, error feedback, pruning and encoding")
-    encode_us: float | None = optional("encoding sums, without the selection")
-    network_us: float | None = optional("waiting for messages, and for slower and late ranks")
-    decode_us: float | None = optional("adding messages up")
+    sent_density: float | None = optional("the fraction of elements that was selected")
+    time_us: float | None = optional(
+        "of the slowest rank: from dense gradient to dense sum, from the last rank's arrival on",
+        ">10.0f time(us) | bytes/time_us/1000 >7.3f algbw | wire_bytes/time_us/1000 >7.3f busbw",
+    )
+    wrong: int = cell("elements, on all ranks, that differ from the exact sum", ">6 #wrong")
+    p99_us: float | None = optional("of the slowest round but one in a hundred", ">10.0f p99(us)")
+    dense_us: float | None = optional(
+        "of the backend's own dense collective, in turn", ">10.0f dense(us)"
+    )
+    speedup: float | None = optional(
+        "of the pairs of dense and scheme, the median",
+        ">7.2f | time_us/floor_us >6.2f /floor | network_us/network_floor_us >5.2f net/",
+    )
+    prune_us: float | None = optional(
+        "threshold, error feedback, pruning and encoding", ">8.0f prune"
+    )
+    encode_us: float | None = optional("encoding sums, without the selection", ">8.0f encode")
+    network_us: float | None = optional(
+        "waiting for messages, and for slower and late ranks", ">8.0f network"
+    )
+    decode_us: float | None = optional("adding messages up", ">8.0f decode")
     host_us: float | None = optional(
         "`time_us`, and the delay where it was waited for, less the stages: the launch, the "
-        "progress thread, its polling"
+        "progress thread, its polling",
+        ">8.0f host",
     )
     host_cpu_us: float | None = optional(
         "of the processor, spent by the progress thread: on a CPU with the codecs, on CUDA what "
-        "the Python path costs the host; null for virtual ranks, which have none"
+        "the Python path costs the host; null for virtual ranks, which have none",
+        ">8.0f cpu",
     )
     copy_us: float | None = optional(
         "a plain copy of the gradient by all ranks at once, in turn with the scheme"

@@ -16,13 +16,14 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import IO, Any
 
 from megatron_sparse.bench.table import MOST_FOREIGN_LOAD, HostLoad, describe_cpu, foreign_share
-from megatron_sparse.config.run import ClusterConfig
+from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError, MegatronSparseError
 from megatron_sparse.run import composition, local_ranks
 from megatron_sparse.run.rows import CellRow, print_table
@@ -89,6 +90,11 @@ class Run:
         """All arguments of `train`."""
         return [f"name={self.name}", f"runs_dir={self.out}", *self.place, *self.arguments]
 
+    @cached_property
+    def config(self) -> RunConfig:
+        """What its arguments say; a ConfigError if one of them is wrong."""
+        return composition.compose(self.words)
+
     def train(self) -> RunResult:
         """Trains; an earlier run of the same name moves aside.
 
@@ -96,14 +102,14 @@ class Run:
             ConfigError: there is no test bed.
             MegatronSparseError: the run failed; the end of its log is in the message.
         """
-        config, command = composition.compose(self.words), local_ranks.command_line(["train"])
+        command = local_ranks.command_line(["train"])
         log_path, load, start_s = self.out / f"{self.name}.log", HostLoad(), time.monotonic()
         with log_path.open("w") as log:
-            code = self._start([*command, *self.words], config.cluster, log)
+            code = self._start([*command, *self.words], log)
         elapsed_s, share = time.monotonic() - start_s, foreign_share(*load.spent())
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = read_iterations(printed), read_curve(printed)
-        wanted = config.training.iterations
+        wanted = self.config.training.iterations
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
             ends = (
@@ -122,7 +128,8 @@ class Run:
         times_ms, losses = ([each[i] for each in iterations] for i in (0, 1))
         return RunResult(self, times_ms, losses, curve, elapsed_s, share)
 
-    def _start(self, command: list[str], cluster: ClusterConfig, log: IO[str]) -> int:
+    def _start(self, command: list[str], log: IO[str]) -> int:
+        cluster = self.config.cluster
         ranks = cluster.nodes * cluster.ranks_per_node
         if self.links is not None:
             return local_ranks.run_netbed(command, ranks, self.links, cluster.nodes, log)
@@ -237,7 +244,7 @@ def begin(runs: Sequence[Run], header: str) -> None:
         ConfigError: an override is wrong, or the folder cannot be made.
     """
     for run in runs:
-        composition.compose(run.words)
+        _ = run.config  # raises where an override is wrong
     try:
         runs[0].out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -196,18 +196,22 @@ def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
     if not timed:
         return whole
     found = [each for each in whole if each.run.links is not None]
+    over_loopback = [each for each in whole if each.run.links is None]
     for times in timed:
-        middle_ms = median(times.iteration_ms[PLAIN_WARMUP:])
-        for each in whole:
-            if each.run.links is None and each.run.setting == times.run.setting:
-                run = replace(each.run, links=times.run.links)
-                times_ms = [middle_ms] * len(each.iteration_ms)
-                of = {"run": run, "iteration_ms": times_ms, "foreign_load": times.foreign_load}
-                found.append(replace(each, **of))
+        found += [
+            _at_rate(each, times) for each in over_loopback if each.run.setting == times.run.setting
+        ]
     order = list(SETTINGS)
     return sorted(
         found, key=lambda each: (each.run.links, order.index(each.run.setting), each.run.seed)
     )
+
+
+def _at_rate(whole: RunResult, timed: RunResult) -> RunResult:
+    """A run over loopback as it would have been on the links where its setting was timed."""
+    times_ms = [median(timed.iteration_ms[PLAIN_WARMUP:])] * len(whole.iteration_ms)
+    run = replace(whole.run, links=timed.run.links)
+    return replace(whole, run=run, iteration_ms=times_ms, foreign_load=timed.foreign_load)
 
 
 def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
