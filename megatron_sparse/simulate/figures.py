@@ -302,6 +302,21 @@ def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
     axes.grid(True, axis="y", alpha=0.25, linewidth=0.5)
 
 
+def heatmaps(
+    canvas: Canvas, rows: Sequence[Row], by: str, y: str, value: str, xlabel: str, **how: Any
+) -> dict[Any, Axes]:
+    """A heatmap over the ranks for each value of the column `by`; returns the panels.
+
+    `how` has more arguments of `draw_heatmap`.
+    """
+    members = groups(rows, by)
+    panels = canvas.subplots(1, len(members), squeeze=False)[0]
+    for axes, part in zip(panels, members.values(), strict=True):
+        draw_heatmap(axes, part, "ranks", y, value, **how)
+        axes.set_xlabel(xlabel)
+    return dict(zip(members, panels, strict=True))
+
+
 def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray) -> None:
     """Writes the values of a grid into its cells, in white where the cell is dark."""
     for (line, column), value in np.ndenumerate(grid):
@@ -310,44 +325,40 @@ def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray
         axes.text(column, line, number.format(value), **where)
 
 
-def heatmaps(
-    canvas: Canvas,
+def draw_heatmap(
+    axes: Axes,
     rows: Sequence[Row],
-    by: str,
+    x: str,
     y: str,
     value: str,
-    xlabel: str,
     *,
     most: float,
     number: str = "{:.2f}",
-) -> dict[Any, Axes]:
-    """A heatmap over the ranks for each value of the column `by`; returns the panels.
-
-    Each has a cell for each row, with its number; ratios above 1 are green-blue, below 1 brown.
+) -> None:
+    """Draws a cell for each row, with its number; ratios above 1 are green-blue, below 1 brown.
 
     Args:
-        canvas: drawn on.
-        rows: of a panel one for each pair of ranks and y.
-        by: column.
+        axes: drawn on.
+        rows: one for each pair of values of x and y.
+        x: column.
         y: column; its values go upwards.
         value: column of a ratio.
-        xlabel: says what the ranks are.
         most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
             colour.
         number: format of the ratio.
     """
-    members = groups(rows, by)
-    panels = canvas.subplots(1, len(members), squeeze=False)[0]
-    darkest = np.log2(most)
-    for axes, part in zip(panels, members.values(), strict=True):
-        columns, lines = sorted({row["ranks"] for row in part}), sorted({row[y] for row in part})
-        grid = np.full((len(lines), len(columns)), np.nan)
-        for row in part:
-            grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
-        colour: How = {"cmap": "BrBG", "vmin": -darkest, "vmax": darkest}
-        axes.imshow(np.log2(grid), **colour, origin="lower", aspect="auto")
-        write_numbers(axes, grid, number, abs(np.log2(grid)) > 0.7 * darkest)
-        axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
-        axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])
-        axes.set_xlabel(xlabel)
-    return dict(zip(members, panels, strict=True))
+    columns, lines = sorted({row[x] for row in rows}), sorted({row[y] for row in rows})
+    grid = np.full((len(lines), len(columns)), np.nan)
+    for row in rows:
+        grid[lines.index(row[y]), columns.index(row[x])] = row[value]
+    axes.imshow(
+        np.log2(grid),
+        cmap="BrBG",
+        vmin=-np.log2(most),
+        vmax=np.log2(most),
+        origin="lower",
+        aspect="auto",
+    )
+    write_numbers(axes, grid, number, abs(np.log2(grid)) > 0.7 * np.log2(most))
+    axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
+    axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

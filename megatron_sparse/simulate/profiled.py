@@ -75,8 +75,10 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
         name: sum(own_K.size for own_K in members[0].elements)
         for name, members in by_bucket.items()
     }
-    fullest = sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES]
-    shown = {name: by_bucket[name] for name in sorted(fullest)}
+    shown = {
+        name: by_bucket[name]
+        for name in sorted(sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES])
+    }
     # A scheme synchronises single buckets, so "all" is left out; a dense bucket shows nothing.
     single = [name for name in nnz if name.rpartition("/")[2] != "all"]
     sparse = [name for name in single if by_bucket[name][0].profile.density < MOST_DENSITY]
