@@ -256,7 +256,7 @@ def iteration_breakdown(
     numel, planned = sums["numel"], sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
     numbers = {name: finite(value) for name, value in (extra or {}).items()}
-    of_run = {name: numbers.pop(name, None) for name in OF_RUN}
+    of_run: dict[str, Any] = {name: numbers.pop(name, None) for name in OF_RUN}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
