@@ -50,7 +50,10 @@ def profile(
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """See docs/profiling.md."""
+    """ZEN's characteristics of recorded gradients: density, overlap of ranks, skewness.
+
+    See docs/profiling.md.
+    """
     from megatron_sparse.report import profile as profile_report
     from megatron_sparse.run.rows import write_rows
 

@@ -42,12 +42,19 @@ def ssar_split_ag(exchange: Exchange, message: Message) -> Steps:
 def split_and_double(
     scheme: str, exchange: Exchange, message: Message, *, dense: bool = False
 ) -> Steps:
-    """All of `ssar_split_ag`, under another scheme's name; its sums may travel `dense`."""
+    """Sums this rank's shard of all messages, then gathers all shards by recursive doubling.
+
+    Args:
+        scheme: the name that ranks agree on: `ssar_split_ag`, or of a scheme that does the same.
+        exchange: the bucket, which gets the sum.
+        message: this rank's.
+        dense: whether the sums travel dense.
+    """
     identity = Identity.of_message(scheme, exchange, message)
     group = group_of(identity, message, exchange.transport)
     cuts = shard_cuts(message.layout, group.world_size)
     sums = SparseSum(exchange, message)
-    yield from split(identity, cuts, sums, group, last=False)
+    yield from split(identity, cuts, sums, group, last=False)  # sums follow
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums, dense=dense)
     yield from doubling_all_gather(buffer, sizes, group, sums.placer(cuts, dense=dense))
     return group.sent_bytes

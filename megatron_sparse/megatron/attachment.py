@@ -294,7 +294,11 @@ class Attachment(HostState):
         return held(self.residuals, self._reducers.values(), self.parameters.nbytes)
 
     def close(self) -> None:
-        """Restores Megatron's classes and the optimizer's `step`, and ends the progress thread."""
+        """Gives back all that was taken, in the order in which one part uses the next.
+
+        Megatron's classes and functions first, then the progress thread, and the groups of ranks
+        that it was working on.
+        """
         for group in self.groups:
             swap_out(group)
         self.unit.close()

@@ -22,20 +22,23 @@ PIECE_NUMEL, PIECE_NUMEL_PER_RANK = 40_000_000, 1_000_000
 
 
 def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
-    """The bucket, or pieces of it that end with a parameter; each a view of its gradients.
+    """The bucket itself; or, if it is large, compressed and on a GPU, pieces of it.
+
+    A piece is a view of the bucket's gradients, and ends with the parameter that makes it long
+    enough.
 
     Example:
-        A bucket of 90 million elements in parameters of 10 million becomes three pieces, of 40, 40
-        and 10 million.
+        With `PIECE_NUMEL`, 40 million, a bucket of 90 million elements in parameters of 10 million
+        becomes three pieces, of 40, 40 and 10 million.
     """
-    most = max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * bucket.world_size)
-    if bucket.numel <= most or not bucket.grad_N.is_cuda or not _is_compressed(bucket, config):
+    enough = max(PIECE_NUMEL, PIECE_NUMEL_PER_RANK * bucket.world_size)
+    if bucket.numel <= enough or not bucket.grad_N.is_cuda or not _is_compressed(bucket, config):
         return [bucket]
     pieces: list[Bucket] = []
     start = first = 0  # the piece's first element, and its first parameter
     for index, parameter in enumerate(bucket.parameters):
         is_last = index + 1 == len(bucket.parameters)
-        if is_last or parameter.stop - start >= most:
+        if is_last or parameter.stop - start >= enough:
             stop = bucket.numel if is_last else parameter.stop
             moved = tuple(
                 replace(each, start=each.start - start, stop=each.stop - start)

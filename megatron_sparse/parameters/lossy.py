@@ -115,12 +115,18 @@ class LossyGather(ShardGather[LossyWay]):
         return f"{LOSSY} {self._way.bits}"
 
     def _encode_own(self, number: int) -> torch.Tensor:
+        """The difference from the replica, which all ranks hold, to the master, in few bits.
+
+        The replica gets what is sent, as on every other rank; what rounding left out is in the next
+        gather's difference.
+        """
         if not self._changed:
             return NOTHING
         assert self._kept_M is not None, "else the gather is raw"
         self._install_master()
-        sent = encode_difference(self._own_M, self._kept_M, bits=self._way.bits, epoch=number)
-        add_difference_(sent, self._kept_M, epoch=number)
+        master_M, replica_M = self._own_M, self._kept_M
+        sent = encode_difference(master_M, replica_M, bits=self._way.bits, epoch=number)
+        add_difference_(sent, replica_M, epoch=number)
         self._install_replica()
         self._changed = False
         return sent
@@ -138,10 +144,12 @@ class LossyGather(ShardGather[LossyWay]):
             self._master_is_kept, self._changed = True, False
 
     def _install_master(self) -> None:
+        """The master into the buffer, the replica into `_kept_M`."""
         if self._master_is_kept:
             self._swap()
 
     def _install_replica(self) -> None:
+        """The replica into the buffer, the master into `_kept_M`."""
         if not self._master_is_kept:
             self._swap()
 

@@ -152,20 +152,23 @@ class SettingTrials:
     def _end_trial_if_done(self, step: int, name: str) -> None:
         """Goes from one trial to the next, and from the last one to the choice.
 
-        Whether a trial ends follows from numbers that ranks agree on.
+        Names are tried from the last to the first. One that is much slower than the best so far is
+        the last trial: the names before it send still more. Ranks agree on the numbers.
         """
         laps_s = self._laps_s
-        if len(laps_s) in TOO_SLOW and self.times_ms:
+        too_slow = TOO_SLOW.get(len(laps_s))
+        if too_slow is not None and self.times_ms:
             (least_ms,) = self._maxima([1e3 * min(laps_s)])
-            if least_ms > TOO_SLOW[len(laps_s)] * min(self.times_ms.values()):
+            if least_ms > too_slow * min(self.times_ms.values()):
                 self.times_ms[name] = least_ms
                 self._decide(step)
         elif len(laps_s) == SETTLE + TIMED:
             (self.times_ms[name],) = self._maxima([1e3 * median(laps_s[SETTLE:])])
-            if name == self._names[0]:
-                self._decide(step)
+            following = self._names.index(name) - 1
+            if following >= 0:
+                self._try(self._names[following])
             else:
-                self._try(self._names[self._names.index(name) - 1])
+                self._decide(step)
 
     def _decide(self, step: int) -> None:
         """Ends the trials with the preset of the least loss that is as good as the fastest."""

@@ -41,20 +41,26 @@ class ExposedTimes:
         number: the iterations' numbers, ascending.
         iteration_ms: their times.
         param_wait_ms: their waits for parameters.
+
+    Attributes:
+        middle: of each interval, on the axis of iterations.
     """
 
     def __init__(
         self, number: np.ndarray, iteration_ms: np.ndarray, param_wait_ms: np.ndarray
     ) -> None:
-        parts = min(len(number), MOST_POINTS)
+        count = min(len(number), MOST_POINTS)
 
         def sums(values: np.ndarray) -> np.ndarray:
-            return np.array([piece.sum() for piece in np.array_split(values, parts)])
+            return np.array([interval.sum() for interval in np.array_split(values, count)])
 
-        self._interval_of: dict[int, int] = {}
-        for index, piece in enumerate(np.array_split(number, parts)):
-            self._interval_of |= dict.fromkeys(piece.tolist(), index)
-        self.number = np.array([piece.mean() for piece in np.array_split(number, parts)])
+        intervals = np.array_split(number, count)
+        self._interval_of = {
+            iteration: index
+            for index, interval in enumerate(intervals)
+            for iteration in interval.tolist()
+        }
+        self.middle = np.array([interval.mean() for interval in intervals])
         self._total_ms = sums(iteration_ms)
         self._waits_ms: dict[str, np.ndarray] = {}
         if param_wait_ms.any():
@@ -64,7 +70,7 @@ class ExposedTimes:
         """Adds a line of `buckets.jsonl`; one of an iteration that is unknown adds nothing."""
         index = self._interval_of.get(line["iteration"])
         if index is not None:
-            waits_ms = self._waits_ms.setdefault(line["bucket"], np.zeros(len(self.number)))
+            waits_ms = self._waits_ms.setdefault(line["bucket"], np.zeros(len(self.middle)))
             waits_ms[index] += line["exposed_us"] / 1e3
 
     def shares(self) -> dict[str, np.ndarray]:
@@ -124,7 +130,7 @@ def chart(
         colours = [theme.of_run(index).light for index in range(len(areas))]
         if rest:
             colours[-1] = theme.MUTED.light
-        stacked_areas(axes, times.number, percents, colours, top)
+        stacked_areas(axes, times.middle, percents, colours, top)
         mark(axes)
         axes.set_ylabel("% of the iteration")
         legend_below(axes)

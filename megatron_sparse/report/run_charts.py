@@ -106,14 +106,16 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
 
 
 def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
-    """A line for each run; none if the chart of one run's buckets shows the same."""
+    """A line for each run; no chart if that of one run's buckets shows the same."""
     if len(runs) == 1 and runs[0].exposed.shares():
         return []
-    highest = max(float(np.nanpercentile(run.iterations.exposed_share, 98)) for run in runs)
+    percents = [run.iterations.exposed_share * 100 for run in runs]
+    # A few slow iterations may leave the chart: the others would be flat beside them.
+    highest = max(float(np.nanpercentile(percent, 98)) for percent in percents)
 
     def draw(axes: Axes) -> None:
-        _lines(axes, runs, [run.iterations.exposed_share * 100 for run in runs])
-        axes.set_ylim(0, max(highest * 115, 1.0))
+        _lines(axes, runs, percents)
+        axes.set_ylim(0, max(1.15 * highest, 1.0))
         axes.set_ylabel("% of the iteration")
 
     note = (

@@ -167,27 +167,32 @@ def rows_7(fast: bool) -> list[Row]:
 
 
 def draw_5(rows: list[Row], canvas: Canvas) -> None:
-    """A line of panels for each machine: bandwidth over sizes, total time over delays."""
+    """Figure 5: a line of panels for each machine, bandwidth over sizes, total time over delays."""
     by_machine = figures.groups(rows, "machine")
-    columns = list(figures.groups(rows, "panel"))
-    panels = canvas.subplots(len(by_machine), len(columns), squeeze=False)
+    most_panels = len(figures.groups(rows, "panel"))
+    grid = canvas.subplots(len(by_machine), most_panels, squeeze=False)
     styles = figures.styles_of(rows)
-    for line, (machine, part) in zip(panels, by_machine.items(), strict=True):
-        for axes, (panel, members) in zip(
-            line, figures.groups(part, "panel").items(), strict=False
-        ):
+    for line, (machine, of_machine) in zip(grid, by_machine.items(), strict=True):
+        # A machine may have fewer panels: its last places stay empty.
+        panels = figures.groups(of_machine, "panel").items()
+        for axes, (panel, members) in zip(line, panels, strict=False):
             if panel == "delays":
-                title = f"{machine}, {members[0]['size_mib']:g} MiB"
-                labels: How = {"xlabel": "delay (ms)", "ylabel": "total time (ms)"}
-                how: How = labels | {"title": title}
+                how: How = {
+                    "title": f"{machine}, {members[0]['size_mib']:g} MiB",
+                    "xlabel": "delay (ms)",
+                    "ylabel": "total time (ms)",
+                }
                 figures.draw_lines(axes, members, "delay_ms", "total_ms", styles, **how)
-                continue
-            title = f"{machine}, {panel}"
-            labels = {"xlabel": "buffer (MiB)", "ylabel": "size / time (GB/s)"}
-            how = labels | {"log": "x", "title": title}
-            figures.draw_lines(axes, members, "size_mib", "algbw_gbs", styles, **how)
-            axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
-    figures.shared_legend(canvas, list(panels.flat))
+            else:
+                how = {
+                    "title": f"{machine}, {panel}",
+                    "xlabel": "buffer (MiB)",
+                    "ylabel": "size / time (GB/s)",
+                    "log": "x",
+                }
+                figures.draw_lines(axes, members, "size_mib", "algbw_gbs", styles, **how)
+                axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
+    figures.shared_legend(canvas, list(grid.flat))
 
 
 def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:

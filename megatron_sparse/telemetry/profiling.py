@@ -164,7 +164,7 @@ class IterationProfile:
                 self.close()
 
     def close(self) -> None:
-        """Writes the iterations so far, for a run that ends early."""
+        """Writes the iterations so far; does nothing if that is done."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -173,8 +173,9 @@ class IterationProfile:
         profiler.export_chrome_trace(str(part))
         trace = json.loads(part.read_text(encoding="utf-8"))
         part.unlink()
-        # The profiler's times count from a calendar time, ours from a time of the host's clock.
-        base_us = trace.get("baseTimeNanoseconds", 0) / 1e3
-        calendar_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
-        trace["traceEvents"] += self._timeline.events(base_us - calendar_us)
+        # The trace counts from a time of the calendar, our events by `time.perf_counter`.
+        origin_on_calendar_us = trace.get("baseTimeNanoseconds", 0) / 1e3
+        calendar_before_counter_us = (time.time_ns() - time.perf_counter_ns()) / 1e3
+        origin_us = origin_on_calendar_us - calendar_before_counter_us
+        trace["traceEvents"] += self._timeline.events(origin_us)
         write_whole(self._run_dir / PROFILE_FILE, json.dumps({"displayTimeUnit": "ms", **trace}))

@@ -55,7 +55,7 @@ class TestTimes:
     def test_long_runs_are_averaged_without_losing_time(self):
         many = times({"a": [10.0] * 700 + [40.0] * 300})
         (share,) = many.shares().values()
-        assert len(share) == len(many.number) == 200
+        assert len(share) == len(many.middle) == 200
         assert share[0] == pytest.approx(0.1)
         assert share[-1] == pytest.approx(0.4)
         assert share.mean() == pytest.approx(0.19)

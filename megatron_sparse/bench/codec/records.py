@@ -31,6 +31,7 @@ from megatron_sparse.wire import FORMAT_NAMES, HEADER_BYTES
 
 ORACLE_NUMEL = 2**18
 """Elements that are compared with the oracles, which take about a microsecond an element."""
+ORACLE_LEAK = 0.5
 type Encoder = Callable[[], torch.Tensor]
 """A timed call; returns the bytes of the record."""
 SUMMED = 8
@@ -180,28 +181,57 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 
 
 def wrong_bytes(case: Case) -> int:
-    """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient."""
-    case = case.of_numel(ORACLE_NUMEL + 17)
+    """Bytes of message, residual and sum that differ from the oracles' on a smaller gradient.
+
+    On a GPU those of Triton's kernels count too.
+    """
+    case = case.of_numel(ORACLE_NUMEL + 17)  # the last tile is not full
     host, codec = Codec(replace(case, device=CPU)), Codec(case)
-    grad_N, before_N = host.case.gradient(), torch.zeros(case.numel)
-    pruning = host.pruning(before_N, 0.5)
-    if codec.is_rice:
+    grad_N = host.case.gradient()
+    record, rest_N = _by_oracle(host, grad_N)
+    wrong = _wrong_sum(codec, host, record) + _wrong_record(codec, grad_N, record, rest_N)
+    if not codec.is_rice:
+        wrong += _wrong_record(codec, grad_N, record, rest_N, in_two_passes=True)
+    return wrong + (peers.wrong_triton(case) if case.device.type == "cuda" else 0)
+
+
+def _by_oracle(host: Codec, grad_N: torch.Tensor) -> tuple[bytes, torch.Tensor]:
+    """The record of a gradient without a residual before it, and the residual after it."""
+    pruning = host.pruning(torch.zeros(grad_N.numel()), ORACLE_LEAK)
+    if host.is_rice:
         (record,), rest_N = rice_oracle.prune_encode(grad_N, pruning, host.segments, host.spec)
     else:
-        sent_N, rest_N, nnz = prune_oracle.prune(grad_N, pruning, case.code)
+        sent_N, rest_N, nnz = prune_oracle.prune(grad_N, pruning, host.case.code)
         (record,) = message_oracle.encode(sent_N, host.segments, nnz, host.spec)
-    acc_N, expected_acc_N = torch.ones(case.numel, device=case.device), torch.ones(case.numel)
-    message_oracle.decode_add_(expected_acc_N, record, host.expected, 0)
-    message = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(case.device)
-    codec.decode_add(acc_N, message)()
-    wrong = differing(acc_N, expected_acc_N)
-    for fused in (True,) if codec.is_rice else (True, False):
-        codec.out.fill_(0xFF)
-        given_N, residual_N = grad_N.to(case.device, copy=True), before_N.to(case.device, copy=True)
-        if fused:
-            used = codec.prune_encode(given_N, residual_N, 0.5)()
-        else:
-            nnz = ops.prune_(given_N, codec.pruning(residual_N, 0.5), case.code)
-            used = codec.encode(given_N, nnz)()
-        wrong += differing(codec.out[: int(used)], record) + differing(residual_N, rest_N)
-    return wrong + (peers.wrong_triton(case) if case.device.type == "cuda" else 0)
+    return record, rest_N
+
+
+def _wrong_sum(codec: Codec, host: Codec, record: bytes) -> int:
+    """Bytes in which sums of ones and a record differ."""
+    sum_N = torch.ones(codec.case.numel, device=codec.case.device)
+    codec.decode_add(
+        sum_N, torch.frombuffer(bytearray(record), dtype=torch.uint8).to(sum_N.device)
+    )()
+    expected_N = torch.ones(codec.case.numel)
+    message_oracle.decode_add_(expected_N, record, host.expected, 0)
+    return differing(sum_N, expected_N)
+
+
+def _wrong_record(
+    codec: Codec,
+    grad_N: torch.Tensor,
+    record: bytes,
+    rest_N: torch.Tensor,
+    *,
+    in_two_passes: bool = False,
+) -> int:
+    """Bytes of record and residual that differ: of `prune_encode`, or of `prune_` and `encode`."""
+    codec.out.fill_(0xFF)
+    given_N = grad_N.to(codec.case.device, copy=True)
+    residual_N = torch.zeros(given_N.numel(), device=given_N.device)
+    if in_two_passes:
+        nnz = ops.prune_(given_N, codec.pruning(residual_N, ORACLE_LEAK), codec.case.code)
+        used = codec.encode(given_N, nnz)()
+    else:
+        used = codec.prune_encode(given_N, residual_N, ORACLE_LEAK)()
+    return differing(codec.out[: int(used)], record) + differing(residual_N, rest_N)

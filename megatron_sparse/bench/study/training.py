@@ -148,35 +148,50 @@ def variants(options: TrainingOptions) -> Iterator[Variant]:
 
 
 def run_of(options: TrainingOptions, variant: Variant) -> Run:
-    """The run of one row."""
-    scheme, nodes = variant.scheme, options.nodes
-    how = [f"scheme={scheme}", f"compression.density={variant.density:g}"]
-    if scheme == PLAIN:
-        how = ["plugin=false"]
-    elif scheme.startswith(PRESET):
-        how = [scheme]
-    if variant.parameters not in (None, "auto"):
-        how.append(f"parameters.method={variant.parameters}")
-    slow = []
-    if options.slow_rank is not None:
-        slow.append(f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}")
-        if skips_straggler(scheme):
-            slow += ["straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
+    """The run that measures one variant, a row of the table."""
     arguments = [
         "experiment=testbed",
-        *how,
+        *_compression(variant),
         f"compression.level={variant.level}",
-        f"cluster.nodes={nodes}",
-        f"cluster.ranks_per_node={options.ranks // nodes}",
+        f"cluster.nodes={options.nodes}",
+        f"cluster.ranks_per_node={options.ranks // options.nodes}",
         "cluster.device=cpu",
         f"training.global_batch_size={options.ranks}",
-        *slow,
+        *_slow_rank(options, variant.scheme),
         *options.overrides,
     ]
-    iterations = options.warmup + options.iters + steps_of_trials(compose(arguments).compression)
-    arguments.append(f"training.iterations={iterations}")
-    place = {"links": options.links, "validates": False}
-    return Run("training", variant.run_name, arguments, options.out, **place)
+    # The trials of `auto` take iterations of their own, which no row counts.
+    trials = steps_of_trials(compose(arguments).compression)
+    arguments.append(f"training.iterations={trials + options.warmup + options.iters}")
+    return Run(
+        "training",
+        variant.run_name,
+        arguments,
+        options.out,
+        links=options.links,
+        validates=False,
+    )
+
+
+def _compression(variant: Variant) -> list[str]:
+    """The overrides by which a variant differs in what is sent."""
+    parameters = variant.parameters
+    gather = [] if parameters in (None, "auto") else [f"parameters.method={parameters}"]
+    if variant.scheme == PLAIN:
+        return ["plugin=false", *gather]
+    if variant.scheme.startswith(PRESET):
+        return [variant.scheme, *gather]
+    return [f"scheme={variant.scheme}", f"compression.density={variant.density:g}", *gather]
+
+
+def _slow_rank(options: TrainingOptions, scheme: str) -> list[str]:
+    """The overrides by which one rank sleeps in each iteration, and the scheme knows it."""
+    if options.slow_rank is None:
+        return []
+    sleeps = f"cluster.env.{SLOW_RANK}={options.slow_rank}:{options.slow_ms:g}"
+    if not skips_straggler(scheme):
+        return [sleeps]
+    return [sleeps, "straggler.mode=pinned", f"straggler.rank={options.slow_rank}"]
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
