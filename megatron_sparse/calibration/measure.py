@@ -151,6 +151,7 @@ def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
 
 
 def _driven_messages(transport: Transport, progress: Progress, count: int) -> Callable[[], None]:
+    """Sends so many messages around the ring, as a job of the progress thread, and waits for it."""
     pieces = _ring(transport)
 
     def job() -> Generator[object, None, None]:

@@ -32,7 +32,9 @@ from megatron_sparse.pricing.dry_run import DryRun
 
 
 def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
-    """Sums `values_N` over all ranks into `exchange.bucket`.
+    """Sums `values_N` over all ranks into `exchange.bucket`, or averages it as `exchange` says.
+
+    Returns the bytes of a ring: its reduce-scatter, and for an all-reduce its all-gather too.
 
     Args:
         exchange: the bucket, and the means to synchronise it.
@@ -46,6 +48,7 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
     if _needs_fp32_sums(bucket, values_N.dtype):
         return (yield from dense_allpairs(exchange, values_N, step))
     if transport.device.type == "cpu" and not exchange.goes_on:
+        # There are no sizes: ranks find out whether they agree about the bucket.
         identity = Identity.of_values("dense", exchange, values_N, step)
         yield from exchange_sizes([], identity, transport)
     if exchange.scatters:

@@ -216,12 +216,13 @@ def _sum_in_lanes(
     received: list[list[torch.Tensor]] = [[] for _ in range(m)]
     part_M = values_N[parts.part(lanes.lane)]
     if place < lanes.count:
-        # Not `received`: `direct` has a buffer of that name.
+        # Not `received`: `direct`, between the nodes, has a buffer of that name.
         room = exchange.take("parts", (m - 1) * part_M.numel(), torch.float32)
-        for step, room_M in enumerate(room.view(m - 1, part_M.numel()), 1):
-            received[(place + step) % m] = [room_M]
+        for number, room_M in enumerate(room.view(m - 1, part_M.numel()), 1):
+            received[(place + number) % m] = [room_M]
 
     def add(number: int) -> None:
+        """What arrived in this round; the rounds count from 1."""
         for room_M in received[(place + number) % m] if number else ():
             with exchange.timer.stage("decode"):
                 part_M.add_(room_M)

@@ -104,22 +104,23 @@ def cost(run: DryRun) -> None:
     encoding, and adding one message after the other.
     """
     n, whole = run.n, run.piece()
-    own, form = run.messages(SCHEME.message_format(run.options)), run.sum_format()
+    messages, sums = run.messages(SCHEME.message_format(run.options)), run.sum_format()
     is_server_n = np.arange(n) == 0
     one = run.densities.whole(1)
     run.agree()
-    run.clocks.with_root(np.full(n, float(own.nbytes(whole, one, run.b))), run.host_s)
-    adding_s = own.seconds(CodecOp.DECODE, whole, one, run.b) + (n - 1) * own.seconds(
-        CodecOp.DECODE_ADD, whole, one, run.b
-    )
+    run.clocks.with_root(np.full(n, float(messages.nbytes(whole, one, run.b))), run.host_s)
+    # The server adds them, and encodes the sum.
+    first_s = messages.seconds(CodecOp.DECODE, whole, one, run.b)
+    other_s = messages.seconds(CodecOp.DECODE_ADD, whole, one, run.b)
     parts = n if run.scatter else 1
     piece, sum_n = run.piece(parts), run.densities.shards(n, parts)
-    encoding_s = np.sum(form.seconds(CodecOp.ENCODE, piece, sum_n, run.b))
-    run.work(is_server_n * (adding_s + encoding_s))
-    nbytes_n = np.broadcast_to(form.nbytes(piece, sum_n, run.b), (n,))
+    encoding_s = np.sum(sums.seconds(CodecOp.ENCODE, piece, sum_n, run.b))
+    run.work(is_server_n * (first_s + (n - 1) * other_s + encoding_s))
+    # The size, then the sum, or of a reduce-scatter each rank's shard, back to all.
+    nbytes_n = np.broadcast_to(sums.nbytes(piece, sum_n, run.b), (n,))
     run.clocks.with_root(np.full(n, WORD_BYTES), run.host_s)
     run.clocks.with_root(nbytes_n, run.host_s)
-    run.work(~is_server_n * form.seconds(CodecOp.DECODE, piece, sum_n, run.b))
+    run.work(~is_server_n * sums.seconds(CodecOp.DECODE, piece, sum_n, run.b))
 
 
 SCHEME = Scheme(NAME, Input.SPARSE, run=sparse_ps, place=130, cost=cost)

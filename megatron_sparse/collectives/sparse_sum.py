@@ -80,7 +80,7 @@ class SparseSum:
         self.final_dtype = self.gather_dtype = message.sum_dtype
         if sum_bits is not None and form == FORMAT_RICE:
             self.gather_dtype = QUANTISED[dense_value_bits(sum_bits) if whole else sum_bits]
-        self._gathered = RecordSpec(
+        self._sum_spec = RecordSpec(
             WIRE_CODES[self.gather_dtype],
             step=0,
             record_format=form,
@@ -164,7 +164,7 @@ class SparseSum:
         slots = self.message.slots
         if slots is None:
             return None
-        return sum_slots(slots, cut, self._bucket.world_size, self._gathered).offsets
+        return sum_slots(slots, cut, self._bucket.world_size, self._sum_spec).offsets
 
     def placer(
         self, cuts: Sequence[Cut], *, dense: bool = False
@@ -216,6 +216,8 @@ class SparseSum:
     ) -> torch.Tensor:
         """Encodes the sum of a cut; on CUDA this waits for the device, but not in capacity mode.
 
+        In that mode, where the message has `reports`, sizes are known beforehand.
+
         Quantised, this rank's residual is added to the elements that are sent, and receives what
         the levels lose, as if these elements had been selected again.
 
@@ -233,7 +235,7 @@ class SparseSum:
         if value_dtype in QUANTISED.values() and self.message.residual_N is not None:
             residual_M = self.message.residual_N[cut.elements]
         spec = replace(
-            self._gathered,
+            self._sum_spec,
             value_dtype=WIRE_CODES[value_dtype],
             step=sum_step(self.message.step, cut),
         )

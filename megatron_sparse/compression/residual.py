@@ -38,14 +38,16 @@ class ResidualStore:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._goes_on = False
-        self._is_apart = False
+        self._goes_on = False  # `go_on` was called in this step
+        self._is_apart = False  # `take_apart` was called in this step
         self.dtype = dtype
-        self.undo = self.is_reported = False
+        self.undo = False
+        self.is_reported = False
         self._residuals: dict[str, torch.Tensor] = {}
         self._undo_copies: dict[str, torch.Tensor] = {}
         # Buckets selected in a step without an outcome yet; whether they had a residual before it.
         self._pending: dict[str, bool] = {}
+        # Buckets whose residual was sent whole in this step (`drop_later`).
         self._emptied: set[str] = set()
         self._buckets: dict[str, Bucket] = {}
 

@@ -104,7 +104,7 @@ class ParameterGathers:
             if key not in choosers:
                 choosers[key] = GatherChooser(_in_lanes(config, reducer), reducer.transport)
                 if method in COMPRESSED:
-                    _refuse(method, [choosers[key].missing])
+                    _refuse_if_any(method, [choosers[key].missing])
             self._make_gathers(group, choosers[key], reducer.transport, progress)
         self._follow_loads(chunks)
         self._updates = WatchedUpdates(self.lossy, optimizer)
@@ -256,9 +256,9 @@ def _reasons_for_raw(
     """
     reasons = [why_raw(group) for group in groups]
     if method == LOSSY:
-        _refuse(method, [_on_gpu(group) for group in groups])
+        _refuse_if_any(method, [_on_gpu(group) for group in groups])
     if method in COMPRESSED:
-        _refuse(method, reasons)
+        _refuse_if_any(method, reasons)
     if method != LOSSY:
         return reasons
     spans = optimizer_spans(optimizer)
@@ -289,8 +289,8 @@ def _in_lanes(config: SparseConfig, reducer: GradientReducer) -> SparseConfig:
     return replace(config, parameters=replace(config.parameters, per_node="always"))
 
 
-def _refuse(method: str, reasons: Sequence[str | None]) -> None:
-    """Refuses `parameters.method=exact` or `lossy` for groups that cannot.
+def _refuse_if_any(method: str, reasons: Sequence[str | None]) -> None:
+    """Refuses `parameters.method=exact` or `lossy` where a group has a reason against it.
 
     Raises:
         ConfigError: names the first reason. A group of one rank has nothing to gather.

@@ -62,7 +62,7 @@ class RankClocks:
         self.ranks_n = np.arange(n)
         self._node_n = np.array(topology.nodes)
         self._shares_nic = topology.nic == "node"
-        self.card_free_s: dict[tuple[str, int], float] = defaultdict(float)
+        self.card_free_s: dict[tuple[str, int], float] = defaultdict(float)  # by `Topology.ports`
 
     def work(self, seconds: float | np.ndarray) -> None:
         """Local work of every rank."""

@@ -107,17 +107,17 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     """The profile without the skewness that chance alone adds to the densest partition.
 
     With m clumps of non-zero elements expected in each of p partitions, the fullest is about
-    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation); it
-    is another partition on every rank and in every step.
+    q / sqrt(m) above the mean, q being the largest of p normal numbers (Blom's approximation). That
+    partition is another one on every rank and in every step.
     """
     clumps = profile.numel / _clump_numel(profile)
 
     def lasting(skewness: Mapping[int, float], density: float) -> dict[int, float]:
         found = {}
-        for count, ratio in skewness.items():
-            largest = NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-            expected = max(density * clumps / count, 1.0)
-            found[count] = max(ratio - largest / math.sqrt(expected), 1.0)
+        for p, ratio in skewness.items():
+            q = NormalDist().inv_cdf((p - 0.375) / (p + 0.25))
+            m = max(density * clumps / p, 1.0)
+            found[p] = max(ratio - q / math.sqrt(m), 1.0)
         return found
 
     return replace(

@@ -137,7 +137,7 @@ class StragglerPolicy:
         self._agreement: Pending | None = None
         self._named: dict[str, int | None] = {}
         mode, alone = self._config.mode, transport.world_size == 1
-        self._acts = self._config.leaves_behind and not alone
+        self._may_skip = self._config.leaves_behind and not alone
         self._check_rank("straggler.rank", self._config.rank)
         self._sleep_s = self._injected_delay_s()
         if mode in ("off", "pinned") or alone:
@@ -211,7 +211,7 @@ class StragglerPolicy:
     def adapt(self, bucket: Bucket, plan: Plan) -> Plan:
         """The plan with a scheme that can skip a rank, where its own scheme has such a variant."""
         scheme = AWARE.get(plan.scheme)
-        if scheme is None or not self._acts or bucket.op not in SCHEMES[scheme].ops:
+        if scheme is None or not self._may_skip or bucket.op not in SCHEMES[scheme].ops:
             return plan
         if self._scheme.given_capacity is not None and SCHEMES[plan.scheme].takes_slots:
             return plan  # its messages have slots; those of the other scheme have none
@@ -224,10 +224,13 @@ class StragglerPolicy:
     def decide(self, bucket: Bucket, plan: Plan) -> int | None:
         """The rank to skip, the same on all ranks. Called after the gate, before any message.
 
+        Pinned it is the configured one, persistent the one that has come last for many steps, if
+        that pays. Else, and while observing, there is none.
+
         Returns:
             A rank of the group; None if no rank is skipped.
         """
-        aware = self._acts and skips_straggler(plan.scheme)
+        aware = self._may_skip and skips_straggler(plan.scheme)
         if self._config.mode == "pinned":
             return self._config.rank if aware else None
         if self._arrivals is None:
@@ -235,6 +238,7 @@ class StragglerPolicy:
         self._this_step.append((bucket.name, self._arrivals.arrive(bucket.name)))
         if self._config.mode != "persistent":
             return None
+        # A bucket that cannot skip a rank any more is logged too.
         return self._persistent(bucket, self._delays_that_pay(bucket, plan) if aware else NONE_PAYS)
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
@@ -262,7 +266,7 @@ class StragglerPolicy:
             that always waits.
         """
         scheme = self.adapt(bucket, plan).scheme
-        if not self._acts or not skips_straggler(scheme):
+        if not self._may_skip or not skips_straggler(scheme):
             return None
         if self._config.mode == "pinned":
             return {"scheme": scheme, "rank": self._config.rank, "least_delay_ms": None}

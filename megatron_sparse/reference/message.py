@@ -69,7 +69,8 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
         header = Header.unpack(message[position : position + HEADER_BYTES], rank)
         dtype, formats = expected.value_dtype, _FORMATS
         if dtype in RICE_BITS and header.format != FORMAT_RICE:
-            dtype, formats = BF16, (FORMAT_DENSE,)  # as those of kept segments
+            # Segments that are always sent whole: one record dense in bf16, whatever the others.
+            dtype, formats = BF16, (FORMAT_DENSE,)
         available = len(message) - position
         header.check(dtype, end - begin, begin, expected.step, available, rank, formats)
         at = position + HEADER_BYTES

@@ -118,11 +118,15 @@ def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
 
 
 def dequantise(scale_word: int, codes: np.ndarray, bits: int) -> np.ndarray:
-    """The fp32 numbers that codes stand for. Product and sum are rounded apart, without FMA."""
+    """The fp32 numbers that codes stand for. Product and sum are rounded apart, without FMA.
+
+    The highest of a code's bits is the sign; the others are the level.
+    """
     base, step = base_and_step(scale_word)
     j = (codes & levels_of(bits)).astype(np.float32)
     with np.errstate(all="ignore"):  # any scale is taken from the wire, infinite ones too
         value = base + j * step
+    # abs: with a damaged scale a value may be below zero, and the sign is the code's.
     return np.where(codes >> (bits - 1) & 1, -np.abs(value), value)
 
 

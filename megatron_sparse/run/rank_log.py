@@ -84,7 +84,7 @@ def _redirected(target: int) -> Iterator[None]:
     except (MegatronSparseError, SystemExit, KeyboardInterrupt):
         raise
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc()  # into the log; the others are told by who catches them
         raise
     finally:
         sys.stdout.flush()

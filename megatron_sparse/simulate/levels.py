@@ -166,18 +166,20 @@ class Group:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Ranks of each node of an instance."""
-        return self.cluster.topology(self.of_instance).node_sizes
+        return self.cluster.topology(self.ranks_of_instance).node_sizes
 
     @property
-    def of_instance(self) -> int:
-        """Ranks of an instance of the distributed optimizer."""
+    def ranks_of_instance(self) -> int:
+        """Of the distributed optimizer."""
         return self.ranks // self.training.instances
 
     def shape(self, element_bytes: int, value_bits: int | None = None) -> BucketShape:
         """One of the buckets."""
-        numel = self.training.buckets(self.ranks)[1]
+        _, numel = self.training.buckets(self.ranks)
         op = CollectiveOp.REDUCE_SCATTER if self.training.sharded else CollectiveOp.ALL_REDUCE
-        return BucketShape(numel, 0, element_bytes, op, self.of_instance, value_bits=value_bits)
+        return BucketShape(
+            numel, 0, element_bytes, op, self.ranks_of_instance, value_bits=value_bits
+        )
 
     def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
         """The gradient's half of one bucket with the cheapest of `names`.
@@ -213,8 +215,8 @@ class Group:
         """How one bucket's parameters are gathered, and the seconds."""
         if not self.training.sharded:
             return "none", 0.0
-        numel = self.training.buckets(self.ranks)[1]
-        n = self.of_instance
+        _, numel = self.training.buckets(self.ranks)
+        n = self.ranks_of_instance
         topology = self.cluster.topology(n)
         links = GatherLinks(
             self.cluster.dense_link(n), topology if several_levels(topology.nodes) else None

@@ -262,6 +262,10 @@ class SamplePlan:
     def _unions(self, total_P: np.ndarray, words_nW: np.ndarray) -> dict[int, np.ndarray]:
         """Elements of the unions of k ranks in each of the finest partitions, on average; by k.
 
+        Partitions of like density are a class. The windows in it say how many times one rank's
+        elements a union has there; few elements count less than the bucket's own ratio (`PRIOR`).
+        Suffixes: P partitions, W windows, C classes, g sets of ranks.
+
         Args:
             total_P: int64, elements of all ranks in each.
             words_nW: each rank's elements in the windows.

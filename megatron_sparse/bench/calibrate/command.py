@@ -149,7 +149,9 @@ class CalibrationRank(Bench[CalibrationOptions]):
             if self.rank == 0 and cluster is not None:
                 where = f"{self.world_size} ranks, {self.backend}"
                 # The file first: it is the result, the picture shows it.
-                self._add(replace(cluster, ring_densities=cluster.ring_densities | found))
+                self._save_thresholds(
+                    replace(cluster, ring_densities=cluster.ring_densities | found)
+                )
                 _report(request, self._transport, points, found, where)
 
     def _existing(self) -> tuple[bool, ClusterModel | None]:
@@ -178,8 +180,11 @@ class CalibrationRank(Bench[CalibrationOptions]):
         if noise:
             print(f"# {noise}")
 
-    def _add(self, cluster: ClusterModel) -> None:
-        """Replaces the file that the thresholds are added to; keeps its comment."""
+    def _save_thresholds(self, cluster: ClusterModel) -> None:
+        """Rewrites the cluster file, with thresholds now.
+
+        Its comment stays, but for the line of thresholds that were added before.
+        """
         lines = self._cases.out.read_text("utf-8").splitlines()
         kept = [line.removeprefix("# ") for line in lines if line.startswith("#")]
         kept = [line for line in kept if not line.startswith(ADDED)]

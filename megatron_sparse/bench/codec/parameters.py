@@ -142,6 +142,7 @@ class Coder:
 
 
 def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
+    """The plugin's own coder, or zstd on the moves `z_N`."""
     if name == RANS:
         held = torch.empty_like(case.old_N)
 
@@ -151,13 +152,16 @@ def _coder(name: str, case: ParameterPair, z_N: np.ndarray) -> Coder:
 
         def wrong(result: torch.Tensor) -> int:
             count = int((result.view(torch.uint8) != case.new_N.view(torch.uint8)).sum())
-            if case.old_N.is_cuda:
+            if case.old_N.is_cuda:  # its record is also the CPU's
                 first = slice(COMPARED_NUMEL)
                 part = ParameterPair(case.name, case.old_N[first], case.new_N[first])
                 count += differing(encoded(part), encoded(case.on_host(COMPARED_NUMEL)))
             return count
 
-        return Coder(name, lambda: encoded(case), decode, wrong, lambda: held.copy_(case.old_N))
+        def hold_old() -> None:
+            held.copy_(case.old_N)
+
+        return Coder(name, lambda: encoded(case), decode, wrong, prepare=hold_old)
     moves = z_N.tobytes()
 
     def wrong_moves(data: bytes) -> int:

@@ -272,7 +272,7 @@ def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
-    """Loss over seconds, of the first seed, and loss over bytes, of all."""
+    """Loss over seconds, of the first seed; the final loss against plain's over bytes, of all."""
     first_seed = min(each.run.seed for each in outcomes)
     curves = [
         {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
