@@ -204,11 +204,13 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 def _segment_calls(
     numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageSpec]
 ) -> Iterator[CodecCall]:
+    """Selects from a full vector; encodes and decodes a sparse one; all in each format."""
     kinds = {form: replace(kind, density=density) for form, kind in kinds.items()}
     select = _selection(sparse_vector(numel, 1.0, device))
     for form, kind in kinds.items():
         yield CodecCall(CodecOp.SELECT, form, density, partial(select, kind))
     sparse_N, acc_N = sparse_vector(numel, density, device), torch.zeros(numel, device=device)
+    # The vector is one segment, which may be sent sparse.
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     specs = {form: kind.record_spec(torch.float32, STEP) for form, kind in kinds.items()}
     room = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
@@ -244,6 +246,7 @@ def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
 
 
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
+    """ZEN's: the partition of a selection, and encoding and adding the records of one partition."""
     sparse_N = sparse_vector(numel, density, device)
     message = _selection(sparse_N)(MessageSpec(1.0, format="coo"))
     own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
@@ -253,12 +256,14 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
 
     yield CodecCall(CodecOp.PARTITION, "pairs", density, partition)
 
-    # Partition 0 of a segment so long that the partition has `numel` positions.
+    # Partition 0 of a segment so long that the partition has `numel` positions; `sparse_N` holds
+    # its values by position.
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
     place = PartitionRecord(wide, 0, torch.float32, offset=0, step=STEP)
-    held = sparse_N.nonzero().squeeze(1)
-    elements, order = wide.element_at(0, held).sort()
-    values = sparse_N[held][order]
+    positions_K = sparse_N.nonzero().squeeze(1)
+    elements, order = wide.element_at(0, positions_K).sort()
+    values = sparse_N[positions_K][order]
+    # Pairs are added to the partition, by position; a bitmap to the segment, by element.
     sum_P, sum_M = torch.zeros(numel, device=device), torch.zeros(wide.numel, device=device)
     for form, encode, add, acc in (
         ("pairs", partial(hash_pairs.encode, elements, values), hash_pairs.accumulate_, sum_P),

@@ -116,6 +116,7 @@ def report(
 
     named = output or []
     html, table, png = (of_kind(named, end) for end in (".html", ".csv", FOLDER))
+    # Only a CSV alone is written without the page.
     if table is None or png is not None:
         html = html or Path("report.html")
     for path in page.run(runs, html, png, table):

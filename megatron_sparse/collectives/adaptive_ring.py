@@ -64,8 +64,8 @@ NAME = "adaptive_ring"
 def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     """Writes the exact sum of all ranks' messages into `exchange.bucket`.
 
-    Arguments and errors as of `agsparse`; the message is cut into shards in both forms. On CUDA the
-    records' headers are read on the host.
+    Arguments and errors as of `agsparse`; the message is cut into shards also for an all-reduce. On
+    CUDA the records' headers are read on the host.
     """
     transport, options = exchange.transport, exchange.options
     intra, inter, gather = options.ring_densities()
@@ -78,6 +78,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     initial = [density_of[rank] for rank in ranks]
 
     def link(sender: int) -> LinkDensity:
+        """Of the sums that the rank at this place of the ring sends to its successor."""
         ends = {transport.nodes[ranks[end % n]] for end in (sender, sender + 1)}
         return LinkDensity(sender, initial, intra if len(ends) == 1 else inter)
 
@@ -88,7 +89,7 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     if exchange.scatters:
         sums.write(cuts[transport.rank].elements)
         return group.sent_bytes
-    incoming.extrapolate()  # By what this rank has added.
+    incoming.extrapolate()  # Adds this rank's own part: now the density of its complete sum.
     if incoming.density >= gather:
         # The same sum, in the bucket's memory, with dense records.
         sums = SparseSum(exchange, message, form=FORMAT_DENSE)

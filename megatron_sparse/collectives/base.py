@@ -221,8 +221,8 @@ def exchange_sizes(
         identity: of the collective; it must be the same on every rank.
         transport: moves the message; on CUDA the result is read on the host.
         names: what errors call the transport's ranks; by default their numbers in it.
-        unordered: the rest of the collective is small messages with its tag. On a CPU the next
-            bucket may agree meanwhile.
+        unordered: after this the collective sends small messages with its own tag only, which may
+            mix with other buckets': on a CPU the next bucket may agree meanwhile.
 
     Returns:
         Each rank's `sizes`.

@@ -76,7 +76,8 @@ def cost(run: DryRun) -> None:
     """The backend's own collective, as a ring over its measured link (`ClusterModel.dense`).
 
     With s = N b bytes: 2 (n - 1) alpha + 2 (n - 1) / n s beta (Patarasuk and Yuan 2009; equation 2
-    of SpCCL and of PCCL, twice). A reduce-scatter takes half. Added on CPU: the agreement.
+    of SpCCL and of PCCL, twice). A reduce-scatter takes half. On CPU the ranks agree first, as in
+    `dense`.
 
     A dense plan selects nothing. It sends gradient and residual whole (`Selector.take_whole`),
     which is free while there is no residual.

@@ -36,12 +36,13 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     pieces = [values_N[cuts[i] : cuts[i + 1]] for i in range(n)]
     own = pieces[rank]
 
+    # Rank i receives all ranks' parts of piece i, and adds them.
     parts = exchange.take("parts", len(peers) * own.numel(), own.dtype)
     received = dict(zip(peers, parts.view(len(peers), own.numel()), strict=True))
     yield from group.exchange(
         [(peer, pieces[peer]) for peer in peers], list(received.items()), last=scatter
     )
-    sum_M = own
+    sum_M = own  # A placeholder: fp32 parts are added up in the first of them.
     if own.dtype != torch.float32:
         sum_M = exchange.take("piece", own.numel(), torch.float32)
     target_M = bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own
@@ -49,6 +50,7 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
         _add_in_order([received.get(index, own) for index in range(n)], sum_M, target_M)
     if scatter:
         return group.sent_bytes
+    # `own` holds the sum of its piece now: every rank sends it to all others.
     yield from group.exchange(
         [(peer, own) for peer in peers], [(peer, pieces[peer]) for peer in peers], last=True
     )

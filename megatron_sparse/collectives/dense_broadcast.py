@@ -39,12 +39,14 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
     early = early_ranks(group.world_size, straggler)
     accumulator = Accumulator(exchange, values_N)
     ring_bytes = 0
+    # The early ranks all-reduce without the straggler.
     if group.rank != straggler:
         ring = Subgroup(transport, early, group.tag)
         cuts = even_cuts(bucket.numel, len(early))
         yield from ring_reduce_scatter(accumulator, cuts, ring, last=False)
         yield from ring_all_gather(accumulator.sum_N, cuts, ring, last=False)
         ring_bytes = ring.sent_bytes
+    # The first early rank and the straggler exchange what they hold: then both hold the sum.
     holders = [*early[:1], straggler]
     if group.rank in holders and early:
         peer = early[0] if group.rank == straggler else straggler

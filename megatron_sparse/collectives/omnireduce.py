@@ -53,13 +53,13 @@ def cost(run: DryRun) -> None:
     shard in place of the density of elements.
     """
     form, n, size = run.sum_format("blocks"), run.n, run.options.block_size
-    own_n = run.densities.block_density(1, n, size)
+    own_density_n = run.densities.block_density(ranks=1, parts=n, block_size=size)
     run.agree()
-    send_shards_cost(run, form.nbytes(run.piece(n), own_n, run.b))
-    add_shards_cost(run, form, own_n)
+    send_shards_cost(run, form.nbytes(run.piece(n), own_density_n, run.b))
+    add_shards_cost(run, form, own_density_n)
     if not run.scatter:
-        sum_n = run.densities.block_density(n, n, size)
-        spread_sums_cost(run, form, sum_n, sum_n)
+        sum_density_n = run.densities.block_density(ranks=n, parts=n, block_size=size)
+        spread_sums_cost(run, form, sum_density_n, sum_density_n)
 
 
 SCHEME = Scheme(

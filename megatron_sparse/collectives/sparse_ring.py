@@ -225,23 +225,24 @@ def ring_reduce_scatter_cost(
 def ring_gather_sums_cost(run: DryRun, dense_n: np.ndarray, form: RecordFormat) -> None:
     """Each sum is encoded once and goes round the ring; dense records where `dense_n` is true."""
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
-    total_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
+    sum_density_n, whole = run.densities.shards(n, n), RecordFormat("dense", run.cluster)
     ones_n = np.ones(n)
 
     def seconds(op: CodecOp) -> np.ndarray:
         return np.where(
             dense_n,
             whole.seconds(op, shard, ones_n, run.b),
-            form.seconds(op, shard, total_n, run.b),
+            form.seconds(op, shard, sum_density_n, run.b),
         )
 
     run.work(seconds(CodecOp.ENCODE))
     run.agree()
     nbytes_n = np.where(
-        dense_n, whole.nbytes(shard, ones_n, run.b), form.nbytes(shard, total_n, run.b)
+        dense_n, whole.nbytes(shard, ones_n, run.b), form.nbytes(shard, sum_density_n, run.b)
     )
     decoding_n = seconds(CodecOp.DECODE)
-    # In a round rank r passes on the sum of rank r - step + 1, and decodes it meanwhile.
+    # In a round rank r passes the sum of rank r - step + 1 to rank r + 1 (a shift by -1), and
+    # decodes it meanwhile. The sum that arrives last, of rank r + 1, is decoded at the end.
     places = [(ranks - step + 1) % n for step in range(1, n)]
     run.shifts([(-1, nbytes_n[place_n], decoding_n[place_n]) for place_n in places])
     run.work(decoding_n[(ranks + 1) % n])

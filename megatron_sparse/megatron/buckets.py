@@ -56,6 +56,7 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
             for index, host in enumerate(hosts):
                 _check_own(host)
                 attributes = _group_attributes(host.ddp_config)
+                # `others` is empty, or holds the group across the optimizer's instances.
                 process_group, *others = (getattr(host, name) for name in attributes)
                 buckets = _buckets(f"{prefix}{kind}{index}", host, parameters, process_group.size())
                 for bucket in buckets:

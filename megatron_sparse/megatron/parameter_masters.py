@@ -59,9 +59,9 @@ class LossyBucket:
 def saved_parts(
     buckets: Sequence[LossyBucket],
 ) -> list[tuple[LossyBucket, ParameterSlice, torch.Tensor]]:
-    """The parts of parameters whose masters this rank has, with these: fp32 views.
+    """The parts of parameters whose masters this rank has, and those masters: fp32 views.
 
-    None if a bucket's replicas are not the same on all ranks now. That is so before the first
+    Empty if a bucket's replicas are not the same on all ranks now. That is so before the first
     gather, and between a step and its gather. A run that goes on from there begins with a raw
     gather.
     """
@@ -166,7 +166,9 @@ def _elements_in(shard_M: torch.Tensor, spans: Mapping[int, int]) -> int:
 
 
 def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | None:
-    """Why fp32 buckets cannot be gathered lossily: the own shard is not the optimizer's master.
+    """Why a group's fp32 buckets cannot be gathered lossily; None if they can.
+
+    They can if every parameter in this rank's shard is itself the optimizer's master.
 
     Args:
         group: a bucket group that can be gathered exactly.

@@ -246,10 +246,10 @@ def _next_power(number: int) -> int:
 
 
 def slowest(topology: Topology) -> Link:
-    """The slowest link of a ring over all ranks, which sets the ring's pace."""
+    """The largest alpha and beta of the links in a ring over all ranks; 0 for a single rank."""
     sizes = topology.node_sizes
-    is_used = ((topology.intra, max(sizes) > 1), (topology.inter, len(sizes) > 1))
-    links = [link for link, used in is_used if used]
+    levels = ((topology.intra, max(sizes) > 1), (topology.inter, len(sizes) > 1))
+    links = [link for link, is_used in levels if is_used]
     if not links:
         return Link(0.0, 0.0)
     return Link(max(link.alpha_s for link in links), max(link.beta_s for link in links))

@@ -179,7 +179,7 @@ class SettingTrials:
         self._choose(step, name, f"milliseconds of an iteration: {took}")
 
     def _look_again(self, step: int) -> None:
-        """New trials where an iteration takes longer or less than it did, on any rank."""
+        """Starts new trials if an iteration's time has changed by more than `DRIFT` on any rank."""
         phase, _ = phase_and_density(self._config.compression, step - 1)
         if phase not in (Phase.TARGET, Phase.OFF):
             self._laps_s.clear()  # Warm-up and ramp send more than the trial did.
@@ -187,10 +187,10 @@ class SettingTrials:
             return
         taken_ms = 1e3 * median(self._laps_s)
         self._laps_s.clear()
-        # A checkpoint of a run without trials has no time of its preset.
+        # A checkpoint of a run without trials has no time of its preset: the first look sets it.
         ratio = taken_ms / self.times_ms.setdefault(str(self.chosen), taken_ms)
-        most, least = self._maxima([ratio, -ratio])
-        if most > 1 + DRIFT or -least < 1 - DRIFT:
+        most, minus_least = self._maxima([ratio, -ratio])
+        if most > 1 + DRIFT or -minus_least < 1 - DRIFT:
             # The next look comes later: a run whose times keep changing shall not spend it trying.
             self._look_after *= 2
             self._try_all()

@@ -106,7 +106,7 @@ def _wire_ratio(runs: Sequence[RunData]) -> Chart:
 
 
 def _exposed_share(runs: Sequence[RunData]) -> list[Chart]:
-    """A line for each run; no chart if that of one run's buckets shows the same."""
+    """A line for each run; no chart for a single run whose chart by bucket shows the same."""
     if len(runs) == 1 and runs[0].exposed.shares():
         return []
     percents = [run.iterations.exposed_share * 100 for run in runs]

@@ -59,12 +59,15 @@ def run(config: RunConfig, command: str) -> int:
 def raise_file_limit() -> None:
     """Lets this process, and the ranks that it starts, open as many files as the system allows.
 
+    It asks for `MANY_FILES` at most.
+
     Raises:
         ConfigError: that is too few for a rank, which opens connections to all others.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or soft < min(hard, MANY_FILES):
-        soft = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    is_unlimited = hard == resource.RLIM_INFINITY  # which is -1, so `min` would take it
+    if is_unlimited or soft < min(hard, MANY_FILES):
+        soft = MANY_FILES if is_unlimited else min(hard, MANY_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft < FEW_FILES:
         raise ConfigError(

@@ -149,6 +149,7 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Returns the first exit code that is not 0; the other ranks get `GRACE_S` after it."""
     failed, deadline_s = 0, float("inf")
     while any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]

@@ -280,7 +280,7 @@ def _move_aside(run_dir: Path) -> bool:
 def rank_environment(config: RunConfig) -> dict[str, str]:
     """The variables that each rank needs; `cluster.device` must be decided.
 
-    Variables that the user has set keep their values, except the two that hide GPUs on a CPU run.
+    Variables that the user has set keep their values, except the two that a CPU run overrides.
     """
     found = {"OMP_NUM_THREADS": "1"}
     if config.training.tensor_parallel > 1 or config.megatron.get("context_parallel_size", 1) > 1:

@@ -209,6 +209,7 @@ def rows_16(sample: Sample) -> list[Row]:
     h0, values_K = PermutationHash(sample.numel, n, HASH_SEED), indices_K.float()
 
     def time_ms(memory: int, rehashes: int) -> float:
+        """Times the fastest of several calls; n partitions share `memory` slots for each entry."""
         slots = max(-(-memory * entries // n), 1)
         times = []
         for _ in range(REPETITIONS):
@@ -223,9 +224,10 @@ def rows_16(sample: Sample) -> list[Row]:
 
 
 def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
-    """a: fp32 sizes of one rank's part and of the sum, divided by the dense size; b: speedups."""
+    """a: each format's size, by density, over the dense size; b: speedups over AllReduce."""
     rows = []
     for density, blocks, servers in sorted(set(_spread(shown))):
+        # COO sends an index beside each fp32 value; a bitmap takes one bit an element.
         sizes = {
             "COO": 2 * density,
             "bitmap": density + servers / 32,
@@ -235,7 +237,8 @@ def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
         rows += [_row("a", name, density, size) for name, size in sizes.items()]
     profile, n = largest.profile, largest.profile.world_size
     one, total = profile.density, profile.sum_density(n)
-    steps = {
+    # Dense sizes that the busiest rank receives: mean sizes times the imbalance of push and pull.
+    received = {
         "contiguous shards, COO": 2 * one * largest.contiguous.push
         + 2 * total * largest.contiguous.pull,
         "Algorithm 1, COO": 2 * one * largest.hashed.push + 2 * total * largest.hashed.pull,
@@ -243,9 +246,8 @@ def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
         + total * largest.hashed.pull
         + 1 / 32,
     }
-    rows += [
-        _row("b", name, largest.bucket, 2 / part if part else 0.0) for name, part in steps.items()
-    ]
+    # AllReduce receives two.
+    rows += [_row("b", name, largest.bucket, 2 / x if x else 0.0) for name, x in received.items()]
     return rows
 
 

@@ -136,22 +136,23 @@ def critical_on_cluster_s(n: int, full_bytes: int) -> float:
 
 
 def rows_7(fast: bool) -> list[Row]:
-    """The critical delay of 1 GiB, and its part that grows with the size, divided by s beta."""
+    """The critical delay of 1 GiB, and its part due to beta, each also divided by s beta."""
     rows, link = [], DGX_H100.intra
-    buffer_s = GIB * link.beta_s
+    s_beta_s = GIB * link.beta_s
     for n in FAST_POWERS if fast else POWERS:
         rounds, log_n = len(make_schedule(n).rounds), math.log2(n)
-        cluster_s = critical_on_cluster_s(n, GIB)
-        exact_s = critical_delay_s(n, rounds, GIB, link)
-        simplified_s = (log_n - 2) * link.alpha_s + log_n / n * buffer_s
-        # It is linear in the size, so another GiB adds exactly the part that is due to beta.
-        grows_s = {
-            "on the cluster": critical_on_cluster_s(n, 2 * GIB) - cluster_s,
-            "appendix B, exact": critical_delay_s(n, rounds, GIB, Link(0.0, link.beta_s)),
-            "appendix B, simplified": log_n / n * buffer_s,
+        delays_s = {
+            "on the cluster": critical_on_cluster_s(n, GIB),
+            "appendix B, exact": critical_delay_s(n, rounds, GIB, link),
+            "appendix B, simplified": (log_n - 2) * link.alpha_s + log_n / n * s_beta_s,
         }
-        delays_s = dict(zip(grows_s, (cluster_s, exact_s, simplified_s), strict=True))
-        for panel, times_s in (("critical delay", delays_s), ("beta only", grows_s)):
+        # The delay is linear in the size, so another GiB adds exactly the part due to beta.
+        beta_parts_s = {
+            "on the cluster": critical_on_cluster_s(n, 2 * GIB) - delays_s["on the cluster"],
+            "appendix B, exact": critical_delay_s(n, rounds, GIB, Link(0.0, link.beta_s)),
+            "appendix B, simplified": log_n / n * s_beta_s,
+        }
+        for panel, times_s in (("critical delay", delays_s), ("beta only", beta_parts_s)):
             rows += [
                 {
                     "series": series,
@@ -159,7 +160,7 @@ def rows_7(fast: bool) -> list[Row]:
                     "machine": DGX_H100.name,
                     "ranks": n,
                     "time_ms": time_s * 1e3,
-                    "ratio": time_s / buffer_s,
+                    "ratio": time_s / s_beta_s,
                 }
                 for series, time_s in times_s.items()
             ]

@@ -226,9 +226,9 @@ class GradientDump:
 
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:
-        """By name, group by group; where there are several groups, the name begins with its own."""
+        """By name, group by group; with several groups a bucket is named `<group>/<name>`."""
         found = {
-            DumpedBucket(file.parent.parent.name, file.name.rsplit(".", 2)[0])
+            DumpedBucket(file.parent.parent.name, file.name.rsplit(".", 2)[0])  # <stem>.<kind>.pt
             for iteration in self.iterations
             for file in self._of(iteration).glob("group-*/rank-*/*.pt")
             if _GROUP.fullmatch(file.parent.parent.name)

@@ -293,17 +293,19 @@ class PeerLinks:
         self._tell({"lost": rank, "why": why}, others)
 
     def _beat(self) -> None:
+        """Updates `silent_s` and sends beats; to members, who connected here, with `silent`."""
         now_s = time.monotonic()
-        own: dict[int, float] = {}
+        silent_here_s: dict[int, float] = {}
         for link in self._links:
             if link.rank is not None and now_s - link.heard_s > 2 * BEAT_S:
-                own[link.rank] = round(now_s - link.heard_s, 1)
+                silent_here_s[link.rank] = round(now_s - link.heard_s, 1)
         relayed = [link.relayed_silent_s for link in self._links]
-        self.silent_s = {rank: s for part in relayed for rank, s in part.items()} | own
+        all_relayed = {rank: s for part in relayed for rank, s in part.items()}
+        self.silent_s = all_relayed | silent_here_s  # what this rank heard itself wins
         beat = {"beat": self._own_words()}
         awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
-        self._tell({**beat, "silent": own}, [link for link in awake if link.is_member])
-        self._tell(beat, [link for link in awake if not link.is_member])
+        self._tell({**beat, "silent": silent_here_s}, [each for each in awake if each.is_member])
+        self._tell(beat, [each for each in awake if not each.is_member])
 
     def _own_words(self) -> str:
         bucket, operation, since_s = self.own_progress

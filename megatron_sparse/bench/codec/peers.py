@@ -48,13 +48,13 @@ def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str,
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
-    """Pruning with leak 1 in whole-tensor operations on copies; rounds to nearest."""
-    sent_N, residual_N, sum_N = grad_N.clone(), *torch.zeros(2, *grad_N.shape, device=grad_N.device)
+    """Pruning with leak 1 in whole-tensor operations, in place on a copy; rounds to nearest."""
+    copy_N, residual_N, sum_N = grad_N.clone(), *torch.zeros(2, *grad_N.shape, device=grad_N.device)
 
     def in_torch() -> None:
-        torch.add(sent_N, residual_N, out=sum_N)
-        sent_N.copy_(sum_N.masked_fill(sum_N.abs() <= limit, 0))
-        residual_N.copy_(sum_N.sub_(sent_N))
+        torch.add(copy_N, residual_N, out=sum_N)
+        copy_N.copy_(sum_N.masked_fill(sum_N.abs() <= limit, 0))
+        residual_N.copy_(sum_N.sub_(copy_N))
 
     return {"torch ops": in_torch}
 

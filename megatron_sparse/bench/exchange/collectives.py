@@ -123,10 +123,10 @@ class CollectiveBench(Bench[CollectiveSweep]):
         return LINK_BYTES / round_s
 
     def _check(self, case: BucketCase) -> tuple[int, str]:
-        """Elements, on all ranks, that differ from the sum of what was sent of small integers.
+        """Synchronises small integers, and compares results with the sum of what ranks sent.
 
         Returns:
-            How many there are, and the scheme that the planner took.
+            How many elements differ, on all ranks, and the scheme that the planner took.
         """
         path, record = self._path(case), None
         grad_N = torch.empty_like(case.normal_values(self.rank), device=self._device)
@@ -138,6 +138,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
             before_N = path.residual(bucket)
             self._arrive()
             record = path.run(bucket, step)
+            # The residual keeps what this rank did not send.
             sent_N = given_N.float() + before_N - path.residual(bucket)
             wrong += self._wrong_elements(case, grad_N, sent_N)
         assert record is not None, "there are steps"

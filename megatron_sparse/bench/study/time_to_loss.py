@@ -190,8 +190,11 @@ def run(
 
 
 def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
-    """A run of each setting, seed and rate, those of Megatron with the times at their rate."""
-    timed = [each for each in outcomes if not each.run.validates]
+    """The runs that end with a validation: one for each setting, seed and rate.
+
+    Megatron's own train over loopback only: `_at_rate` copies them to each rate that was timed.
+    """
+    timed = [each for each in outcomes if not each.run.validates]  # only for their times
     whole = [each for each in outcomes if each.run.validates]
     if not timed:
         return whole
