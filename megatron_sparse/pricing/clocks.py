@@ -103,19 +103,17 @@ class RankClocks:
         """All ranks wait until `others`, a part of them that began together, has ended."""
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
-    def everybody_at_once(
-        self, nbytes: float, host_s: float = 0.0, meanwhile_s: float = 0.0
-    ) -> None:
+    def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
         """Every rank sends `nbytes` to every other, all posted at once; all end at the same time.
 
-        Exact if all ranks begin at the same time. Local work may take `meanwhile_s` of it.
+        Exact if all ranks begin at the same time.
         """
         n = self.ranks_n.size
         if n == 1:
             return
         alpha_s, bytes_beta_s = _all_pairs(self.topology)
         latest_s = self.now_n.max() + host_s * (n - 1)
-        self.now_n = np.full(n, latest_s + max(alpha_s + bytes_beta_s * nbytes, meanwhile_s))
+        self.now_n = np.full(n, latest_s + alpha_s + bytes_beta_s * nbytes)
 
     def with_root(self, nbytes_n: np.ndarray, host_s: float = 0.0) -> None:
         """Every rank sends to rank 0, or rank 0 to every rank; all end at the same time.
