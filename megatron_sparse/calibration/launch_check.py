@@ -16,7 +16,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from statistics import median
 from typing import Any
@@ -27,7 +27,14 @@ import torch.distributed as dist
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.extras import installed_version
 from megatron_sparse.planner.fingerprint import processor
-from megatron_sparse.planner.link_timing import TAG, Clock, Measuring, complete, gather_rows
+from megatron_sparse.planner.link_timing import (
+    TAG,
+    Clock,
+    Measuring,
+    complete,
+    gather_rows,
+    times_by_rank,
+)
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 from megatron_sparse.transport.topology import members_of
 from megatron_sparse.version import __version__
@@ -171,21 +178,23 @@ def clock_offsets(transport: Transport) -> Measuring[list[float]]:
 def ring_links(transport: Transport, clock: Clock) -> Measuring[list[RingLink]]:
     """The rates of all links of the rings; the same on all ranks."""
     nodes = members_of(transport.nodes)
+    # Nodes of different size have as many lanes as the smallest has ranks.
     lanes = [list(lane) for lane in zip(*nodes, strict=False)] if len(nodes) > 1 else []
     found = []
     for kind, rings in (("inside a node", nodes), ("between nodes", lanes)):
         for phase in range(3):
             links = [link for ring in rings for link in ring_phase(ring, phase)]
             times_s = yield from _seconds(transport, links, clock)
-            found += [
-                RingLink(kind, *link, MESSAGE_BYTES * 8e-9 / max(times_s[end] for end in link))
-                for link in links
-            ]
+            for sender, receiver in links:
+                slower_s = max(times_s[sender], times_s[receiver])
+                found.append(RingLink(kind, sender, receiver, MESSAGE_BYTES * 8e-9 / slower_s))
     return found
 
 
 def ring_phase(ring: Sequence[int], phase: int) -> list[tuple[int, int]]:
-    """Every third part of a ring's links, so that no rank is in two of them.
+    """The links (sender, receiver) of a ring in one of three phases: no rank is in two of them.
+
+    Every second link in the first two phases; in the last the one that closes an odd ring.
 
     Example:
         >>> [ring_phase([0, 1, 2], phase) for phase in range(3)]
@@ -202,24 +211,23 @@ def ring_phase(ring: Sequence[int], phase: int) -> list[tuple[int, int]]:
 def _seconds(
     transport: Transport, links: Sequence[tuple[int, int]], clock: Clock
 ) -> Measuring[list[float]]:
-    """Each rank's median seconds of its message; all ranks take part."""
+    """Each rank's median seconds of its message over one of the links; all ranks take part.
+
+    No rank is an end of two links, so one buffer serves for what it sends or receives.
+    """
     message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8, device=transport.device)
     sent = [(to, message) for source, to in links if source == transport.rank]
     received = [(source, message) for source, to in links if to == transport.rank]
-    spent = []
-    for _ in range(REPEATS):
-        yield from gather_rows([0.0], transport)
-        start_s = clock()
-        yield transport.exchange(sent, received, TAG)
-        spent.append(clock() - start_s)
-    rows = yield from gather_rows(spent, transport)
+    rows = yield from times_by_rank(
+        transport, REPEATS, clock, lambda: [transport.exchange(sent, received, TAG)]
+    )
     return rows.median(1).values.tolist()
 
 
 def describe(
     facts: Sequence[RankFacts], offsets_s: Sequence[float], links: Sequence[RingLink]
 ) -> list[str]:
-    """The lines; pure."""
+    """The lines that `check_launch` returns, from what the ranks have measured."""
     hosts = [each.host for each in facts]
     met = f"all {len(facts)} ranks have met, on {len(set(hosts))} hosts"
     kinds = dict.fromkeys(link.kind for link in links)
@@ -230,7 +238,8 @@ def describe(
 def _compared(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[str]:
     """A line for each fact in which ranks differ, and one of what is the same on all of them."""
     lines, same = [], []
-    for name in list(asdict(facts[0]))[1:]:
+    compared = [field.name for field in fields(RankFacts) if field.name != "host"]
+    for name in compared:
         values = [getattr(each, name) for each in facts]
         (usual, _), *others = Counter(values).most_common()
         if not others:
@@ -244,6 +253,7 @@ def _compared(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[str]:
 
 
 def _clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> str:
+    """The line about clocks, from each rank's distance to the median."""
     wrong = [rank for rank, offset_s in enumerate(offsets_s) if abs(offset_s) > CLOCK_S]
     if not wrong:
         return f"clocks agree within {CLOCK_S:g} s"
@@ -252,7 +262,7 @@ def _clocks(offsets_s: Sequence[float], hosts: Sequence[str]) -> str:
 
 
 def _slowest(links: Sequence[RingLink], hosts: Sequence[str]) -> str:
-    """Of links of one kind."""
+    """The line about the links of one kind: the slowest one's ends and rate, the median rate."""
     slowest = min(links, key=lambda link: link.gbit_s)
     middle = median(link.gbit_s for link in links)
     ends = " to ".join(f"rank {end} ({hosts[end]})" for end in (slowest.sender, slowest.receiver))
@@ -261,7 +271,7 @@ def _slowest(links: Sequence[RingLink], hosts: Sequence[str]) -> str:
 
 
 def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    """For example `rank 2 (n1), rank 3 (n1) and 6 more`."""
+    """The ranks with their hosts, where known: `rank 2 (n1), rank 3 (n1) and 6 more`."""
     names = [f"rank {rank} ({hosts[rank]})" if hosts else f"rank {rank}" for rank in ranks]
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(names[:MOST_NAMED]) + more

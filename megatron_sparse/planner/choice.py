@@ -25,12 +25,12 @@ import json
 import logging
 import zlib
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from megatron_sparse.bucket import Bucket
-from megatron_sparse.collectives import Exchange
+from megatron_sparse.collectives import SCHEMES, Exchange
 from megatron_sparse.collectives.base import Yielded
 from megatron_sparse.compression.schedule import Phase, phase_and_density
 from megatron_sparse.config.sparse import CompressionConfig, PlannerConfig, SchemeConfig
@@ -48,7 +48,6 @@ from megatron_sparse.planner.prices import (
     prices_us,
     prior,
     runnable,
-    takes_dense,
 )
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.shape import BucketShape
@@ -114,64 +113,69 @@ class PricedPlanner(Planner):
         self._cluster: ClusterModel = cluster
         self._config = planner
         self._pace = pace or Pace()
-        self._options = scheme
         self._logs = logs
         self._states: dict[str, BucketState] = {}
 
     # The choice
 
     def _choose(self, bucket: Bucket, step: int, density: float) -> Choice:
+        """The settled scheme; for one step the best sparse one, where a sample needs a message."""
         if bucket.world_size == 1:
             return Choice(DENSE, "one rank")
         state = self._state_of(bucket)
         if state.chosen is None:
             self._decide(bucket, state, step, density)
-        if takes_dense(str(state.chosen)) and self._profiles(state, step, density):
+        settled = _settled(state)
+        if SCHEMES[settled.scheme].takes_all and self._is_sampled(state, step, density):
             scheme = least(state.predicted_us, _sparse(state))
-            reason = f"to sample the sparsity; else {state.chosen}: {state.reason}"
+            reason = f"to sample the sparsity; else {settled.scheme}: {settled.reason}"
             return Choice(scheme, reason, state.predicted_us[scheme])
-        return _settled(state)
+        return settled
 
     def _decide(self, bucket: Bucket, state: BucketState, step: int, density: float) -> None:
-        """Prices all candidates, and keeps or changes the scheme."""
+        """Prices all candidates into `state`, and keeps or changes its scheme.
+
+        Where the choice is dense, also finds out whether a sample could change that.
+        """
         shape = self._shape_of(bucket)
         profile = state.profile or prior(shape, density)
         names = runnable(
             candidates(self._config.schemes, self._compression.given_value_bits),
             bucket.grad_N.device.type,
         )
-        price = partial(prices_us, shape, cluster=self._cluster, options=self._options, names=names)
+        price = partial(prices_us, shape, cluster=self._cluster, options=self._scheme, names=names)
         prices = state.predicted_us = price(profile)
         state.hopeless = False
         before, best = state.chosen, least(prices, prices)
-        if before in prices and prices[best] >= (1 - self._pace.hysteresis) * prices[before]:
-            best = before
-        if takes_dense(best):
-            overlapping = price(fully_overlapping(profile))
-            state.hopeless = takes_dense(least(overlapping, overlapping))
+        if before in prices:
+            price_to_beat = (1 - self._pace.hysteresis) * prices[before]
+            best = best if prices[best] < price_to_beat else before
+        if SCHEMES[best].takes_all:
+            at_best = price(fully_overlapping(profile))
+            state.hopeless = SCHEMES[least(at_best, at_best)].takes_all
         how = "sampled" if state.profile else "assumed uniform"
         state.chosen = best
         state.reason = explain(best, prices, f"density {profile.density:.3g} {how}")
-        if best != before:
-            self._log(step, bucket, before or "nothing", best, state.reason)
+        if best != before and self._logs:
+            change = (bucket.name, before or "nothing", best, state.reason)
+            logger.info("step %d: bucket %s: %s -> %s, %s", step, *change)
 
     def _shape_of(self, bucket: Bucket) -> BucketShape:
         return shape_of(bucket, self._scheme.wire_dtype, self._compression.given_value_bits)
 
-    def _profiles(self, state: BucketState, step: int, density: float) -> bool:
-        """Whether the bucket's sparsity is sampled in this step."""
+    def _is_sampled(self, state: BucketState, step: int, density: float) -> bool:
+        """Whether the bucket's sparsity is sampled in this step; the module says when."""
         if state.hopeless or density >= 1 or not _sparse(state):
             return False
-        ramp, every = self._compression.warmup, self._pace.profile_every
-        target = ramp + self._compression.ramp
-        since = step - (ramp if step < target else target)
-        return (
-            since < self._pace.profile_iters
-            or since % every == 0
-            or density <= state.profile_density / 2
-        )
+        ramp_start = self._compression.warmup
+        target_start = ramp_start + self._compression.ramp
+        since = step - (ramp_start if step < target_start else target_start)
+        is_early, is_due = since < self._pace.profile_iters, since % self._pace.profile_every == 0
+        has_halved = density <= state.profile_density / 2
+        return is_early or is_due or has_halved
 
     def _state_of(self, bucket: Bucket) -> BucketState:
+        """The bucket's state; a new one if it has none, or one of another size or group."""
         state = self._states.get(bucket.name)
         if state is None or not state.fits(bucket):
             if state is not None and self._logs:
@@ -201,7 +205,7 @@ class PricedPlanner(Planner):
             # Pricing takes time, so it is done here and not at the launch of the next step.
             _, density = phase_and_density(self._compression, step + 1)
             self._decide(bucket, state, step + 1, density)
-        if message is not None and self._profiles(state, step, plan.density):
+        if message is not None and self._is_sampled(state, step, plan.density):
             before, seed = state.profile, self._compression.seed
             state.profile = yield from sample_profile(
                 bucket, message, transport, exchange.buffers, exchange.timer, seed=seed
@@ -210,12 +214,6 @@ class PricedPlanner(Planner):
             # A profile that has hardly changed gives the same choice, and pricing takes time.
             if before is None or not alike(before, state.profile, self._pace.hysteresis):
                 self._decide(bucket, state, step, plan.density)
-
-    def _log(self, step: int, bucket: Bucket, before: str, after: str, reason: str) -> None:
-        if self._logs:
-            logger.info(
-                "step %d: bucket %s: %s -> %s, %s", step, bucket.name, before, after, reason
-            )
 
     def replan(self) -> None:
         """See `Planner`. Profiles are of the old density: dropped too."""
@@ -271,29 +269,23 @@ class PricedPlanner(Planner):
             if self._logs:
                 logger.warning("the planner's settings have changed: all buckets are planned anew")
             for name, kept in self._states.items():
-                self._states[name] = BucketState(
-                    kept.numel,
-                    kept.op,
-                    kept.world_size,
-                    lanes=kept.lanes,
-                    profile=kept.profile,
-                    profile_density=kept.profile_density,
-                )
+                undecided = {"chosen": None, "reason": "", "predicted_us": {}, "hopeless": False}
+                self._states[name] = replace(kept, **undecided)
 
     def _basis(self) -> int:
         """A checksum of everything that the choice depends on."""
         parts = [self._cluster.to_yaml(""), asdict(self._config), asdict(self._pace)]
-        options = asdict(self._options)
+        options = asdict(self._scheme)
         parts += [{name: options[name] for name in PRICED_OPTIONS}, asdict(self._compression)]
         return zlib.crc32(json.dumps(parts, sort_keys=True).encode())
 
 
 def _settled(state: BucketState) -> Choice:
-    """The choice for a step."""
+    """The scheme that a decided state has chosen, with its reason and predicted time."""
     scheme = str(state.chosen)
     return Choice(scheme, state.reason, state.predicted_us[scheme])
 
 
 def _sparse(state: BucketState) -> list[str]:
-    """The sparse candidates."""
-    return [name for name in state.predicted_us if not takes_dense(name)]
+    """The priced schemes that select elements: only their messages can be sampled."""
+    return [name for name in state.predicted_us if not SCHEMES[name].takes_all]

@@ -25,20 +25,16 @@ def with_swept_thresholds(config: SparseConfig) -> SparseConfig:
         ConfigError: the cluster file cannot be read.
     """
     scheme, cluster = config.scheme, config.planner.cluster
-    own = (scheme.ring_intra_density, scheme.ring_inter_density, scheme.ring_gather_density)
-    if cluster is None or any(density is not None for density in own):
+    names = ("ring_intra_density", "ring_inter_density", "ring_gather_density")
+    is_set = any(getattr(scheme, name) is not None for name in names)
+    if cluster is None or is_set:
         return config
+    # Other formats, such as `auto`, take the thresholds that were swept with Pici.
     form = scheme.format if scheme.format in RING_DENSITIES else "pici"
     swept = find(cluster).ring_densities.get(form)
     if swept is None:
         return config
-    intra, inter, gather = swept
-    return replace(
-        config,
-        scheme=replace(
-            scheme, ring_intra_density=intra, ring_inter_density=inter, ring_gather_density=gather
-        ),
-    )
+    return replace(config, scheme=replace(scheme, **dict(zip(names, swept, strict=True))))
 
 
 def basis(config: SparseConfig) -> str:

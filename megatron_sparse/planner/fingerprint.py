@@ -32,7 +32,7 @@ def fingerprint(transport: ProcessGroupTransport) -> dict[str, str]:
 
 
 def processor(device: torch.device) -> str:
-    """The model of the GPU, or of the CPU if the system reports it."""
+    """The model of the GPU or CPU; the CPU's architecture if the system reports no model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if CPU_INFO.is_file():

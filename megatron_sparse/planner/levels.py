@@ -28,7 +28,7 @@ from megatron_sparse.bucket import Bucket, CollectiveOp
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SchemeConfig, SparseConfig
 from megatron_sparse.planner.plan import shape_of
-from megatron_sparse.planner.prices import DENSE, predict_all, prior
+from megatron_sparse.planner.prices import DENSE, least, predict_all, prior
 from megatron_sparse.pricing.cluster import ClusterModel
 from megatron_sparse.pricing.dry_run import WORD_BYTES
 from megatron_sparse.pricing.shape import BucketShape
@@ -86,13 +86,16 @@ def inside_s(shape: BucketShape, cluster: ClusterModel, inside: int, *, grouped:
     """
     link = cluster.dense_link(inside)
     scatters = shape.op is CollectiveOp.REDUCE_SCATTER
-    rounds = (inside - 1) * (shape.world_size // inside if scatters and grouped else 1)
+    # Several reduce-scatters of fewer bytes pay more latencies for the same bytes together.
+    scatter_count = shape.world_size // inside if scatters and grouped else 1
+    rounds = (inside - 1) * scatter_count
     part_bytes = -(-shape.numel // inside) * shape.element_bytes
     scatter_s = rounds * link.alpha_s + (inside - 1) * part_bytes * link.beta_s
-    agreed_s = 0.0
+    agreement_s = 0.0
     if cluster.device == "cpu":
-        agreed_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
-    return agreed_s + (scatter_s if scatters else 2 * scatter_s)
+        agreement_s = link.alpha_s + (inside - 1) * WORD_BYTES * (2 + inside) * link.beta_s
+    # An all-reduce gathers the sums inside, in as many seconds.
+    return agreement_s + (scatter_s if scatters else 2 * scatter_s)
 
 
 def has_lanes(node_sizes: Sequence[int]) -> bool:
@@ -102,7 +105,8 @@ def has_lanes(node_sizes: Sequence[int]) -> bool:
         >>> has_lanes((4, 4)), has_lanes((8,)), has_lanes((1, 1)), has_lanes((4, 2))
         (True, False, False, False)
     """
-    return len(node_sizes) > 1 < node_sizes[0] and len(set(node_sizes)) == 1
+    are_equal = len(set(node_sizes)) == 1
+    return are_equal and len(node_sizes) > 1 and node_sizes[0] > 1
 
 
 @dataclass(frozen=True)
@@ -140,17 +144,18 @@ class LevelPricing:
             ConfigError: the cluster file lacks a rate, or instances lie across nodes.
         """
         n = shape.world_size
+        # The sum over instances: ranks with the same place in all of them add up their shards.
         whole = replace(shape, world_size=n * self.instances)
         shard = replace(whole.lane(n), op=CollectiveOp.ALL_REDUCE)
-        lane, within_s = shape, 0.0
+        lane, within_s = shape, 0.0  # at level `rank` nothing is added inside
         if level == INSTANCE:
             lane, within_s = shard, inside_s(whole, self.cluster, n, grouped=False)
         elif level == NODE:
             size = self.node_sizes[0]
             lane, within_s = shape.lane(size), inside_s(shape, self.cluster, size, grouped=True)
-        found = self._predict(lane, density, self.names)
-        scheme = min(found, key=lambda name: found[name])
-        across_s = found[scheme]
+        prices_s = self._predict(lane, density, self.names)
+        scheme = least(prices_s, prices_s)
+        across_s = prices_s[scheme]
         if level != INSTANCE and self.instances > 1:
             across_s += self._predict(shard, 1.0, (DENSE,))[DENSE]
         return LevelPrice(scheme, within_s, across_s)
@@ -183,12 +188,14 @@ class LevelPricing:
         if possible == [RANK]:
             return LevelComparison(RANK, {}, f"nodes of {', '.join(map(str, sizes))} ranks")
         here = replace(self, cluster=replace(self.cluster, nodes=tuple(sizes) * instances))
-        seconds = {
-            level: sum(
+
+        def total_s(level: str) -> float:
+            """Of all buckets."""
+            return sum(
                 count * here.price(level, shape, density).total_s for shape, count in shapes.items()
             )
-            for level in possible
-        }
-        level = min(seconds, key=lambda name: seconds[name])
+
+        seconds = {level: total_s(level) for level in possible}
+        level = least(seconds, seconds)
         told = ", ".join(f"{name} {time_s * 1e3:.4g} ms" for name, time_s in seconds.items())
         return LevelComparison(level, seconds, f"predicted: {told} ({self.cluster.name})")

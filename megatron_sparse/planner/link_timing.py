@@ -85,7 +85,7 @@ def measure_links(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measu
 
 
 def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Topology]:
-    """`measure_links` without the backend's all-reduce.
+    """`measure_links` without the backend's all-reduce: the ranks' nodes, and alphas and betas.
 
     If the ranks lack one of the two kinds of link, the other one is in its place.
     """
@@ -102,7 +102,7 @@ def measure_topology(transport: Transport, sweep: LinkSweep, clock: Clock) -> Me
             transport, [[ranks[0] for ranks in nodes]], sweep, clock
         )
         nic = yield from _measure_nic(transport, nodes, sweep, clock)
-    either = next(iter(measured.values()))
+    either = next(iter(measured.values()))  # two ranks have a link
     sizes = tuple(len(ranks) for ranks in nodes)
     return Topology(sizes, measured.get("intra", either), measured.get("inter", either), nic)
 
@@ -129,10 +129,10 @@ def fit_link(message_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     """
     pairs = list(zip(message_bytes, times_s, strict=True))
     large, large_s = zip(*(pair for pair in pairs if pair[0] > SMALL_BYTES), strict=True)
-    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")
+    slope = float(f"{np.polyfit(large, large_s, 1)[0]:.6g}")  # cluster files are for readers, too
     beta_s = slope if slope > 0 else times_s[-1] / message_bytes[-1]
-    rest = [spent - beta_s * size for size, spent in pairs if size <= SMALL_BYTES]
-    return Link(max(median(rest), 0.0), beta_s)
+    alphas_s = [spent_s - beta_s * size for size, spent_s in pairs if size <= SMALL_BYTES]
+    return Link(max(median(alphas_s), 0.0), beta_s)
 
 
 def complete[T](steps: Generator[Yielded, None, T]) -> T:
@@ -146,18 +146,21 @@ def complete[T](steps: Generator[Yielded, None, T]) -> T:
             outcome.finish()
 
 
-def gather_rows(own: Sequence[float], transport: Transport) -> Measuring[torch.Tensor]:
-    """Every rank's numbers, as fp64 on the CPU: a row for each rank."""
-    row = torch.tensor(own, dtype=torch.float64, device=transport.device)
+def gather_rows(numbers: Sequence[float], transport: Transport) -> Measuring[torch.Tensor]:
+    """All-gathers this rank's numbers; returns a row for each rank, as fp64 on the CPU.
+
+    It also serves as a barrier: no rank has the rows before every rank has come.
+    """
+    row = torch.tensor(numbers, dtype=torch.float64, device=transport.device)
     gathered = row.new_empty(transport.world_size * row.numel())
     yield transport.all_gather(gathered, row)
     return gathered.view(transport.world_size, -1).cpu()
 
 
-def timed(
+def times_by_rank(
     transport: Transport, repeats: int, clock: Clock, action: Callable[[], Iterable[Yielded]]
-) -> Measuring[float]:
-    """The median over repetitions of the slowest rank's seconds; the first repetition is left out.
+) -> Measuring[torch.Tensor]:
+    """Seconds of an action: a row for each rank, a column for each repetition but the first.
 
     Args:
         transport: all ranks begin together.
@@ -174,7 +177,14 @@ def timed(
             if not isinstance(work, Marker):
                 yield work
         spent.append(clock() - start_s)
-    rows = yield from gather_rows(spent[1:], transport)
+    return (yield from gather_rows(spent[1:], transport))
+
+
+def timed(
+    transport: Transport, repeats: int, clock: Clock, action: Callable[[], Iterable[Yielded]]
+) -> Measuring[float]:
+    """The median over repetitions of the slowest rank's seconds; see `times_by_rank`."""
+    rows = yield from times_by_rank(transport, repeats, clock, action)
     return float(rows.max(0).values.median())
 
 
@@ -198,6 +208,7 @@ def ring_times(
         pieces = _neighbours(transport.rank, rings, sent)
 
         def rounds(pieces: Round = pieces) -> Iterable[Work]:
+            """The exchanges between two readings of the clock."""
             for _ in range(sweep.rounds):
                 yield transport.exchange(*pieces, TAG)
 
@@ -207,6 +218,7 @@ def ring_times(
 
 
 def _neighbours(rank: int, rings: Sequence[Sequence[int]], sent: torch.Tensor) -> Round:
+    """`sent` for the next rank of this rank's ring, and room for the previous one's; or nothing."""
     for ring in rings:
         if rank in ring and len(ring) > 1:
             place = ring.index(rank)
@@ -238,7 +250,7 @@ def _measure_nic(
 
 
 def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Measuring[Link]:
-    """The backend's own all-reduce as a ring: seconds of one of its 2 (n - 1) rounds, by bytes."""
+    """The alpha and beta of one of the 2 (n - 1) rounds of the backend's all-reduce, as a ring."""
     n = transport.world_size
     pieces, times_s = [], []
     for nbytes in sweep.message_bytes:
@@ -249,7 +261,7 @@ def _measure_dense(transport: Transport, sweep: LinkSweep, clock: Clock) -> Meas
             yield transport.all_reduce_(values_N)
 
         spent = yield from timed(transport, sweep.repeats, clock, reduce)
-        pieces.append(4.0 * piece)
+        pieces.append(4.0 * piece)  # bytes of a round: the ring cuts the buffer into n pieces
         times_s.append(spent / (2 * (n - 1)))
     return fit_link(pieces, times_s)
 

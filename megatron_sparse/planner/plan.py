@@ -58,6 +58,7 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
+        # A message of every element has 4 bits or 8.
         bits = dense_value_bits(self.value_bits) if scheme.sends_whole else self.value_bits
         form = scheme.message_format(options)
         if bits is not None and (form == "auto" or scheme.sends_whole):
@@ -121,7 +122,7 @@ class Planner:
         self.is_trial = False
 
     def plan_for(self, bucket: Bucket, step: int) -> Plan:
-        """The plan of `bucket` in step `step`.
+        """The plan of `bucket` in step `step`: dense phases first, else the choice of a scheme.
 
         Raises:
             ConfigError: the configured scheme cannot do what the bucket needs.
@@ -155,7 +156,10 @@ class Planner:
         )
 
     def _rounds(self, bucket: Bucket) -> bool:
-        """Whether every element would travel in few bits: it does if the rest of the run does."""
+        """Whether a step that prunes nothing sends every element in few bits, not dense.
+
+        It does if the rest of the run has few bits.
+        """
         named = SCHEMES.get(self._scheme.name)  # None for `auto`
         if bucket.world_size == 1 or (named is not None and named.takes is Input.DENSE):
             return False
@@ -245,7 +249,7 @@ class Planner:
 
 
 def shape_of(bucket: Bucket, wire_dtype: str | None, value_bits: int | None = None) -> BucketShape:
-    """Everything that a plan depends on except the gradients, as in `plan.json`."""
+    """The bucket's sizes, operation and ranks: what costs depend on beside the gradients."""
     value_dtype = VALUE_DTYPES[wire_dtype_of(bucket.grad_N.dtype, wire_dtype)]
     return BucketShape(
         bucket.numel,

@@ -153,7 +153,8 @@ def rows(
             expected="either RUN or --bucket-bytes SIZE,...",
             got="none of them" if run is None else "RUN and --bucket-bytes",
         )
-    if run is not None and (pricing or ranks is None):
+    is_complete = pricing is not None or ranks is None  # other ranks need other prices
+    if run is not None and is_complete:
         return of_run(run, pricing, ranks)
     if pricing is None:
         priced = "--bucket-bytes" if run is None else "RUN with --ranks"
@@ -180,10 +181,11 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
         rows: see the module's docstring.
     """
     console = Console(highlight=False)
+    # Rows that differ in their bucket and profile only are shown once.
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        alike = {key: value for key, value in row.items() if key not in ("bucket", "profile")}
-        groups.setdefault(repr(alike), []).append(row)
+        shared = {key: value for key, value in row.items() if key not in ("bucket", "profile")}
+        groups.setdefault(repr(shared), []).append(row)
     for group in groups.values():
         _print_group(console, group)
     counts = Counter(row["chosen"] for row in rows)
@@ -192,6 +194,7 @@ def print_plan(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
+    """Prints the buckets' names and shape, the table of prices, and the choice with its reason."""
     row = group[0]
     names = ", ".join(member["bucket"] for member in group[:NAMES_SHOWN])
     more = f" and {len(group) - NAMES_SHOWN} more" if len(group) > NAMES_SHOWN else ""
@@ -210,6 +213,14 @@ def _print_group(console: Console, group: Sequence[dict[str, Any]]) -> None:
 
 
 def _table(chosen: str, prices: dict[str, float], column: str, digits: int) -> Table:
+    """A line for each scheme, the cheapest first: its price, and that over dense's.
+
+    Args:
+        chosen: the scheme that is marked with a star.
+        prices: times or bytes, by scheme.
+        column: the heading of the prices.
+        digits: of the prices, after the point.
+    """
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("")
     table.add_column("scheme")

@@ -59,12 +59,9 @@ class BucketState:
         return own == (bucket.numel, str(bucket.op), bucket.world_size, bucket.lanes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Plain values, by field; a copy."""
         profile = None if self.profile is None else self.profile.to_dict()
-        return self.__dict__ | {
-            "profile": profile,
-            "predicted_us": dict(self.predicted_us),
-        }
+        return vars(self) | {"profile": profile, "predicted_us": dict(self.predicted_us)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BucketState:
@@ -74,9 +71,9 @@ class BucketState:
             TypeError: a field is missing or unknown.
             ProfileError: the profile is invalid.
         """
-        profile = values["profile"]
-        made = None if profile is None else SparsityProfile.from_dict(profile)
-        return cls(**{**values, "profile": made})
+        plain = values["profile"]
+        profile = None if plain is None else SparsityProfile.from_dict(plain)
+        return cls(**{**values, "profile": profile})
 
 
 def read_plan(path: Path) -> dict[str, dict[str, Any]]:
@@ -93,7 +90,7 @@ def read_plan(path: Path) -> dict[str, dict[str, Any]]:
     try:
         rows = json.loads(file.read_text("utf-8"))["buckets"]
         found = {row["bucket"]: row for row in rows}
-        lacking = sorted({key for row in rows for key in needed - row.keys()})
+        lacking = sorted(set().union(*(needed - row.keys() for row in rows)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} is no plan",

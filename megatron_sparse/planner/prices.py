@@ -93,14 +93,15 @@ def predict(
         )
 
     entry, lasting = SCHEMES[scheme], without_chance(profile)
+    # `capacity=auto` becomes the factor of this device and scheme, or None.
     factor = options.capacity_on(cluster.device, takes_slots=entry.takes_slots)
     options = replace(options, capacity=factor)
     assert entry.cost is not None, "as `fits` has found"
     topology = cluster.topology(shape.world_size)
     run = DryRun(shape, SumDensities(lasting, shape), cluster, options, topology)
     if entry.takes is Input.SPARSE:
-        own = run.messages(entry.message_format(options))
-        run.select(run.whole_messages() if entry.sends_whole else own)
+        selected = run.messages(entry.message_format(options))
+        run.select(run.whole_messages() if entry.sends_whole else selected)
     entry.cost(run)
     return float(run.clocks.now_n.max()) + cluster.host_s_per_bucket
 
@@ -142,9 +143,11 @@ def fits(
     entry = SCHEMES[scheme]
     if entry.cost is None:
         return False
-    has_size = options.given_capacity is None or entry.takes is Input.DENSE or entry.takes_slots
-    has_bits = value_bits is None or entry.own_format is None
-    return op in entry.ops and has_size and has_bits
+    needs_slots = options.given_capacity is not None and entry.takes is Input.SPARSE
+    needs_bits = value_bits is not None
+    if (needs_slots and not entry.takes_slots) or (needs_bits and entry.own_format is not None):
+        return False
+    return op in entry.ops
 
 
 def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[str]:
@@ -156,8 +159,12 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
             `schemes` does not name.
     """
     if schemes is None:
-        rounds = value_bits is not None
-        return [name for name in registry.candidates() if rounds or not SCHEMES[name].sends_whole]
+        takes_few_bits = value_bits is not None
+        return [
+            name
+            for name in registry.candidates()
+            if takes_few_bits or not SCHEMES[name].sends_whole
+        ]
     return [name for name in registry.candidates() if name in {*schemes, DENSE}]
 
 
@@ -188,11 +195,6 @@ def prices_us(
     return {name: time_s * 1e6 for name, time_s in found.items()}
 
 
-def takes_dense(scheme: str) -> bool:
-    """Whether a scheme sends all elements: it has no use for a sample of the sparsity."""
-    return SCHEMES[scheme].takes_all
-
-
 def least(prices: dict[str, float], names: Collection[str]) -> str:
     """The name with the lowest price; among equals the first."""
     return min(names, key=lambda name: prices[name])
@@ -218,6 +220,7 @@ def alike(first: SparsityProfile, second: SparsityProfile, tolerance: float) -> 
     """Whether the numbers that determine costs differ by at most the fraction `tolerance`."""
 
     def costs(profile: SparsityProfile) -> list[float]:
+        """The numbers that cost models read, one after the other."""
         n = profile.world_size
         ratios = [*profile.skewness.values(), *profile.sum_skewness.values()]
         blocks = [*profile.block_density.values(), *profile.sum_block_density.values()]

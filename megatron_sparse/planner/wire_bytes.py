@@ -29,9 +29,12 @@ from megatron_sparse.pricing.records import KEPT_BYTES, record_bytes
 
 
 def dense_wire_bytes(bucket: Bucket, element_bytes: int) -> float:
-    """Bytes that each rank of a ring sends for the whole bucket at full density."""
-    ring = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
-    within = ring if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * ring
+    """Bytes that each rank of a ring sends for the whole bucket at full density.
+
+    The sum over instances of the distributed optimizer is included.
+    """
+    one_way = (bucket.world_size - 1) / bucket.world_size * bucket.numel * element_bytes
+    within = one_way if bucket.op is CollectiveOp.REDUCE_SCATTER else 2 * one_way
     return within + _instances_wire_bytes(bucket, element_bytes)
 
 
@@ -61,23 +64,24 @@ def predicted_bytes(
     factor = scheme.capacity_on(bucket.grad_N.device.type, takes_slots=True)
 
     def message_bytes(density: float, bits: int | None, form: str) -> float:
-        kept_bytes = element_bytes if bits is None else KEPT_BYTES
-        of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
-        return kept * kept_bytes + pruned * of_pruned
+        """Bytes of a message of the whole bucket."""
+        bytes_of_kept = element_bytes if bits is None else KEPT_BYTES
+        bytes_of_pruned = record_bytes(density, element_bytes, form, bits, factor is not None)
+        return kept * bytes_of_kept + pruned * bytes_of_pruned
 
     sent_density, sum_density = density, 1 - (1 - density) ** n
     if factor is not None:  # of slots that are full
         sent_density = min(factor * density, 1)
         sum_density = min(n * sent_density, 1)
-    message, shares = message_bytes(sent_density, value_bits, form), (n - 1) / n
+    message, of_others = message_bytes(sent_density, value_bits, form), (n - 1) / n
     if bucket.op is CollectiveOp.REDUCE_SCATTER:
-        agsparse = direct = shares * message
+        agsparse = direct = of_others * message
     else:
         agsparse = (n - 1) * message
         # Sums of other messages than Rice travel in the smallest format, whatever these have.
         sum_form = form if form == "rice" else "auto"
         sums = message_bytes(sum_density, scheme.given_sum_bits, sum_form)
-        direct = shares * (message + sums)
+        direct = of_others * (message + sums)
     dense = dense_wire_bytes(bucket, element_bytes)
     across = _instances_wire_bytes(bucket, bucket.grad_N.element_size())
     return {"dense": dense, "agsparse": agsparse + across, "direct": direct + across}
