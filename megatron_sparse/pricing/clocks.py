@@ -39,16 +39,22 @@ class Round:
     nbytes_n: np.ndarray
     meanwhile_n: np.ndarray
 
+    @property
+    def senders(self) -> np.ndarray:
+        """The ranks that send a message, ascending."""
+        return np.flatnonzero((self.target_n >= 0) & (self.nbytes_n > 0))
+
 
 Sent = tuple[np.ndarray, float | np.ndarray, float | np.ndarray]
 """A `Round`, with one value for all ranks or one for each rank."""
 
 
 class RankClocks:
-    """See the module's docstring.
+    """See the module's docstring; all clocks begin at 0.
 
     Attributes:
         now_n: seconds, of each rank. Mutated by every method that takes time.
+        ranks_n: the ranks: 0, 1, ... n - 1.
         card_free_s: the time from which each node's card is free, by port. Mutated.
 
     Args:
@@ -75,32 +81,38 @@ class RankClocks:
             rounds: of all ranks.
             host_s: seconds that a message costs each of its two ends before it is posted.
         """
-        whole = [Round(*np.broadcast_arrays(*each)) for each in rounds]
+        in_full = [Round(*np.broadcast_arrays(*each)) for each in rounds]
         if self._shares_nic and len(self.topology.node_sizes) > 1:
-            QueuedRounds(self.topology, whole, host_s).run(self)
+            QueuedRounds(self.topology, in_full, host_s).run(self)
             return
-        for each in whole:
+        for each in in_full:
             self._round(each, host_s)
 
     def _round(self, each: Round, host_s: float) -> None:
-        senders = np.flatnonzero((each.target_n >= 0) & (each.nbytes_n > 0))
+        """Moves the clocks on by one round, in which every rank has ports of its own.
+
+        A rank ends it when its local work is done, its message has left and the other has arrived.
+        """
+        senders = each.senders
         targets, nbytes = each.target_n[senders], each.nbytes_n[senders]
-        busy_n = np.zeros_like(self.now_n)
-        busy_n[senders] = busy_n[targets] = 1.0
-        self.now_n = self.now_n + host_s * busy_n
+        is_end_n = np.zeros_like(self.now_n)
+        is_end_n[senders] = is_end_n[targets] = 1.0
+        self.now_n = self.now_n + host_s * is_end_n
         inside = self._node_n[senders] == self._node_n[targets]
         intra, inter = self.topology.intra, self.topology.inter
-        beta = np.where(inside, intra.beta_s, inter.beta_s)
-        start = np.maximum(self.now_n[senders], self.now_n[targets])
-        sent = start + beta * nbytes
+        start_s = np.maximum(self.now_n[senders], self.now_n[targets])
+        left_s = start_s + np.where(inside, intra.beta_s, inter.beta_s) * nbytes
+        arrived_s = left_s + np.where(inside, intra.alpha_s, inter.alpha_s)
         done_n = self.now_n.copy()
-        done_n[senders] = sent
-        arrived = sent + np.where(inside, intra.alpha_s, inter.alpha_s)
-        done_n[targets] = np.maximum(done_n[targets], arrived)
+        done_n[senders] = left_s
+        done_n[targets] = np.maximum(done_n[targets], arrived_s)
         self.now_n = np.maximum(self.now_n + each.meanwhile_n, done_n)
 
     def wait_for(self, others: RankClocks) -> None:
-        """All ranks wait until `others`, a part of them that began together, has ended."""
+        """All ranks wait until `others`, a part of them that began together, has ended.
+
+        The clocks of `others` began at 0 when the slowest rank of these came.
+        """
         self.now_n = np.full(self.ranks_n.size, self.now_n.max() + others.now_n.max())
 
     def everybody_at_once(self, nbytes: float, host_s: float = 0.0) -> None:
@@ -126,11 +138,13 @@ class RankClocks:
         if not peers.size:
             return
         inside = self._node_n[peers] == self._node_n[0]
-        ends = []
+        # Messages of one kind of link take turns at rank 0's port; the two kinds run side by side.
+        times_s = []
         for link, which in ((self.topology.intra, inside), (self.topology.inter, ~inside)):
             if which.any():
-                ends.append(link.alpha_s + link.beta_s * nbytes_n[peers[which]].sum())
-        self.now_n = np.full(self.ranks_n.size, self.now_n.max() + host_s * peers.size + max(ends))
+                times_s.append(link.alpha_s + link.beta_s * nbytes_n[peers[which]].sum())
+        end_s = self.now_n.max() + host_s * peers.size + max(times_s)
+        self.now_n = np.full(self.ranks_n.size, end_s)
 
 
 class QueuedRounds:
@@ -146,8 +160,9 @@ class QueuedRounds:
     """
 
     def __init__(self, topology: Topology, rounds: Sequence[Round], host_s: float) -> None:
-        self._topology, self._rounds, self._host_s = topology, rounds, host_s
+        self._topology, self._host_s = topology, host_s
         n = topology.world_size
+        # By round and rank; lists, whose single numbers Python reads faster than an array's.
         self._source = [self._sources(each) for each in rounds]
         self._target = [each.target_n.tolist() for each in rounds]
         self._nbytes = [each.nbytes_n.tolist() for each in rounds]
@@ -155,36 +170,42 @@ class QueuedRounds:
         self._place = [0] * n
         """The round that each rank is in."""
         self._pending = [0] * n
+        """Messages of this round that each rank has not ended."""
         self._done_s = [0.0] * n
+        """When each rank's messages of this round, as far as they have ended, did so."""
         self._now_s = [0.0] * n
+        """Each rank's clock, at the beginning of its round."""
         self._free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._ready: list[tuple[float, int, int, int]] = []
+        """A heap of messages that both ends have posted: since when, sender, receiver, round."""
 
     def _sources(self, each: Round) -> list[int]:
         """The rank that each rank receives from in a round; -1 for none."""
         source_n = np.full(each.target_n.shape, -1)
-        senders = np.flatnonzero((each.target_n >= 0) & (each.nbytes_n > 0))
-        source_n[each.target_n[senders]] = senders
+        source_n[each.target_n[each.senders]] = each.senders
         return source_n.tolist()
 
     def run(self, clocks: RankClocks) -> None:
-        """Moves the clocks on to the end of the last round. Mutates them."""
+        """Moves the clocks on to the end of the last round. Mutates them.
+
+        The message that can start first goes first; one whose port is taken is put back until then.
+        """
         self._now_s = clocks.now_n.tolist()
         self._free_s = clocks.card_free_s
         for rank in range(len(self._now_s)):
             self._enter(rank)
         while self._ready:
-            since_s, rank, peer, number = heapq.heappop(self._ready)
-            ports = self._topology.ports(rank, peer)
+            since_s, sender, receiver, number = heapq.heappop(self._ready)
+            ports = self._topology.ports(sender, receiver)
             start_s = max(since_s, *(self._free_s[port] for port in ports))
             if start_s > since_s:
-                heapq.heappush(self._ready, (start_s, rank, peer, number))
+                heapq.heappush(self._ready, (start_s, sender, receiver, number))
                 continue
-            link = self._topology.link(rank, peer)
-            sent_s = start_s + link.beta_s * self._nbytes[number][rank]
+            link = self._topology.link(sender, receiver)
+            left_s = start_s + link.beta_s * self._nbytes[number][sender]
             for port in ports:
-                self._free_s[port] = sent_s
-            for end, done_s in ((rank, sent_s), (peer, sent_s + link.alpha_s)):
+                self._free_s[port] = left_s
+            for end, done_s in ((sender, left_s), (receiver, left_s + link.alpha_s)):
                 self._done_s[end] = max(self._done_s[end], done_s)
                 self._pending[end] -= 1
                 if not self._pending[end]:
@@ -193,26 +214,30 @@ class QueuedRounds:
 
     def _enter(self, rank: int) -> None:
         """Posts a rank's messages of its next round that has any; passes over empty rounds."""
-        while (number := self._place[rank]) < len(self._rounds):
+        while (number := self._place[rank]) < len(self._target):
             target, source = self._target[number][rank], self._source[number][rank]
-            sends = target >= 0 and self._nbytes[number][rank] > 0
-            self._pending[rank] = sends + (source >= 0)
-            if not self._pending[rank]:
+            messages = []  # of this rank: the other end, sender, receiver
+            if target >= 0 and self._nbytes[number][rank] > 0:
+                messages.append((target, rank, target))
+            if source >= 0:
+                messages.append((source, source, rank))
+            self._pending[rank] = len(messages)
+            if not messages:
                 self._now_s[rank] += self._meanwhile[number][rank]
                 self._place[rank] += 1
                 continue
             self._now_s[rank] += self._host_s
             self._done_s[rank] = self._now_s[rank]
-            pairs = [(rank, target)] * sends + [(source, rank)] * (source >= 0)
-            for sender, receiver in pairs:
-                peer = receiver if sender == rank else sender
+            for peer, sender, receiver in messages:
                 # The later one of the two finds the other waiting.
-                if self._place[peer] == number and self._pending[peer] and peer != rank:
+                is_waiting = self._place[peer] == number and self._pending[peer] > 0
+                if is_waiting and peer != rank:
                     since_s = max(self._now_s[rank], self._now_s[peer])
                     heapq.heappush(self._ready, (since_s, sender, receiver, number))
             return
 
     def _leave(self, rank: int) -> None:
+        """Ends a rank's round when its messages and its local work are done; enters the next."""
         number = self._place[rank]
         worked_s = self._now_s[rank] + self._meanwhile[number][rank]
         self._now_s[rank] = max(worked_s, self._done_s[rank])
@@ -221,7 +246,7 @@ class QueuedRounds:
 
 
 def _all_pairs(topology: Topology) -> tuple[float, float]:
-    """Seconds, and seconds for each byte of a message, of all ranks' messages to all others.
+    """Returns alpha, and seconds a byte of one message, of all ranks' messages to all others.
 
     A `VirtualCluster` starts messages by rank, as soon as both ports are free. With private ports
     the number of messages in a row is the next power of two of the number of ranks, less one; this

@@ -84,6 +84,7 @@ class CodecRate:
     seconds_per_element: float
 
     def __post_init__(self) -> None:
+        """Refuses unknown names and numbers out of range."""
         one_of("op", self.op, tuple(CodecOp))
         one_of("format", self.format, FORMATS)
         in_range("density", self.density, 0, 1, low_open=True)
@@ -130,6 +131,7 @@ class ClusterModel:
     fingerprint: dict[str, str]
 
     def __post_init__(self) -> None:
+        """Refuses values that no cluster has; `codec`'s rates have checked themselves."""
         one_of("device", self.device, ("cpu", "cuda"))
         one_of("nic", self.nic, ("rank", "node"))
         if not self.nodes:
@@ -369,6 +371,7 @@ def _on_line(one: CodecRate, other: CodecRate, density: float) -> tuple[float, f
 
 
 def _cluster(mapping: Mapping[Any, Any]) -> ClusterModel:
+    """The model from the plain values of its file; a `ConfigError` names the key that is wrong."""
     values = _exact("the cluster", mapping, ClusterModel)
     for kind in ("intra", "inter", "dense"):
         values[kind] = Link(**_exact(kind, values[kind], Link))
@@ -399,7 +402,7 @@ def _exact(key: str, value: object, kind: type) -> dict[str, Any]:
     """A mapping with the fields of a dataclass, no less and no more."""
     mapping = _typed(key, value, dict)
     names = [field.name for field in dataclasses.fields(kind)]
-    for name in sorted(map(str, mapping.keys() ^ set(names))):
+    for name in sorted(map(str, mapping.keys() ^ set(names))):  # the first one is told
         raise ConfigError(
             f"{key} {'lacks' if name in names else 'has an unknown key'} {name!r}",
             expected=", ".join(names),

@@ -48,7 +48,9 @@ class SumDensities:
     ) -> None:
         self._profile, self._shape = profile, shape
         self._ranks_each, self._lanes = ranks_each, lanes
+        # `_partitions` by its arguments: schemes ask for the same ones in every round.
         self._known: dict[tuple[int, int], np.ndarray] = {}
+        # The fraction of always-kept elements that the profile counts among the non-zero ones.
         self._kept = 0.0
         if shape.kept_numel and profile.numel != shape.pruned_numel:
             self._kept = shape.kept_numel / shape.numel
@@ -70,37 +72,41 @@ class SumDensities:
     def block_density(self, ranks: int, parts: int, block_size: int) -> np.ndarray:
         """Fraction of a part's blocks that are non-zero, for one contribution or all of them."""
         profile = self._profile
-        of_sum = ranks > 1
-        measured = _at(profile.sum_block_density if of_sum else profile.block_density, block_size)
+        by_size, measured_ranks = profile.block_density, 1
+        if ranks > 1:
+            by_size, measured_ranks = profile.sum_block_density, profile.world_size
         # Fitted to what was measured, which is the whole bucket.
-        density_P = self._partitions(profile.world_size if of_sum else 1, max(parts, 64))
-        chosen = _independent_elements(density_P, measured, block_size)
+        whole_P = self._partitions(measured_ranks, max(parts, 64))
+        elements = _independent_elements(whole_P, _at(by_size, block_size), block_size)
         here_P = self.shards(ranks, parts)
-        return -np.expm1(chosen * np.log1p(-np.minimum(here_P, MOST_DENSITY)))
+        return -np.expm1(elements * np.log1p(-np.minimum(here_P, MOST_DENSITY)))
 
     def _mean(self, ranks: int) -> float:
+        """The density of the sum of so many ranks in the whole pruned part."""
         density = self._profile.sum_density(ranks)
         return min(max((density - self._kept) / (1 - self._kept), 0.0), 1.0)
 
     def _partitions(self, ranks: int, parts: int) -> np.ndarray:
+        """The density of the sum of so many ranks in each of P parts of the whole pruned part."""
         key = (ranks, parts)
         if key not in self._known:
             self._known[key] = self._computed(ranks, parts)
         return self._known[key]
 
     def _computed(self, ranks: int, parts: int) -> np.ndarray:
-        mean, everyone = self._mean(ranks), self._profile.world_size
-        own_P = self._mean(1) * _shares(self._profile.skewness, parts)
+        """`_partitions` by the power law in u; scaled, so that the mean is that of the profile."""
+        everyone = self._profile.world_size
+        one_P = self._mean(1) * _shares(self._profile.skewness, parts)
         if ranks == 1 or everyone == 1:
-            shares_P = own_P
+            density_P = one_P
         else:
-            sum_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
-            u_own = -np.log1p(-np.clip(own_P, 1e-12, MOST_DENSITY))
-            u_sum = np.maximum(-np.log1p(-np.clip(sum_P, 1e-12, MOST_DENSITY)), u_own)
-            slope_P = np.log(u_sum / u_own) / math.log(everyone)
-            shares_P = -np.expm1(-u_own * ranks**slope_P)
-        total = shares_P.mean()
-        return np.minimum(shares_P * (mean / total), 1.0) if total else shares_P
+            all_P = self._mean(everyone) * _shares(self._profile.sum_skewness, parts)
+            u_one_P = -np.log1p(-np.clip(one_P, 1e-12, MOST_DENSITY))
+            u_all_P = np.maximum(-np.log1p(-np.clip(all_P, 1e-12, MOST_DENSITY)), u_one_P)
+            slope_P = np.log(u_all_P / u_one_P) / math.log(everyone)
+            density_P = -np.expm1(-u_one_P * ranks**slope_P)
+        mean = density_P.mean()
+        return np.minimum(density_P * (self._mean(ranks) / mean), 1.0) if mean else density_P
 
 
 def without_chance(profile: SparsityProfile) -> SparsityProfile:
@@ -113,9 +119,10 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
     clumps = profile.numel / _clump_numel(profile)
 
     def lasting(skewness: Mapping[int, float], density: float) -> dict[int, float]:
+        """Skewness by partitions, of a rank's or a sum's density, without chance's part."""
         found = {}
         for p, ratio in skewness.items():
-            q = NormalDist().inv_cdf((p - 0.375) / (p + 0.25))
+            q = NormalDist().inv_cdf((p - 0.375) / (p + 0.25))  # Blom's approximation
             m = max(density * clumps / p, 1.0)
             found[p] = max(ratio - q / math.sqrt(m), 1.0)
         return found
@@ -128,25 +135,32 @@ def without_chance(profile: SparsityProfile) -> SparsityProfile:
 
 
 def _clump_numel(profile: SparsityProfile) -> float:
-    """Elements that are non-zero together, as in an embedding's row; 1 if independent."""
+    """Elements that are non-zero together, as in an embedding's row; 1 if independent.
+
+    The non-zero elements of a non-zero block, over what they would be at independent places.
+    """
     size = min(profile.block_density)
     filled = profile.block_density[size]
     if not filled:
         return 1.0
-    together = profile.density * size / filled
+    measured = profile.density * size / filled
     density = min(profile.density, MOST_DENSITY)
-    alone = density * size / -math.expm1(size * math.log1p(-density))
-    return max(together / alone, 1.0)
+    independent = density * size / -math.expm1(size * math.log1p(-density))
+    return max(measured / independent, 1.0)
 
 
 def _shares(skewness: Mapping[int, float], parts: int) -> np.ndarray:
-    """Each partition's density over the mean one, densest first."""
+    """Each partition's density over the mean one, densest first: steps of the Lorenz curve.
+
+    The densest 1 / count of a bucket holds ratio / count of the non-zero elements. The curve
+    through these points is linear in between.
+    """
     positions, held = [0.0], [0.0]
     for count, ratio in sorted(skewness.items(), reverse=True):
         positions.append(1 / count)
         held.append(min(max(ratio / count, held[-1]), 1.0))
-    curve_P = np.interp(np.arange(parts + 1) / parts, [*positions, 1.0], [*held, 1.0])
-    return np.sort(np.diff(curve_P))[::-1] * parts
+    curve = np.interp(np.arange(parts + 1) / parts, [*positions, 1.0], [*held, 1.0])
+    return np.sort(np.diff(curve))[::-1] * parts
 
 
 def _at(measured: Mapping[int, float], size: int) -> float:
@@ -160,12 +174,13 @@ def _independent_elements(density_P: np.ndarray, fraction: float, block_size: in
     log_empty_P = np.log1p(-np.minimum(density_P, MOST_DENSITY))
 
     def filled(elements: float) -> float:
+        """The fraction of blocks that so many elements a block make non-zero: it only grows."""
         return float(-np.expm1(elements * log_empty_P).mean())
 
     low, high = 0.0, float(block_size)
     if filled(high) <= fraction:
         return high
-    for _ in range(50):
+    for _ in range(50):  # halvings: exact to fp64
         middle = (low + high) / 2
         low, high = (middle, high) if filled(middle) < fraction else (low, middle)
     return high

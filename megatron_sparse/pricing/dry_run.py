@@ -112,11 +112,12 @@ class DryRun:
         return self._with_slots(density_P, self.densities.whole(1))
 
     def sum_density(self, parts: int = 1) -> np.ndarray:
-        """The same of the sum over all ranks."""
+        """Densities of the sum over all ranks by shard, or in capacity mode of their slots."""
         density_P = self.densities.shards(self.n, parts)
         return self._with_slots(density_P, self.n * self.densities.whole(1))
 
     def _with_slots(self, density_P: np.ndarray, target: float) -> np.ndarray:
+        """In capacity mode all shards have the density of full slots, made for `target`."""
         factor = self.options.given_capacity
         return density_P if factor is None else np.full_like(density_P, min(factor * target, 1.0))
 

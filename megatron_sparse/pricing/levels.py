@@ -42,15 +42,14 @@ def lane_cluster(cluster: ClusterModel, lanes: int, ranks: int) -> ClusterModel:
         >>> lane.topology(16).node_sizes[:3], round(lane.inter.beta_s / whole.inter.beta_s)
         ((1, 1, 1), 4)
     """
-    sizes = cluster.topology(lanes * ranks).node_sizes
-    size = sizes[0]
+    size = cluster.topology(lanes * ranks).node_sizes[0]
     if lanes % size and size % lanes:
         raise ConfigError(
             "a lane of compression.level has no price",
             expected=f"instances of whole nodes of {size} ranks, or nodes of whole instances",
             got=f"{lanes} ranks an instance",
         )
-    here = max(size // lanes, 1)
+    here = max(size // lanes, 1)  # ranks of the lane on a node: those of whole instances there
     sharing = min(lanes, size) if cluster.nic == "node" else 1
     beta_s = sharing * cluster.inter.beta_s
     dense_beta_s = max(sharing * cluster.dense.beta_s, beta_s)

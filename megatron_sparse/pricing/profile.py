@@ -120,6 +120,7 @@ class SparsityProfile:
         known = sorted(points)
         if len(known) == 1:
             return -math.expm1(ranks * math.log1p(-min(points[1], most)))
+        # The two measured points around `ranks`, or the last two.
         right = min(max(bisect_left(known, ranks), 1), len(known) - 1)
         low, high = known[right - 1], known[right]
         u_low, u_high = (-math.log1p(-min(points[k], most)) for k in (low, high))
@@ -196,6 +197,7 @@ def _real(value: object) -> float:
 
 
 def _wrong(field: str, expected: object, got: object) -> ProfileError:
+    """The error for a field of a profile."""
     return ProfileError(
         f"a sparsity profile is wrong in {field}",
         expected=expected,

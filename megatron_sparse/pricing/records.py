@@ -85,15 +85,24 @@ class RecordFormat:
         return headers + piece.kept * kept_bytes + pruned_bytes
 
     def seconds(self, op: CodecOp, piece: Piece, density: Density, value_bytes: int) -> Density:
-        """Of one call on a piece."""
+        """Seconds of one codec call on a piece: on its kept elements and on its pruned ones.
+
+        Args:
+            op: the codec's operation.
+            piece: the elements.
+            density: of the pruned ones.
+            value_bytes: of a value on the wire.
+        """
         kept_s = self.cluster.codec_s(op, "dense", piece.kept, 1.0, value_bytes)
         return kept_s + each(lambda d: self._pruned_s(op, piece.pruned, d, value_bytes), density)
 
     def _pruned_bytes(self, numel: float, density: Density, value_bytes: int) -> Density:
+        """Bytes of the record of so many elements that may be pruned, without its header."""
         kind = self.name, self.value_bits, self.fixed
         return numel * each(lambda d: record_bytes(d, value_bytes, *kind), density)
 
     def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
+        """Seconds of one codec call on so many elements that may be pruned."""
         form = self.written(density, value_bytes)
         return self.cluster.codec_s(op, form, numel, density, value_bytes)
 
@@ -125,9 +134,10 @@ class BlockFormat(RecordFormat):
     def _pruned_s(self, op: CodecOp, numel: float, density: float, value_bytes: int) -> float:
         block_bytes = self.block_size * value_bytes
         form = "dense" if density * (INDEX_BYTES + block_bytes) >= block_bytes else "blocks"
-        empty = np.log1p(-min(density, MOST_DENSITY))
-        uniform = float(-np.expm1(empty / self.block_size))
-        return self.cluster.codec_s(op, form, numel, uniform, value_bytes)
+        # A block is empty with the probability 1 - density = (1 - element_density)^block_size.
+        log_empty = np.log1p(-min(density, MOST_DENSITY))
+        element_density = float(-np.expm1(log_empty / self.block_size))
+        return self.cluster.codec_s(op, form, numel, element_density, value_bytes)
 
 
 def push_bytes(positions: float, density: Density, value_bytes: int) -> Density:
@@ -188,7 +198,10 @@ def record_bytes(
 
 
 def _rice_bytes(density: float, value_bytes: float, fixed: bool) -> float:
-    """Bytes for each element of a long Rice record with values of so many bytes, or of its slot."""
+    """Bytes for each element of a long Rice record with values of so many bytes, or of its slot.
+
+    The module's docstring has the formulas.
+    """
     if density <= 0:
         return 0.0
     parameter, span = _rice_parameter(density), rice_span(density)

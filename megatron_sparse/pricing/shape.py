@@ -43,6 +43,7 @@ class BucketShape:
     lanes: int = 1
 
     def __post_init__(self) -> None:
+        """Refuses numbers that no bucket has."""
         in_range("shape.numel", self.numel, 0, 2**40, integer=True)
         in_range("shape.kept_numel", self.kept_numel, 0, self.numel, integer=True)
         in_range("shape.world_size", self.world_size, 1, 2**20, integer=True)
