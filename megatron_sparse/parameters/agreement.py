@@ -52,15 +52,16 @@ class Announcement:
         """
         assert self.nbytes < 2**SIZE_BITS, "a shard of at most a terabyte"
         assert self.number < 2**NUMBER_BITS, "counted modulo that"
-        how = self.number << METHOD_BITS | METHODS.index(self.method)
-        return [how << SIZE_BITS | self.nbytes, self.old_hash << HASH_BITS | self.new_hash]
+        number_and_method = self.number << METHOD_BITS | METHODS.index(self.method)
+        hashes = self.old_hash << HASH_BITS | self.new_hash
+        return [number_and_method << SIZE_BITS | self.nbytes, hashes]
 
     @classmethod
     def of(cls, words: Sequence[int]) -> Announcement:
         """The inverse of `words`."""
-        how, hashes = words[0] >> SIZE_BITS, words[1]
-        nbytes, method = words[0] % 2**SIZE_BITS, METHODS[how % 2**METHOD_BITS]
-        return cls(nbytes, method, how >> METHOD_BITS, hashes >> HASH_BITS, hashes % 2**HASH_BITS)
+        number_and_method, nbytes = divmod(words[0], 2**SIZE_BITS)
+        number, method = divmod(number_and_method, 2**METHOD_BITS)
+        return cls(nbytes, METHODS[method], number, *divmod(words[1], 2**HASH_BITS))
 
     @property
     def manner(self) -> str:
@@ -78,6 +79,7 @@ def exchange_announcements(
             for another number of times.
         WireFormatError: a rank's row is damaged.
     """
+    # Small records travel under a tag of their own, so the next bucket may agree meanwhile.
     small = own.method != RAW and own.nbytes <= SMALL_BYTES
     table = yield from exchange_sizes(own.words(), identity, transport, unordered=small)
     found = [Announcement.of(words) for words in table]

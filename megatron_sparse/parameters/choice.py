@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import reduce
+from operator import add
 
 import torch
 
-from megatron_sparse.config.parameters import METHODS, PER_NODE, ParametersConfig
+from megatron_sparse.config.parameters import METHODS, PER_NODE
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.formats.codec_choice import is_compiled
@@ -53,22 +55,24 @@ class GatherChooser:
     """
 
     def __init__(self, config: SparseConfig, transport: Transport) -> None:
+        """Compares the ranks' settings, and asks whether all of them have the kernels."""
         self._chosen = config.parameters
         self._transport = transport
-        self._agree(config.parameters)
+        self._agree()
+        self._per_node_options = _options(config.parameters.per_node, transport.nodes)
+        # Measured or read when the first bucket is priced; and where the links are from, in words.
         self._links: GatherLinks | None = None
         self._source = ""
-        self._per_node_options = _options(config.parameters.per_node, transport.nodes)
         self._speeds: dict[torch.dtype, CoderSpeed] = {}
+        # For `explain`: the prices of all buckets that were priced, and numbers of buckets.
         self._sums: Prices | None = None
-        self._priced = 0
-        self._exact = 0
-        self._lossy = 0
+        self._priced = self._exact = self._lossy = 0
         self._cluster = config.planner.cluster
         self._model = None if self._cluster is None else find(self._cluster)
         self.missing = None if config.parameters.method == RAW else self._without_kernels()
 
     def _without_kernels(self) -> str | None:
+        """Names a rank that lacks the CUDA kernels, if one does; the same on all ranks."""
         device = self._transport.device
         if device.type != "cuda":
             return None
@@ -78,12 +82,16 @@ class GatherChooser:
             return None
         return f"rank {lacking[0]} of the group has no CUDA kernels for its GPU"
 
-    def _agree(self, chosen: ParametersConfig) -> None:
-        settings = asdict(chosen)
-        own = [_WORDS[k].index(v) if k in _WORDS else v for k, v in settings.items()]
-        rows = complete(gather_rows(own, self._transport)).tolist()
+    def _agree(self) -> None:
+        """Raises if another rank has other settings; words travel as their number in `_WORDS`."""
+        settings = asdict(self._chosen)
+        codes = [
+            _WORDS[name].index(value) if name in _WORDS else value
+            for name, value in settings.items()
+        ]
+        rows = complete(gather_rows(codes, self._transport)).tolist()
         for rank, row in enumerate(rows):
-            for name, mine, theirs in zip(settings, own, row, strict=True):
+            for name, mine, theirs in zip(settings, codes, row, strict=True):
                 if mine != theirs:
                     raise CommunicationError(
                         f"rank {rank} of the group has another parameters.{name}",
@@ -93,6 +101,10 @@ class GatherChooser:
                     )
 
     def _find_links(self) -> GatherLinks:
+        """The links of the cluster file, else measured ones; sets `_source` to where they are from.
+
+        The nodes are those of the running ranks, whatever the file was measured on.
+        """
         model, nodes = self._model, self._transport.nodes
         if model is None:
             self._source = "measured"
@@ -113,6 +125,7 @@ class GatherChooser:
         """
         chosen, options = self._chosen, self._per_node_options
         every = chosen.verify_every
+        # Ranks decide alike: by settings and dtypes, which are equal, and by exchanged numbers.
         if chosen.method == RAW or self.missing is not None:
             return None
         fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
@@ -132,15 +145,15 @@ class GatherChooser:
         return ExactWay(verify_every=every, per_node=prices.per_node)
 
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
-        n, total = self._transport.world_size, None
-        for values_N in buckets:
-            speed = self._speed_of(values_N.dtype)
-            one = gather_prices(values_N.numel(), values_N.dtype, n, links, speed)
-            total = one if total is None else total + one
-        assert total is not None, "a group has buckets"
-        exact_s = {
-            each: own_s for each, own_s in total.exact_s.items() if each in self._per_node_options
-        }
+        """The prices of all buckets together, in the ways that `parameters.per_node` allows."""
+        n = self._transport.world_size
+        each = [
+            gather_prices(bucket.numel(), bucket.dtype, n, links, self._speed_of(bucket.dtype))
+            for bucket in buckets
+        ]
+        total = reduce(add, each)
+        options = self._per_node_options
+        exact_s = {way: way_s for way, way_s in total.exact_s.items() if way in options}
         return Prices(total.raw_s, exact_s)
 
     def _speed_of(self, dtype: torch.dtype) -> CoderSpeed:
@@ -160,7 +173,8 @@ class GatherChooser:
         return "; ".join(said) or RAW
 
     def _explain_prices(self, sums: Prices, links: GatherLinks) -> str:
-        rate = 1e-6 / max(links.dense.beta_s, 1e-15)
+        """The number of exact buckets, the predicted times and the links' rate, in a sentence."""
+        rate = 1e-6 / max(links.dense.beta_s, 1e-15)  # a link may take no time for a byte
         return (
             f"{self._exact} of {self._priced} buckets exact: predicted for all of them "
             f"{sums.raw_s * 1e3:.3g} ms raw, {sums.exact_s[sums.per_node] * 1e3:.3g} ms exact "
@@ -169,7 +183,7 @@ class GatherChooser:
 
 
 def _options(per_node: str, nodes: Sequence[int]) -> tuple[bool, ...]:
-    """The values of `per_node` that may be taken."""
+    """The values of `ExactWay.per_node` that may be taken: with several ones a price decides."""
     if per_node == "never" or not several_levels(nodes):
         return (False,)
     return (True,) if per_node == "always" else (False, True)

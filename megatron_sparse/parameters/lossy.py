@@ -69,10 +69,10 @@ class LossyGather(ShardGather[LossyWay]):
         self._install_master()
 
     def end_step(self, *, accepted: bool) -> None:
-        """After each step.
+        """Call it after each step: one that was not accepted puts the replica back.
 
         Args:
-            accepted: whether parameters have changed; if not, the replica comes back.
+            accepted: whether parameters have changed.
         """
         if accepted:
             return
@@ -154,11 +154,11 @@ class LossyGather(ShardGather[LossyWay]):
             self._swap()
 
     def _swap(self) -> None:
+        """Exchanges the own shard in the buffer with `_kept_M`, piece by piece; nothing if raw."""
         if self._kept_M is None:
             return
-        for own, kept in zip(
-            self._own_M.split(SWAPPED_NUMEL), self._kept_M.split(SWAPPED_NUMEL), strict=True
-        ):
+        own_pieces = self._own_M.split(SWAPPED_NUMEL)
+        for own, kept in zip(own_pieces, self._kept_M.split(SWAPPED_NUMEL), strict=True):
             before = own.clone()
             own.copy_(kept)
             kept.copy_(before)

@@ -28,7 +28,7 @@ the ranks that share a port in each round, and prices unequal nodes at their slo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from statistics import median
@@ -37,7 +37,6 @@ import torch
 
 from megatron_sparse.formats.moves import decode_moves_, encode_moves
 from megatron_sparse.planner.link_timing import (
-    Clock,
     LinkSweep,
     Measuring,
     fit_link,
@@ -101,13 +100,13 @@ class Prices:
     exact_s: Mapping[bool, float]
 
     def __add__(self, other: Prices) -> Prices:
-        """One gather after the other, in the same way."""
-        exact_s = {each: own_s + other.exact_s[each] for each, own_s in self.exact_s.items()}
+        """The seconds of both gathers, one after the other in the same way."""
+        exact_s = {way: self.exact_s[way] + other.exact_s[way] for way in self.exact_s}
         return Prices(self.raw_s + other.raw_s, exact_s)
 
     @property
     def per_node(self) -> bool:
-        """Whether the exact gather takes less time once per node."""
+        """Whether the exact gather takes less time once per node than flat."""
         return min(self.exact_s, key=self.exact_s.__getitem__)
 
     @property
@@ -150,16 +149,17 @@ def gather_prices(
     shard, others = numel / world_size, world_size - 1
     raw_bytes = shard * dtype.itemsize
     raw_s = others * _message_s(link, raw_bytes)
-    exact_s = {}
-    sent_bytes = shard * (speed.bits or MOVE_BITS[dtype]) / 8
-    assert sent_bytes <= raw_bytes
-    own_s = _announcement_s(links, world_size) + shard * speed.encode_s
+    exact_s = {}  # by `per_node`
+    record_bytes = shard * (speed.bits or MOVE_BITS[dtype]) / 8
+    assert record_bytes <= raw_bytes
+    # Before any record travels, in both ways.
+    begin_s = _announcement_s(links, world_size) + shard * speed.encode_s
     if topology is None:
-        flat_s = [_message_s(link, sent_bytes)] * others
+        flat_s = [_message_s(link, record_bytes)] * others
     else:
-        flat_s = _flat_s(topology, sent_bytes)
-        exact_s[True] = own_s + _per_node_s(topology, sent_bytes, raw_bytes, shard, speed)
-    exact_s[False] = own_s + sum(flat_s) + others * shard * speed.decode_s
+        flat_s = _flat_s(topology, record_bytes)
+        exact_s[True] = begin_s + _per_node_s(topology, record_bytes, raw_bytes, shard, speed)
+    exact_s[False] = begin_s + sum(flat_s) + others * shard * speed.decode_s
     return Prices(raw_s, exact_s)
 
 
@@ -180,20 +180,27 @@ def _announcement_s(links: GatherLinks, world_size: int) -> float:
 def _flat_s(topology: Topology, sent_bytes: float) -> list[float]:
     """Seconds of each round if every rank sends its record to every other.
 
-    In round i of n - 1 some ranks send across nodes, so every round takes as long.
+    In round i of n - 1 each rank sends to the i-th next one. Some of them cross nodes, so every
+    round takes as long as a message across; of the ranks of a node min(i, n - i, m) do.
     """
     n, most = topology.world_size, max(topology.node_sizes)
-    shared = topology.nic == "node"
-    return [
-        _message_s(topology.inter, (min(i, n - i, most) if shared else 1) * sent_bytes)
-        for i in range(1, n)
-    ]
+    shares_port = topology.nic == "node"
+    records_at_port = [min(i, n - i, most) if shares_port else 1 for i in range(1, n)]
+    return [_message_s(topology.inter, records * sent_bytes) for records in records_at_port]
 
 
 def _per_node_s(
     topology: Topology, sent_bytes: float, raw_bytes: float, shard: float, speed: CoderSpeed
 ) -> float:
-    """Seconds of the messages and of decoding, once per node; the busiest rank's."""
+    """Seconds of the messages and of decoding, once per node; the busiest rank's.
+
+    Args:
+        topology: several nodes.
+        sent_bytes: of a record, which crosses nodes.
+        raw_bytes: of a whole shard, which is passed on inside a node.
+        shard: numbers in a shard.
+        speed: of the coder.
+    """
     sizes, n = topology.node_sizes, topology.world_size
     most, least = max(sizes), min(sizes)
     rounds = len(sizes) - 1
@@ -218,7 +225,11 @@ def measure_gather_links(transport: Transport) -> Measuring[GatherLinks]:
 
 
 def several_levels(nodes: Sequence[int]) -> bool:
-    """Whether there are several nodes, and one of them has several ranks."""
+    """Whether there are several nodes, and one of them has several ranks.
+
+    Args:
+        nodes: of each rank.
+    """
     return 1 < len(set(nodes)) < len(nodes)
 
 
@@ -236,16 +247,16 @@ def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]
             is_slow = times_s[-1] * (n - 1) > LONG_S
             if is_slow or n * nbytes > MOST_GATHERED_BYTES:
                 break
-        own = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
-        gathered = own.new_empty(n * nbytes)
-        spent = yield from timed(
+        sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
+        gathered = sent.new_empty(n * nbytes)
+        spent_s = yield from timed(
             transport,
             REPEATS,
             host_clock(transport.device),
-            lambda own=own, gathered=gathered: [transport.all_gather(gathered, own)],
+            lambda sent=sent, gathered=gathered: [transport.all_gather(gathered, sent)],
         )
         sizes.append(nbytes)
-        times_s.append(spent / (n - 1))
+        times_s.append(spent_s / (n - 1))
     return sizes, times_s
 
 
@@ -255,13 +266,22 @@ def measure_coder(transport: Transport, dtype: torch.dtype) -> Measuring[CoderSp
     Returns:
         The median rank's, the same on all.
     """
-    old, new = _sample(dtype, transport.device)
-    own_s = _coder_s(old, new, host_clock(transport.device))
-    rows = yield from gather_rows(own_s, transport)
-    return CoderSpeed(*(rows.median(0).values / old.numel()).tolist())
+    rows = yield from gather_rows(coder_speed(dtype, transport.device), transport)
+    return CoderSpeed(*rows.median(0).values.tolist())
 
 
-def _coder_s(old: torch.Tensor, new: torch.Tensor, clock: Clock) -> list[float]:
+def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """Times the coder on this device: seconds a number of encoding, and of decoding.
+
+    The numbers are those before and after a step of Adam: normal weights of 0.02, moved by about
+    1e-4.
+    """
+    generator = torch.Generator().manual_seed(SAMPLE_NUMEL)
+    weights = torch.randn(SAMPLE_NUMEL, generator=generator) * 0.02
+    moved = weights + torch.randn(SAMPLE_NUMEL, generator=generator) * 1e-4
+    repeats = SAMPLE_REPEATS[device.type]
+    old, new = (values.to(device, dtype).repeat(repeats) for values in (weights, moved))
+    clock = host_clock(device)
     record = encode_moves(old, new, epoch=0)
     encode_s, decode_s = [], []
     for _ in range(WINDOWS):
@@ -271,24 +291,4 @@ def _coder_s(old: torch.Tensor, new: torch.Tensor, clock: Clock) -> list[float]:
         decode_moves_(record, held, epoch=0)
         encode_s.append(encoded_s - start_s)
         decode_s.append(clock() - encoded_s)
-    return [median(encode_s), median(decode_s)]
-
-
-def coder_speed(dtype: torch.dtype) -> tuple[float, float]:
-    """Times the coder on this CPU: seconds a number of encoding, and of decoding."""
-    old, new = _sample(dtype, torch.device("cpu"))
-    encode_s, decode_s = _coder_s(old, new, host_clock(old.device))
-    return encode_s / old.numel(), decode_s / old.numel()
-
-
-def _sample(dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    for each in sample_moves(SAMPLE_NUMEL, dtype):
-        yield each.to(device).repeat(SAMPLE_REPEATS[device.type])
-
-
-def sample_moves(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers before and after a step of Adam: normal weights of 0.02, moved by about 1e-4."""
-    generator = torch.Generator().manual_seed(numel)
-    old = torch.randn(numel, generator=generator) * 0.02
-    new = old + torch.randn(numel, generator=generator) * 1e-4
-    return old.to(dtype), new.to(dtype)
+    return median(encode_s) / old.numel(), median(decode_s) / old.numel()

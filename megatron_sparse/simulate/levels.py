@@ -150,6 +150,7 @@ class Group:
     training: Training
 
     def __post_init__(self) -> None:
+        """Refuses a number of ranks that instances or nodes of one size do not divide."""
         if self.ranks % self.training.instances:
             raise ConfigError(
                 "instances of the distributed optimizer have one size",
@@ -182,9 +183,10 @@ class Group:
         )
 
     def gradient(self, level: str, settings: SparseConfig, names: Sequence[str]) -> LevelPrice:
-        """The gradient's half of one bucket with the cheapest of `names`.
+        """The price of one bucket's gradient with the cheapest of `names`.
 
-        Where nothing is ever pruned every level is the backend's own collective.
+        Where nothing is ever pruned every level is the backend's own collective, and so is level
+        `node` on one node.
         """
         bits = settings.compression.given_value_bits
         if not settings.compression.enabled:
@@ -199,12 +201,15 @@ class Group:
     def dense_s(
         self, level: str, element_bytes: int, instances: int = 1, names: Sequence[str] = (DENSE,)
     ) -> float:
-        """One bucket, every element in full. A gather takes as long as a reduce-scatter."""
+        """Seconds of one bucket with every element in full, by the cheapest of `names`.
+
+        A gather takes as long as a reduce-scatter.
+        """
         pricing = LevelPricing(self.cluster, SchemeConfig(), names, self.sizes, instances)
         return pricing.price(level, self.shape(element_bytes), 1.0).total_s
 
     def best_dense_s(self, element_bytes: int, instances: int = 1) -> float:
-        """The cheapest way to send every element in full."""
+        """Seconds of the cheapest way to send every element in full: by scheme and level."""
         dense = [name for name, each in SCHEMES.items() if each.takes is Input.DENSE]
         prices_s = [self.dense_s(RANK, element_bytes, instances, dense)]
         if has_lanes(self.sizes):
@@ -212,7 +217,7 @@ class Group:
         return min(prices_s)
 
     def parameters(self) -> tuple[str, float]:
-        """How one bucket's parameters are gathered, and the seconds."""
+        """How one bucket's parameters are gathered, as in `LevelRow.parameters`; the seconds."""
         if not self.training.sharded:
             return "none", 0.0
         _, numel = self.training.buckets(self.ranks)
@@ -228,9 +233,10 @@ class Group:
         return "exact per node" if per_node else "exact", prices.exact_s[per_node]
 
     def _coder(self, shard_numel: float) -> CoderSpeed:
+        """The speed of coding a shard of so many numbers: timed on a CPU, a model on a GPU."""
         bits = self.training.move_bits
         if self.cluster.device == "cpu":
-            return CoderSpeed(*_timed_coder(), bits)
+            return CoderSpeed(*_timed_coder(PARAMETER, torch.device("cpu")), bits)
         copied_s = self.cluster.codec_s(CodecOp.COPY, "dense", shard_numel, 1.0)
         encode_s, decode_s = (
             max(copied_s * moved / COPIED_BYTES, CHUNK_S) / shard_numel
@@ -239,10 +245,8 @@ class Group:
         return CoderSpeed(encode_s, decode_s, bits)
 
 
-@cache
-def _timed_coder() -> tuple[float, float]:
-    """Once, so that all numbers of ranks are priced with the same speed."""
-    return coder_speed(PARAMETER)
+_timed_coder = cache(coder_speed)
+"""Timed once, so that all numbers of ranks are priced with the same speed."""
 
 
 def level_rows(
@@ -268,13 +272,14 @@ def level_rows(
     levels = (RANK, NODE, INSTANCE) if instances > 1 else (RANK, NODE)
     for n in ranks:
         group = Group(cluster, n, training)
-        b, raw = training.gradient_bytes, PARAMETER.itemsize
-        gathered = int(training.sharded)
-        gradient_s = group.dense_s(RANK, b, instances)
-        dense_s = gradient_s + gathered * group.dense_s(RANK, raw)
-        best_s = group.best_dense_s(b, instances) + gathered * group.best_dense_s(raw)
+        gradient_bytes, raw_bytes = training.gradient_bytes, PARAMETER.itemsize
+        gradient_s = dense_s = group.dense_s(RANK, gradient_bytes, instances)
+        best_s = group.best_dense_s(gradient_bytes, instances)
+        if training.sharded:  # parameters are gathered, inside an instance
+            dense_s += group.dense_s(RANK, raw_bytes)
+            best_s += group.best_dense_s(raw_bytes)
         how, parameters_s = group.parameters()
-        ms = 1e3 * training.buckets(n)[0]
+        ms = 1e3 * training.buckets(n)[0]  # of all buckets, for seconds of one
         for name, config in settings.items():
             names = candidates(schemes, config.compression.given_value_bits)
             prices = {level: group.gradient(level, config, names) for level in levels}
@@ -304,11 +309,10 @@ def level_rows(
 
 def describe(training: Training, cluster: str) -> str:
     """What was priced, in a sentence."""
-    halves = (
-        f"reduce-scatter, and bf16 parameters gathered exactly in {training.move_bits:g} bits"
-        if training.sharded
-        else "all-reduce"
-    )
+    halves = "all-reduce"
+    if training.sharded:
+        bits = f"{training.move_bits:g} bits"
+        halves = f"reduce-scatter, and bf16 parameters gathered exactly in {bits}"
     if training.instances > 1:
         halves += f", {training.instances} instances"
     dtype = "fp32" if training.gradient_bytes == 4 else "bf16"
