@@ -48,6 +48,8 @@ class Echo:
 
 
 def measured_as(result):
+    """A measurement, whatever its arguments are, that posts nothing and returns `result`."""
+
     def measured(*_):
         yield from ()
         return result
@@ -56,11 +58,13 @@ def measured_as(result):
 
 
 def timed_as(link):
+    """`gather_times` of a ring whose rounds cost what this link says."""
     sizes = [8, 1024, 2**16, 2**18]
     return measured_as((sizes, [link.alpha_s + link.beta_s * size for size in sizes]))
 
 
 def chooser(method="auto", link=None, monkeypatch=None, **config):
+    """A chooser on two ranks; with `link` that and `SPEED` are what it measures."""
     if link is not None:
         monkeypatch.setattr(price, "gather_times", timed_as(link))
         monkeypatch.setattr(price, "measure_coder", measured_as(SPEED))
