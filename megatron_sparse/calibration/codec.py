@@ -117,6 +117,7 @@ def measure_codec(
     for numel in sweep.numels:
         calls, times_K = yield from _times_s(transport, sweep, clock, numel, DENSITIES)
         times_NK.append(times_K)
+    # The calls are the same ones, in the same order, for every number of elements.
     times_KN = zip(*times_NK, strict=True)
     return tuple(
         fit_rate(call, sweep.numels, times_N) for call, times_N in zip(calls, times_KN, strict=True)
@@ -126,7 +127,7 @@ def measure_codec(
 def _times_s(
     transport: Transport, sweep: CodecSizes, clock: Clock, numel: int, densities: Sequence[float]
 ) -> Measuring[tuple[list[CodecCall], list[float]]]:
-    """All calls and, for each, the median over ranks of its seconds."""
+    """All calls on vectors of `numel` and, for each, the median over ranks of its seconds."""
     yield from gather_rows([0.0], transport)
     calls, times_K = [], []
     for call in codec_calls(numel, densities, transport.device):
@@ -165,10 +166,11 @@ def fit_rate(kind: CodecCall, numels: Sequence[int], times_s: Sequence[float]) -
     Neither is negative; five digits of each are kept.
     """
     times_N, numels_N = np.array(times_s), np.array(numels, dtype=float)
+    # For each number of elements, (per_call + numel per_element) / time should be 1.
     terms_N2 = np.stack([1 / times_N, numels_N / times_N], axis=1)
     per_call, per_element = np.linalg.lstsq(terms_N2, np.ones_like(times_N), rcond=None)[0]
     if per_call < 0 or per_element < 0:
-        # The fit of the other one alone.
+        # The fit of the other one alone: least squares of one term.
         alone_2 = terms_N2.sum(0) / (terms_N2**2).sum(0)
         per_call, per_element = (0.0, alone_2[1]) if per_call < 0 else (alone_2[0], 0.0)
     seconds = [
@@ -204,7 +206,14 @@ def sparse_vector(numel: int, density: float, device: torch.device) -> torch.Ten
 def _segment_calls(
     numel: int, density: float, device: torch.device, kinds: Mapping[str, MessageSpec]
 ) -> Iterator[CodecCall]:
-    """Selects from a full vector; encodes and decodes a sparse one; all in each format."""
+    """Selects from a full vector; encodes, decodes and adds a sparse one; all in each format.
+
+    Args:
+        numel: elements of the vectors.
+        density: of the selection, and of the sparse vector.
+        device: of the vectors.
+        kinds: messages by the names of their rates; their density is replaced.
+    """
     kinds = {form: replace(kind, density=density) for form, kind in kinds.items()}
     select = _selection(sparse_vector(numel, 1.0, device))
     for form, kind in kinds.items():
@@ -218,6 +227,7 @@ def _segment_calls(
     for form, spec in specs.items():
 
         def encode(spec: RecordSpec = spec) -> int:
+            """Writes the records into `out`; returns their bytes."""
             segments = Segments(offsets, not_whole)
             return int(encode_segments(sparse_N, segments, None, spec, out, buffers).sum())
 
@@ -230,14 +240,14 @@ def _segment_calls(
 
 
 def _kinds(device: torch.device) -> dict[str, MessageSpec]:
-    """Of messages whose size depends on the density."""
+    """Messages whose size depends on the density, by the names of their rates."""
     if is_compiled(device):
         return {form: MessageSpec(1.0, format=form) for form in SEGMENTS} | RICE
     return {form: MessageSpec(1.0, format=form) for form in ("dense", "coo")}
 
 
 def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
-    """Selects from this gradient, with leak 0."""
+    """A function that selects from this gradient, with leak 0, into a message of a given kind."""
     slices = [ParameterSlice("w", 0, grad_N.numel())]
     bucket = Bucket("codec", grad_N, slices, CollectiveOp.ALL_REDUCE, 1)
     residuals = ResidualStore(torch.float32)

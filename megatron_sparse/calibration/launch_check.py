@@ -159,7 +159,10 @@ def check_launch(transport: ProcessGroupTransport, clock: Clock) -> list[str]:
 
 
 def gather_facts(own: RankFacts, transport: Transport) -> Measuring[list[RankFacts]]:
-    """Every rank's facts. They travel as JSON, because pickled objects could run code."""
+    """Every rank's facts. They travel as JSON, because pickled objects could run code.
+
+    Each byte is one of the numbers of `gather_rows`; spaces fill the row.
+    """
     text = json.dumps(asdict(own)).encode()
     rows = yield from gather_rows(list(text.ljust(FACTS_BYTES)), transport)
     return [RankFacts(**json.loads(bytes(row.to(torch.uint8).tolist()))) for row in rows]
@@ -172,7 +175,8 @@ def clock_offsets(transport: Transport) -> Measuring[list[float]]:
         yield from gather_rows([0.0], transport)
         readings.append(time.time())
     rows = yield from gather_rows(readings, transport)
-    return (rows - rows.median(0).values).median(1).values.tolist()
+    offsets_s = rows - rows.median(0).values  # a row for each rank, a column for each reading
+    return offsets_s.median(1).values.tolist()
 
 
 def ring_links(transport: Transport, clock: Clock) -> Measuring[list[RingLink]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -119,17 +120,23 @@ def measure_host(
         clock: this rank's.
     """
 
-    def seconds(run: Callable[[], None]) -> float:
+    def seconds(run: Callable[[], object]) -> float:
+        """The time of `run`, which has ended when it returns: no work is left to wait for."""
+
         def action() -> Iterable[Work]:
             run()
             return ()
 
         return complete(timed(transport, repeats, clock, action))
 
-    bare_s = [seconds(_bare_messages(transport, count)) for count in (FEW, MANY)]
-    driven_s = [seconds(_driven_messages(transport, progress, count)) for count in (FEW, MANY)]
+    pieces, words_N = _ring(transport), _small_bucket(transport).grad_N
+    bare_s = [seconds(partial(_send, transport, pieces, count)) for count in (FEW, MANY)]
+    driven_s = [
+        seconds(partial(_send_driven, transport, pieces, count, progress)) for count in (FEW, MANY)
+    ]
     a_message_s = ((driven_s[1] - driven_s[0]) - (bare_s[1] - bare_s[0])) / (MANY - FEW)
-    a_bucket_s = seconds(_bucket(transport, progress)) - seconds(_bare_all_reduce(transport))
+    reduced_s = seconds(_reduction(transport, progress))
+    a_bucket_s = reduced_s - seconds(lambda: transport.all_reduce_(words_N).finish())
     return max(a_message_s, 0.0), max(a_bucket_s, 0.0)
 
 
@@ -140,19 +147,14 @@ def _ring(transport: Transport) -> Round:
     return [(after, words[0])], [(before, words[1])]
 
 
-def _bare_messages(transport: Transport, count: int) -> Callable[[], None]:
-    pieces = _ring(transport)
-
-    def run() -> None:
-        for _ in range(count):
-            transport.exchange(*pieces, TAG).finish()
-
-    return run
+def _send(transport: Transport, pieces: Round, count: int) -> None:
+    """Sends so many messages around the ring, and waits for each."""
+    for _ in range(count):
+        transport.exchange(*pieces, TAG).finish()
 
 
-def _driven_messages(transport: Transport, progress: Progress, count: int) -> Callable[[], None]:
+def _send_driven(transport: Transport, pieces: Round, count: int, progress: Progress) -> None:
     """Sends so many messages around the ring, as a job of the progress thread, and waits for it."""
-    pieces = _ring(transport)
 
     def job() -> Generator[object, None, None]:
         group = whole_group(transport, TAG)
@@ -160,10 +162,7 @@ def _driven_messages(transport: Transport, progress: Progress, count: int) -> Ca
         for number in range(count):
             yield from group.exchange(*pieces, last=number == count - 1)
 
-    def run() -> None:
-        progress.submit(Pending("calibrate", job(), StageTimer(transport.device))).wait()
-
-    return run
+    progress.submit(Pending("calibrate", job(), StageTimer(transport.device))).wait()
 
 
 def _small_bucket(transport: Transport) -> Bucket:
@@ -172,15 +171,11 @@ def _small_bucket(transport: Transport) -> Bucket:
     return Bucket("calibrate", grad_N, [ParameterSlice("w", 0, n)], CollectiveOp.ALL_REDUCE, n)
 
 
-def _bucket(transport: Transport, progress: Progress) -> Callable[[], None]:
+def _reduction(transport: Transport, progress: Progress) -> Callable[[], object]:
+    """A call that synchronises a small bucket densely, by the reducer of training."""
     config, bucket = SparseConfig.from_overrides(scheme="dense"), _small_bucket(transport)
     residuals = ResidualStore(torch.float32)
     planner = Planner(config.compression, config.scheme)
     groups = Groups(transport)
     reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
     return lambda: reducer.start(bucket, 0).wait()
-
-
-def _bare_all_reduce(transport: Transport) -> Callable[[], None]:
-    values_N = _small_bucket(transport).grad_N
-    return lambda: transport.all_reduce_(values_N).finish()
