@@ -234,25 +234,6 @@ def test_unequal_nodes_share_out_a_reduce_scatter_by_their_shards(op):
     assert predicted_s == pytest.approx(taken_s, rel=0.03)
 
 
-@pytest.mark.parametrize(("n", "density", "parts"), [(2, 0.25, 2), (4, 0.1, 4)])
-def test_long_messages_travel_in_parts(n, density, parts):
-    """On a CPU `agsparse` adds a part while the next one travels."""
-    numel = 2**20 * parts
-    given = stratified(n, density, numel)
-    where = cluster(Link(1.0, 1e-9))
-    virtual = ran("agsparse", CollectiveOp.ALL_REDUCE, where, given)
-    found = predict("agsparse", shape(n, numel=numel), profile_of(given), where, OPTIONS)
-    assert found == pytest.approx(virtual.modelled_s, rel=1e-3)
-    assert round(found) == 1 + parts
-    # All additions take as long as before, but those of the last part alone are waited for.
-    times_s = [
-        predict("agsparse", shape(n, numel=numel), profile_of(given), each, OPTIONS)
-        for each in (cluster(BANDWIDTH, codec_s=1e-12), cluster(BANDWIDTH))
-    ]
-    adding_s = times_s[0] - times_s[1]
-    assert adding_s == pytest.approx((1 + n / parts) * numel * 1e-12, rel=1e-6)
-
-
 def test_the_dense_ring_is_the_papers_equation_2():
     """SpCCL and PCCL, on one level, once for each half."""
     link, n = Link(1e-5, 1e-9), 6
