@@ -6,7 +6,7 @@ and a bucket of N elements of b bytes, a level other than `rank` takes three ste
 1. inside, a dense reduce-scatter by the backend: (m - 1) (alpha + N b / m beta). In a
    reduce-scatter it is k of them, of N / k elements each: every rank then has its own shards.
    Within an instance that is Megatron's own, one reduce-scatter.
-2. across, the scheme on a lane's k ranks and N / m elements (`pricing.levels`), selection included.
+2. across, the scheme on a lane's k ranks and N / m elements (`lane_cluster`), selection included.
 3. inside, an all-gather of the sums, for an all-reduce only: (m - 1) (alpha + N b / m beta).
 
 Added on a CPU: the agreement inside, an all-gather of 8 (2 + m) bytes.

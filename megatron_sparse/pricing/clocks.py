@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_sparse.transport.topology import Link, Topology
+from megatron_sparse.transport.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -261,18 +261,12 @@ def _all_pairs(topology: Topology) -> tuple[float, float]:
         between = max(size * (n - size) for size in sizes) * topology.inter.beta_s
     elif len(sizes) > 1:
         between = (_next_power(n) - largest) * topology.inter.beta_s
-    return slowest(topology).alpha_s, max(within, between)
+    alpha_s = max(
+        topology.intra.alpha_s if largest > 1 else 0.0,
+        topology.inter.alpha_s if len(sizes) > 1 else 0.0,
+    )
+    return alpha_s, max(within, between)
 
 
 def _next_power(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-def slowest(topology: Topology) -> Link:
-    """The largest alpha and beta of the links in a ring over all ranks; 0 for a single rank."""
-    sizes = topology.node_sizes
-    levels = ((topology.intra, max(sizes) > 1), (topology.inter, len(sizes) > 1))
-    links = [link for link, is_used in levels if is_used]
-    if not links:
-        return Link(0.0, 0.0)
-    return Link(max(link.alpha_s for link in links), max(link.beta_s for link in links))

@@ -27,7 +27,7 @@ class BucketShape:
             schemes travel in `element_bytes`. None: messages too.
         lanes: of how many lanes of the same nodes this bucket is one; 1 for a bucket of all ranks.
             The other lanes exchange as many elements at the same time, over the same links, see
-            `pricing.levels`.
+            `planner.prices.lane_cluster`.
 
     Raises:
         ConfigError: numbers that no bucket has.

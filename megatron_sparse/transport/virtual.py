@@ -210,10 +210,6 @@ class VirtualCluster:
                 waiting[rank] = outcome
                 return
 
-    def priced_bytes(self, data: torch.Tensor) -> float:
-        """The number of bytes that the clock charges for a message; subclasses may override it."""
-        return self.message_scale * data.nbytes
-
     def post_half(
         self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
     ) -> None:
@@ -225,7 +221,8 @@ class VirtualCluster:
         gathers = work.what == "all_gather" and not data.is_floating_point()
         is_agreement = gathers or data.dtype == torch.int64
         # A receive buffer holds nothing yet; the sender's side sets the price.
-        priced = float(data.nbytes) if is_agreement or not is_send else self.priced_bytes(data)
+        scale = 1.0 if is_agreement or not is_send else self.message_scale
+        priced = scale * data.nbytes
         half = _Half(rank, data, work, self.clock_s[rank], next(self._numbers), priced, waiting_for)
         work.undelivered += 1
         work.waits_for[waiting_for] += 1

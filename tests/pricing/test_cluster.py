@@ -8,6 +8,7 @@ import pytest
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.planner.prices import lane_cluster
 from megatron_sparse.pricing import cluster as cluster_files
 from megatron_sparse.pricing.cluster import (
     ClusterModel,
@@ -16,7 +17,6 @@ from megatron_sparse.pricing.cluster import (
     find,
     shipped,
 )
-from megatron_sparse.pricing.levels import lane_cluster
 from megatron_sparse.pricing.shape import BucketShape
 from megatron_sparse.simulate import cluster_models
 from megatron_sparse.transport import Link
