@@ -43,8 +43,8 @@ def without[Y, T](steps: Generator[Y, None, T], kind: type) -> Generator[Y, None
 
     Args:
         steps: the collective, or the stage.
-        kind: `Marker` (not `QUEUED`), where the job posts on after it; or `job.Gate`, where other
-            gates or none keep the order.
+        kind: `Marker` (not `QUEUED`), where the job posts on after it; or `job.Gate`, where another
+            gate or none keeps the order.
     """
     while True:
         try:

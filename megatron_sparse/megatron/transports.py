@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_sparse.bucket import Bucket, CollectiveOp
+from megatron_sparse.bucket import Bucket
 from megatron_sparse.config.level import INSTANCE, NODE, RANK
 from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.megatron.buckets import GroupBuckets
@@ -88,25 +88,17 @@ class Transports:
         instances = None if others is None else self.make(others)
         level = None
         if choice.level == NODE:
-            gathers = buckets[0].op is CollectiveOp.ALL_REDUCE
-            level = self._node_groups(ranks, choice, whole.rank, gathers=gathers)
+            level = self._node_groups(ranks, choice, whole.rank)
         return Groups(whole, instances, level)
 
-    def _node_groups(
-        self, ranks: Sequence[int], choice: LevelChoice, rank: int, *, gathers: bool
-    ) -> LevelGroups:
-        """The node and the lane of rank `rank` of the group of these global ranks.
-
-        With `gathers`, for all-reduces, a CPU gathers over a group of its own, so that buckets
-        overlap.
-        """
+    def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
+        """The node and the lane of rank `rank` of the group of these global ranks."""
         node = [ranks[member] for member in choice.inside(rank)]
         lane = [ranks[member] for member in choice.across(rank)]
         # All ranks make their groups in this order.
         inside = self.make(node)
         across = self.make(lane, nccl_engine=self._config.scheme.nccl_engine)
-        gather = self.make(node) if gathers and self._device.type == "cpu" else None
-        return LevelGroups(inside, across, NODE, gather)
+        return LevelGroups(inside, across)
 
     def close(self, *, broken: bool) -> None:
         """See `ProcessGroupTransport.close`."""

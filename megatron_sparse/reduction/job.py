@@ -3,8 +3,7 @@
 A job is a generator. It yields
 
 - a `Work`, an operation that it has posted (handed to gloo or NCCL): resume when it is complete;
-- `GATE`: the job has worked locally until now and will post operations from here on. A group with
-  an order of its own has a `Gate` of its own;
+- `GATE`: the job has worked locally until now and will post operations from here on;
 - `POSTED`: the job will post nothing more;
 - `UNORDERED`: the job will post only messages with tags of their own, whose order does not matter;
 - `QUEUED`: all of its work is on a stream (CUDA only); what follows reads reports on the host.
@@ -34,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from enum import IntEnum
+from enum import Enum
 from typing import cast
 
 import torch
@@ -49,34 +48,22 @@ from megatron_sparse.transport.base import Marker
 from megatron_sparse.transport.liveness import posting_for
 
 
-class Gate(IntEnum):
-    """Yielded by a job before it posts operations.
+class Gate(Enum):
+    """Yielded by a job before it posts operations; once it has passed, it may yield it again.
 
-    Jobs pass each gate in the order of their launch, and no job passes one behind which an earlier
-    job may still post. Most jobs have one gate, `GATE`. A job that posts to several groups, and
-    waits in between, may have three; it yields them in ascending order. So a later job may reduce
-    inside its node while an earlier one exchanges across nodes.
+    Jobs pass in the order of their launch: none passes while an earlier job may still post.
     """
 
-    INSIDE = 1
-    """Of a level above `rank`: sums inside the node."""
-    ACROSS = 2
-    """`GATE`: all else."""
-    PAST_ACROSS = 3
-    """No gate to wait at: the job posts nothing more behind `ACROSS`."""
-    GATHER = 4
-    """Of a level above `rank`: gathers inside the node, in a group of their own."""
-    END = 5
-    """Never yielded: the job posts nothing more at all."""
+    GATE = "gate"
 
 
-GATE = Gate.ACROSS
+GATE = Gate.GATE
 
 type Stage[T] = Generator[object, None, T]
 """A job or a part of one: yields works and markers (see the module's docstring), returns T."""
 
 
-def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None) -> Stage[int]:
+def one_after_another(first: Stage[int], second: Stage[int], *, second_posts: bool) -> Stage[int]:
     """Two stages of a bucket; `second` begins when the result of `first` is on the stream.
 
     What a stage does after `QUEUED` only reads reports: that comes when both are queued.
@@ -84,17 +71,15 @@ def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None
     Args:
         first: usually a collective.
         second: what its result goes into.
-        behind: the gate behind which `second` posts; None if it posts nothing. Behind the gate of
-            `first`, the next bucket may post only when `second` has: ranks would else meet there in
-            the order in which their first halves end, which differs between ranks.
+        second_posts: whether `second` posts operations. Then the next bucket may post only when
+            `second` has: ranks would else meet there in the order in which their first halves end,
+            which differs between ranks.
 
     Returns:
         The bytes sent in both.
     """
-    first_bytes = yield from _until_queued(first, behind)
-    if behind is not None and behind > GATE:
-        yield behind
-    second_bytes = yield from _until_queued(second, None)
+    first_bytes = yield from _until_queued(first, more_follows=second_posts)
+    second_bytes = yield from _until_queued(second, more_follows=False)
     if first_bytes is None or second_bytes is None:
         yield QUEUED
     if first_bytes is None:
@@ -104,11 +89,11 @@ def one_after_another(first: Stage[int], second: Stage[int], behind: Gate | None
     return first_bytes + second_bytes
 
 
-def _until_queued(steps: Stage[int], behind: Gate | None) -> Stage[int | None]:
+def _until_queued(steps: Stage[int], *, more_follows: bool) -> Stage[int | None]:
     """Runs a stage to its end and returns its bytes, or to `QUEUED` and returns None.
 
-    If a second stage posts behind the gate `behind`, the first one's `POSTED` and `UNORDERED` are
-    not the job's: where that gate comes later than `GATE` they become `PAST_ACROSS`, else nothing.
+    With `more_follows` a later stage of the job posts too, so this one's `POSTED` and `UNORDERED`
+    are left out.
     """
     while True:
         try:
@@ -118,10 +103,8 @@ def _until_queued(steps: Stage[int], behind: Gate | None) -> Stage[int | None]:
         if outcome is QUEUED:
             return None
         ends_posting = isinstance(outcome, Marker)
-        if not ends_posting or behind is None:
+        if not (ends_posting and more_follows):
             yield outcome
-        elif behind > GATE:
-            yield Gate.PAST_ACROSS
 
 
 class BucketStreams:
@@ -228,8 +211,8 @@ class Pending[T]:
         host_wall_s: clock seconds of the same steps; longer if the thread had to wait for a core,
             for the interpreter's lock, or for the device.
         drive_rest: runs what a queued job still has to do, where no thread of its own does that.
-        reached: for the driver: the job posts nothing more behind lower gates that later jobs would
-            have to wait for. It has yielded this gate, or `POSTED` or `UNORDERED`.
+        may_post: for the driver: later jobs must wait at the gate, because this one has not yet
+            yielded `POSTED` or `UNORDERED`.
     """
 
     def __init__(
@@ -249,14 +232,14 @@ class Pending[T]:
         self.finish_event: torch.cuda.Event | None = None
         self.finished_s = self.host_cpu_s = self.host_wall_s = 0.0
         self.drive_rest: Callable[[], None] | None = None
-        self.reached = Gate.INSIDE
+        self.may_post = True
         self._steps = steps
         self._timer = timer
         self._sink = sink or NullSink()
         self._on_done = on_done
         self._queued, self._ended = threading.Event(), threading.Event()
         self._start_event: torch.cuda.Event | None = None
-        self._at_gate: Gate | None = None
+        self._is_at_gate = False
         self._work: Work | None = None
         self._since_s = 0.0
 
@@ -331,12 +314,16 @@ class Pending[T]:
         self._deadline_s = timeout_s * DEADLINE_FACTOR + DEADLINE_SLACK_S
         self._start_event = self._stream.marked_here()
 
-    def can_move(self, reached: Gate) -> bool:
-        """Whether `step` would return at once; `reached`: what all jobs before it have reached."""
+    def can_move(self, *, gate_is_open: bool) -> bool:
+        """Whether `step` would return at once.
+
+        Args:
+            gate_is_open: whether no job before this one may still post.
+        """
         if self.after is not None:
             return self.after.queued()
-        if self._at_gate is not None:
-            return self._at_gate < reached
+        if self._is_at_gate:
+            return gate_is_open
         if self._work is None:
             return True
         # After the deadline the job is resumed too, and `_finish_work` raises.
@@ -358,8 +345,8 @@ class Pending[T]:
         if self.after is not None:
             self._stream.wait(self.after.finish_event)
             self.after = None
-        if self._at_gate is not None:
-            self._at_gate = None
+        if self._is_at_gate:
+            self._is_at_gate = False
             self._stream.pass_gate()
         with self._stream.current():
             if self._work is not None:
@@ -401,16 +388,13 @@ class Pending[T]:
 
     def _note_yielded(self, outcome: object, wake: Callable[[], None]) -> None:
         """Notes what the job has yielded: where it is, or the work that it waits for."""
-        if outcome is Gate.PAST_ACROSS:
-            self.reached = Gate.PAST_ACROSS
-        elif isinstance(outcome, Gate):
-            self._at_gate = outcome
-            self.reached = max(self.reached, outcome)
+        if outcome is GATE:
+            self._is_at_gate = True
             self._stream.at_gate()
         elif outcome is QUEUED:
             self._mark_queued()
         elif outcome is POSTED or outcome is UNORDERED:
-            self.reached = Gate.END
+            self.may_post = False
         else:
             self._since_s = time.perf_counter()
             self._work = work = cast(Work, outcome)

@@ -34,11 +34,8 @@ Over gloo each rank of a node sends every other its piece at once, in both steps
 its own reduce-scatter reduces everything, and its rings copy more. Its sums are then added in
 rank order and in fp32.
 
-Order: all steps are posted behind a gate, so the selection comes after one. On a CPU each step has
-a gate of its own (`job.Gate`): a bucket is added up inside while the one before is exchanged, and
-selected while that one is gathered. Step 3 needs a group of its own for that, `LevelGroups.gather`;
-without it, and on CUDA, where all ranks must post to all groups in one order, a bucket's steps
-follow those of the one before.
+Order: all steps are posted behind the gate (`job.Gate`), so the selection comes after it, and a
+bucket's steps follow those of the one before: all ranks post to all groups in one order.
 
 Without a level, Megatron's distributed optimizer may still have several instances
 (`num_distributed_optimizer_instances` = k > 1), each of which holds the whole optimizer state.
@@ -67,7 +64,7 @@ from megatron_sparse.config.sparse import SchemeConfig
 from megatron_sparse.formats.message import MessageBuffers
 from megatron_sparse.planner import Plan
 from megatron_sparse.recording import BucketRecord
-from megatron_sparse.reduction.job import GATE, Gate, Stage, one_after_another
+from megatron_sparse.reduction.job import GATE, Stage, one_after_another
 from megatron_sparse.reduction.level_parts import KeptParts, instance_part, node_cuts, node_part
 from megatron_sparse.transport import ProcessGroupTransport, Transport
 from megatron_sparse.transport.base import Marker, SubsetTransport
@@ -85,14 +82,11 @@ class LevelGroups:
         across: the ranks that exchange selections: this rank's lane, in the order of the nodes, or
             the ranks that own the same shard in the other instances.
         level: `node` or `instance`.
-        gather: the ranks of `inside` as another group, for step 3 of all-reduces; None takes
-            `inside`. All buckets of a reducer have one op then.
     """
 
     inside: Transport
     across: Transport
     level: str = NODE
-    gather: Transport | None = None
 
 
 def level_of(
@@ -182,14 +176,12 @@ class _DenseInside(Level):
     def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
         super().__init__(groups.across)
         self._group = groups.inside
-        self._has_own_gathers = groups.gather is not None
-        gathers = groups.gather or groups.inside
         # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
-        self._gathers: Transport | SubsetTransport = gathers
+        self._gathers: Transport | SubsetTransport = self._group
         if self._sends_pieces:
-            self._gathers = SubsetTransport(gathers, range(self._group.world_size), GATHER_TAG)
+            self._gathers = SubsetTransport(self._group, range(self._group.world_size), GATHER_TAG)
         self._options = options
         self._buffers = buffers
         self._parts = KeptParts(self._new_part)
@@ -239,14 +231,9 @@ class NodeLevel(_DenseInside):
     def _new_part(self, bucket: Bucket) -> Bucket:
         return node_part(bucket, self._group.world_size, self._group.rank)
 
-    def _has_gates(self, bucket: Bucket) -> bool:
-        """Whether each step has a gate of its own; see the module's docstring."""
-        is_free = bucket.op is CollectiveOp.REDUCE_SCATTER or self._has_own_gathers
-        return is_free and self._group.device.type == "cpu"
-
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
-        yield Gate.INSIDE if self._has_gates(bucket) else GATE
+        yield GATE
         yield from self._agree(bucket, record.step)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             yield from self._shards_inside(bucket, record)
@@ -290,9 +277,10 @@ class NodeLevel(_DenseInside):
     ) -> Stage[int]:
         """See `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
-            return one_after_another(steps, self._place_shard(exchange, bucket), None)
-        gate = Gate.GATHER if self._has_gates(bucket) else GATE
-        return one_after_another(steps, self._gather(exchange, bucket, record), gate)
+            placed = self._place_shard(exchange, bucket)
+            return one_after_another(steps, placed, second_posts=False)
+        gathered = self._gather(exchange, bucket, record)
+        return one_after_another(steps, gathered, second_posts=True)
 
     def _place_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
         """Puts this rank's shard of a reduce-scatter at its place."""
@@ -329,7 +317,6 @@ class InstanceLevel(_DenseInside):
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
         """See `Level`."""
-        # Not a gate of its own: other jobs use the instance's group too, behind this one.
         yield GATE
         yield from self._agree(bucket, record.step)
         part = self.part(bucket)
@@ -362,7 +349,7 @@ class SumOverInstances:
         Raises:
             CommunicationError: an instance means another bucket or step.
         """
-        return one_after_another(steps, self._sum(exchange, step), GATE)
+        return one_after_another(steps, self._sum(exchange, step), second_posts=True)
 
     def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
         """Overwrites the shard with its sum; returns the bytes sent."""

@@ -2,8 +2,8 @@
 
 The backend matches operations by their order, but jobs become ready in any order. One rule holds: a
 job (`job`) passes its gate only when all jobs launched before it have yielded `POSTED` or
-`UNORDERED`, or a later gate (`job.Gate`). So while one bucket is on the wire, the next one is
-selected and the previous one is decoded. On CUDA the two streams of `job` carry this over to the
+`UNORDERED`. So while one bucket is on the wire, the next one is selected and the previous one is
+decoded. On CUDA the two streams of `job` carry this over to the
 device.
 
 - `ProgressThread` is one thread for each process, which runs beside the backward pass.
@@ -29,7 +29,7 @@ from collections import deque
 import torch
 
 from megatron_sparse.errors import CommunicationError, MegatronSparseError, WireFormatError
-from megatron_sparse.reduction.job import BucketStreams, Gate, Pending, Stage
+from megatron_sparse.reduction.job import BucketStreams, Pending, Stage
 from megatron_sparse.transport.liveness import announce_failure
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -160,14 +160,15 @@ class ProgressThread(Progress):
     def _advance_one(self) -> bool:
         """Runs one step of the oldest job that can move; False if all of them wait.
 
-        Jobs are in the order of their launch. A job may pass a gate if all before it are past it.
+        Jobs are in the order of their launch. The gate is open to a job if no job before it may
+        still post.
         """
-        reached = Gate.END
+        gate_is_open = True
         for pending in self._running:
-            if pending.can_move(reached):
+            if pending.can_move(gate_is_open=gate_is_open):
                 self._step(pending)
                 return True
-            reached = min(reached, pending.reached)
+            gate_is_open = gate_is_open and not pending.may_post
         return False
 
     def _step(self, pending: Pending) -> None:
@@ -220,7 +221,7 @@ class InOrderProgress(Progress):
             if self._broken is not None or self._closed:
                 raise refusal(pending, self._broken)
             while to_the_end or not pending.queued():
-                while not pending.can_move(Gate.END):
+                while not pending.can_move(gate_is_open=True):
                     moved.wait(POLL_S)
                     moved.clear()
                 if not pending.step(moved.set):

@@ -20,7 +20,7 @@ NUMELS = (4 * 5001, 4 * 300, 4 * 9000)
 STEPS = 3
 
 
-def _train(rank, world_size, op, config, has_gathers):
+def _train(rank, world_size, op, config):
     """Whether each sum was exact, and all ranks' sums had the same bits."""
     import torch.distributed as dist
 
@@ -29,11 +29,10 @@ def _train(rank, world_size, op, config, has_gathers):
     every = range(world_size)
     wanted = dict.fromkeys([*map(choice.inside, every), *map(choice.across, every)])
     made = {members: dist.new_group(list(members)) for members in wanted}
-    inside = made[choice.inside(rank)]
-    groups = [dist.group.WORLD, inside, made[choice.across(rank)]] + [inside] * has_gathers
+    groups = dist.group.WORLD, made[choice.inside(rank)], made[choice.across(rank)]
     transports = [ProcessGroupTransport(group, 30.0, cpu) for group in groups]
-    whole, *others = transports
-    level = LevelGroups(*others[:2], gather=others[2] if has_gathers else None)
+    whole, inside, across = transports
+    level = LevelGroups(inside, across)
     progress = ProgressThread(cpu, 30.0)
     reducer = reducer_of(config, Groups(whole, level=level), progress=progress)
     residuals = reducer.selector.residuals
@@ -79,18 +78,17 @@ PERSISTENT = {
 
 
 @pytest.mark.parametrize(
-    ("overrides", "op", "has_gathers"),
+    ("overrides", "op"),
     [
-        ({}, ALL_REDUCE, True),
-        ({}, ALL_REDUCE, False),
-        ({}, REDUCE_SCATTER, False),
-        ({"scheme": "agsparse"}, ALL_REDUCE, True),
-        (PINNED, ALL_REDUCE, False),
-        (PERSISTENT, ALL_REDUCE, True),
+        ({}, ALL_REDUCE),
+        ({}, REDUCE_SCATTER),
+        ({"scheme": "agsparse"}, ALL_REDUCE),
+        (PINNED, ALL_REDUCE),
+        (PERSISTENT, ALL_REDUCE),
     ],
 )
-def test_four_ranks_as_two_nodes(overrides, op, has_gathers):
+def test_four_ranks_as_two_nodes(overrides, op):
     config = settings(timeout_s=30.0, warmup_iters=1, samples=500, **overrides)
-    for exact, nbytes in run_ranks(_train, 4, op, config, has_gathers):
+    for exact, nbytes in run_ranks(_train, 4, op, config):
         assert exact == [True] * len(NUMELS) * STEPS
         assert nbytes == 4 * sum(NUMELS) // 2, "half of the buckets"

@@ -9,7 +9,7 @@ import torch
 from megatron_sparse.collectives import POSTED, UNORDERED
 from megatron_sparse.errors import CommunicationError
 from megatron_sparse.recording import StageTimer
-from megatron_sparse.reduction.job import GATE, Gate, Pending
+from megatron_sparse.reduction.job import GATE, Pending
 from megatron_sparse.reduction.progress import ProgressThread
 from tests.waiting import DEADLINE_S, until
 
@@ -94,43 +94,6 @@ def test_a_bucket_whose_other_posts_need_no_order_lets_the_next_one_post(progres
     last.event.set()
     a.wait()
     assert log[-1] == "a posts the rest"
-
-
-def test_each_gate_is_passed_in_the_order_of_the_launch(progress):
-    """B is added up inside while a is across; c, with one gate, waits until b is past it."""
-    log, works = [], {}
-
-    def job(name):
-        stages = [("inside", Gate.INSIDE), ("across", Gate.ACROSS), ("gather", Gate.GATHER)]
-        for stage, gate in stages if name != "c" else [("across", GATE)]:
-            yield gate
-            log.append(f"{name} {stage}")
-            works[name, stage] = ManualWork()
-            if stage != "inside":
-                yield Gate.PAST_ACROSS if stage == "across" else POSTED
-            yield works[name, stage]
-
-    pending = [submit(progress, each, job(each)) for each in "abc"]
-
-    def ends(name, stage, then):
-        works[name, stage].event.set()
-        until(lambda: log and log[-1] == then)
-
-    until(lambda: log == ["a inside"])
-    ends("a", "inside", "b inside")
-    assert log == ["a inside", "a across", "b inside"]
-    ends("b", "inside", "c across")
-    assert log[3:] == ["b across", "c across"]
-    works["b", "across"].event.set()
-    works["c", "across"].event.set()
-    time.sleep(0.1)
-    assert log[5:] == [], "b gathers after a"
-    ends("a", "across", "b gather")
-    assert log[5:] == ["a gather", "b gather"]
-    for name in "ab":
-        works[name, "gather"].event.set()
-    for each in pending:
-        each.wait()
 
 
 def test_a_jobs_steps_are_charged_and_its_waiting_is_not(progress):
