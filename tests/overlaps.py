@@ -27,7 +27,7 @@ class HardlyOverlapping(FullyOverlapping):
     def gradient(self, rank):
         """See `GradientModel`."""
         each = max(round(self.density * self.numel), 1)
-        order = np.random.default_rng(self.seed).permutation(self.numel)
+        order = np.random.default_rng(0).permutation(self.numel)
         grad = torch.zeros(self.numel)
         grad[order[np.arange(rank * each, (rank + 1) * each) % self.numel]] = 1.0 + rank
         return grad

@@ -8,7 +8,7 @@ of rows is fixed to the sum of the p_i, as in top-k selection. The vector of pro
 determines all three numbers in closed form, and can be fitted to published values
 (`embedding_like`).
 
-Everything is a pure function of (arguments, seed, rank). Values are normally distributed.
+Everything is a pure function of (arguments, rank). Values are normally distributed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ import torch
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_fits
 
+SEED = 0
+"""Of the draws of rows."""
+
 
 @dataclass(frozen=True)
 class GradientModel:
@@ -31,7 +34,6 @@ class GradientModel:
         numel: elements of the gradient.
         row_numel: elements of a row, which are all zero or all non-zero; divides `numel`.
         probability_R: float64; for each row the probability that a rank has it.
-        seed: of all draws.
 
     Example:
         >>> model = uniform(4096, density=0.5)
@@ -42,12 +44,11 @@ class GradientModel:
     numel: int
     row_numel: int
     probability_R: np.ndarray
-    seed: int = 0
 
     def gradient(self, rank: int) -> torch.Tensor:
         """The gradient of a rank: fp32, `numel` elements on the CPU."""
         rows_R = torch.from_numpy(self._rows(rank))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + rank)
+        generator = torch.Generator().manual_seed(rank)
         values_K = torch.randn(int(rows_R.sum()) * self.row_numel, generator=generator)
         # A zero drawn as a value would not be sent.
         values_K[values_K == 0] = 1.0
@@ -56,9 +57,13 @@ class GradientModel:
         return grad.flatten()
 
     def _rows(self, rank: int) -> np.ndarray:
-        """Systematic sampling in random order: keeps probabilities and the number of rows."""
+        """For each row whether the rank has it: systematic sampling in random order.
+
+        A row is drawn where the running sum of probabilities, from a random start, passes a whole
+        number. That keeps both the rows' probabilities and their number.
+        """
         rows = self.probability_R.size
-        generator = np.random.default_rng([self.seed, rank + 1])
+        generator = np.random.default_rng([SEED, rank + 1])
         order, start = generator.permutation(rows), generator.random()
         held = np.zeros(rows, dtype=bool)
         reached = np.floor(np.cumsum(self.probability_R[order]) + start)
@@ -94,6 +99,7 @@ class GradientModel:
 
 
 def _rows_of(numel: int, row_numel: int, density: float) -> int:
+    """The number of rows of a gradient; refuses sizes and densities that no gradient has."""
     if numel <= 0 or numel % row_numel or not 0 < density <= 1:
         raise ConfigError(
             "a synthetic gradient cannot be made",
@@ -103,14 +109,12 @@ def _rows_of(numel: int, row_numel: int, density: float) -> int:
     return numel // row_numel
 
 
-def uniform(numel: int, density: float, seed: int = 0) -> GradientModel:
+def uniform(numel: int, density: float) -> GradientModel:
     """Positions are uniform and independent of one another and across ranks."""
-    return GradientModel(numel, 1, np.full(_rows_of(numel, 1, density), density), seed)
+    return GradientModel(numel, 1, np.full(_rows_of(numel, 1, density), density))
 
 
-def skewed(
-    numel: int, density: float, exponent: float = 1.0, row_numel: int = 1, seed: int = 0
-) -> GradientModel:
+def skewed(numel: int, density: float, exponent: float = 1.0, row_numel: int = 1) -> GradientModel:
     """Row i is drawn with a rate proportional to (i + 1)^-exponent: most are near row 0.
 
     Args:
@@ -118,14 +122,13 @@ def skewed(
         density: expected, of one rank.
         exponent: 0 is uniform; the words of a language have about 1 (Zipf).
         row_numel: elements of a row.
-        seed: of the draws.
     """
     rows = _rows_of(numel, row_numel, density)
-    return GradientModel(numel, row_numel, _zipf_probability(rows, density, exponent), seed)
+    return GradientModel(numel, row_numel, _zipf_probability(rows, density, exponent))
 
 
 def embedding_like(
-    numel: int, density: float, sum_density: float, ranks: int, row_numel: int, seed: int = 0
+    numel: int, density: float, sum_density: float, ranks: int, row_numel: int
 ) -> GradientModel:
     """`skewed`, with the exponent for which the sum of `ranks` ranks has `sum_density`.
 
@@ -136,7 +139,6 @@ def embedding_like(
             uniform positions.
         ranks: the number of ranks in that sum.
         row_numel: elements of a row, such as the width of an embedding.
-        seed: of the draws.
 
     Raises:
         ConfigError: no exponent up to 8 gives that sum.
@@ -150,6 +152,7 @@ def embedding_like(
     rows = _rows_of(numel, row_numel, density)
 
     def excess(exponent: float) -> float:
+        """The density of the sum at an exponent, above the wanted one; it falls."""
         probability = _zipf_probability(rows, density, exponent)
         return GradientModel(numel, row_numel, probability).sum_density(ranks) - sum_density
 
@@ -161,7 +164,7 @@ def embedding_like(
             f"to {excess(low) + sum_density:.3g}",
             got=sum_density,
         )
-    return skewed(numel, density, _root(excess, low, high), row_numel, seed)
+    return skewed(numel, density, _root(excess, low, high), row_numel)
 
 
 def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
@@ -171,6 +174,7 @@ def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
     popularity = np.arange(1, rows + 1, dtype=np.float64) ** -exponent
 
     def excess(log_draws: float) -> float:
+        """The density after so many draws, above the wanted one; it grows."""
         return float(-np.expm1(-np.exp(log_draws) * popularity).mean()) - density
 
     # With this many draws even the rarest row has a probability of `density`: an upper bound.
