@@ -33,7 +33,8 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
         timer: receives the shuffle's time.
     """
     lanes = Lanes(transport.nodes, transport.rank)
-    n, k = transport.world_size, len(lanes.members)
+    n, k = transport.world_size, len(lanes.members)  # k nodes
+    # The buffer is gathered lane by lane, in the order of `owners`; the shuffle makes it by rank.
     owners = [owner for (owner,) in lanes.order()]
     cuts = even_cuts(bucket.numel, n)
     place = owners.index(transport.rank)

@@ -77,6 +77,7 @@ def path_of(name: str) -> Path:
 
 
 def _rates(machine: Machine) -> Iterator[CodecRate]:
+    """The rate of every call of the codec, from the bytes that it moves at each of `NUMELS`."""
     calls: list[CodecCall] = []
     moved_s = []
     for numel in NUMELS:

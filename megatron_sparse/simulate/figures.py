@@ -26,8 +26,6 @@ type Canvas = figure.Figure
 """Matplotlib's. It is imported only for drawing, because that takes a second."""
 
 Row = dict[str, Any]
-How = dict[str, Any]
-"""More arguments of `draw_lines`."""
 type Draw = Callable[[list[Row], Canvas], None]
 """Puts rows onto an empty canvas."""
 
@@ -130,13 +128,12 @@ def write_picture(
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Writes rows; the header is the first row's columns. Numbers keep full precision."""
+    """Writes rows; the header is the first row's columns. Floats keep six digits."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(
-            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows
-        )
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
 def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
@@ -217,6 +214,15 @@ def draw_lines(
     axes.set(**labels)
 
 
+def panels(
+    canvas: Canvas, rows: Sequence[Row], by: str, *, sharey: bool = False
+) -> list[tuple[Any, Axes, list[Row]]]:
+    """Panels side by side for the values of the column `by`: each value, its panel, its rows."""
+    members = groups(rows, by)
+    line = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
+    return list(zip(members, line, members.values(), strict=True))
+
+
 def line_panels(
     canvas: Canvas,
     rows: Sequence[Row],
@@ -232,12 +238,12 @@ def line_panels(
 
     The arguments that are no columns are those of `draw_lines`, and `sharey`: one scale for all.
     """
-    members = groups(rows, by)
-    panels = canvas.subplots(1, len(members), squeeze=False, sharey=sharey)[0]
-    for axes, part in zip(panels, members.values(), strict=True):
+    found = {}
+    for value, axes, part in panels(canvas, rows, by, sharey=sharey):
         draw_lines(axes, part, x, y, styles or styles_of(rows), **how)
-    shared_legend(canvas, panels)
-    return dict(zip(members, panels, strict=True))
+        found[value] = axes
+    shared_legend(canvas, list(found.values()))
+    return found
 
 
 def log_axis(axes: Axes, which: str) -> None:
@@ -282,12 +288,11 @@ def draw_bars(axes: Axes, rows: Sequence[Row], group: str, y: str) -> None:
         group: column.
         y: column; written above each bar.
     """
-    names, labels = list(groups(rows, "series")), list(groups(rows, group))
-    width = 0.85 / len(names)
-    for index, (name, members) in enumerate(groups(rows, "series").items()):
-        places = [
-            labels.index(row[group]) + (index - (len(names) - 1) / 2) * width for row in members
-        ]
+    by_series, labels = groups(rows, "series"), list(groups(rows, group))
+    width = 0.85 / len(by_series)  # groups are 1 apart, and 0.15 is free between them
+    for index, (name, members) in enumerate(by_series.items()):
+        from_middle = (index - (len(by_series) - 1) / 2) * width
+        places = [labels.index(row[group]) + from_middle for row in members]
         bars = axes.bar(
             places,
             [row[y] for row in members],
@@ -309,48 +314,41 @@ def heatmaps(
 
     `how` has more arguments of `draw_heatmap`.
     """
-    members = groups(rows, by)
-    panels = canvas.subplots(1, len(members), squeeze=False)[0]
-    for axes, part in zip(panels, members.values(), strict=True):
-        draw_heatmap(axes, part, "ranks", y, value, **how)
+    found = {}
+    for key, axes, part in panels(canvas, rows, by):
+        draw_heatmap(axes, part, y, value, **how)
         axes.set_xlabel(xlabel)
-    return dict(zip(members, panels, strict=True))
+        found[key] = axes
+    return found
 
 
 def write_numbers(axes: Axes, grid: np.ndarray, number: str, is_dark: np.ndarray) -> None:
     """Writes the values of a grid into its cells, in white where the cell is dark."""
     for (line, column), value in np.ndenumerate(grid):
-        colour = "white" if is_dark[line, column] else "black"
-        where: How = {"ha": "center", "va": "center", "fontsize": 8, "color": colour}
-        axes.text(column, line, number.format(value), **where)
+        colour, text = "white" if is_dark[line, column] else "black", number.format(value)
+        axes.text(column, line, text, ha="center", va="center", fontsize=8, color=colour)
 
 
 def draw_heatmap(
-    axes: Axes,
-    rows: Sequence[Row],
-    x: str,
-    y: str,
-    value: str,
-    *,
-    most: float,
-    number: str = "{:.2f}",
+    axes: Axes, rows: Sequence[Row], y: str, value: str, *, most: float, number: str = "{:.2f}"
 ) -> None:
     """Draws a cell for each row, with its number; ratios above 1 are green-blue, below 1 brown.
 
+    The column `ranks` goes to the right.
+
     Args:
         axes: drawn on.
-        rows: one for each pair of values of x and y.
-        x: column.
+        rows: one for each pair of values of `ranks` and y.
         y: column; its values go upwards.
         value: column of a ratio.
         most: ratio at which the colour is darkest, as it is at its inverse; a ratio of 1 has no
             colour.
         number: format of the ratio.
     """
-    columns, lines = sorted({row[x] for row in rows}), sorted({row[y] for row in rows})
+    columns, lines = sorted({row["ranks"] for row in rows}), sorted({row[y] for row in rows})
     grid = np.full((len(lines), len(columns)), np.nan)
     for row in rows:
-        grid[lines.index(row[y]), columns.index(row[x])] = row[value]
+        grid[lines.index(row[y]), columns.index(row["ranks"])] = row[value]
     axes.imshow(
         np.log2(grid),
         cmap="BrBG",

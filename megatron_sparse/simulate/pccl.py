@@ -17,6 +17,7 @@ would measure less. All other points of the figures are predictions of the model
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +27,7 @@ import torch
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives.base import Steps
 from megatron_sparse.simulate import all_gather, figures
-from megatron_sparse.simulate.figures import Axes, Canvas, Figure, How, Row
+from megatron_sparse.simulate.figures import Axes, Canvas, Figure, Row
 from megatron_sparse.simulate.machines import FRONTIER_LANES, GB, PERLMUTTER_LANES, Machine
 from megatron_sparse.simulate.pricing import ChargingTimer, Job, drive, make_bucket, price
 from megatron_sparse.transport import Link
@@ -58,6 +59,7 @@ class System:
 
 
 def _system(machine: Machine, vendor: str, mpi_alpha_s: float) -> System:
+    """A system; `mpi_alpha_s` is the fitted latency of Cray-MPICH's ring between nodes."""
     # PCCL runs the vendor's ring within nodes, so this ring has that fitted latency too.
     ring = Link(machine.intra.alpha_s, 1 / (100 * GB))
     return System(
@@ -105,63 +107,65 @@ def pccl_s(system: System, kind: str, world_size: int, size_mb: int) -> float:
 
 def library_s(system: System, library: str, kind: str, world_size: int, size_mb: int) -> float:
     """Time of a library's flat ring: the system's `vendor`, or Cray-MPICH."""
-    mpi = library == "Cray-MPICH"
-    host = 1 / HOST_ADDS_RATE if mpi and kind == "reduce_scatter" else 0.0
-    links = system.mpi_links if mpi else system.vendor_links
-    return all_gather.seconds_of_ring(world_size, size_mb * MB, links, host)
+    links, adding_s_a_byte = system.vendor_links, 0.0
+    if library == "Cray-MPICH":
+        links = system.mpi_links
+        adding_s_a_byte = 1 / HOST_ADDS_RATE if kind == "reduce_scatter" else 0.0
+    return all_gather.seconds_of_ring(world_size, size_mb * MB, links, adding_s_a_byte)
 
 
 def _rows(
-    system: System, kind: str, sizes: tuple[int, ...], ranks: tuple[int, ...], *, mpi: bool
+    system: System,
+    kinds: Sequence[str],
+    sizes: Sequence[int],
+    ranks: Sequence[int],
+    libraries: Sequence[str],
 ) -> list[Row]:
+    """A row for each collective, size in MiB, number of ranks and library."""
     rows = []
-    for size in sizes:
-        for n in ranks:
-            own_s = pccl_s(system, kind, n, size)
-            times = {"PCCL": own_s, system.vendor: library_s(system, system.vendor, kind, n, size)}
-            if mpi:
-                times["Cray-MPICH"] = library_s(system, "Cray-MPICH", kind, n, size)
-            rows += [
+    for kind, size, n in itertools.product(kinds, sizes, ranks):
+        own_s = pccl_s(system, kind, n, size)
+        for library in libraries:
+            time_s = own_s if library == "PCCL" else library_s(system, library, kind, n, size)
+            rows.append(
                 {
-                    "series": f"{name}, {size} MB",
-                    "library": name,
+                    "series": f"{library}, {size} MB",
+                    "library": library,
                     "machine": system.machine.name,
                     "collective": kind,
                     "ranks": n,
                     "size_mb": size,
-                    "time_ms": seconds * 1e3,
-                    "pccl_speedup": seconds / own_s,
+                    "time_ms": time_s * 1e3,
+                    "pccl_speedup": time_s / own_s,
                 }
-                for name, seconds in times.items()
-            ]
+            )
     return rows
 
 
-def _line_rows(
-    system: System, kinds: tuple[str, ...], sizes: tuple[int, ...], fast: bool
-) -> list[Row]:
+def _line_rows(system: System, kinds: Sequence[str], sizes: Sequence[int], fast: bool) -> list[Row]:
     ranks = FAST_RANKS if fast else RANKS
-    return [row for kind in kinds for row in _rows(system, kind, sizes, ranks, mpi=True)]
+    return _rows(system, kinds, sizes, ranks, ("PCCL", system.vendor, "Cray-MPICH"))
 
 
 def _heat_rows(system: System, fast: bool) -> list[Row]:
+    """The vendor's times for both collectives, with PCCL's speedup over them."""
     ranks, sizes = (FAST_RANKS, SIZES_MB[::3]) if fast else (RANKS, SIZES_MB)
-    both = [
-        _rows(system, kind, sizes, ranks, mpi=False) for kind in ("all_gather", "reduce_scatter")
-    ]
-    return [row for rows in both for row in rows if row["library"] == system.vendor]
+    return _rows(system, ("all_gather", "reduce_scatter"), sizes, ranks, (system.vendor,))
 
 
 def _draw_lines(rows: list[Row], canvas: Canvas, titles: Sequence[str]) -> None:
-    """A panel for each title, which each row has one of."""
+    """A panel of times over ranks for each title; `titles` has the one of each row's panel."""
     titled = [row | {"panel": title} for row, title in zip(rows, titles, strict=True)]
     styles = figures.styles_of(rows, "library", "size_mb")
-    how: How = {"log": "xy", "ticks": True, "xlabel": "ranks"}
-    panels = figures.line_panels(canvas, titled, "panel", "ranks", "time_ms", styles, **how)
+    columns = ("panel", "ranks", "time_ms")
+    panels = figures.line_panels(
+        canvas, titled, *columns, styles, log="xy", ticks=True, xlabel="ranks"
+    )
     _label(panels, "time (ms)")
 
 
 def _label(panels: dict[str, Axes], ylabel: str) -> None:
+    """Writes each panel's title above it, and the label of the first one's y axis."""
     for title, axes in panels.items():
         axes.set_title(title.replace("_", "-"), fontsize=9)
     next(iter(panels.values())).set_ylabel(ylabel)
@@ -170,8 +174,9 @@ def _label(panels: dict[str, Axes], ylabel: str) -> None:
 def draw_sizes(rows: list[Row], canvas: Canvas) -> None:
     """The smaller two sizes on the left, the larger two on the right."""
     sizes = list(figures.groups(rows, "size_mb"))
-    halves = (sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :])
-    title_of = {size: " and ".join(map(str, half)) + " MB" for half in halves for size in half}
+    title_of = {}
+    for half in (sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]):
+        title_of |= dict.fromkeys(half, " and ".join(map(str, half)) + " MB")
     _draw_lines(rows, canvas, [title_of[row["size_mb"]] for row in rows])
 
 
@@ -190,6 +195,7 @@ _FITTED = "link rates published, latencies fitted to the paper's text (docs/resu
 
 
 def _lines(number: int, system: System, kind: str) -> Figure:
+    """The figure of one collective's times, by size and number of ranks."""
     return Figure(
         "pccl",
         number,

@@ -86,27 +86,28 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     or the whole sum if that is less.
     """
     name = func._schema.name.split("::")[1]
+    codec_name = name if func.namespace == "megatron_sparse" else ""
     if func.is_view or name.startswith(_FREE):
         return 0.0
-    if func.namespace == "megatron_sparse" and name in ("encode", "prune_encode"):
+    if codec_name in ("encode", "prune_encode"):
         sizes_S = result[STATUS_WORDS:].view(2, -1)[0]
-        updated = args[_RESIDUAL].nbytes if name == "prune_encode" else 0
+        updated = args[_RESIDUAL].nbytes if codec_name == "prune_encode" else 0
         return args[0].nbytes + 2.0 * updated + float(sizes_S.sum())
-    # args lacks arguments that have their default
-    if func.namespace == "megatron_sparse" and name == "decode_add_":
+    # The seventh argument is `fresh`; args lacks arguments that have their default.
+    if codec_name == "decode_add_":
         return _added_bytes(*args[:2], fresh=args[6:7] == (True,))
-    if func.namespace == "megatron_sparse" and name == "decode_sum_":
+    if codec_name == "decode_sum_":
         # As one message after the other, as the cost models have it.
-        fresh = args[6:7] != (False,)
-        return sum(
-            _added_bytes(args[0], records, fresh=fresh and number == 0)
-            for number, records in enumerate(args[1])
-        )
-    if func.namespace == "megatron_sparse" and name == "sample_threshold":
+        added, fresh = 0.0, args[6:7] != (False,)
+        for records in args[1]:
+            added += _added_bytes(args[0], records, fresh=fresh)
+            fresh = False  # only the first message overwrites the sum
+        return added
+    if codec_name == "sample_threshold":
         grad_N, residual_N, samples = args[0], args[1], args[4]
         looked_at = SECTOR_BYTES * min(samples * (args[2].numel() - 1), grad_N.numel())
         return float(looked_at * (1 if residual_N is None else 2))
-    if func.namespace == "megatron_sparse" and name == "hash_bitmap_add_":
+    if codec_name == "hash_bitmap_add_":
         acc_M, words, values, nnz = args[0], args[1], args[2], args[4]
         return words.nbytes + values.nbytes + float(min(2 * acc_M.nbytes, 2 * SECTOR_BYTES * nnz))
     total = 0.0
@@ -121,6 +122,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 def _added_bytes(acc_M: torch.Tensor, records: torch.Tensor, *, fresh: bool) -> float:
+    """Bytes of adding records to a sum; a fresh sum is written whole, and not read."""
     whole = acc_M.nbytes if fresh else 2 * acc_M.nbytes
     touched = 2 * SECTOR_BYTES * records_nnz(records)
     return float(records.nbytes + (whole if fresh else min(whole, touched)))
@@ -229,7 +231,7 @@ Start = Callable[[VirtualTransport, ChargingTimer], Steps]
 
 
 def drive(job: Job, start: Start) -> JobCost:
-    """Runs the steps of all ranks on the job's machine."""
+    """Runs the steps of all ranks on the job's machine, and prices them at full size."""
     topology = job.machine.topology(job.world_size)
     cluster = VirtualCluster(job.world_size, topology, message_scale=job.scale)
     timers: list[ChargingTimer] = []
@@ -253,6 +255,7 @@ def price(job: Job, scheme: str, gradients: Gradients, *, late_s: float | None =
     straggler = None if late_s is None else job.world_size - 1
 
     def start(transport: VirtualTransport, timer: ChargingTimer) -> Steps:
+        """One rank's way: it comes, late or not, encodes its gradient and runs the scheme."""
         if transport.rank == straggler:
             transport.charge(late_s or 0.0)
         bucket, buffers = make_bucket(job, gradients(transport.rank)), MessageBuffers()

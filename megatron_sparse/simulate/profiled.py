@@ -11,10 +11,10 @@ Deviations: the paper measured its figure 16 on a V100. Its figure 17b shows the
 
 from __future__ import annotations
 
+import heapq
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -28,12 +28,12 @@ from megatron_sparse.simulate.figures import (
     Canvas,
     Draw,
     Figure,
-    How,
     Row,
     draw_bars,
     draw_lines,
     groups,
     line_panels,
+    panels,
     shared_legend,
     styles_of,
     write_numbers,
@@ -71,39 +71,33 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
     by_bucket: dict[str, list[Sample]] = {}
     for sample in samples:
         by_bucket.setdefault(sample.bucket, []).append(sample)
-    nnz = {
-        name: sum(own_K.size for own_K in members[0].elements)
-        for name, members in by_bucket.items()
-    }
-    shown = {
-        name: by_bucket[name]
-        for name in sorted(sorted(nnz, key=lambda name: -nnz[name])[:MOST_SERIES])
-    }
+    nnz = {}  # of all ranks, in the first sample
+    for name, members in by_bucket.items():
+        nnz[name] = sum(of_rank_K.size for of_rank_K in members[0].elements)
+    fullest = heapq.nlargest(MOST_SERIES, nnz, key=nnz.__getitem__)
+    shown = {name: by_bucket[name] for name in sorted(fullest)}
     # A scheme synchronises single buckets, so "all" is left out; a dense bucket shows nothing.
     single = [name for name in nnz if name.rpartition("/")[2] != "all"]
     sparse = [name for name in single if by_bucket[name][0].profile.density < MOST_DENSITY]
     largest = by_bucket[max(sparse or single, key=lambda name: nnz[name])][0]
     ranks = largest.profile.world_size
 
-    of = f"bucket {largest.bucket}, {ranks} ranks"
-    port = f"bytes on the busiest port only; {of}"
+    which = f"bucket {largest.bucket}, {ranks} ranks"
+    port = f"bytes on the busiest port only; {which}"
     steps, free = "sizes of formats, what each step gains", "bytes, no latency or codec time"
-    found: list[tuple[int, str, str, Callable[[], list[Row]], Draw]] = [
-        (2, "overlap ratios, densification", f"{ranks} ranks", partial(rows_2, shown), draw_2),
-        (3, "where non-zeros lie, skewness", "mean over ranks", partial(rows_3, shown), draw_3),
-        (8, "synchronisation", port, partial(rows_8, largest), draw_normalised),
-        (16, "cost of Algorithm 1", of, partial(rows_16, largest), draw_16),
-        (17, steps, free, partial(rows_17, shown, largest), draw_17),
+    # Number, title, assumptions, rows and drawing; a recording has no smaller sweep.
+    found: list[tuple[int, str, str, Callable[[bool], list[Row]], Draw]] = [
+        (2, "overlap ratios, densification", f"{ranks} ranks", lambda _: rows_2(shown), draw_2),
+        (3, "where non-zeros lie, skewness", "mean over ranks", lambda _: rows_3(shown), draw_3),
+        (8, "synchronisation", port, lambda _: rows_8(largest), draw_normalised),
+        (16, "cost of Algorithm 1", which, lambda _: rows_16(largest), draw_16),
+        (17, steps, free, lambda _: rows_17(shown, largest), draw_17),
     ]
     return [
-        Figure("zen", n, f"ZEN figure {n}: {what}", given, _always(rows), draw, label=LABELS[n])
+        Figure("zen", n, f"ZEN figure {n}: {what}", given, rows, draw, label=LABELS[n])
         for n, what, given, rows, draw in found
         if n != 8 or ranks > 1
     ]
-
-
-def _always(rows: Callable[[], list[Row]]) -> Callable[[bool], list[Row]]:
-    return lambda fast: rows()
 
 
 def _row(panel: str, series: str, x: float | str, y: float) -> Row:
@@ -116,7 +110,8 @@ def rows_2(shown: dict[str, list[Sample]]) -> list[Row]:
     for name, members in shown.items():
         ratios: list[float] = []
         for sample in members:
-            words_nW = np.stack([pack(own_K, sample.numel) for own_K in sample.elements])
+            # A bitmap of each rank's non-zero elements.
+            words_nW = np.stack([pack(of_rank_K, sample.numel) for of_rank_K in sample.elements])
             ratios += overlap_ratios(words_nW, len(words_nW) ** 2)
         heights, edges = np.histogram(ratios, bins=BINS, range=(0, 1))
         width = 1 / BINS
@@ -136,13 +131,14 @@ def rows_3(shown: dict[str, list[Sample]]) -> list[Row]:
     rows = []
     for name, members in shown.items():
         cuts = even_cuts(members[0].numel, PARTITIONS)
-        counts = sum(
-            np.array(counts_between(own_K, cuts)) for sample in members for own_K in sample.elements
-        )
-        total = max(int(np.sum(counts)), 1)
+        counts = np.zeros(PARTITIONS, dtype=np.int64)
+        for sample in members:
+            for of_rank_K in sample.elements:
+                counts += np.array(counts_between(of_rank_K, cuts))
+        total = max(int(counts.sum()), 1)
         rows += [
-            _row("a", name, place + 1, 100 * count / total)
-            for place, count in enumerate(np.asarray(counts).tolist())
+            _row("a", name, number, 100 * count / total)
+            for number, count in enumerate(counts.tolist(), 1)
         ]
         rows += [
             _row("b", name, p, statistics.fmean(s.profile.skewness[p] for s in members))
@@ -164,11 +160,13 @@ def thinned(elements_K: np.ndarray, numel: int, most: int) -> tuple[np.ndarray, 
     """
     if numel <= most:
         return elements_K, numel
+    # The numbers of the pieces that are taken, and each element's piece and its place among them.
     taken = np.arange(most // PIECE_NUMEL) * (numel // PIECE_NUMEL) // (most // PIECE_NUMEL)
     piece_K = elements_K // PIECE_NUMEL
     place_K = np.searchsorted(taken, piece_K)
-    held_K = taken[np.minimum(place_K, taken.size - 1)] == piece_K
-    return (place_K * PIECE_NUMEL + elements_K % PIECE_NUMEL)[held_K], taken.size * PIECE_NUMEL
+    is_taken_K = taken[np.minimum(place_K, taken.size - 1)] == piece_K
+    moved_K = place_K * PIECE_NUMEL + elements_K % PIECE_NUMEL
+    return moved_K[is_taken_K], taken.size * PIECE_NUMEL
 
 
 def rows_8(sample: Sample) -> list[Row]:
@@ -180,6 +178,7 @@ def rows_8(sample: Sample) -> list[Row]:
         numel = -(-parts[0][1] // n) * n
 
         def gradient(rank: int, parts: list = parts, numel: int = numel) -> torch.Tensor:
+            """Ones where the rank's thinned gradient is not zero."""
             grad_N = torch.zeros(numel)
             grad_N[torch.from_numpy(parts[rank][0])] = 1.0
             return grad_N
@@ -203,8 +202,9 @@ def rows_8(sample: Sample) -> list[Row]:
 
 def rows_16(sample: Sample) -> list[Row]:
     """Milliseconds of Algorithm 1, a: by the parallel memory r1, b: by the rehashes k."""
-    whole_K = max(sample.elements, key=lambda own_K: own_K.size)
-    indices_K = torch.from_numpy(whole_K[:: -(-max(whole_K.size, 1) // MOST_HASHED)].copy())
+    whole_K = max(sample.elements, key=lambda of_rank_K: of_rank_K.size)
+    every = max(-(-whole_K.size // MOST_HASHED), 1)  # evenly spread, at most MOST_HASHED of them
+    indices_K = torch.from_numpy(whole_K[::every].copy())
     n, entries = max(sample.profile.world_size, 2), indices_K.numel()
     h0, values_K = PermutationHash(sample.numel, n, HASH_SEED), indices_K.float()
 
@@ -226,7 +226,7 @@ def rows_16(sample: Sample) -> list[Row]:
 def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
     """a: each format's size, by density, over the dense size; b: speedups over AllReduce."""
     rows = []
-    for density, blocks, servers in sorted(set(_spread(shown))):
+    for density, blocks, servers in sorted(set(_densities(shown))):
         # COO sends an index beside each fp32 value; a bitmap takes one bit an element.
         sizes = {
             "COO": 2 * density,
@@ -238,31 +238,25 @@ def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
     profile, n = largest.profile, largest.profile.world_size
     one, total = profile.density, profile.sum_density(n)
     # Dense sizes that the busiest rank receives: mean sizes times the imbalance of push and pull.
+    contiguous, hashed = largest.contiguous, largest.hashed
     received = {
-        "contiguous shards, COO": 2 * one * largest.contiguous.push
-        + 2 * total * largest.contiguous.pull,
-        "Algorithm 1, COO": 2 * one * largest.hashed.push + 2 * total * largest.hashed.pull,
-        "Algorithm 1, hash bitmap": 2 * one * largest.hashed.push
-        + total * largest.hashed.pull
-        + 1 / 32,
+        "contiguous shards, COO": 2 * one * contiguous.push + 2 * total * contiguous.pull,
+        "Algorithm 1, COO": 2 * one * hashed.push + 2 * total * hashed.pull,
+        "Algorithm 1, hash bitmap": 2 * one * hashed.push + total * hashed.pull + 1 / 32,
     }
-    # AllReduce receives two.
-    rows += [_row("b", name, largest.bucket, 2 / x if x else 0.0) for name, x in received.items()]
+    for name, size in received.items():  # AllReduce receives two
+        rows.append(_row("b", name, largest.bucket, 2 / size if size else 0.0))
     return rows
 
 
-def _spread(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
+def _densities(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
     """For every bucket and its sum: density and fraction of blocks; and the bucket's servers."""
     for members in shown.values():
-        for profile in (sample.profile for sample in members):
-            n, size = profile.world_size, OMNIREDUCE_BLOCK
+        for sample in members:
+            profile, size = sample.profile, OMNIREDUCE_BLOCK
+            n = profile.world_size
             yield profile.density, profile.block_density[size], n
             yield profile.sum_density(n), profile.sum_block_density[size], n
-
-
-def _panels(rows: list[Row], canvas: Canvas) -> list[tuple]:
-    panels = canvas.subplots(1, 2)
-    return list(zip(panels, groups(rows, "panel").values(), strict=True))
 
 
 def draw_2(rows: list[Row], canvas: Canvas) -> None:
@@ -274,16 +268,16 @@ def draw_2(rows: list[Row], canvas: Canvas) -> None:
 
 def draw_3(rows: list[Row], canvas: Canvas) -> None:
     """A map of percentages, and lines."""
-    (left, shares), (right, skews) = _panels(rows, canvas)
+    (_, left, shares), (_, right, skews) = panels(canvas, rows, "panel")
     by_bucket = groups(shares, "series")
     grid = np.array([[row["y"] for row in members] for members in by_bucket.values()])
     left.imshow(grid, cmap="Blues", vmin=0, vmax=100, aspect="auto")
     write_numbers(left, grid, "{:.0f}", grid > 50)
     left.set_yticks(range(len(by_bucket)), list(by_bucket), fontsize=7)
-    left.set_xticks(range(PARTITIONS), range(1, PARTITIONS + 1))
+    left.set_xticks(range(PARTITIONS), list(map(str, range(1, PARTITIONS + 1))))
     left.set_xlabel("partition (% of the non-zero elements)")
-    labels: How = {"xlabel": "partitions", "ylabel": "skewness ratio"}
-    draw_lines(right, skews, "x", "y", styles_of(rows), log="xy", **labels)
+    draw_lines(right, skews, "x", "y", styles_of(rows), log="xy")
+    right.set(xlabel="partitions", ylabel="skewness ratio")
     shared_legend(canvas, [right])
 
 
@@ -296,9 +290,9 @@ def draw_16(rows: list[Row], canvas: Canvas) -> None:
 
 def draw_17(rows: list[Row], canvas: Canvas) -> None:
     """Lines and bars."""
-    (left, sizes), (right, steps) = _panels(rows, canvas)
-    labels: How = {"xlabel": "density of one rank, and of the sum", "ylabel": "size / dense size"}
-    draw_lines(left, sizes, "x", "y", styles_of(sizes), **labels)
+    (_, left, sizes), (_, right, steps) = panels(canvas, rows, "panel")
+    draw_lines(left, sizes, "x", "y", styles_of(sizes))
+    left.set(xlabel="density of one rank, and of the sum", ylabel="size / dense size")
     left.axhline(1.0, color="black", linewidth=0.8)
     left.legend(fontsize=7)
     draw_bars(right, steps, "x", "y")

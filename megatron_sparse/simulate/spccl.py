@@ -10,6 +10,7 @@ because the published code works on the CPU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache, lru_cache
 
@@ -115,6 +116,7 @@ def _row(
     numel: int,
     outcome: JobCost,
 ) -> Row:
+    """One collective's cost, and its speedup over the dense ring."""
     base_s = dense_s(kind, world_size, size_mib)
     return {
         "series": series,
@@ -132,6 +134,7 @@ def _row(
 
 
 def _dense_row(kind: str, n: int, size: int, sparsity: float, numel: int) -> Row:
+    """The dense ring's cost, for a buffer of `size` MiB."""
     halves = 2 if kind == "all_reduce" else 1
     outcome = JobCost(dense_s(kind, n, size), 0.0, halves * size * MIB * (n - 1) / n)
     return _row("NCCL ring (dense)", kind, n, size, sparsity, numel, outcome)
@@ -171,13 +174,15 @@ def rows_9(fast: bool) -> list[Row]:
 
 
 def _heat_rows(kind: str, fast: bool) -> list[Row]:
-    ranks, numel = ((4, 8), FAST_NUMEL) if fast else (RANKS, NUMEL)
-    return [
-        _row("SpCCL (Pici)", kind, n, size, s, numel, sparse(kind, n, size, s, numel))
-        for s in (SPARSITIES[-1:] if fast else SPARSITIES)
-        for size in (SIZES_MIB[::3] if fast else SIZES_MIB)
-        for n in ranks
-    ]
+    """SpCCL's cost by sparsity, size and number of ranks."""
+    sparsities, sizes, ranks, numel = SPARSITIES, SIZES_MIB, RANKS, NUMEL
+    if fast:
+        sparsities, sizes, ranks, numel = SPARSITIES[-1:], SIZES_MIB[::3], (4, 8), FAST_NUMEL
+    rows = []
+    for sparsity, size, n in itertools.product(sparsities, sizes, ranks):
+        where = (kind, n, size, sparsity, numel)
+        rows.append(_row("SpCCL (Pici)", *where, sparse(*where)))
+    return rows
 
 
 def draw_times(rows: list[Row], canvas: Canvas) -> None:

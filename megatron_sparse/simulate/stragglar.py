@@ -22,7 +22,7 @@ from functools import cache
 import torch
 
 from megatron_sparse.simulate import figures
-from megatron_sparse.simulate.figures import Axes, Canvas, Figure, How, Row
+from megatron_sparse.simulate.figures import Axes, Canvas, Figure, Row
 from megatron_sparse.simulate.machines import DGX_A100, DGX_H100, GIB, MIB, Machine
 from megatron_sparse.simulate.pricing import Job, price
 from megatron_sparse.straggler.cost import critical_delay_s
@@ -81,6 +81,7 @@ def cases() -> list[tuple[str, str, float]]:
 def _row(
     panel: str, series: str, machine: Machine, n: int, size: int, delay_s: float, time_s: float
 ) -> Row:
+    """One all-reduce of `size` bytes; `time_s` counts from the straggler's arrival."""
     return {
         "series": series,
         "panel": panel,
@@ -115,6 +116,7 @@ def rows_5(fast: bool) -> list[Row]:
 
 
 def _scaling_rows(ranks: Sequence[int]) -> list[Row]:
+    """1 GiB for each number of ranks and series of `cases`, with the speedup over the ring."""
     rows = []
     for n in ranks:
         ring_s = after_s(DGX_H100, "dense_ring", n, GIB, 0.0)
@@ -178,37 +180,28 @@ def draw_5(rows: list[Row], canvas: Canvas) -> None:
         panels = figures.groups(of_machine, "panel").items()
         for axes, (panel, members) in zip(line, panels, strict=False):
             if panel == "delays":
-                how: How = {
-                    "title": f"{machine}, {members[0]['size_mib']:g} MiB",
-                    "xlabel": "delay (ms)",
-                    "ylabel": "total time (ms)",
-                }
-                figures.draw_lines(axes, members, "delay_ms", "total_ms", styles, **how)
+                figures.draw_lines(axes, members, "delay_ms", "total_ms", styles)
+                axes.set_title(f"{machine}, {members[0]['size_mib']:g} MiB", fontsize=9)
+                axes.set(xlabel="delay (ms)", ylabel="total time (ms)")
             else:
-                how = {
-                    "title": f"{machine}, {panel}",
-                    "xlabel": "buffer (MiB)",
-                    "ylabel": "size / time (GB/s)",
-                    "log": "x",
-                }
-                figures.draw_lines(axes, members, "size_mib", "algbw_gbs", styles, **how)
+                figures.draw_lines(axes, members, "size_mib", "algbw_gbs", styles, log="x")
+                axes.set_title(f"{machine}, {panel}", fontsize=9)
+                axes.set(xlabel="buffer (MiB)", ylabel="size / time (GB/s)")
                 axes.set_xticks(sorted({row["size_mib"] for row in members})[::2])
     figures.shared_legend(canvas, list(grid.flat))
 
 
 def _draw_scaling(axes: Axes, rows: list[Row], y: str, label: str) -> None:
-    labels: How = {"xlabel": "ranks", "ylabel": label}
-    figures.draw_lines(
-        axes, rows, "ranks", y, figures.styles_of(rows), log="x", ticks=True, **labels
-    )
-    both = [
-        [row for row in rows if row["series"] == f"{NAMES['straggler']}, {case}"]
-        for case in ("no delay", "ideal")
-    ]
+    """Draws the column y over ranks, and fills between StragglAR's worst and ideal case."""
+    styles = figures.styles_of(rows)
+    figures.draw_lines(axes, rows, "ranks", y, styles, log="x", ticks=True)
+    axes.set(xlabel="ranks", ylabel=label)
+    by_series = figures.groups(rows, "series")
+    worst, ideal = (by_series[f"{NAMES['straggler']}, {case}"] for case in ("no delay", "ideal"))
     axes.fill_between(
-        [row["ranks"] for row in both[0]],
-        [row[y] for row in both[0]],
-        [row[y] for row in both[1]],
+        [row["ranks"] for row in worst],
+        [row[y] for row in worst],
+        [row[y] for row in ideal],
         color=figures.COLOURS[0],
         alpha=0.12,
         linewidth=0,
@@ -226,15 +219,15 @@ def draw_scaling(rows: list[Row], canvas: Canvas) -> None:
 def draw_7(rows: list[Row], canvas: Canvas) -> None:
     """The critical delay on the left, the ratio on the right."""
     styles = figures.styles_of(rows)
-    panels = canvas.subplots(1, 2)
-    for axes, (panel, part) in zip(panels, figures.groups(rows, "panel").items(), strict=True):
+    panels = figures.panels(canvas, rows, "panel")
+    for panel, axes, part in panels:
         y, ylabel, title = {
             "critical delay": ("time_ms", "critical delay (ms)", "1 GiB"),
             "beta only": ("ratio", "beta-competitive ratio", "what grows with s, over s beta"),
         }[panel]
-        how: How = {"log": "xy", "ticks": True, "title": title, "xlabel": "ranks", "ylabel": ylabel}
-        figures.draw_lines(axes, part, "ranks", y, styles, **how)
-    figures.shared_legend(canvas, list(panels))
+        figures.draw_lines(axes, part, "ranks", y, styles, log="xy", ticks=True, title=title)
+        axes.set(xlabel="ranks", ylabel=ylabel)
+    figures.shared_legend(canvas, [axes for _, axes, _ in panels])
 
 
 _LINKS = "alpha 3 us, {} GB/s between any two ranks; local work takes no time"

@@ -17,10 +17,9 @@ more than the paper's kernels take; another series shows ZEN without any charge.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 from megatron_sparse.simulate import figures
-from megatron_sparse.simulate.figures import Canvas, Figure, How, Row
+from megatron_sparse.simulate.figures import Canvas, Figure, Row
 from megatron_sparse.simulate.gradients import GradientModel, embedding_like
 from megatron_sparse.simulate.machines import AWS_25, BANDWIDTH_ONLY, CODEC_FRACTION
 from megatron_sparse.simulate.pricing import Gradients, Job, JobCost, price
@@ -130,21 +129,30 @@ def outcomes_8(
     return found
 
 
-def _row(name: str, where: Row, outcome: JobCost, dense: JobCost, model: GradientModel) -> Row:
-    n = where["ranks"]
-    return {
-        "series": name,
-        **where,
-        "density": model.density,
-        "sum_density": model.sum_density(n),
-        "overlap": model.overlap(),
-        "skewness": model.skewness(n),
-        "time_ms": outcome.time_s * 1e3,
-        "codec_ms": outcome.local_s * 1e3,
-        "wire_mib": outcome.wire_bytes / 2**20,
-        "normalised_time": outcome.time_s / dense.time_s,
-        "speedup": dense.time_s / outcome.time_s,
-    }
+def _rows(
+    workload: Workload, job: Job, model: GradientModel, found: dict[str, JobCost], dense: JobCost
+) -> list[Row]:
+    """A row for each cost in `found`, by name: the gradients' numbers, the cost, it over dense."""
+    n = job.world_size
+    return [
+        {
+            "series": name,
+            "workload": workload.name,
+            "ranks": n,
+            "full_numel": workload.full_numel,
+            "simulated_numel": job.numel,
+            "density": model.density,
+            "sum_density": model.sum_density(n),
+            "overlap": model.overlap(),
+            "skewness": model.skewness(n),
+            "time_ms": outcome.time_s * 1e3,
+            "codec_ms": outcome.local_s * 1e3,
+            "wire_mib": outcome.wire_bytes / 2**20,
+            "normalised_time": outcome.time_s / dense.time_s,
+            "speedup": dense.time_s / outcome.time_s,
+        }
+        for name, outcome in found.items()
+    ]
 
 
 def rows_8(fast: bool) -> list[Row]:
@@ -155,42 +163,29 @@ def rows_8(fast: bool) -> list[Row]:
     for n in (4, 16) if fast else (4, 8, 16, 32, 64, 128):
         job = Job(BANDWIDTH_ONLY, n, 4 * NMT.full_numel, numel, charged=False)
         found = outcomes_8(job, model.gradient, model.density, model.sum_density(n))
-        dense = found["AllReduce"]
-        where = {"workload": NMT.name, "ranks": n, "full_numel": NMT.full_numel}
-        where["simulated_numel"] = numel
-        rows += [_row(name, where, outcome, dense, model) for name, outcome in found.items()]
+        rows += _rows(NMT, job, model, found, found["AllReduce"])
     return rows
-
-
-@cache
-def _workload_rows(workload: Workload, numel: int, machines: int) -> tuple[Row, ...]:
-    model = workload.gradient_model(numel).summed(workload.gpus_a_rank)
-    job = Job(AWS_25, machines, 4 * workload.full_numel, numel)
-    found = outcomes(job, model.gradient, SCHEME_OF)
-    where = {
-        "workload": workload.name,
-        "ranks": machines,
-        "full_numel": workload.full_numel,
-        "simulated_numel": numel,
-    }
-    dense = found.pop("AllReduce")
-    return tuple(_row(name, where, outcome, dense, model) for name, outcome in found.items())
 
 
 def rows_15(fast: bool) -> list[Row]:
     """Speedup over the dense all-reduce of six models on 16 machines."""
     workloads = WORKLOADS[1:4:2] if fast else WORKLOADS
     numel, machines = (FAST_NUMEL, 4) if fast else (NUMEL, 16)
-    return [row for workload in workloads for row in _workload_rows(workload, numel, machines)]
+    rows = []
+    for workload in workloads:
+        model = workload.gradient_model(numel).summed(workload.gpus_a_rank)
+        job = Job(AWS_25, machines, 4 * workload.full_numel, numel)
+        found = outcomes(job, model.gradient, SCHEME_OF)
+        dense = found.pop("AllReduce")  # its speedup is 1
+        rows += _rows(workload, job, model, found, dense)
+    return rows
 
 
 def draw_normalised(rows: list[Row], canvas: Canvas) -> None:
     """One panel, both axes logarithmic."""
     axes, styles = canvas.subplots(), figures.styles_of(rows)
-    labels: How = {"xlabel": "GPUs, one a node", "ylabel": "time / time of AllReduce"}
-    figures.draw_lines(
-        axes, rows, "ranks", "normalised_time", styles, log="xy", ticks=True, **labels
-    )
+    figures.draw_lines(axes, rows, "ranks", "normalised_time", styles, log="xy", ticks=True)
+    axes.set(xlabel="GPUs, one a node", ylabel="time / time of AllReduce")
     figures.shared_legend(canvas, [axes])
 
 
