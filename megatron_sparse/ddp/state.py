@@ -190,8 +190,11 @@ class DDPState(HostState):
         weakref.finalize(self, register_optimizer_step_post_hook(taken).remove)
 
     def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = optimizer.param_groups
-        return any(parameter in self._names for group in groups for parameter in group["params"])
+        """Whether an optimizer changes any parameter of the model."""
+        for group in optimizer.param_groups:
+            if any(parameter in self._names for parameter in group["params"]):
+                return True
+        return False
 
     def _pass_begins(self) -> None:
         """Decides what becomes of the last pass, if no step has used it; follows the scaler."""
@@ -209,6 +212,7 @@ class DDPState(HostState):
                 self.residuals.rescale(self._scale / before)
 
     def _discard_unused(self) -> None:
+        """Puts the residual back: no step used the last pass. Warns once if that goes on."""
         self.discard_step()
         self._unused_in_a_row += 1
         if self._unused_in_a_row == WARN_AFTER:
@@ -265,6 +269,7 @@ class DDPState(HostState):
     def _start_dense(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
+        """Starts a bucket of ordinary gradients; its future completes when the average is in it."""
         bucket = self._bucket_of(grad_bucket)
         # DDP copies the result out, unless it is DDP's own buffer. Complete the future after a
         # failure too, or DDP would wait for ever; `_finish_backward` raises the error.
@@ -273,6 +278,7 @@ class DDPState(HostState):
     def _start_sparse(
         self, grad_bucket: GradBucket, future: torch.futures.Future[torch.Tensor]
     ) -> Pending:
+        """Starts the one row-sparse gradient of a bucket; its future completes with the average."""
         gradient = grad_bucket.buffer()
         (parameter,) = grad_bucket.parameters()
 
@@ -349,6 +355,8 @@ class DDPState(HostState):
     def _take_residuals_back(self) -> None:
         """Called when DDP has made new buckets: keeps residuals under their parameters' names.
 
+        `_bucket_of` places each where its parameter then lies.
+
         Residuals of buckets that this step has already launched are in use and stay in place.
         """
         for index in self._buckets.keys() - self._placed:
@@ -415,6 +423,7 @@ class DDPState(HostState):
         self.__dict__.update(copied)
 
     def _check_attached(self) -> None:
+        """Refuses to work with a copied state, which belongs to no model."""
         if self._kept is not None:
             raise HostError(
                 "this DDPState is a copy and belongs to no model",

@@ -25,6 +25,7 @@ __all__ = ["Attachment", "Plugin", "attach", "detach", "install"]
 
 
 def __getattr__(name: str) -> object:
+    """Imports a name of `_EXPORTS` when it is first used; says which functions Megatron lacks."""
     # Lazy, because cpu_mode must run before anything imports megatron.
     if name in _EXPORTS:
         try:

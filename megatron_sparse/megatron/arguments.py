@@ -179,6 +179,7 @@ _OF_APEX_OR_TE = (
 
 
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
+    """Where and when Megatron saves, and what it loads: the run's own checkpoint comes first."""
     own = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
     save_signal = config.training.save_signal
@@ -226,6 +227,7 @@ def checkpoint_folders(config: RunConfig, folder: Path) -> list[Path]:
 
 
 def _tracking_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
+    """Where Megatron writes TensorBoard's files, and its names for W&B, for those that are on."""
     flags: dict[str, object] = {}
     if config.tracking.tensorboard:
         flags |= {"tensorboard_dir": str(run_dir / "tensorboard"), "tensorboard_log_interval": 1}

@@ -385,6 +385,7 @@ def attach(
 
 
 def _check_needs_no_optimizer(chunks: list[Any], method: str) -> None:
+    """Refuses what works only with the optimizer, for a caller of `attach` that has given none."""
     for what, needs_optimizer, remedy in (
         ("fp16 training", any(map(is_fp16, chunks)), ", whose loss scaling skips steps"),
         ("a loss per token", any(map(divides_by_tokens, chunks)), ": residuals change their unit"),

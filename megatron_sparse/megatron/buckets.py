@@ -56,13 +56,13 @@ def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
             for index, host in enumerate(hosts):
                 _check_own(host)
                 attributes = _group_attributes(host.ddp_config)
-                # `others` is empty, or holds the group across the optimizer's instances.
                 process_group, *others = (getattr(host, name) for name in attributes)
+                instances = others[0] if others else None  # the group across instances
                 buckets = _buckets(f"{prefix}{kind}{index}", host, parameters, process_group.size())
                 for bucket in buckets:
                     check_op(config.scheme, config.planner, bucket.op)
                 pieces = [piece for bucket in buckets for piece in in_pieces(bucket, config)]
-                is_expert, instances = kind == "expert", others[0] if others else None
+                is_expert = kind == "expert"
                 result.append(
                     GroupBuckets(host, process_group, pieces, is_expert, instances, attributes)
                 )
@@ -147,6 +147,7 @@ def check_supported(chunk: Any) -> None:
 
 
 def _remedy_for(chunk: Any) -> str:
+    """What to do instead with a model that Megatron's DDP does not wrap, by its class."""
     if isinstance(chunk, torch.nn.parallel.DistributedDataParallel):
         return "register the hook for PyTorch's own DDP: megatron_sparse.ddp_hook, docs/ddp.md"
     if isinstance(chunk, FSDPModule):

@@ -122,6 +122,7 @@ def _differences(
 def _error(
     what: str, found: Mapping[str, tuple[object, object]], remedy: str, checkpoint: Path
 ) -> CheckpointError:
+    """The error for keys whose values differ; `found` as of `_differences`."""
     return CheckpointError(
         f"{what}: {checkpoint}",
         expected=", ".join(f"{key}={_text(before)}" for key, (before, _) in found.items()),
@@ -135,6 +136,7 @@ def _text(value: object) -> str:
 
 
 def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
+    """Refuses a checkpoint of a model with other shapes of parameters."""
     found = _differences(SHAPE, saved, wanted)
     if wanted.position_embedding_type != "learned_absolute":
         found.pop("model.max_position_embeddings", None)
@@ -149,6 +151,7 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
 
 
 def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
+    """Refuses other model-parallel sizes if the checkpoint's format or residuals need its own."""
     found = _differences(PARALLEL, saved, wanted)
     if not found:
         return
@@ -179,6 +182,7 @@ def _has_residuals(checkpoint: Path) -> bool:
 
 
 def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[str, Any]) -> None:
+    """Refuses an optimizer whose saved state this run's optimizer cannot take over."""
     found = _differences(OPTIMIZER, saved, wanted)
     if not wanted.use_distributed_optimizer:
         # Its state has main weights in fp32 beside weights in half precision, and none otherwise.
@@ -205,6 +209,7 @@ def _precision(megatron_arguments: Any) -> str:
 
 
 def _check_schedule(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path) -> None:
+    """Refuses another learning-rate schedule, unless a flag says which of the two counts."""
     if wanted.override_opt_param_scheduler or wanted.use_checkpoint_opt_param_scheduler:
         return
     if getattr(saved, "train_samples", None) or wanted.train_samples:

@@ -53,6 +53,7 @@ def end_with_rank() -> None:
 
 
 def _let_writers_end(caller: Any) -> None:
+    """Wraps the method of `caller` that starts a writer, so that the writer ends with its rank."""
     original = caller.schedule_async_call
     if hasattr(original, _MARK):
         return

@@ -85,6 +85,7 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
 
 
 def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTensor]]:
+    """What this rank saves of residuals, by label: slices of tables of rows, or whole sums."""
     mode = attachment.config.compression.residual_checkpoint
     if mode == "full":
         for held, view_M in saved_slices(attachment):

@@ -171,6 +171,7 @@ def _read(out_dir: Path) -> tuple[Corpus, str]:
 
 
 def _check_request(kind: str, vocab_size: int) -> None:
+    """Refuses an unknown kind of corpus, and a vocabulary that is too small or too large."""
     if kind not in KINDS:
         raise DatasetError(
             "the kind of corpus is unknown", expected=" | ".join(KINDS), got=repr(kind)
@@ -283,6 +284,7 @@ def _digest(path: Path) -> str:
 
 
 def _bars(progress: bool) -> Progress:
+    """The progress bars on stderr; they show nothing without `progress`."""
     return Progress(
         TextColumn("  {task.description:<26}"),
         BarColumn(),

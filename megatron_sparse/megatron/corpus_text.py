@@ -65,11 +65,12 @@ def prose(track: Track) -> Iterator[Document]:
     seen: set[bytes] = set()
     for name, read in track(_prose_sources(), "read documentation"):
         kept = []
-        for paragraph in (each for text in read() for each in paragraphs(text)):
-            key = hashlib.sha256(paragraph.encode()).digest()[:16]
-            if key not in seen:
-                seen.add(key)
-                kept.append(paragraph)
+        for text in read():
+            for paragraph in paragraphs(text):
+                key = hashlib.sha256(paragraph.encode()).digest()[:16]
+                if key not in seen:
+                    seen.add(key)
+                    kept.append(paragraph)
         document = "\n\n".join(kept)
         if len(document) >= _MIN_DOCUMENT_CHARS:
             yield name, document

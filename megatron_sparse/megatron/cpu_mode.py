@@ -39,6 +39,7 @@ _CPU = torch.device("cpu")
 
 
 def _is_cuda(device: Any) -> bool:
+    """Whether an argument `device` names a GPU: as torch's device, a string, or a number."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, str):

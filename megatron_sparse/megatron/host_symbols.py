@@ -43,6 +43,8 @@ class HostSymbol(NamedTuple):
 
 
 def _has_parameters(*names: str) -> Callable[[object], str | None]:
+    """Makes the check of a function: None if it has these parameters, else what it lacks."""
+
     def check(symbol: object) -> str | None:
         found = inspect.signature(symbol).parameters  # type: ignore[arg-type]
         missing = [name for name in names if name not in found]
@@ -116,6 +118,7 @@ def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
 
 
 def _problem(module: str, attribute: str, check: Callable[[object], str | None]) -> str | None:
+    """Looks a symbol up and checks it: why it cannot be hooked; None if it can."""
     try:
         symbol: object = import_module(module)
         for part in attribute.split("."):

@@ -46,6 +46,7 @@ class LocalHybridStack(HybridStack):
 
 
 def _stack_spec() -> ModuleSpec:
+    """Megatron's local GPT layer cut in two: one layer of attention alone, one of the MLP."""
     parts = get_gpt_layer_local_submodules()
     attention = TransformerLayerSubmodules(
         input_layernorm=parts.input_layernorm,

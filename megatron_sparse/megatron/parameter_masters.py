@@ -105,8 +105,11 @@ class WatchedUpdates:
 
     def __init__(self, buckets: Sequence[LossyBucket], optimizer: Any) -> None:
         self._watched = []
-        for each in chain_of(optimizer) if buckets else ():
+        if not buckets:
+            return
+        for each in chain_of(optimizer):
             spans = optimizer_spans(each)
+            # Only the gathers of buckets that this optimizer of the chain changes.
             gathers = [b.gather for b in buckets if _elements_in(b.gather.own_shard, spans)]
             if gathers:
                 setattr(each, UPDATE, _watched(getattr(each, UPDATE), gathers))
@@ -120,6 +123,8 @@ class WatchedUpdates:
 
 
 def _watched(update: Callable[[], bool], gathers: Sequence[LossyGather]) -> Callable[[], bool]:
+    """Wraps an optimizer's update: gathers learn when it begins, and whether it was accepted."""
+
     def watched_update() -> bool:
         for gather in gathers:
             gather.begin_step()

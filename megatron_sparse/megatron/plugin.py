@@ -34,7 +34,6 @@ from megatron_sparse.errors import ConfigError, HostError
 from megatron_sparse.megatron import checkpoint, checkpoint_process, refusals
 from megatron_sparse.megatron.attachment import Attachment
 from megatron_sparse.megatron.host_symbols import log_untested_megatron, require_host_symbols
-from megatron_sparse.megatron.throughput import throughput
 from megatron_sparse.megatron.units import may_repeat_or_skip
 from megatron_sparse.planner.plan_state import PLAN_FILE
 from megatron_sparse.profiler_ranges import marked
@@ -52,6 +51,7 @@ _HOOKED = (
 )
 
 WIRE_RATIO = "comm/wire_ratio"
+TERA = 1e12
 
 _installed: Plugin | None = None
 
@@ -129,6 +129,7 @@ class Plugin:
         self._chunks = []
 
     def _make_telemetry(self) -> RunTelemetry:
+        """Telemetry for the run's files and the dashboards that Megatron has opened here."""
         sinks: list[ScalarSink] = []
         if writer := get_tensorboard_writer():
             sinks.append(TensorBoardSink(writer))
@@ -154,6 +155,7 @@ class Plugin:
         return self._originals["setup_model_and_optimizer"](*args, **kwargs)
 
     def _get_megatron_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's optimizer; its steps are watched, and it saves the plugin's state too."""
         original = self._originals["get_megatron_optimizer"]
         bound = inspect.signature(original).bind(*args, **kwargs)
         self.post_wrap_hook(bound.arguments["model_chunks"])
@@ -161,12 +163,14 @@ class Plugin:
         assert self.attachment is not None
         self.attachment.bind_optimizer(optimizer, undo=may_repeat_or_skip(optimizer))
         self._optimizer_bound = True
-        for line in self.attachment.lines if _is_writer() else ():
-            print(line, flush=True)
+        if _is_writer():
+            for line in self.attachment.lines:
+                print(line, flush=True)
         checkpoint.save_with(self.attachment, optimizer, lambda: self._saves_sharded)
         return optimizer
 
     def _train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One iteration of Megatron's, timed and reported to telemetry; returns its result."""
         if not self._optimizer_bound:
             raise HostError(
                 "the plugin is installed but not attached",
@@ -178,8 +182,8 @@ class Plugin:
         bound = inspect.signature(original).bind(*args, **kwargs)
         telemetry = self.telemetry
         assert telemetry is not None
-        name = "forward_backward_func"
-        bound.arguments[name] = _timed(bound.arguments[name], telemetry)
+        forward_backward = bound.arguments["forward_backward_func"]
+        bound.arguments["forward_backward_func"] = _timed(forward_backward, telemetry)
         # Read before the step: afterwards the scheduler sets the next iteration's rate.
         learning_rate = float(bound.arguments["optimizer"].param_groups[0]["lr"])
         telemetry.begin_iteration(_arguments().curr_iteration + 1)
@@ -215,6 +219,7 @@ class Plugin:
             )
 
     def _throughput(self, iteration_s: float) -> dict[str, float]:
+        """The rates of an iteration; operations are counted only where gradients are on a GPU."""
         assert self.attachment is not None
         on_gpu = any(bucket.grad_N.is_cuda for bucket in self.attachment.buckets)
         return throughput(
@@ -234,6 +239,7 @@ class Plugin:
         return scalars
 
     def _save_checkpoint(self, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's save, with the plugin's state if the format can hold it."""
         assert self.attachment is not None
         assert self.telemetry is not None
         # A run that is killed goes on from here, and must have the lines of what is done.
@@ -253,6 +259,7 @@ class Plugin:
             self._saves_sharded = False
 
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's load, then the plugin's from the same folder; returns Megatron's result."""
         original = self._originals["load_checkpoint"]
         result = original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
@@ -285,6 +292,32 @@ def _timed(forward_backward: Callable[..., Any], telemetry: RunTelemetry) -> Cal
         return result
 
     return timed
+
+
+def throughput(
+    arguments: Any,
+    microbatches: int,
+    iteration_s: float,
+    operations_of: Callable[[Any, int], float] | None,
+) -> dict[str, float]:
+    """The rates of an iteration, as fields of its breakdown.
+
+    Args:
+        arguments: Megatron's.
+        microbatches: of each rank in this iteration.
+        iteration_s: its wall-clock seconds.
+        operations_of: Megatron's `num_floating_point_operations`, which counts the operations of a
+            global batch from the model's shape; None leaves their rate out, as on a CPU.
+
+    Returns:
+        `tokens_per_s` of all ranks together; `model_tflop_per_s` of each GPU.
+    """
+    samples = arguments.micro_batch_size * arguments.data_parallel_size * microbatches
+    rates = {"tokens_per_s": samples * arguments.seq_length / iteration_s}
+    if operations_of is not None:
+        operations = operations_of(arguments, samples)
+        rates["model_tflop_per_s"] = operations / (iteration_s * arguments.world_size * TERA)
+    return rates
 
 
 def _arguments() -> Any:

@@ -58,8 +58,8 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
     """
     model, tensor = config.model, config.training.tensor_parallel
     stages, hidden = config.training.pipeline_parallel, model.hidden_size
-    multiple = VOCABULARY_MULTIPLE * tensor
-    vocabulary = -(-vocab_size // multiple) * VOCABULARY_MULTIPLE
+    # Padded for all tensor-parallel ranks, each of which has an equal part.
+    vocabulary = _up(vocab_size, VOCABULARY_MULTIPLE * tensor) // tensor
     copied = tensor > 1
     found = [PredictedParameter("embedding.word_embeddings.weight", (vocabulary, hidden))]
     if model.position_embedding_type == "learned_absolute":
@@ -85,13 +85,23 @@ def _layers(config: RunConfig, stages: int) -> list[str]:
 def _layer(
     prefix: str, kinds: str, model: ModelConfig, tensor: int
 ) -> Iterator[PredictedParameter]:
+    """The parameters of one layer on a tensor-parallel rank.
+
+    Args:
+        prefix: of their names.
+        kinds: as of `_layers`.
+        model: the sizes.
+        tensor: tensor-parallel ranks.
+    """
     hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
-    heads = hidden + 2 * model.query_groups * (hidden // model.num_attention_heads)
+    head_width = hidden // model.num_attention_heads
+    # Queries have all heads; keys and values have one for each query group.
+    qkv_rows = hidden + 2 * model.query_groups * head_width
     if "*" in kinds:
         yield from _norm(f"{prefix}.input_layernorm", hidden, copied=copied)
         name = f"{prefix}.self_attention"
         yield from _linear(f"{name}.linear_proj", (hidden, hidden // tensor), copied=copied)
-        yield from _linear(f"{name}.linear_qkv", (heads // tensor, hidden))
+        yield from _linear(f"{name}.linear_qkv", (qkv_rows // tensor, hidden))
     if "-" in kinds:
         yield from _norm(f"{prefix}.pre_mlp_layernorm", hidden, copied=copied)
         yield from _linear(f"{prefix}.mlp.linear_fc1", (ffn, hidden))
@@ -186,6 +196,7 @@ def _bucket_numel(config: RunConfig) -> float:
 
 
 def _gradient_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of Megatron's gradient buffers: fp32, unless flags ask for the model's own."""
     precision, flags = config.training.precision, config.megatron
     if precision == "bf16" and flags.get("grad_reduce_in_bf16"):
         return torch.bfloat16
@@ -195,4 +206,5 @@ def _gradient_dtype(config: RunConfig) -> torch.dtype:
 
 
 def _up(numel: int, multiple: int) -> int:
+    """The least multiple that is not smaller than `numel`."""
     return -(-numel // multiple) * multiple

@@ -121,7 +121,9 @@ def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]
 
     def init_state(sgd: Any, config: Any) -> None:
         for group in sgd.param_groups:
-            for parameter in group["params"] if group["momentum"] else ():
+            if not group["momentum"]:
+                continue
+            for parameter in group["params"]:
                 # Zero is right: the first step makes it momentum * 0 + gradient.
                 sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
@@ -157,7 +159,9 @@ def with_own_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         result = load_state_dict(self, state_dict)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
-                for parameter in group["params"] if "step" in group else ():
+                if "step" not in group:
+                    continue
+                for parameter in group["params"]:
                     step = torch.tensor(float(group["step"]))
                     self.optimizer.state[parameter]["step"] = step
         return result

@@ -116,6 +116,7 @@ def check(
     }
 
     def errors(keys: list[str]) -> list[MegatronSparseError]:
+        """What is wrong with these keys of the section together; the texts name the last one."""
         words = arguments.command_line(derived, {key: section[key] for key in keys}, parser)
         validated, told = _validated(words, variables), {owners[key] for key in keys}
         name = f"megatron.{keys[-1]}={section[keys[-1]]}"
@@ -151,7 +152,8 @@ def check(
         fit(list(section))
     again = [key for key in wrong if owners[key] is None]
     wrong.clear()
-    for key in again:  # one may need another that comes behind it
+    # A key that failed may need another that comes behind it: try once more beside all that fit.
+    for key in again:
         fit([key])
     found += itertools.chain.from_iterable(wrong.values())
     raise_together(TITLE, found)

@@ -236,6 +236,7 @@ def model_config_of(megatron_args: Any) -> Any:
 
 
 def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:
+    """Installs the plugin, which attaches when Megatron has wrapped the model in DDP."""
     from megatron_sparse.megatron import install
 
     plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))
@@ -277,6 +278,7 @@ def _stopped_at() -> int | None:
 
 
 def _leave() -> None:
+    """Waits for the other ranks, and ends the process group."""
     import torch.distributed as dist
 
     if dist.is_initialized():

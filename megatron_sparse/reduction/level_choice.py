@@ -77,8 +77,13 @@ def virtual_groups(
         instances: of the distributed optimizer.
     """
     n = len(cluster.transports)
-    each = n // instances
-    made = cache(lambda ranks: dict(zip(ranks, cluster.group(ranks), strict=True)))
+    each = n // instances  # ranks of an instance
+
+    @cache
+    def made(ranks: tuple[int, ...]) -> dict[int, Transport]:
+        """The transports of a group of these ranks, by rank; a group is made only once."""
+        return dict(zip(ranks, cluster.group(ranks), strict=True))
+
     found = []
     for rank in range(n):
         first, place = rank // each * each, rank % each

@@ -121,6 +121,7 @@ class ProgressThread(Progress):
             self._broken = self._unfinished()
 
     def _unfinished(self) -> CommunicationError:
+        """The error of jobs that `close` did not wait for any longer."""
         return CommunicationError(
             "the reducer was closed while a bucket was under way",
             expected="a sum before the end of the training loop",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_sparse.bucket import Reduction
-from megatron_sparse.collectives.row_sparse import NAME, RowSparseWay, row_sparse, stand_in
+from megatron_sparse.collectives.row_sparse import NAME, row_sparse, stand_in
 from megatron_sparse.compression.schedule import Phase
 from megatron_sparse.config.checks import one_of
 from megatron_sparse.config.sparse import SchemeConfig
@@ -51,7 +51,6 @@ class RowSparseReducer:
         transport: the group.
         sink: receives each gradient's record from the thread that waits for it.
         progress: drives the phases; may be shared with other reducers.
-        way: how rows travel, the same on every rank.
         checksum: records are sealed; the same on every rank.
     """
 
@@ -60,7 +59,6 @@ class RowSparseReducer:
         transport: Transport,
         sink: RecordSink,
         progress: Progress,
-        way: RowSparseWay = RowSparseWay.AUTO,
         *,
         checksum: bool = False,
     ) -> None:
@@ -68,7 +66,7 @@ class RowSparseReducer:
         self.buffers = MessageBuffers()
         self._sink = sink
         self._progress = progress
-        self._way, self._checksum = way, checksum
+        self._checksum = checksum
 
     def start(
         self,
@@ -115,6 +113,7 @@ class RowSparseReducer:
     def _run(
         self, record: BucketRecord, gradient: torch.Tensor, reduction: Reduction
     ) -> Stage[torch.Tensor]:
+        """The job: encodes the rows, all-reduces them, fills the record; returns the sum."""
         with record.timer.stage("encode"):
             rows = RowSparse.from_coo(gradient)
         record.nnz = rows.rows_KD.numel()
@@ -127,7 +126,6 @@ class RowSparseReducer:
             self.transport,
             self.buffers,
             step=record.step,
-            way=self._way,
             checksum=self._checksum,
         )
         record.wire_bytes = result.sent_bytes

@@ -204,6 +204,7 @@ class SettingTrials:
             logger.info("step %d: preset %s (%s)", step, name, reason)
 
     def _why_no_trials(self) -> str | None:
+        """Why nothing is tried, in words; None if there are several presets to try."""
         if len(self._names) == 1:
             return f"compression.loss_budget={self._given.loss_budget:g} allows no other"
         if self._config.scheme.deterministic:
@@ -213,7 +214,8 @@ class SettingTrials:
     def _apply(self, name: str, *, is_trial: bool) -> None:
         """Sets what the preset says; a trial is at its target density at once."""
         compression, values = self._config.compression, preset_values(name)
-        for key, value in ({"enabled": True} | values["compression"]).items():
+        compression.enabled = True  # unless the preset says otherwise
+        for key, value in values["compression"].items():
             setattr(compression, key, value)
         for key, value in values.get("scheme", {}).items():
             setattr(self._config.scheme, key, value)

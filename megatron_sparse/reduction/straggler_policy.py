@@ -150,6 +150,7 @@ class StragglerPolicy:
             self._dense = links.dense
 
     def _check_rank(self, name: str, rank: int | None) -> None:
+        """Refuses a rank that is not in the group; `name` is the setting that names it."""
         n = self._transport.world_size
         if rank is not None and rank >= n:
             raise ConfigError(
@@ -238,8 +239,9 @@ class StragglerPolicy:
         self._this_step.append((bucket.name, self._arrivals.arrive(bucket.name)))
         if self._config.mode != "persistent":
             return None
-        # A bucket that cannot skip a rank any more is logged too.
-        return self._persistent(bucket, self._delays_that_pay(bucket, plan) if aware else NONE_PAYS)
+        delays = self._delays_that_pay(bucket, plan) if aware else NONE_PAYS
+        # Also for a bucket that can no longer skip a rank: the log says that it waits again.
+        return self._persistent(bucket, delays)
 
     def _persistent(self, bucket: Bucket, delays: Delays) -> int | None:
         """The persistent straggler, if skipping it pays. Logs every change."""
@@ -304,6 +306,7 @@ class StragglerPolicy:
         return bool(steps) and expected_delay_s(steps, straggler, delays.most_s) > delays.least_s
 
     def _delays_that_pay(self, bucket: Bucket, plan: Plan) -> Delays:
+        """The delays at which skipping a rank pays, by `straggler.min_delay_ms` or the links."""
         if self._config.min_delay_ms is not None:
             return Delays(self._config.min_delay_ms / 1e3, math.inf)
         times = self._split_times(bucket, plan)

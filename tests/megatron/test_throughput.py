@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_sparse.megatron.throughput import throughput
+from megatron_sparse.megatron.plugin import throughput
 
 ARGUMENTS = SimpleNamespace(micro_batch_size=2, data_parallel_size=4, seq_length=1024, world_size=8)
 
