@@ -1,7 +1,7 @@
 """The plugin in each of Megatron's layouts, 4 gloo ranks; docs/parallelism.md has the table.
 
 Every layout is trained in the same process: by Megatron alone, densely through the plugin, by an
-exact sparse scheme at density 1, and pruned.
+exact sparse scheme at density 1, and pruned, in few bits.
 """
 
 import pytest
@@ -147,8 +147,8 @@ def report(layout, **plugin):
         "plain": run_of(layout),
         "dense": run_of(layout, **plugin, scheme="dense"),
         "whole": run_of(layout, **plugin, scheme="direct", density=1.0)["losses"],
-        "sparse": run_of(layout, **plugin, **SPARSE),
-        "bits": run_of(layout, **plugin, **SPARSE, value_bits=3, sum_bits=4),
+        # In few bits, where copies of a replicated parameter could also be rounded differently.
+        "sparse": run_of(layout, **plugin, **SPARSE, value_bits=3, sum_bits=4),
         # Sums of the same numbers: one rounding in 2^24 apart in fp32, and in bf16 one in 2^8,
         # where Megatron itself rounds after every addition. Adam divides by the gradient's size, so
         # two steps later the loss is apart by that, times the learning rate of 1e-2.
@@ -208,8 +208,7 @@ def assert_equal_copies(runs):
 
 @each_layout
 def test_copies_stay_equal_and_pruned_values_are_held_back(reports):
-    for kind in ("sparse", "bits"):
-        assert_equal_copies([rank[kind] for rank in reports])
+    assert_equal_copies([rank["sparse"] for rank in reports])
     for rank in reports:
         assert rank["sparse"]["losses"] != rank["plain"]["losses"]
         assert any("mlp" in parameter for parameter in rank["sparse"]["pruned"])
