@@ -59,6 +59,10 @@ class ResidualUnit:
         self.loss_scale = self._read_loss_scale()
 
     def _record_factor_of(self, chunk: Any) -> None:
+        """Wraps a chunk's `scale_gradients`: notes its factor before it is applied.
+
+        All chunks have the same factor, so only the first one looks for a step with few tokens.
+        """
         original = chunk.scale_gradients
 
         def scale_gradients(factor: torch.Tensor) -> None:
@@ -74,8 +78,10 @@ class ResidualUnit:
 
         Megatron divides by one token where there is none.
         """
+        if factor >= 1.0:  # one over the number of tokens
+            return True
         before = self.gradient_factor
-        return factor >= 1.0 or (before is not None and float(before) < FEW_TOKENS * factor)
+        return before is not None and float(before) < FEW_TOKENS * factor
 
     def end_step(self, accepted: bool) -> torch.Tensor | None:
         """Takes over the factor of a step that was accepted.

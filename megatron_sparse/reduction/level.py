@@ -194,7 +194,7 @@ class _DenseInside(Level):
         raise NotImplementedError
 
     def _exchange(self, bucket: Bucket, record: BucketRecord) -> Exchange:
-        """Of a bucket inside."""
+        """The arguments of a collective over the ranks of the node or instance."""
         return Exchange(bucket, self._group, self._buffers, record.timer, self._options)
 
     def _agree(self, bucket: Bucket, step: int) -> Stage[None]:
@@ -298,9 +298,10 @@ class NodeLevel(_DenseInside):
         # Only the last rank's rest is right; it has fewer than m elements.
         rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
         works = []
-        for gathered, own in (even_N, part.grad_N[:piece_numel]), (rests, rest):
-            if own.numel():
-                works.append(self._gathers.all_gather(gathered, own))
+        if piece_numel:
+            works.append(self._gathers.all_gather(even_N, part.grad_N[:piece_numel]))
+        if rest.numel():
+            works.append(self._gathers.all_gather(rests, rest))
         yield POSTED
         with record.timer.inside():
             yield from works
