@@ -47,11 +47,8 @@ def data_place(expert: bool) -> tuple[int, int]:
 
     The places of experts differ from the others only in models with experts.
     """
-    if expert:
-        rank = parallel_state.get_expert_data_parallel_rank()
-        return rank, parallel_state.get_expert_data_parallel_world_size()
-    rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    return rank, parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    group = data_parallel_group(expert)
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def model_shard(expert: bool) -> str:
