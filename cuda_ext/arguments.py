@@ -93,25 +93,9 @@ def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None
         )
 
 
-def check_selection(
-    op: str,
-    grad_N: torch.Tensor,
-    residual_N: torch.Tensor | None,
-    residual_dtypes: tuple[torch.dtype, ...],
-    range_offsets: torch.Tensor,
-) -> int:
-    """Checks the arguments that all selecting ops share; returns the number of ranges."""
-    numel = grad_N.numel()
-    check_flat(op, "grad", grad_N, GRAD_DTYPES)
-    if residual_N is not None:
-        check_flat(op, "residual", residual_N, residual_dtypes, numel, grad_N.device)
-    check_offsets(op, "range_offsets", range_offsets, numel)
-    return range_offsets.numel() - 1
-
-
-def check_limits(op: str, pruning: Pruning, ranges: int, device: torch.device) -> None:
+def check_limits(op: str, pruning: Pruning, device: torch.device) -> None:
     """Refuses anything but a threshold, and if ties are kept a chance, for each range."""
-    fp32 = (torch.float32,)
+    fp32, ranges = (torch.float32,), pruning.range_offsets.numel() - 1
     check_flat(op, "thresholds", pruning.thresholds_R, fp32, ranges, device)
     if pruning.tie_chances_R is not None:
         check_flat(op, "tie_chances", pruning.tie_chances_R, fp32, ranges, device)

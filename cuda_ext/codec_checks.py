@@ -6,9 +6,8 @@ lie on the host: kernels rely on them, and a refusal must come before any launch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, wraps
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,28 +24,11 @@ from megatron_sparse.cuda_ext.arguments import (
 from megatron_sparse.cuda_ext.record_spec import RecordSpec, Segments
 from megatron_sparse.cuda_ext.slots import TABLES, Slots
 
-_TILE, _CHUNK, _SLACK = 4096, 8 * 4096, 64
 _BF16 = 1
 _PAPER_ORDER = 16  # beside the format code, for the native op
 
 
-def _of_segments(size: Callable[[np.ndarray, int], int]) -> Callable[[torch.Tensor, int], int]:
-    """Lets a size take the segments' offsets in place of their elements, and keeps its results."""
-
-    @lru_cache(TABLES)
-    def kept(segment_offsets: bytes, value_dtype: int) -> int:
-        return size(np.diff(np.frombuffer(segment_offsets, np.int64)), value_dtype)
-
-    @wraps(size)
-    def checked(segment_offsets: torch.Tensor, value_dtype: int) -> int:
-        check_flat(size.__name__, "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
-        return kept(segment_offsets.numpy().tobytes(), value_dtype)
-
-    return checked
-
-
-@_of_segments
-def message_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
+def message_capacity(segment_offsets: torch.Tensor, value_dtype: int) -> int:
     """The most bytes that a message of these segments takes, in any format for this dtype code.
 
     A raw record never exceeds a dense one: headers, values, padding. Where values are quantised the
@@ -56,7 +38,16 @@ def message_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
         >>> message_capacity(torch.tensor([0, 5, 8]), 0)  # 48 + 32 and 48 + 16
         144
     """
-    check_message_dtype("message_capacity", value_dtype)
+    op = "message_capacity"
+    check_flat(op, "segment_offsets", segment_offsets, (torch.int64,), device=CPU)
+    check_message_dtype(op, value_dtype)
+    return _message_capacity(segment_offsets.numpy().tobytes(), value_dtype)
+
+
+@lru_cache(TABLES)
+def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
+    """`message_capacity`, with the content of the offsets' table as argument."""
+    numel_S = np.diff(np.frombuffer(segment_offsets, np.int64))
     if value_dtype not in wire.RICE_BITS:
         padded = (numel_S * wire.VALUE_BYTES[value_dtype] + 15) // 16 * 16
         return int(padded.sum()) + wire.HEADER_BYTES * padded.size
@@ -72,48 +63,6 @@ def message_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
     return total
 
 
-def scratch_capacity(segment_offsets: torch.Tensor, spec: RecordSpec) -> int:
-    """Bytes of `encode`'s and `prune_encode`'s scratch on the CPU, whatever the density.
-
-    Example:
-        >>> scratch_capacity(torch.tensor([0, 5, 8]), RecordSpec(0, step=0))
-        2208
-    """
-    is_rice = spec.record_format == wire.FORMAT_RICE
-    size = rice_scratch_capacity if is_rice else plain_scratch_capacity
-    return size(segment_offsets, spec.value_dtype)
-
-
-@_of_segments
-def plain_scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
-    """Two bitmaps and the packed values; memory is touched only where there are values.
-
-    Example:
-        >>> plain_scratch_capacity(torch.tensor([0, 5, 8]), 0)  # twice 1024 + 64, and 20 + 12
-        2208
-    """
-    check_code("scratch_capacity", "value_dtype", value_dtype)
-    bitmaps = (numel_S + _TILE - 1) // _TILE * (2 * _TILE // 8)
-    values = numel_S * wire.VALUE_BYTES[value_dtype] + (numel_S + _CHUNK - 1) // _CHUNK * _SLACK
-    return int((bitmaps + values).sum())
-
-
-@_of_segments
-def rice_scratch_capacity(numel_S: np.ndarray, value_dtype: int) -> int:
-    """Two bitmaps, the packed values and the coded gaps, whatever the chunks.
-
-    Memory is touched only where there are entries.
-
-    Example:
-        >>> rice_scratch_capacity(torch.tensor([0, 5]), 0)  # twice 512, 20, 64 and 528
-        1636
-    """
-    tiles_S = -(-numel_S // _TILE)
-    value_bytes = wire.VALUE_BYTES[0 if value_dtype in wire.RICE_BITS else value_dtype]
-    bitmaps = 3 * tiles_S * (_TILE // 8)
-    return int((bitmaps + numel_S * value_bytes + tiles_S * (_SLACK + 16)).sum())
-
-
 def record_kind(spec: RecordSpec) -> int:
     """What the native ops call a format: `RecordKind` of `csrc/record.h`, -1 for adaptive."""
     code = spec.record_format
@@ -121,36 +70,21 @@ def record_kind(spec: RecordSpec) -> int:
 
 
 def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec) -> None:
-    """Checks of all encoders' arguments those that the compiled op does not check on CUDA."""
+    """Refuses segments that do not cut the gradient, and unknown formats and value dtypes.
+
+    The compiled ops cannot: on CUDA they do not read the tables, and their formats are kinds.
+    """
     check_offsets(op, "segment_offsets", segments.offsets, grad_N.numel())
     count = segments.offsets.numel() - 1
     check_flat(op, "segment_dense", segments.dense, (torch.uint8,), count, CPU)
-    code = spec.record_format
-    if code == wire.FORMAT_RICE:
-        return check_message_dtype(op, spec.value_dtype)
+    if spec.record_format == wire.FORMAT_RICE:
+        check_message_dtype(op, spec.value_dtype)
+        return
     check_code(op, "value_dtype", spec.value_dtype)
-    if not wire.FORMAT_ADAPTIVE <= code < wire.FORMAT_HASH_BITMAP:
+    # Dense, COO, Pici and blocks; the formats from hash bitmap on have encoders of their own.
+    if not wire.FORMAT_ADAPTIVE <= spec.record_format < wire.FORMAT_HASH_BITMAP:
         expected = "-1 (adaptive), a format code from 0 to 3, or 8 (Rice)"
-        raise refusal(op, "record_format is unknown", expected, code)
-    return None
-
-
-def check_scratch(
-    op: str,
-    scratch: torch.Tensor | None,
-    segment_offsets: torch.Tensor,
-    spec: RecordSpec,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """The encoders' scratch; on the CPU allocates it if the caller gave none, CUDA takes none."""
-    if device != CPU:
-        if scratch is not None:
-            raise refusal(op, "scratch is not used on CUDA", None, f"{scratch.numel()} bytes")
-        return None
-    if scratch is None:
-        return torch.empty(scratch_capacity(segment_offsets, spec), dtype=torch.uint8)
-    check_flat(op, "scratch", scratch, (torch.uint8,), device=CPU)
-    return scratch
+        raise refusal(op, "record_format is unknown", expected, spec.record_format)
 
 
 def check_slots[T: (torch.Tensor, None)](
@@ -186,11 +120,22 @@ def check_capacity(
     out: torch.Tensor,
     capacity_S: torch.Tensor | None,
 ) -> None:
-    """Refuses a buffer that may prove too small: the residual changes before sizes are known."""
+    """Refuses a buffer or slots without room for the largest records that the call may write.
+
+    A CUDA encoder changes the residual before it knows the sizes: later would be too late.
+
+    Args:
+        op: names the call in errors.
+        segments: the pieces, with or without slots.
+        spec: the format of the records.
+        out: the message's buffer.
+        capacity_S: the most non-zero elements of each segment; None if all may be non-zero.
+    """
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
     if capacity_S is None and slots_S is None and not is_rice:
-        return _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
+        _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
+        return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS
     most_S = segments.offsets.diff()
     if capacity_S is not None:
@@ -203,17 +148,17 @@ def check_capacity(
             what = "capacity is below what a message without indices sends"
             raise refusal(op, what, most_S.tolist()[:8], capacity_S.tolist()[:8])
         most_S = capacity_S
+    # A record in blocks is dense where blocks are not smaller: its largest size is that of dense.
     largest = replace(spec, record_format=wire.FORMAT_DENSE) if is_blocks else spec
     most = Slots.of(segments.offsets, segments.dense, most_S, largest)
     if slots_S is None:
-        return _check_room(op, int(most.offsets[-1]), out)
-    for segment, (needed, there) in enumerate(
-        zip(most.sizes, slots_S.diff().tolist(), strict=False)
-    ):
+        _check_room(op, int(most.offsets[-1]), out)
+        return
+    room_S = slots_S.diff().tolist()
+    for segment, (needed, there) in enumerate(zip(most.sizes, room_S, strict=False)):
         if needed > there:
             what = f"the slot of segment {segment} is too small"
             raise refusal(op, what, f"{needed} bytes", there)
-    return None
 
 
 def compare_counts(found_S: torch.Tensor, given_S: torch.Tensor) -> None:

@@ -31,19 +31,17 @@ from megatron_sparse.cuda_ext.arguments import (
     check_device,
     check_flat,
     check_limits,
-    check_selection,
+    check_offsets,
     refusal,
 )
 from megatron_sparse.cuda_ext.checksum_ops import seal_
 from megatron_sparse.cuda_ext.codec_checks import (
     check_capacity,
     check_encode,
-    check_scratch,
     check_slots,
     compare_counts,
     message_capacity,
     record_kind,
-    scratch_capacity,
 )
 from megatron_sparse.cuda_ext.decode_ops import decode_add_, decode_sum_
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning, RecordSpec, Segments
@@ -60,7 +58,6 @@ __all__ = [
     "prune_",
     "prune_encode",
     "sample_threshold",
-    "scratch_capacity",
     "supported_isas",
 ]
 
@@ -100,16 +97,17 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
         >>> prune_(g, pruning, 0), g, e
         (tensor([1]), tensor([3., 0.]), tensor([0.0000, 0.7500]))
     """
-    ranges = check_selection(
-        "prune_", grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets
-    )
-    check_limits("prune_", pruning, ranges, grad_N.device)
+    device = grad_N.device
+    check_flat("prune_", "grad", grad_N, GRAD_DTYPES)
+    check_flat("prune_", "residual", pruning.residual_N, RESIDUAL_DTYPES, grad_N.numel(), device)
+    check_offsets("prune_", "range_offsets", pruning.range_offsets, grad_N.numel())
+    check_limits("prune_", pruning, device)
     check_code("prune_", "wire_dtype", wire_dtype)
     if not 0 <= pruning.leak <= 1:
         raise refusal("prune_", "leak is out of range", "0 to 1", pruning.leak)
     if pruning.capacity_S is not None:
         raise refusal("prune_", "a capacity is given", "None", pruning.capacity_S.tolist())
-    if grad_N.device.type == "cpu":
+    if device.type == "cpu":
         return call(
             "prune_",
             grad_N,
@@ -126,7 +124,7 @@ def prune_(grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int) -> torch.Ten
     return prune.prune_(
         grad_N,
         pruning.residual_N,
-        codec_cuda.on_device(pruning.range_offsets, grad_N.device),
+        codec_cuda.on_device(pruning.range_offsets, device),
         (pruning.thresholds_R, pruning.tie_chances_R),
         pruning.leak,
         wire_dtype,
@@ -140,7 +138,6 @@ def encode(
     nnz_S: torch.Tensor | None,
     spec: RecordSpec,
     out: torch.Tensor,
-    scratch: torch.Tensor | None = None,
     residual_N: torch.Tensor | None = None,
     *,
     reports: Reports | None = None,
@@ -162,8 +159,6 @@ def encode(
         out: uint8, at least as long as the message (`message_capacity` always is), on the
             gradient's device; aligned to 16 bytes if that is CUDA. Mutated; bytes after the
             message stay as they were.
-        scratch: uint8, `scratch_capacity` bytes, aligned to 8. Mutated. None allocates it, which
-            costs more than the encoding of a small bucket. None for CUDA, whose allocator is fast.
         residual_N: fp32 [N], for quantised values: it is added to every element that is sent, whose
             place in it then receives the difference between the sum and the value that was sent.
             Mutated there; other elements stay. None loses the difference.
@@ -178,7 +173,7 @@ def encode(
             counts are not the gradient's; the residual is then as it was.
     """
     op, on_cpu = "encode", grad_N.device == CPU
-    given = _record_arguments(op, grad_N, segments, spec, out, scratch)
+    given = _record_arguments(op, grad_N, segments, spec, out)
     if spec.record_format == FORMAT_RICE:
         nnz_S = None
     elif nnz_S is not None:
@@ -199,7 +194,6 @@ def prune_encode(
     segments: Segments,
     spec: RecordSpec,
     out: torch.Tensor,
-    scratch: torch.Tensor | None = None,
     *,
     reports: Reports | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -227,7 +221,6 @@ def prune_encode(
         spec: the format of the records.
         out: uint8, `message_capacity` bytes (with a capacity or slots, as many as those need),
             otherwise as in `encode`. Mutated.
-        scratch: as in `encode`.
         reports: as in `encode`.
 
     Returns:
@@ -245,9 +238,9 @@ def prune_encode(
         (tensor([80]), tensor([8]))
     """
     op, device = "prune_encode", grad_N.device
-    ranges = check_selection(op, grad_N, pruning.residual_N, RESIDUAL_DTYPES, pruning.range_offsets)
-    check_limits(op, pruning, ranges, device)
-    given = _record_arguments(op, grad_N, segments, spec, out, scratch)
+    check_offsets(op, "range_offsets", pruning.range_offsets, grad_N.numel())
+    check_limits(op, pruning, device)
+    given = _record_arguments(op, grad_N, segments, spec, out)
     if device.type == "cuda":
         check_capacity(op, segments, spec, out, pruning.capacity_S)
     report = call(
@@ -273,10 +266,13 @@ def _results(
     out: torch.Tensor,
     reports: Reports | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seals the records; the bytes and non-zero elements of each, from an encoder's report.
+    """Checks an encoder's report, and seals the records if they are to be sealed.
 
-    Without `reports` it waits for the encoder, checks the report, and they are on the CPU. Else
-    `reports` checks it later, and they stay on its device. The CPU's need no check.
+    Without `reports` this waits for the encoder. With them nothing waits: `reports` checks later,
+    and the results stay on the device. The CPU's encoder has checked everything itself.
+
+    Returns:
+        int64 bytes and int64 non-zero elements of each record.
 
     Raises:
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
@@ -300,14 +296,12 @@ def _record_arguments(
     segments: Segments,
     spec: RecordSpec,
     out: torch.Tensor,
-    scratch: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """Checks what all encoders get; returns the native ops' arguments behind the gradient."""
     device, count = grad_N.device, segments.dense.numel()
     check_encode(op, grad_N, segments, spec)
     if check_device(op, "grad", grad_N) == "cuda":
         out = check_slots(op, segments.slots, count, out)
-    scratch = check_scratch(op, scratch, segments.offsets, spec, device)
     kind = record_kind(spec)
     return (
         codec_cuda.on_device(segments.offsets, device),
@@ -319,7 +313,6 @@ def _record_arguments(
         spec.without_indices,
         out,
         codec_cuda.on_device(segments.slots, device),
-        scratch,
     )
 
 
@@ -364,18 +357,14 @@ def sample_threshold(
         ... )
         Limits(thresholds=tensor([2.]), tie_chances=tensor([0.5000]), ties=tensor([2]))
     """
-    ranges = check_selection("sample_threshold", grad_N, residual_N, GRAD_DTYPES, range_offsets)
-    check_flat("sample_threshold", "densities", densities_R, (torch.float32,), ranges, CPU)
-    check_flat("sample_threshold", "keys", keys_R, (torch.int64,), ranges, CPU)
-    if not 1 <= samples < 2**31:
-        raise refusal("sample_threshold", "samples is out of range", "1 to 2^31 - 1", samples)
+    op, device = "sample_threshold", grad_N.device
+    # On CUDA the compiled op, which checks the other arguments, does not read these tables.
+    check_offsets(op, "range_offsets", range_offsets, grad_N.numel())
+    check_flat(op, "densities", densities_R, (torch.float32,), range_offsets.numel() - 1, CPU)
     if not bool((densities_R > 0).all()):
-        raise refusal(
-            "sample_threshold", "a density is out of range", "above 0", densities_R.tolist()
-        )
-    device = grad_N.device
+        raise refusal(op, "a density is out of range", "above 0", densities_R.tolist())
     found = call(
-        "sample_threshold",
+        op,
         grad_N,
         residual_N,
         codec_cuda.on_device(range_offsets, device),

@@ -138,11 +138,6 @@ class Case:
         return ops.message_capacity(self.segments.offsets, self.spec.value_dtype)
 
     @property
-    def scratch_room(self) -> int:
-        """Bytes of the CPU's scratch memory."""
-        return ops.scratch_capacity(self.segments.offsets, self.spec)
-
-    @property
     def numel(self) -> int:
         """Elements of the bucket."""
         return self.grad_N.numel()
@@ -252,8 +247,6 @@ class Ops:
         given_N = case.residual_N if pruning is None else pruning.residual_N
         rest = None if given_N is None else self._put(given_N, 3)
         out = self._bytes(case.room)
-        scratch = self._bytes(case.scratch_room) if self._place is None else None
-        lent = None if scratch is None else scratch[:-MARGIN]
         if pruning is not None:
             assert rest is not None
             chances_R = pruning.tie_chances_R
@@ -264,9 +257,8 @@ class Ops:
                 tie_chances_R=None if chances_R is None else self._on(chances_R),
             )
         with self._isa_is_set():
-            sizes, nnz = self._call(case, grad, pruning, rest, out[:-MARGIN], lent)
+            sizes, nnz = self._call(case, grad, pruning, rest, out[:-MARGIN])
         where = f"{self.name} {case.what}"
-        assert scratch is None or bool((scratch[-MARGIN:] == POISON).all()), where
         cases.assert_same_bits(grad.cpu(), case.grad_N, f"{where}: the gradient")
         self._look_around(where, grad, rest)
         return Made(
@@ -304,13 +296,12 @@ class Ops:
         pruning: Pruning | None,
         rest: torch.Tensor | None,
         out: torch.Tensor,
-        scratch: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if pruning is not None:
-            return ops.prune_encode(grad, pruning, case.segments, case.spec, out, scratch)
+            return ops.prune_encode(grad, pruning, case.segments, case.spec, out)
         nnz_S = cases.count_nonzero(case.grad_N, case.segments.offsets)
         given = case.segments, None if case.is_rice else nnz_S, case.spec, out
-        return ops.encode(grad, *given, scratch, rest), nnz_S
+        return ops.encode(grad, *given, rest), nnz_S
 
     def _records(
         self, where: str, out: torch.Tensor, sizes: list[int], slots: torch.Tensor | None

@@ -14,7 +14,6 @@ namespace megatron_sparse {
 
 EncodeCall::EncodeCall(const EncodeRequest& request) : EncodeRequest(request) {
   const auto name = [&](const char* what) { return std::string(op) + ": " + what; };
-  MS_CHECK(scratch.has_value(), name("scratch is missing"), "a buffer", "None");
   offsets = check_offsets(segment_offsets, name("segment_offsets"));
   check_cut(offsets, segment_count(), grad.numel(), name("segment_offsets"));
   kinds = static_cast<const uint8_t*>(segment_kinds.const_data_ptr());
@@ -29,11 +28,8 @@ EncodeCall::EncodeCall(const EncodeRequest& request) : EncodeRequest(request) {
       needed += 4 * index_room_words(std::min(left, span()));
     }
   }
-  MS_CHECK(scratch->numel() >= needed, name("the scratch buffer is too small"), needed << " bytes",
-           scratch->numel());
-  MS_CHECK(reinterpret_cast<uintptr_t>(scratch->const_data_ptr()) % 8 == 0,
-           name("the scratch buffer is not aligned"), "a multiple of 8 bytes", "another address");
   place = check_slots(slots, segment_count(), name("slots"));
+  scratch = torch::stable::new_empty(segment_kinds, {needed});
 }
 
 int64_t EncodeCall::most_bytes(int64_t s, int64_t entries) const {
@@ -79,7 +75,7 @@ std::vector<Record> plan_records(const EncodeCall& call, const std::vector<Segme
 
 std::vector<StageChunk> cut(const EncodeCall& call) {
   return cut_chunks(call.offsets, call.segment_count(), call.value_bytes(),
-                    call.scratch->mutable_data_ptr());
+                    call.scratch.mutable_data_ptr());
 }
 
 // The counts of all segments, with those of the blocks, if there are any.

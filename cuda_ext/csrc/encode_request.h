@@ -23,7 +23,6 @@ struct EncodeRequest {
   bool without_indices;  // of Rice: every element of every segment has a value
   const Tensor& out;
   std::optional<Tensor> slots;     // [segments + 1]; none for records back to back
-  std::optional<Tensor> scratch;   // on the CPU only
   std::optional<Tensor> nnz;       // [segments], of encode on the CPU
   std::optional<Tensor> residual;  // of encode: of quantised values, fp32 for every element
   std::optional<Tensor> capacity;  // of prune_encode: [segments] the most non-zero elements
@@ -52,7 +51,6 @@ inline void check_encode(const EncodeRequest& r) {
     beside &= is_beside(*table, r.grad);
   };
   check_given(r.slots, "slots", ScalarType::Long, segments + 1);
-  check_given(r.scratch, "scratch", ScalarType::Byte, -1);
   check_given(r.nnz, "nnz", ScalarType::Long, segments);
   check_given(r.residual, "residual", ScalarType::Float, numel);
   check_given(r.capacity, "capacity", ScalarType::Long, segments);
@@ -83,12 +81,11 @@ template <Tensor (*RUN)(const EncodeRequest&)>
 Tensor encode(const Tensor& grad, const Tensor& segment_offsets, const Tensor& segment_kinds,
               int64_t value_dtype, int64_t step, int64_t block_size, int64_t log2_span,
               bool without_indices, const Tensor& out, std::optional<Tensor> slots,
-              std::optional<Tensor> scratch, std::optional<Tensor> nnz,
-              std::optional<Tensor> residual) {
-  const EncodeRequest request = {
-      "encode",   grad,      segment_offsets, segment_kinds, value_dtype, step,
-      block_size, log2_span, without_indices, out,           slots,       scratch,
-      nnz,        residual,  std::nullopt};
+              std::optional<Tensor> nnz, std::optional<Tensor> residual) {
+  const EncodeRequest request = {"encode",        grad,        segment_offsets, segment_kinds,
+                                 value_dtype,     step,        block_size,      log2_span,
+                                 without_indices, out,         slots,           nnz,
+                                 residual,        std::nullopt};
   check_encode(request);
   return RUN(request);
 }
@@ -97,14 +94,13 @@ template <Tensor (*RUN)(const EncodeRequest&, const PruneRequest&)>
 Tensor prune_encode(const Tensor& grad, const Tensor& segment_offsets, const Tensor& segment_kinds,
                     int64_t value_dtype, int64_t step, int64_t block_size, int64_t log2_span,
                     bool without_indices, const Tensor& out, std::optional<Tensor> slots,
-                    std::optional<Tensor> scratch, const Tensor& residual,
-                    const Tensor& range_offsets, const Tensor& thresholds,
+                    const Tensor& residual, const Tensor& range_offsets, const Tensor& thresholds,
                     std::optional<Tensor> tie_chances, double leak, int64_t key,
                     std::optional<Tensor> capacity) {
-  const EncodeRequest request = {"prune_encode",  grad,         segment_offsets, segment_kinds,
-                                 value_dtype,     step,         block_size,      log2_span,
-                                 without_indices, out,          slots,           scratch,
-                                 std::nullopt,    std::nullopt, capacity};
+  const EncodeRequest request = {"prune_encode",  grad,    segment_offsets, segment_kinds,
+                                 value_dtype,     step,    block_size,      log2_span,
+                                 without_indices, out,     slots,           std::nullopt,
+                                 std::nullopt,    capacity};
   check_encode(request);
   return RUN(request, {grad, residual, range_offsets, thresholds, tie_chances, leak, key,
                        staged_dtype(request.dtype())});

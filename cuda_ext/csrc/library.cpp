@@ -15,14 +15,12 @@ STABLE_TORCH_LIBRARY(megatron_sparse, m) {
   m.def(
       "encode(Tensor grad, Tensor segment_offsets, Tensor segment_kinds, int value_dtype, "
       "int step, int block_size, int log2_span, bool without_indices, Tensor(a!) out, "
-      "Tensor? slots=None, Tensor(b!)? scratch=None, Tensor? nnz=None, "
-      "Tensor(c!)? residual=None) -> Tensor");
+      "Tensor? slots=None, Tensor? nnz=None, Tensor(b!)? residual=None) -> Tensor");
   m.def(
       "prune_encode(Tensor grad, Tensor segment_offsets, Tensor segment_kinds, int value_dtype, "
       "int step, int block_size, int log2_span, bool without_indices, Tensor(a!) out, "
-      "Tensor? slots, Tensor(b!)? scratch, Tensor(c!) residual, Tensor range_offsets, "
-      "Tensor thresholds, Tensor? tie_chances, float leak, int key, Tensor? capacity=None) "
-      "-> Tensor");
+      "Tensor? slots, Tensor(b!) residual, Tensor range_offsets, Tensor thresholds, "
+      "Tensor? tie_chances, float leak, int key, Tensor? capacity=None) -> Tensor");
   m.def(
       "decode_add_(Tensor(a!) acc, Tensor message, Tensor segment_offsets, int value_dtype, "
       "int step, int base, bool fresh=False, Tensor? slots=None, Tensor? sums=None) -> Tensor");

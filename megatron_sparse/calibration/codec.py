@@ -223,13 +223,13 @@ def _segment_calls(
     offsets, not_whole = torch.tensor([0, numel]), torch.zeros(1, dtype=torch.uint8)
     specs = {form: kind.record_spec(torch.float32, STEP) for form, kind in kinds.items()}
     room = max(message_capacity(offsets, spec.value_dtype) for spec in specs.values())
-    out, buffers = torch.zeros(room, dtype=torch.uint8, device=device), MessageBuffers()
+    out = torch.zeros(room, dtype=torch.uint8, device=device)
     for form, spec in specs.items():
 
         def encode(spec: RecordSpec = spec) -> int:
             """Writes the records into `out`; returns their bytes."""
             segments = Segments(offsets, not_whole)
-            return int(encode_segments(sparse_N, segments, None, spec, out, buffers).sum())
+            return int(encode_segments(sparse_N, segments, None, spec, out).sum())
 
         record = out[: encode()].clone()
         expected = Expected(offsets, spec.value_dtype, STEP, rank=0)

@@ -250,7 +250,6 @@ class SparseSum:
                 None,
                 spec,
                 out,
-                self.exchange.buffers,
                 reports,
                 residual_N=residual_M,
             )

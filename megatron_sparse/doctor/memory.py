@@ -51,8 +51,8 @@ MOST_RANKS = 64
 RAMP_STEPS = 4
 """Steps of the ramp that are run, its first one included."""
 BITMAPS = 0.4
-"""Bytes an element, beside values, that a GPU's encoder takes for bitmaps, groups and offsets
-(`csrc/encode_workspace.cuh`): three bitmaps for Rice; for other formats two, which take less."""
+"""Bytes an element, beside values, that an encoder takes for bitmaps, groups and offsets
+(`csrc/encode_workspace.cuh`, `csrc/stage.h`): three bitmaps for Rice; for other formats two."""
 OWN = frozenset({"message", "narrow"})
 """Purposes of a bucket's own buffers. On a GPU, buckets take them in turn and share all others."""
 
@@ -213,19 +213,16 @@ def account(
     of_largest = largest.numel / short.numel
     of_all = sum(bucket.numel for bucket in buckets) / short.numel
     found: Counter[str] = Counter()
-    of_each_bucket = {"residual", "undo"} if on_gpu else taken.keys() - {"scratch"}
-    if on_gpu:
-        del taken["scratch"]  # of the CPU's encoder; a GPU's is `workspace`
+    of_each_bucket = {"residual", "undo"} if on_gpu else taken.keys()
     for purpose, nbytes in taken.items():
         if purpose in of_each_bucket:
             found[item_of(purpose)] += round(nbytes * of_all)
         else:
             turns = min(TURNS, len(buckets)) if purpose in OWN else 1
             found[item_of(purpose)] += round(nbytes * of_largest) * turns
-    if on_gpu:
-        part = _part(largest, choice)
-        rooms = (round(taken[name] * of_largest) for name in ("message", "gathered", "encoded"))
-        found["workspace"] = _workspace(config, part, *rooms)
+    part = _part(largest, choice)
+    rooms = (round(taken[name] * of_largest) for name in ("message", "gathered", "encoded"))
+    found["workspace"] = _workspace(config, part, *rooms)
     parameters = sum(piece.numel for bucket in buckets for piece in bucket.parameters)
     return MemoryAccount(parameters, {item: found[item] for item in ITEMS if found[item]}, notes)
 
@@ -335,7 +332,7 @@ def _sent_inside(bucket: Bucket, choice: LevelChoice) -> int:
 def _workspace(
     config: SparseConfig, bucket: Bucket, message: int, gathered: int, encoded: int
 ) -> int:
-    """Bytes of the largest calls on both streams of a GPU: selection, and encoding of a sum.
+    """Bytes of the largest calls that may run at once: selection, and encoding of a sum.
 
     Samples of thresholds take less, but in small models.
 
@@ -358,7 +355,7 @@ def _workspace(
 
 
 def encoder_bytes(numel: int, values_bytes: int) -> int:
-    """An upper bound of the memory that a GPU's encoder takes; see `BITMAPS`.
+    """An upper bound of the memory that an encoder takes; see `BITMAPS`.
 
     Example:
         >>> encoder_bytes(2**20, 2**14) / 2**20

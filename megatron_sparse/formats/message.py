@@ -238,7 +238,7 @@ def encode(bucket: Bucket, layout: Layout, spec: RecordSpec, buffers: MessageBuf
     nnz_S = _count(bucket.grad_N, layout.segment_offsets).cpu()
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = buffers.take_own("message", bucket, room)
-    sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out, buffers)
+    sizes = encode_segments(bucket.grad_N, segments, nnz_S, spec, out)
     return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
 
 
@@ -248,7 +248,6 @@ def encode_segments(
     nnz_S: torch.Tensor | None,
     spec: RecordSpec,
     out: torch.Tensor,
-    buffers: MessageBuffers,
     reports: Reports | None = None,
     *,
     residual_N: torch.Tensor | None = None,
@@ -261,7 +260,6 @@ def encode_segments(
         nnz_S: int64 counts, on any device; None: the call counts.
         spec: the format of the records.
         out: uint8 of `ops.message_capacity` bytes. Mutated.
-        buffers: where scratch memory comes from.
         reports: receives the report of the call, which then does not wait.
         residual_N: of quantised values, see `ops.encode`. Mutated.
 
@@ -273,17 +271,17 @@ def encode_segments(
         ExtensionError: slots are too small.
         ConfigError: slots or a checksum where `torch_codec` works.
     """
-    device = values_N.device
-    if spec.record_format != FORMAT_RICE:
-        compiled = is_compiled(device)
-        if nnz_S is None and not (compiled and device.type == "cuda"):
-            nnz_S = _count(values_N, segments.offsets)
-        if not compiled:
-            assert nnz_S is not None, "counted above"
-            _needs_kernels(segments.slots, checksum=spec.checksum)
-            return torch_codec.encode(values_N, segments, nnz_S, spec, out)
-    scratch = _take_scratch(segments, spec, buffers, device)
-    sizes = ops.encode(values_N, segments, nnz_S, spec, out, scratch, residual_N, reports=reports)
+    device, is_rice = values_N.device, spec.record_format == FORMAT_RICE
+    has_codec = is_rice or is_compiled(device)
+    # The compiled encoders of Rice and on CUDA count themselves.
+    counts_itself = is_rice or (has_codec and device.type == "cuda")
+    if nnz_S is None and not counts_itself:
+        nnz_S = _count(values_N, segments.offsets)
+    if not has_codec:
+        assert nnz_S is not None, "counted above"
+        _needs_kernels(segments.slots, checksum=spec.checksum)
+        return torch_codec.encode(values_N, segments, nnz_S, spec, out)
+    sizes = ops.encode(values_N, segments, nnz_S, spec, out, residual_N, reports=reports)
     return sizes if segments.slots is None else segments.slots.diff()
 
 
@@ -317,8 +315,7 @@ def prune_encode(
     segments = Segments(layout.segment_offsets, layout.segment_keep, slots_S)
     room = ops.message_capacity(layout.segment_offsets, spec.value_dtype)
     out = buffers.take_own("message", bucket, room if slots is None else sum(slots.sizes))
-    scratch = _take_scratch(segments, spec, buffers, grad_N.device)
-    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, scratch, reports=reports)
+    sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
     if slots is None or reports is None:
         return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
     message = _message(out, bucket, layout, list(slots.sizes), spec)
@@ -335,6 +332,7 @@ def _message(
     spec: RecordSpec,
     nnz_S: torch.Tensor | None = None,
 ) -> Message:
+    """The message whose records are in `out`; `nnz_S` None leaves its count to the reports."""
     value_dtype = _NAME_OF_CODE[spec.value_dtype]
     message = Message(
         out, layout, segment_bytes, value_dtype, spec.step, None, checksum=spec.checksum
@@ -349,6 +347,7 @@ def _message(
 
 
 def _needs_kernels(slots_S: torch.Tensor | None, *, checksum: bool) -> None:
+    """Refuses slots and sealed records, which torch operations neither write nor read."""
     for what, is_wanted in (("capacity", slots_S is not None), ("checksum", checksum)):
         if is_wanted:
             raise ConfigError(
@@ -359,16 +358,8 @@ def _needs_kernels(slots_S: torch.Tensor | None, *, checksum: bool) -> None:
             )
 
 
-def _take_scratch(
-    segments: Segments, spec: RecordSpec, buffers: MessageBuffers, device: torch.device
-) -> torch.Tensor | None:
-    """Shared by all buckets: it is free again when the encoder returns. None on CUDA."""
-    if device.type == "cuda":
-        return None
-    return buffers.take("scratch", ops.scratch_capacity(segments.offsets, spec), device)
-
-
 def _count(values_N: torch.Tensor, segment_offsets: torch.Tensor) -> torch.Tensor:
+    """int64 counts of the non-zero elements of each segment, on the values' device."""
     pieces = values_N.split(segment_offsets.diff().tolist())
     if values_N.device.type == "cpu":
         # On a CPU torch takes ten times as long as numpy where a third of the values is not zero.

@@ -71,7 +71,7 @@ _ITEM_OF = {
         ),
         "sums",
     ),
-    **dict.fromkeys(("scratch", "profile"), "workspace"),
+    "profile": "workspace",
 }
 """The item of residuals, of undo copies, and of each purpose of `MessageBuffers`."""
 

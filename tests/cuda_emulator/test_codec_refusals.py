@@ -52,8 +52,6 @@ def test_what_does_not_fit_is_refused(place: Place) -> None:
     refused(full, encode, grad, SEGMENTS, None, spec, small)
     refused(full, prune, grad, pruning, SEGMENTS, spec, small)
     refused("nnz of segment 4 is not what", encode, grad, SEGMENTS, wrong, spec, out)
-    unused = torch.zeros(8)
-    refused("scratch is not used on CUDA", encode, grad, SEGMENTS, None, spec, out, unused)
     refused("step is out of range", encode, grad, SEGMENTS, None, RecordSpec(0, -1), out)
     refused("the slot of segment 2 is too small", encode, grad, tight, None, spec, out)
     refused("blocks have no capacity", prune, grad, counted, SEGMENTS, blocks, out)
@@ -80,10 +78,9 @@ def test_too_little_room_for_rice_is_refused_before_the_residual_changes(place: 
     small, tiny_room = buffer(4096), buffer(int(tiny.slots[-1]))
     for problem, op, *given in (
         ("the output buffer is too small", ops.prune_encode, pruning, LONG, spec, small),
-        ("the output buffer is too small", ops.encode, LONG, None, spec, small, None, residual),
+        ("the output buffer is too small", ops.encode, LONG, None, spec, small, residual),
         ("the slot of segment 4 is too", ops.prune_encode, pruning, tight, spec, room),
         ("capacity is out of range", ops.prune_encode, less, LONG, spec, room),
-        ("scratch is not used on CUDA", ops.encode, LONG, None, spec, room, torch.zeros(8)),
         ("the slot of segment 2 is too small", ops.encode, tiny, None, spec, tiny_room),
     ):
         refused(problem, op, grad, *given)

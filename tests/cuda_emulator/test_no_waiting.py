@@ -129,7 +129,6 @@ def test_the_account_is_what_is_held(place: Place, op: CollectiveOp, overrides) 
     if config.scheme.capacity == "auto":
         config.scheme.capacity = AUTO_CAPACITY
     taken = taken_on_virtual_ranks(config, ranks.each[0].bucket, nodes, choose_level(config, nodes))
-    del taken["scratch"]  # of the CPU's encoder
     expected = Counter()
     for purpose, nbytes in taken.items():
         expected[item_of(purpose)] += nbytes

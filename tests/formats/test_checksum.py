@@ -169,6 +169,4 @@ def test_torch_operations_make_and_read_no_sealed_records(monkeypatch: pytest.Mo
     with refused:
         decode_add_(torch.zeros(case.numel), message, case.expected())
     with refused:
-        encode_segments(
-            case.grad_N, case.segments, None, case.spec, message, message_module.MessageBuffers()
-        )
+        encode_segments(case.grad_N, case.segments, None, case.spec, message)

@@ -115,7 +115,6 @@ def messages(device, form="coo", wire="fp32"):
         None,
         RecordSpec(WIRE_CODES[wire], 3, record_format=1),
         again,
-        buffers,
     )
     return made, total_N.cpu(), residual_N.cpu(), again[: int(sizes.sum())].cpu()
 

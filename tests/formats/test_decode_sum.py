@@ -18,7 +18,6 @@ from megatron_sparse.errors import ExtensionError, WireFormatError
 from megatron_sparse.formats.message import (
     FORMAT_CODES,
     WIRE_CODES,
-    MessageBuffers,
     decode_add_,
     decode_sum_,
     encode_segments,
@@ -32,7 +31,6 @@ OFFSETS = torch.tensor([0, 0, 70_001, 70_001, 270_336, 270_337]) + BASE
 """A window and a bit, no element, several windows, one element."""
 NUMEL = int(OFFSETS[-1]) - BASE
 DENSITIES = (0.03, 0.0, 0.4, 0.001, 1.0)
-BUFFERS = MessageBuffers()
 
 # (format, value dtype, what else the records' spec has), several of which a sum may mix
 FORMS = {
@@ -73,7 +71,7 @@ def message_of(form: str, density: float, seed: int) -> torch.Tensor:
     spec = RecordSpec(code, STEP, FORMAT_CODES[record_format], **more)
     keep = torch.tensor([0, 0, 0, 0, 0, 1], dtype=torch.uint8)
     out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-    sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out, BUFFERS)
+    sizes = encode_segments(values_N, Segments(offsets, keep), None, spec, out)
     return out[int(sizes[0]) : int(sizes.sum())]
 
 
@@ -131,7 +129,7 @@ def test_a_sum_that_no_cache_holds_has_the_same_bits(log2_span: int) -> None:
     for rank, density in enumerate((0.01, 0.3, 0.001)):
         values_M = cases.pruned_grad(numel, density, torch.float32, rank)
         out = torch.empty(ops.message_capacity(offsets, code), dtype=torch.uint8)
-        sizes = encode_segments(values_M, segments, None, spec, out, BUFFERS)
+        sizes = encode_segments(values_M, segments, None, spec, out)
         messages.append(out[: int(sizes.sum())].clone())
     acc_M = cases.make("spread", numel, torch.float32)
     check_sum(acc_M, messages, expected, fresh=True)

@@ -207,9 +207,8 @@ def test_limits_of_an_earlier_call_are_cached():
 
 
 def test_sizes_of_no_offsets_are_refused():
-    for size, wire in ((ops.message_capacity, 0), (ops.scratch_capacity, RecordSpec(0, STEP))):
-        with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
-            size(torch.tensor([0, 5], dtype=torch.int32), wire)
+    with pytest.raises(ExtensionError, match="segment_offsets has the wrong dtype"):
+        ops.message_capacity(torch.tensor([0, 5], dtype=torch.int32), 0)
 
 
 BAD_SLOTS = {
@@ -240,7 +239,6 @@ BAD_RICE = {
     "a value of every element needs other values": {"spec": rice_spec(5, without_indices=True)},
     "step is out of range": {"spec": replace(rice_spec(4), step=-1)},
     "output buffer is too small": {"out": torch.zeros(60, dtype=torch.uint8)},
-    "scratch buffer is too small": {"scratch": torch.zeros(8, dtype=torch.uint8)},
 }
 
 
@@ -260,15 +258,13 @@ def test_a_refused_call_changes_nothing(place, problem, is_rice):
         "spec": rice_spec(4) if is_rice else RecordSpec(0, 0),
         "out": torch.zeros(1000 if is_rice else 80, dtype=torch.uint8),
     }
-    own = {name: value for name, value in bad.items() if name not in [*given, "scratch"]}
+    own = {name: value for name, value in bad.items() if name not in given}
     pruning = replace(pruning_of(torch.full((8,), 0.5), 0.0, key=0), **own)
     grad, segments, spec, out = [bad.get(name, value) for name, value in given.items()]
     rest, limits = place(pruning.residual_N), place(pruning.thresholds_R)
     there = replace(pruning, residual_N=rest, thresholds_R=limits)
-    if rest.is_cuda and "scratch" in bad:
-        pytest.skip("CUDA takes no scratch memory")
     with pytest.raises(ExtensionError, match=problem):
-        ops.prune_encode(place(grad), there, segments, spec, place(out), bad.get("scratch"))
+        ops.prune_encode(place(grad), there, segments, spec, place(out))
     assert torch.equal(rest.cpu(), pruning.residual_N)
 
 
@@ -294,9 +290,6 @@ BOOLEAN = Segments(torch.tensor([0, 20]), torch.zeros(1, dtype=torch.bool))
             )
             for size in (32, 96, 8192)
         ),
-        ({"scratch": torch.zeros(8, dtype=torch.uint8)}, "the scratch buffer is too small"),
-        ({"scratch": torch.zeros(4097, dtype=torch.uint8)[1:]}, "scratch buffer is not aligned"),
-        ({"scratch": torch.zeros(4096)}, "scratch has the wrong dtype"),
     ],
 )
 def test_encode_refuses(change, problem):
@@ -307,7 +300,6 @@ def test_encode_refuses(change, problem):
         "nnz": torch.tensor([2]),
         "spec": spec_of(0, "blocks64"),
         "out": torch.zeros(500, dtype=torch.uint8),
-        "scratch": None,
     }
     with pytest.raises(ExtensionError, match=problem):
         ops.encode(grad_N, *(given | change).values())

@@ -53,10 +53,6 @@ class Codec:
             self.offsets, self.spec.value_dtype, STEP, rank=0, checksum=checksum
         )
         self.threshold_R = torch.tensor([case.threshold]).to(case.device)
-        self.scratch = None
-        if case.device == CPU:
-            nbytes = ops.scratch_capacity(self.offsets, self.spec)
-            self.scratch = torch.zeros(nbytes, dtype=torch.uint8)
         room = ops.message_capacity(self.offsets, self.spec.value_dtype)
         self.out = torch.zeros(room, dtype=torch.uint8, device=case.device)
 
@@ -69,11 +65,11 @@ class Codec:
     ) -> Encoder:
         """With leak 0 only rounding errors stay in the residual: all rounds see almost the same."""
         given = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
-        return lambda: ops.prune_encode(*given, self.scratch, reports=self.reports())[0]
+        return lambda: ops.prune_encode(*given, reports=self.reports())[0]
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Of a gradient with so many elements that are not zero."""
-        given = self.spec, self.out, self.scratch
+        given = self.spec, self.out
         counts = nnz if self.case.device == CPU else None
         return lambda: ops.encode(pruned_N, self.segments, counts, *given, reports=self.reports())
 
