@@ -103,6 +103,7 @@ def compiles_first(*parts: str) -> str:
 
 
 def _build_if_needed(name: str) -> None:
+    """Builds a library that is missing or outdated; rank 0 logs first that this takes minutes."""
     from megatron_sparse.cuda_ext import build, sources
 
     if not sources.is_current(name):
@@ -113,6 +114,7 @@ def _build_if_needed(name: str) -> None:
 
 
 def _load_library(name: Literal["cpu", "cuda"]) -> None:
+    """Registers the ops of a built library with torch, and notes that it is loaded."""
     import torch
 
     from megatron_sparse.cuda_ext import sources

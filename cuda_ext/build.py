@@ -117,6 +117,10 @@ def build(
 
 
 def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
+    """Compiles and links the CPU library unless it is current; `extra` flags go to every command.
+
+    `CPU_KERNELS` are compiled once for each instruction set, and all other sources once.
+    """
     target = sources.library_path("cpu", out)
     if sources.is_current("cpu", out):
         return Part("cpu", target, "up to date", "the same sources and flags")
@@ -147,6 +151,10 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
 
 
 def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
+    """Compiles and links the CUDA library unless it is current or left out; see `build`.
+
+    nvcc compiles the kernels, the C++ compiler their bindings. A kernel that spills is an error.
+    """
     target = sources.library_path("cuda", out)
     if choice == "off":
         return Part("cuda", target, "left out", "not asked for")
@@ -273,13 +281,12 @@ def run(command: Sequence[object], verbose: bool) -> str:
 
 def install(linked: Path, target: Path, stamp: dict[str, str]) -> None:
     """Puts library and stamp in place, each in one step: other processes may be loading them."""
-    for suffix, write in (
-        ("", lambda path: shutil.copy(linked, path)),
-        (".stamp", lambda path: path.write_text(json.dumps(stamp))),
-    ):
-        fresh = target.with_name(f".{target.name}{suffix}.new")
-        write(fresh)
-        os.replace(fresh, target.with_name(target.name + suffix))
+    new_library = target.with_name(f".{target.name}.new")
+    new_stamp = target.with_name(f".{target.name}.stamp.new")
+    shutil.copy(linked, new_library)
+    new_stamp.write_text(json.dumps(stamp))
+    os.replace(new_library, target)
+    os.replace(new_stamp, target.with_name(f"{target.name}.stamp"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

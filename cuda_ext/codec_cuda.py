@@ -71,6 +71,7 @@ def on_device[T: (torch.Tensor, None)](table: T, device: torch.device) -> T:
 def _device_copy(
     data: bytes, dtype: torch.dtype, device: torch.device, stream: int
 ) -> torch.Tensor:
+    """A table's copy on the device, cached by its content; `stream` is part of the key only."""
     if not data:
         return torch.empty(0, dtype=dtype, device=device)
     return to_device(torch.frombuffer(bytearray(data), dtype=dtype), device)

@@ -52,7 +52,7 @@ def decode_add_(
         WireFormatError: names the rank and the field of the message that is wrong.
         ExtensionError: the other arguments do not fit together.
     """
-    offsets, *places = _tables("decode_add_", acc_M, [message], expected)
+    offsets, *places = _tables("decode_add_", acc_M, [message], expected)  # slots and sums
     value_dtype, step = expected.value_dtype, expected.step
     status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, *places)
     look = partial(_check_status, acc_M, base, expected)
@@ -100,7 +100,7 @@ def decode_sum_(
     if not messages or len(messages) != len(ranks):
         got = f"{len(messages)} messages of {len(ranks)} ranks"
         raise refusal("decode_sum_", "a message is missing", "one of each rank", got)
-    offsets, *places = _tables("decode_sum_", acc_M, messages, expected)
+    offsets, *places = _tables("decode_sum_", acc_M, messages, expected)  # slots and sums
     value_dtype, step = expected.value_dtype, expected.step
     parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
     statuses = call("decode_sum_", *parts)
@@ -117,9 +117,11 @@ def decode_sum_(
 def _tables(
     op: str, acc_M: torch.Tensor, messages: Sequence[torch.Tensor], expected: Expected
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Checks a decoder's arguments; returns offsets, slots and the sums of sealed payloads.
+    """Checks a decoder's arguments and brings its tables to the accumulator's device.
 
-    On the accumulator's device.
+    Returns:
+        The segments' offsets; the slots, or None for records back to back; and the sums of the
+        payloads of all records, or None where records are not sealed.
     """
     check_flat(op, "acc", acc_M, (torch.float32,))
     on_cuda = check_device(op, "acc", acc_M) == "cuda"
@@ -143,12 +145,22 @@ def _check_status(acc_M: torch.Tensor, base: int, expected: Expected, status: to
 
 
 def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -> None:
-    """Raises the error that the decoder's status reports for a message, if any."""
+    """Raises the error that the decoder's status reports for a message, if any.
+
+    Args:
+        status: on the CPU: 0 for no error, the segment, the number of the wrong field, its value.
+        wanted: what the message should have said.
+        has_slots: whether its records lie in slots.
+
+    Raises:
+        WireFormatError: names the rank and the field.
+    """
     code, segment, field, value = status.tolist()
     if code == 0:
         return
-    first, last = (*wanted.segment_offsets.tolist(), 0)[segment : segment + 2]
-    numel = last - first
+    # Bytes behind the last record are an error of "segment" S, which has no end.
+    offsets = [*wanted.segment_offsets.tolist(), 0]
+    first, numel = offsets[segment], offsets[segment + 1] - offsets[segment]
     # In the order of the codes of fields: `csrc/record_check.h`.
     fields: dict[str, object] = {
         "size": "as many bytes as its records announce"

@@ -136,11 +136,18 @@ def hierarchical_hash(
 def _by_index(
     entry_K: torch.Tensor, indices_K: torch.Tensor, offsets: torch.Tensor
 ) -> torch.Tensor:
-    """Entries of each partition in ascending order of the index, then of the entry."""
-    # Two stable sorts, the second one by the place that the memory had given each entry.
-    by_index_K = (indices_K[entry_K] << 32 | entry_K).argsort()
-    place_K = torch.bucketize(by_index_K, offsets[1:-1], right=True)
-    return entry_K[by_index_K[place_K.argsort(stable=True)]]
+    """Entries of each partition in ascending order of the index, then of the entry.
+
+    Args:
+        entry_K: entries, partition after partition, in any order within one.
+        indices_K: the index of each entry, below 2^31.
+        offsets: where partitions begin in `entry_K`, and the last one ends.
+    """
+    # All entries by index (upper half of the key) and entry (lower half) ...
+    sorted_K = (indices_K[entry_K] << 32 | entry_K).argsort()
+    # ... and then by partition, which keeps that order within each: the sort is stable.
+    partition_K = torch.bucketize(sorted_K, offsets[1:-1], right=True)
+    return entry_K[sorted_K[partition_K.argsort(stable=True)]]
 
 
 def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, torch.Tensor]:

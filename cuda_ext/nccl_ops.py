@@ -135,45 +135,14 @@ class SumPlan:
         )
 
     @cached_property
-    def _statuses_at(self) -> torch.Tensor:
-        """Which words of the report are 0 if there is no error."""
+    def statuses_at(self) -> torch.Tensor:
+        """Which words of a call's report (`SumCall.check`) are 0 if there is no error."""
         messages = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS
         if not self.gathers:
             return messages
         encoder = self.world_size * codec_cuda.STATUS_WORDS
         sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + messages
         return torch.cat([messages, torch.tensor([encoder]), sums])
-
-    def check(self, report: torch.Tensor, step: int, sum_steps: torch.Tensor) -> None:
-        """Raises the error that a call's report, on the CPU, holds, if any.
-
-        Args:
-            report: what `nccl_sparse_sum` returned.
-            step: what it was given.
-            sum_steps: what it was given.
-
-        Raises:
-            WireFormatError: names the rank whose records are wrong, and the field.
-            ExtensionError: the plan does not fit the bucket.
-        """
-        if not report[self._statuses_at].any():
-            return
-        n, own = self.world_size, self.own
-        for rank, status in enumerate(report[: n * codec_cuda.STATUS_WORDS].view(n, -1)):
-            self._check_status(status, own.offsets, step, rank)
-        if self.gathers:
-            rest = report[n * codec_cuda.STATUS_WORDS :]
-            codec_cuda.check_report("encode", rest, own.own_offsets)
-            for rank, status in enumerate(rest[-n * codec_cuda.STATUS_WORDS :].view(n, -1)):
-                offsets = self.shard_of(rank).own_offsets
-                self._check_status(status, offsets, int(sum_steps[rank]), rank)
-
-    def _check_status(
-        self, status: torch.Tensor, offsets: torch.Tensor, step: int, rank: int
-    ) -> None:
-        begin, end = int(offsets[0]), int(offsets[-1])
-        codec_cuda.check_status(status, offsets, begin, end - begin)
-        refuse_message(status, Expected(offsets, self.value_dtype, step, rank), has_slots=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,8 +173,35 @@ class SumCall:
     events: torch.Tensor
 
     def check(self, report: torch.Tensor) -> None:
-        """Raises the error in `nccl_sparse_sum`'s report, on the CPU; see `SumPlan.check`."""
-        self.plan.check(report, self.step, self.sum_steps)
+        """Raises the error that the call's report, on the CPU, holds, if any.
+
+        The report is a status for each rank's message; where sums are gathered also the encoder's
+        status, with sizes and counts of the own segments, and a status for each rank's sum.
+
+        Raises:
+            WireFormatError: names the rank whose records are wrong, and the field.
+            ExtensionError: the plan does not fit the bucket.
+        """
+        if not report[self.plan.statuses_at].any():
+            return
+        plan, n, own = self.plan, self.plan.world_size, self.plan.own
+        status_words = n * codec_cuda.STATUS_WORDS  # of all ranks' messages, or of their sums
+        for rank, status in enumerate(report[:status_words].view(n, -1)):
+            self._check_status(status, own.offsets, self.step, rank)
+        if plan.gathers:
+            codec_cuda.check_report("encode", report[status_words:], own.own_offsets)
+            for rank, status in enumerate(report[-status_words:].view(n, -1)):
+                offsets = plan.shard_of(rank).own_offsets
+                self._check_status(status, offsets, int(self.sum_steps[rank]), rank)
+
+    def _check_status(
+        self, status: torch.Tensor, offsets: torch.Tensor, step: int, rank: int
+    ) -> None:
+        """Raises the error in a decoder's status about the records of a rank, if any."""
+        begin, end = int(offsets[0]), int(offsets[-1])
+        codec_cuda.check_status(status, offsets, begin, end - begin)
+        expected = Expected(offsets, self.plan.value_dtype, step, rank)
+        refuse_message(status, expected, has_slots=True)
 
 
 def nccl_sparse_sum(communicator: torch.Tensor, summed: SumCall) -> tuple[torch.Tensor, int]:

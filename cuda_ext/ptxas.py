@@ -43,16 +43,13 @@ class Compiled:
 
 def read_report(report: str) -> list[Compiled]:
     """The kernels in the output of `nvcc -Xptxas -v`."""
-    return [
-        Compiled(
-            kernel,
-            arch,
-            int(registers),
-            int((re.search(r"(\d+) bytes smem", rest) or [0, 0])[1]),
-            int(stores) + int(loads),
-        )
-        for kernel, arch, stores, loads, registers, rest in _KERNEL.findall(report)
-    ]
+    kernels = []
+    for kernel, arch, stores, loads, registers, rest in _KERNEL.findall(report):
+        shared = re.search(r"(\d+) bytes smem", rest)  # not there for a kernel without any
+        shared_bytes = int(shared[1]) if shared else 0
+        spill_bytes = int(stores) + int(loads)
+        kernels.append(Compiled(kernel, arch, int(registers), shared_bytes, spill_bytes))
+    return kernels
 
 
 def refuse_spills(kernels: Iterable[Compiled]) -> None:

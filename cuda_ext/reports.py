@@ -133,6 +133,7 @@ def _waiting() -> _Waiting:
     waiting: _Waiting = SimpleQueue()
 
     def run() -> None:
+        """Wakes one caller after the other, each when its words have been copied."""
         while True:
             device, copied, wake = waiting.get()
             with suppress(RuntimeError):  # `finish` meets the device's error again, and raises it

@@ -94,11 +94,11 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> Slots:
-    """`Slots.of`, with the tables' content as arguments."""
+    """`Slots.of`, with the tables' content as arguments: a cache can compare them."""
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
-    none = numel_S.new_zeros(1)
+    begin = numel_S.new_zeros(1)
     if not dense:
-        return Slots(none[:0], none)
+        return Slots(begin[:0], begin)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
     whole_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
@@ -109,11 +109,12 @@ def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> S
             most_S = most_S.minimum(whole_S)
     else:
         is_adaptive = spec.record_format == FORMAT_ADAPTIVE
+        formats = (FORMAT_COO, FORMAT_PICI) if is_adaptive else (spec.record_format,)
         most_S = whole_S
-        for sparse in (FORMAT_COO, FORMAT_PICI) if is_adaptive else (spec.record_format,):
+        for sparse in formats:
             most_S = most_S.minimum(payload_bytes(sparse, numel_S, capacity_S, spec.value_dtype))
     room_S = torch.where(dense_S, whole_S, most_S) + HEADER_BYTES
-    return Slots(capacity_S, torch.cat([none, room_S.cumsum(0)]))
+    return Slots(capacity_S, torch.cat([begin, room_S.cumsum(0)]))
 
 
 def _most_rice_bytes(

@@ -76,17 +76,7 @@ CUDA_UNITS = (
     "nccl_sum",
 )
 """The CUDA library's kernels, each a .cu; those that compile longest come first."""
-CUDA_BINDINGS = (
-    "encode",
-    "decode",
-    "hash_bitmap",
-    "row_sparse",
-    "moves",
-    "hash_partition",
-    "threshold",
-    "payload_sums",
-    "nccl_sum",
-)
+CUDA_BINDINGS = sorted(path.stem.removesuffix("_cuda") for path in SOURCES.glob("*_cuda.cpp"))
 """Their bindings, each a _cuda.cpp."""
 NVCC = (
     *_COMMON,
@@ -121,9 +111,10 @@ def source_hash(name: str) -> str:
     parts = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
     digest.update(repr(parts).encode())
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
-        only_cuda = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
+        is_cuda_source = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
+        part = "cuda" if is_cuda_source else "cpu"
         # Headers may belong to either library.
-        if path.suffix == ".h" or only_cuda == (name == "cuda"):
+        if path.suffix == ".h" or part == name:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

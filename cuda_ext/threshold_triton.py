@@ -25,13 +25,15 @@ def sample_threshold(
 ) -> Limits:
     """See `cuda_ext.ops.sample_threshold`, which checks the arguments.
 
-    The gradient is on a CUDA device, or Triton interprets its kernels.
+    The gradient is on a CUDA device, or Triton interprets its kernels. Each range becomes a row of
+    the kernels' plan (`triton_kernels.threshold.sample_threshold` lists its columns).
     """
     from megatron_sparse.triton_kernels import threshold
 
-    offsets, densities = range_offsets.tolist(), densities_R.tolist()
-    rows, wanted, total, most = [], [], 0, 0
-    keys = keys_R.tolist()
+    offsets, densities, keys = range_offsets.tolist(), densities_R.tolist(), keys_R.tolist()
+    rows: list[tuple[int, ...]] = []
+    wanted: list[float] = []  # samples to select from each range
+    total = most = 0  # samples of all ranges so far, and of the range with the most
     draws = range_draws(keys).tolist()
     for r, (density, key) in enumerate(zip(densities, keys, strict=True)):
         begin, numel = offsets[r], offsets[r + 1] - offsets[r]
@@ -41,6 +43,7 @@ def sample_threshold(
         rows.append((begin, numel, count, rank, 0, *hash_seed(key, DRAW_SAMPLE), total, draws[r]))
         total, most = total + count, max(most, count)
     plan = torch.tensor(rows, dtype=torch.int64).view(len(rows), threshold.PLAN_COLUMNS.value)
+    # This column is fp64 among integers: it holds the bits.
     plan[:, 4] = torch.tensor(wanted, dtype=torch.float64).view(torch.int64)
     found = threshold.sample_threshold(
         grad_N, residual_N, to_device(plan, grad_N.device), total, most

@@ -107,6 +107,14 @@ def _hash_bits(a, b, low_B):
 
 
 @triton.jit
+def _random_bits(seed_a, seed_b, high, low_B):
+    """The counter hash of elements; `high` and `low_B` are the halves of their indices."""
+    a = seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
+    b = seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
+    return _hash_bits(a, b, low_B)
+
+
+@triton.jit
 def _widen(raw_B, DTYPE: tl.constexpr):
     """Raw bits of a dtype as fp32."""
     if DTYPE == 0:
@@ -141,7 +149,11 @@ def _round_magnitude(
     LIMIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rounds fp32 bits of a finite magnitude to a grid, saturating; see `csrc/elementwise.h`."""
+    """Rounds fp32 bits of a finite magnitude to a grid, saturating; see `csrc/elementwise.h`.
+
+    `_GRIDS` explains CUT, FIXED_BELOW and LIMIT. Not STOCHASTIC, it rounds to nearest even, and
+    does not read `random_B`.
+    """
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
     added_B = (random_B & MASK) if STOCHASTIC else ((u_B >> CUT) & 1) + (MASK >> 1)
     rounded_B = u_B + added_B
@@ -250,15 +262,12 @@ def _prune_kernel(
         tied_B = magnitude_B.to(tl.float32, bitcast=True) == threshold_B
         tied_B = tied_B & (threshold_B > 0) & (chance_B > 0)
         if tl.max(tied_B.to(tl.int32), axis=0) > 0:
-            a = tie_seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
-            b = tie_seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
-            draw_B = (_hash_bits(a, b, low_B) >> 8).to(tl.int32).to(tl.float32)
+            draw_B = _random_bits(tie_seed_a, tie_seed_b, high, low_B) >> 8
+            draw_B = draw_B.to(tl.int32).to(tl.float32)
             drop_B = drop_B & ~(tied_B & (draw_B * (1.0 / 16777216.0) < chance_B))
     kept_B = magnitude_B
     if CUT != 0:
-        a = seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
-        b = seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
-        random_B = _hash_bits(a, b, low_B)
+        random_B = _random_bits(seed_a, seed_b, high, low_B)
         kept_B = _round_magnitude(magnitude_B, random_B, CUT, FIXED_BELOW, LIMIT, STOCHASTIC)
     special_B = tl.where(magnitude_B > 0x7F800000, 0x7FC00000, bits_B).to(tl.uint32)
     kept_B = tl.where(finite_B, kept_B | sign_B, special_B)
@@ -267,11 +276,11 @@ def _prune_kernel(
     remainder_B = tl.where(finite_B, x_B - kept_B.to(tl.float32, bitcast=True), 0.0)
     rest_B = tl.where(drop_B, x_B * leak, remainder_B).to(tl.uint32, bitcast=True)
     if RESIDUAL == 1:
-        a = residual_seed_a.to(tl.uint32, bitcast=True) ^ (high * 0x85EBCA6B)
-        b = residual_seed_b.to(tl.uint32, bitcast=True) + high * 0xC2B2AE35
+        random_B = _random_bits(residual_seed_a, residual_seed_b, high, low_B)
         rest_magnitude_B = rest_B & 0x7FFFFFFF
+        # The grid of bf16.
         rest_B = (rest_B ^ rest_magnitude_B) | _round_magnitude(
-            rest_magnitude_B, _hash_bits(a, b, low_B), 16, 0, 0x7F7F0000, STOCHASTIC
+            rest_magnitude_B, random_B, 16, 0, 0x7F7F0000, STOCHASTIC
         )
 
     tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)

@@ -94,6 +94,7 @@ class ResidualStore:
         return residual_N
 
     def _undo_repeated(self, name: str) -> None:
+        """Takes back the pending selection of a step that is being repeated."""
         if not self.undo:
             raise SelectionError(
                 f"bucket {name}: gradients were synchronised twice without an optimizer step",
@@ -104,6 +105,7 @@ class ResidualStore:
         self._restore(name)
 
     def _keep_undo_copy(self, name: str, residual_N: torch.Tensor) -> None:
+        """Copies a residual before its selection, into the memory of the last copy if it fits."""
         copy_N = self._undo_copies.get(name)
         # Megatron may have cut its buckets anew, with other sizes.
         if copy_N is None or copy_N.numel() != residual_N.numel():
@@ -148,6 +150,7 @@ class ResidualStore:
         self._is_apart = True
         lacking = {}
         for name, existed in self._pending.items():
+            # At leak 0 unsent values are lost: only rounding errors, which do not leak, are left.
             lacking[name] = self._residuals[name].float() / (leak or 1.0)
             if existed:
                 lacking[name].sub_(self._undo_copies[name])
@@ -175,6 +178,7 @@ class ResidualStore:
         """
         if self._is_apart:
             self.rollback()
+        # Before the unit changes: that uses up the undo copies.
         if share is not None:
             self._keep_share(share)
         if unit_change is not None:
@@ -231,6 +235,7 @@ class ResidualStore:
         self._goes_on = self._is_apart = False
 
     def _restore(self, name: str) -> None:
+        """Undoes a pending selection: the residual is its undo copy again, or zeros."""
         existed = self._pending.pop(name)
         if existed:
             self._residuals[name].copy_(self._undo_copies[name])

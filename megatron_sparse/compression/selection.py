@@ -248,7 +248,8 @@ def range_limits(
         at density 1, are `KEEP_ALL`. No host synchronisation.
     """
     device = bucket.grad_N.device
-    # Kept and lossless parameters and padding have no threshold.
+    # A piece is a parameter, or padding, whose owner is -1. All pieces but those of pruned
+    # parameters are sampled at density 1, which gives them the threshold `KEEP_ALL`.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
         chances_P = torch.zeros(len(pruned_P), device=device)
@@ -256,8 +257,8 @@ def range_limits(
     else:
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
-        sample = (ops if is_compiled(device) else threshold_triton).sample_threshold
-        limits_P = sample(
+        implementation = ops if is_compiled(device) else threshold_triton
+        limits_P = implementation.sample_threshold(
             bucket.grad_N,
             residual_N,
             layout.piece_offsets,

@@ -41,6 +41,7 @@ def is_compiled(device: torch.device) -> bool:
 
 @cache
 def _is_compiled(device: torch.device, wanted: str) -> bool:
+    """`is_compiled` of a CUDA device, decided and logged once; `wanted` is the variable's value."""
     if wanted not in ("auto", "cuda", "torch"):
         raise ConfigError(f"{CODEC} is unknown", expected="auto | cuda | torch", got=wanted)
     if wanted == "torch":

@@ -157,6 +157,7 @@ class IndexSetHash(PartitionHash):
     )
 
     def __post_init__(self) -> None:
+        """Hashes every element and sorts them by partition, ascending in each."""
         super().__post_init__()
         partition_N = self.partition_of(torch.arange(self.numel))
         counts = partition_N.bincount(minlength=self.partitions)
@@ -205,6 +206,7 @@ def check_partition(partition: int, partitions: int) -> None:
 
 
 def _check_positions(positions_K: torch.Tensor, numel: int) -> None:
+    """Refuses positions outside of a partition of `numel` elements."""
     if positions_K.numel() == 0:
         return
     low, high = (int(bound) for bound in positions_K.aminmax())

@@ -57,6 +57,7 @@ class PartitionRecord:
     checksum: bool = False
 
     def __post_init__(self) -> None:
+        """Refuses a dtype without a code, and a partition that does not exist."""
         if self.value_dtype not in GRAD_DTYPES:
             raise ExtensionError(
                 "values of this dtype have no code",

@@ -171,6 +171,7 @@ class Header:
         if self.nnz > numel:
             raise wrong_field(rank, "nnz", f"at most {numel}", self.nnz)
         if self.format in (FORMAT_BLOCKS, FORMAT_RICE):
+            # Any size that holds the sub-header, which says the rest.
             demanded = max(self.payload_bytes, SUBHEADER_BYTES)
         else:
             demanded = payload_bytes(self.format, numel, self.nnz, value_dtype)

@@ -152,6 +152,7 @@ class RowPart:
         return RowSparse(indices, rows, self.num_rows)
 
     def _check_indices(self, indices: torch.Tensor, rank: int) -> None:
+        """Refuses row indices that do not ascend, or are not all of this part."""
         wrong = (indices < 0) | (indices >= self.num_rows) | (indices % self.parts != self.part)
         wrong[1:] |= indices[1:] <= indices[:-1]
         if bool(wrong.any()):

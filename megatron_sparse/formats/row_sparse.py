@@ -36,6 +36,7 @@ class RowSparse:
     num_rows: int
 
     def __post_init__(self) -> None:
+        """Refuses tensors that do not fit together, and indices that do not ascend."""
         _check_pairs(self.indices_K, self.rows_KD, self.num_rows)
         if not _ascends(self.indices_K):
             raise ExtensionError(
@@ -143,6 +144,7 @@ def _check_rows_dtype(dtype: torch.dtype) -> None:
 
 
 def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> None:
+    """Refuses wrong shapes, dtypes and lengths, and indices outside of [0, num_rows)."""
     if not 0 <= num_rows <= MAX_ROWS:
         raise ExtensionError("num_rows is out of range", expected="0 to 2^40", got=num_rows)
     if indices.dtype != torch.int64 or indices.dim() != 1 or rows.dim() != 2:

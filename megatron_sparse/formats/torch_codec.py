@@ -110,6 +110,7 @@ def decode_add_(
     segment_offsets, rank = expected.segment_offsets, expected.rank
     dtype = GRAD_DTYPES[expected.value_dtype]
     position, pieces = 0, []
+    # On the device, so that one wait at the end tells about the indices of all records.
     ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
     for first, last in pairwise(segment_offsets.tolist()):
         header = Header.unpack(bytes(message[position : position + HEADER_BYTES].cpu()), rank)

@@ -12,7 +12,12 @@ _SIZE_AT, _CHECKSUM_AT = 24, 44
 
 
 def mixed_sum(data: bytes, first: int = 0) -> int:
-    """Of the 32-bit words, the first of which has the number `first`."""
+    """The sum, modulo 2^32, of 32-bit words that are each mixed with their number.
+
+    Args:
+        data: a multiple of 4 bytes.
+        first: the number of its first word.
+    """
     words = np.frombuffer(data, "<u4").astype(np.uint64)
     low = np.uint64(0xFFFFFFFF)
     at = np.arange(first, first + words.size, dtype=np.uint64)
@@ -22,7 +27,7 @@ def mixed_sum(data: bytes, first: int = 0) -> int:
 
 
 def sealed(message: bytes) -> bytes:
-    """With the sum of each record's payload added to its header's checksum."""
+    """The message with the sum of each record's payload added to its header's checksum."""
     return _with_sums(message, 1)
 
 
@@ -32,6 +37,7 @@ def opened(message: bytes) -> bytes:
 
 
 def _with_sums(message: bytes, sign: int) -> bytes:
+    """The message with `sign` times the payload's sum added to each header's checksum."""
     data, position = bytearray(message), 0
     while position + HEADER_BYTES <= len(data):
         (size,) = struct.unpack_from("<Q", data, position + _SIZE_AT)

@@ -84,6 +84,7 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
 def _sections(
     record_format: int, values: torch.Tensor, kept: torch.Tensor, spec: RecordSpec
 ) -> bytes:
+    """The sections of a segment's record in one of the formats but Rice."""
     if record_format == FORMAT_PICI:
         return pici.encode(values, kept, linear=not spec.paper_order)
     if record_format == FORMAT_BLOCKS:

@@ -163,14 +163,15 @@ def prune_limited(
         pairwise(segment_offsets.tolist()), capacity_S.tolist(), strict=True
     ):
         nonzero_K = out_N[start:stop].nonzero().squeeze(1) + start
-        over_K = nonzero_K[most:]
+        over_K = nonzero_K[most:]  # not sent, for lack of room
         x_K = out_N[over_K].float() + rest_N[over_K].float()
         finite_K = x_K.isfinite()
-        given_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
-        given_K = residual_in(rest_N.dtype, given_K, key, over_K)
+        left_K = torch.where(finite_K, x_K, 0) * torch.tensor(leak)
+        left_K = residual_in(rest_N.dtype, left_K, key, over_K)
         out_N[over_K] = 0
+        # NaN and infinity must not wait in the residual: the last value that is sent becomes NaN.
         if most > 0 and not finite_K.all():
             out_N[nonzero_K[most - 1]] = float("nan")
-        given_K = torch.where(finite_K | (most > 0), given_K, float("nan"))
-        rest_N[over_K] = with_one_nan(given_K, rest_N.dtype)
+        left_K = torch.where(finite_K | (most > 0), left_K, float("nan"))
+        rest_N[over_K] = with_one_nan(left_K, rest_N.dtype)
     return with_one_nan(out_N, out_N.dtype), rest_N

@@ -175,7 +175,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
         return np.zeros(0, "<u4")
     r = rice_parameter(numel, index_K.size)
     gap_K = np.diff(index_K, prepend=-1) - 1
-    ones_K = np.cumsum((gap_K >> r) + 1) - 1
+    ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many zeros, then a one
     bits = np.zeros(int(-(-(ones_K[-1] + 1) // PLANE)) * PLANE, np.uint8)
     bits[ones_K] = 1
     unary = np.packbits(bits, bitorder="little").view("<u4")
@@ -223,13 +223,25 @@ def whole_words(numel: int, spec: RecordSpec) -> int:
 def read_chunk(
     words: np.ndarray, entries: int, numel: int, spec: RecordSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of the chunk and their values."""
+    """The elements of the chunk and their values.
+
+    Args:
+        words: those of the chunk: values, remainders of the gaps, their quotients in unary.
+        entries: how many there are.
+        numel: elements of the chunk.
+        spec: how the record is written.
+
+    Raises:
+        WrongWords: the words are not those of so many entries.
+    """
     values_end = rice_value_words(entries, spec.value_dtype)
     if spec.without_indices:
         return np.arange(numel), _read_values(words, entries, spec.value_dtype)
     r = rice_parameter(numel, entries) if entries else 0
     unary_at = values_end + r * _planes_of(entries)
-    if len(words) < unary_at + 1 if entries else len(words) > 0:
+    # A chunk with entries has a word of unary code at least, and one without has no word at all.
+    fits = len(words) > unary_at if entries else len(words) == 0
+    if not fits:
         raise WrongWords(f"{len(words)} words for {entries} entries")
     values = _read_values(words[:values_end], entries, spec.value_dtype)
     if entries == 0:
@@ -249,6 +261,7 @@ def read_chunk(
 
 
 def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
+    """The fp32 values at the begin of a chunk's words, quantised ones group by group."""
     if count == 0:
         return np.zeros(0, np.float32)
     if value_dtype not in RICE_BITS:

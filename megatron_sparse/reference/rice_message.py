@@ -89,6 +89,7 @@ def encode_segments(
 
 
 def _dense_record(values_N: torch.Tensor, begin: int, end: int, spec: RecordSpec) -> bytes:
+    """The dense record of the elements from `begin` to `end`, unsealed."""
     nnz = values_N[begin:end].count_nonzero().view(1)
     whole = Segments(torch.tensor([begin, end]), torch.ones(1, dtype=torch.uint8))
     dense_spec = RecordSpec(spec.value_dtype, spec.step, FORMAT_DENSE)

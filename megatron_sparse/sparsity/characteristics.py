@@ -74,7 +74,7 @@ def unions(words_nW: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         k and its unions: [n, W], or [1, W] for k = n. Valid until the next one is asked for.
     """
     n = words_nW.shape[0]
-    union_gW, held = words_nW, 1
+    union_gW, held = words_nW, 1  # unions of `held` neighbours, which double
     for k in union_counts(n):
         if k == n:
             yield n, np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
@@ -181,9 +181,10 @@ def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityP
     n = len(elements)
     words_nW = np.stack([pack(own_K, numel) for own_K in elements])
     nnz = sum(own_K.size for own_K in elements)
+    # Of the sum of k ranks, the mean over the groups of k.
     nnz_of_sum = {k: sum(map(size_of, sets)) / len(sets) for k, sets in unions(words_nW)}
     sum_K = union_of(elements, numel)
-    skewness = [_skewness(own_K, numel, n) for own_K in elements]
+    skewness = [_skewness(own_K, numel, n) for own_K in elements]  # of each rank, as `blocks`
     blocks = [_blocks(own_K, numel) for own_K in elements]
     cuts, mean_nnz = partition_counts(numel, n), nnz / n
     return SparsityProfile(

@@ -227,12 +227,12 @@ class GradientDump:
     @cached_property
     def buckets(self) -> dict[str, DumpedBucket]:
         """By name, group by group; with several groups a bucket is named `<group>/<name>`."""
-        found = {
-            DumpedBucket(file.parent.parent.name, file.name.rsplit(".", 2)[0])  # <stem>.<kind>.pt
-            for iteration in self.iterations
-            for file in self._of(iteration).glob("group-*/rank-*/*.pt")
-            if _GROUP.fullmatch(file.parent.parent.name)
-        }
+        found: set[DumpedBucket] = set()
+        for iteration in self.iterations:
+            for file in self._of(iteration).glob("group-*/rank-*/*.pt"):
+                group, stem = file.parent.parent.name, file.name.rsplit(".", 2)[0]  # .<kind>.pt
+                if _GROUP.fullmatch(group):
+                    found.add(DumpedBucket(group, stem))
         many = len({bucket.group for bucket in found}) > 1
         named: dict[str, DumpedBucket] = {}
         for bucket in sorted(found):

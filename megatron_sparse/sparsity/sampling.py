@@ -111,6 +111,7 @@ def sample_profile(
 
 
 def _check_part(row: np.ndarray, rank: int, expected: int) -> None:
+    """Refuses a rank's part whose CRC-32 is not the one that the rank announced."""
     got = zlib.crc32(row.tobytes())
     if got != expected:
         raise WireFormatError(
@@ -166,13 +167,17 @@ class SamplePlan:
 
     @classmethod
     def of(cls, name: str, numel: int, world_size: int, seed: int, step: int) -> SamplePlan:
-        """The plan of a bucket in a step."""
+        """The plan of a bucket in a step.
+
+        One window is drawn from each of `WINDOWS` equal strata of the bucket's windows.
+        """
         windows = -(-numel // WINDOW_NUMEL)
         count = min(windows, WINDOWS)
         generator = torch.Generator().manual_seed(draw_key(seed, step, "profile", name))
         inside_W = torch.rand(count, generator=generator, dtype=torch.float64)
         edges = torch.arange(count + 1) * windows // max(count, 1)
         drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
+        # A power of two, so that every profile's power of two is made of whole partitions.
         powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
         fine = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
         return cls(numel, world_size, max([*powers, fine]), drawn_W)
@@ -278,7 +283,7 @@ class SamplePlan:
         class_W = class_P[np.searchsorted(self._cuts, middle_W, side="right") - 1]
 
         def by_class(words_gW: np.ndarray) -> np.ndarray:
-            """A set's elements in the windows of each class, the mean over some sets."""
+            """Elements in the windows of each class, the mean over the sets."""
             bits_W = np.bitwise_count(words_gW).reshape(len(words_gW), -1, WORDS)
             size_W = bits_W.sum((0, 2), dtype=np.int64)
             # Whole numbers, so the order of the additions does not matter.
@@ -290,6 +295,7 @@ class SamplePlan:
             union_C = by_class(sets_gW)
             union = math.fsum(union_C.tolist())
             overall = union / single if single else 1.0
+            # The class's own ratio, with `PRIOR` elements of the whole bucket's ratio added.
             ratio_C = (union_C + PRIOR * overall) / (single_C + PRIOR)
             union_P = np.minimum(ratio_C[class_P] * mean_P, size_P)
             if self.is_whole and union:
@@ -301,6 +307,8 @@ class SamplePlan:
     def _cut(self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray) -> list[float]:
         """Elements of a union in other partitions: exact means times the ratio around them.
 
+        Within a finest partition, elements are taken to lie evenly.
+
         Args:
             mean_Q: elements of one rank in each of them, on average.
             mean_P: the same in the finest partitions.
@@ -311,6 +319,7 @@ class SamplePlan:
         inside = (cuts - knots[left]) / (knots[left + 1] - knots[left])
 
         def between(part_P: np.ndarray) -> np.ndarray:
+            """Elements of each other partition, from those of the finest ones."""
             before = np.concatenate([[0.0], np.cumsum(part_P)])
             return np.diff(before[left] + inside * part_P[left])
 
@@ -319,7 +328,12 @@ class SamplePlan:
         return np.minimum(found_Q, np.diff(cuts)).tolist()
 
     def _sum_blocks(self, blocks: dict[int, float], words_nW: np.ndarray) -> dict[int, float]:
-        """Between full overlap and independence: as in the windows, or their largest blocks."""
+        """The fraction of the sum's blocks that hold an element, by size.
+
+        It lies between one rank's fraction (full overlap) and that of independent ranks, at the
+        same relative place, `share`, as in the windows. Blocks that are larger than a window take
+        the share of the largest that are not.
+        """
         n, found, share = words_nW.shape[0], {}, 0.0
         union_W = np.bitwise_or.reduce(words_nW, axis=0, keepdims=True)
         seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
@@ -402,6 +416,7 @@ def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
 
 
 def _block_fractions(blocks_nB: np.ndarray, numel: int) -> dict[int, float]:
+    """The fraction of blocks of each size that hold an element, the mean over ranks."""
     found = blocks_nB.sum(0).tolist()
     n = blocks_nB.shape[0]
     return {
