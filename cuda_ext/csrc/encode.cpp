@@ -8,9 +8,28 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include <memory>
+
 #include "isa.h"
 
 namespace megatron_sparse {
+
+namespace {
+
+// Memory that the calling thread keeps for its next call: fresh pages for every long bucket would
+// cost half as much as its encoding.
+void* kept_scratch(int64_t bytes) {
+  static thread_local std::unique_ptr<uint64_t[]> room;
+  static thread_local int64_t room_bytes = 0;
+  if (bytes > room_bytes) {
+    room.reset();
+    room_bytes = (bytes + 7) / 8 * 8;
+    room.reset(new uint64_t[room_bytes / 8]);
+  }
+  return room.get();
+}
+
+}  // namespace
 
 EncodeCall::EncodeCall(const EncodeRequest& request) : EncodeRequest(request) {
   const auto name = [&](const char* what) { return std::string(op) + ": " + what; };
@@ -29,7 +48,7 @@ EncodeCall::EncodeCall(const EncodeRequest& request) : EncodeRequest(request) {
     }
   }
   place = check_slots(slots, segment_count(), name("slots"));
-  scratch = torch::stable::new_empty(segment_kinds, {needed});
+  scratch = kept_scratch(needed);
 }
 
 int64_t EncodeCall::most_bytes(int64_t s, int64_t entries) const {
@@ -75,7 +94,7 @@ std::vector<Record> plan_records(const EncodeCall& call, const std::vector<Segme
 
 std::vector<StageChunk> cut(const EncodeCall& call) {
   return cut_chunks(call.offsets, call.segment_count(), call.value_bytes(),
-                    call.scratch.mutable_data_ptr());
+                    call.scratch);
 }
 
 // The counts of all segments, with those of the blocks, if there are any.

@@ -60,7 +60,7 @@ struct EncodeCall : EncodeRequest {
   const int64_t* offsets;
   const uint8_t* kinds;
   const int64_t* place;  // slots, or null
-  Tensor scratch;        // uint8: the bitmaps, values and coded gaps of all chunks
+  void* scratch;         // the bitmaps, values and coded gaps of all chunks
 };
 
 // The implementations for records of format Rice.

@@ -81,7 +81,7 @@ RiceEncoder::RiceEncoder(const EncodeCall& call)
       kernel_(kernels()),
       dtype_(call.dtype()),
       log2_span_(static_cast<int>(call.log2_span)) {
-  uint32_t* room = static_cast<uint32_t*>(call.scratch.mutable_data_ptr());
+  uint32_t* room = static_cast<uint32_t*>(call.scratch);
   for (int64_t s = 0; s < call.segment_count(); ++s) {
     for (int64_t left = call.numel(s); left > 0; left -= call.span()) {
       coded_.push_back({room, nullptr});
