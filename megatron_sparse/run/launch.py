@@ -1,8 +1,8 @@
 """Starts a training run and its ranks.
 
 Without RANK in the environment this process is the launcher: it prepares the run (`preparation`)
-and starts the ranks of this machine with torch's elastic agent. With RANK, torchrun, srun or mpirun
-has started this process, and it is a rank itself. Either way every rank ends up in
+and starts the ranks of this machine with torch's elastic agent. With RANK, torchrun or srun has
+started this process, and it is a rank itself. Either way every rank ends up in
 `megatron.training.train`.
 """
 
@@ -46,11 +46,9 @@ def run(config: RunConfig, command: str) -> int:
     """
     with interrupt.reported_by_first_rank():
         raise_file_limit()
-        # mpirun first: in a job of Slurm its ranks inherit the variables of the task above them.
-        of_mpirun = launchers.mpi_ranks(os.environ)
-        if of_mpirun:
-            interrupt.end_with_parent()
-        os.environ.update(of_mpirun or launchers.slurm_ranks(os.environ))
+        # First: in a job of Slurm mpirun's ranks inherit the variables of the task above them.
+        launchers.refuse_mpirun(os.environ)
+        os.environ.update(launchers.slurm_ranks(os.environ))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return worker.run_started(config, command)
     return _launch(config, command)

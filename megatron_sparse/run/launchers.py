@@ -1,8 +1,7 @@
-"""Reads a rank's place from its launcher's variables, and asks Slurm for hosts and for a requeue.
+"""Reads a rank's place from Slurm's variables, and asks Slurm for hosts and for a requeue.
 
-`slurm_ranks` turns those of an `srun` task into those that torch reads, `mpi_ranks` those of
-mpirun: Open MPI's, or MPICH's and Intel MPI's. Everything else comes from `scontrol`, which compute
-nodes have. `environment` sets variables for a while.
+`slurm_ranks` turns those of an `srun` task into those that torch reads. Everything else comes from
+`scontrol`, which compute nodes have. `environment` sets variables for a while.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import os
 import re
 import subprocess
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -23,18 +21,6 @@ KILL_S = 120
 """Seconds that Slurm may take to end a requeued job; KillWait is 30 by default."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """The port follows from the job's number, because jobs that share a node must not share a port."""
-_NAMES = (
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-)
-"""Rank, ranks, and the same on this host."""
-_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "HYDRA_JOBID")
-"""What names the job, the same for all of its ranks; the first that is set."""
 
 
 def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
@@ -68,54 +54,23 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def mpi_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that torch reads, for a process that mpirun started.
-
-    Empty if they are set already, for a single process, and for a task of srun. On one host the
-    ranks meet over loopback, at a port that follows from the job, or from the process that started
-    them all.
+def refuse_mpirun(environment: Mapping[str, str]) -> None:
+    """Refuses a rank that mpirun (Open MPI, MPICH, Intel MPI) started without torch's variables.
 
     Raises:
-        ConfigError: ranks are on several hosts and nobody says where to meet, or a variable is
-            missing.
+        ConfigError: each rank would start a run of its own.
     """
-    for rank, size, local_rank, local_size in _NAMES:
-        if "RANK" in environment or int(environment.get(size, "1")) == 1:
-            continue
-        missing = [name for name in (rank, local_rank) if name not in environment]
-        if missing and "SLURM_PROCID" in environment:
-            continue  # srun sets those of PMI, too
-        if missing:
-            raise ConfigError(
-                f"mpirun has set {size} and not {', '.join(missing)}",
-                expected=f"{rank} and {local_rank} for each rank",
-                got=f"{size}={environment[size]}",
-                remedy="start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, "
-                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each",
-            )
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _port(environment)}
-        if environment.get(local_size) != environment[size]:
-            if "MASTER_ADDR" not in environment or "MASTER_PORT" not in environment:
-                raise ConfigError(
-                    "the ranks do not know where to meet",
-                    expected="MASTER_ADDR and MASTER_PORT, the same for all ranks of mpirun",
-                    got=f"{environment[size]} ranks on several hosts",
-                    remedy="mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (Open MPI), or -genv",
-                )
-            meeting = {}
-        return {
-            "RANK": environment[rank],
-            "WORLD_SIZE": environment[size],
-            "LOCAL_RANK": environment[local_rank],
-            **{name: environment.get(name, value) for name, value in meeting.items()},
-        }
-    return {}
-
-
-def _port(environment: Mapping[str, str]) -> str:
-    named = [environment[name] for name in _JOBS if name in environment]
-    job = named[0] if named else str(os.getppid())
-    return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+    # srun sets PMI_SIZE, too.
+    of_mpich = "0" if "SLURM_PROCID" in environment else environment.get("PMI_SIZE", "0")
+    size = environment.get("OMPI_COMM_WORLD_SIZE", of_mpich)
+    if int(size) > 1 and "RANK" not in environment:
+        raise ConfigError(
+            "mpirun does not start ranks",
+            expected="one process, or ranks of torchrun or srun",
+            got=f"{size} ranks of mpirun",
+            remedy="start the ranks with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, "
+            "MASTER_ADDR and MASTER_PORT for each",
+        )
 
 
 def check_alone(environment: Mapping[str, str], ranks: int) -> None:

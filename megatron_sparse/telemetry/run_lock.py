@@ -1,6 +1,6 @@
 """One run at a time in a folder: the lock that the process which writes a run's folder holds.
 
-The launcher of `megatron-sparse train` holds it, or rank 0 of ranks that torchrun, srun or mpirun
+The launcher of `megatron-sparse train` holds it, or rank 0 of ranks that torchrun or srun
 started; with `install`, the rank that writes the folder (`RunTelemetry`). It is the kernel's
 lock of the file `lock` (flock), which ends with its process, however that ends. Some network file
 systems keep such locks on one host only. So the file also names its holder, who touches it every

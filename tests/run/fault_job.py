@@ -1,7 +1,7 @@
 """A run whose ranks only write into its folder, started in each way that a run can be.
 
 `start` is for a process of its own. Everything but Megatron is the product's: the folder's lock,
-torch's agent, the ranks' meeting. mpirun and srun are stand-ins that set their variables.
+torch's agent, the ranks' meeting. srun is a stand-in that sets its variables.
 """
 
 import os
@@ -91,19 +91,13 @@ def _tasks(variables: Callable[[int], dict[str, str]], overrides: list[str]) -> 
     return max(os.waitstatus_to_exitcode(os.waitpid(task, 0)[1]) % 256 for task in tasks)
 
 
-def _mpirun(overrides: list[str]) -> int:
-    job, of = f"job{os.getpid()}", "OMPI_COMM_WORLD"
-    sizes = {f"{of}_SIZE": str(RANKS), f"{of}_LOCAL_SIZE": str(RANKS), "PMIX_NAMESPACE": job}
-    return _tasks(lambda n: sizes | {f"{of}_RANK": str(n), f"{of}_LOCAL_RANK": str(n)}, overrides)
-
-
 def _srun(overrides: list[str]) -> int:
     step = {"SLURM_STEP_NUM_TASKS": str(RANKS), "SLURM_JOB_ID": str(os.getpid())}
     step["MASTER_ADDR"] = "127.0.0.1"
     return _tasks(lambda n: step | {"SLURM_PROCID": str(n), "SLURM_LOCALID": str(n)}, overrides)
 
 
-LAUNCHERS = {"local": _run, "torchrun": _torchrun, "mpirun": _mpirun, "srun": _srun}
+LAUNCHERS = {"local": _run, "torchrun": _torchrun, "srun": _srun}
 
 
 def start(launcher: str, name: str, overrides: list[str], output: str) -> None:

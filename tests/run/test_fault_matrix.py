@@ -98,7 +98,7 @@ def stop(launcher: str, process: Any, ranks: list[int], received: signal.Signals
 def test_a_stopped_run_and_the_next_starts(folder, launcher, received, own):
     """All values of `resume`: beside the run, and after it has been stopped.
 
-    The launcher makes one of the next starts; mpirun's stand-in, which forks its ranks, the others.
+    The launcher makes one of the next starts; srun's stand-in, which forks its ranks, the others.
     """
     first = folder.start(launcher, FIRST, resume="never")
     until(lambda: len(folder.ranks()) == RANKS or first.exitcode is not None)
@@ -120,7 +120,7 @@ def test_a_stopped_run_and_the_next_starts(folder, launcher, received, own):
         assert "Traceback" not in folder.said()
 
     for resume in RESUMES:
-        last = folder.start(launcher if resume == own else "mpirun", resume, resume)
+        last = folder.start(launcher if resume == own else "srun", resume, resume)
         last.join(DEADLINE_S)
         assert last.exitcode == 0, folder.said()
     by_folder = {path.name: marks(path) for path in folder.run_dir.parent.glob("mine*")}
@@ -156,7 +156,7 @@ TRAINED = (
     ("launcher", "received", "resume"),
     [
         ("local", signal.SIGKILL, "auto"),
-        ("mpirun", signal.SIGINT, "must"),
+        ("srun", signal.SIGINT, "must"),
         ("torchrun", signal.SIGKILL, "auto"),
     ],
 )

@@ -9,10 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_sparse.config.run import RunConfig
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.megatron import arguments
-from megatron_sparse.run import launch, launchers, provenance
+from megatron_sparse.run import launchers, provenance
 from megatron_sparse.run.composition import compose
 from tests.commands import refusal, stand_in
 from tests.programs import ROOT, ended, output_of, with_variables
@@ -40,51 +39,20 @@ def scontrol(tmp_path, monkeypatch):
     return install
 
 
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-}
-MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
-
-
-class TestMpi:
-    """The variables of mpirun."""
-
-    @pytest.mark.parametrize(
-        ("given", "local_size"),
-        [(OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), (MPICH, "MPI_LOCALNRANKS")],
-    )
-    def test_ranks(self, given, local_size):
-        found = launchers.mpi_ranks(given | {local_size: "4"})
-        port = int(found.pop("MASTER_PORT"))
-        assert launchers.FIRST_PORT <= port < launchers.FIRST_PORT + launchers.PORTS
-        place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
-        assert found == place | {"MASTER_ADDR": "127.0.0.1"}
-        meeting = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-        assert launchers.mpi_ranks(given | {local_size: "2"} | meeting) == place
-        with pytest.raises(ConfigError, match="where to meet"):
-            launchers.mpi_ranks(given | {local_size: "2"})
-        with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
-            launchers.mpi_ranks({key: value for key, value in given.items() if "LOCAL" not in key})
-
-    @pytest.mark.parametrize("given", [{}, OPEN_MPI | {"RANK": "0"}, {"PMI_SIZE": "1"}])
-    def test_nothing_where_it_is_not_needed(self, given):
-        assert launchers.mpi_ranks(given) == {}
-
-    def test_under_slurm(self, monkeypatch):
-        """Slurm sets PMI's variables itself; mpirun's ranks inherit those of the task above."""
-        assert launchers.mpi_ranks(STEP | {"PMI_RANK": "3", "PMI_SIZE": "5"}) == {}
-        for name, value in (STEP | OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr(launch.interrupt, "end_with_parent", lambda: None)
-        monkeypatch.setattr(
-            launch.worker, "run_started", lambda *_: int(os.environ.pop("WORLD_SIZE"))
-        )
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-            monkeypatch.setenv(name, "")
-            monkeypatch.delenv(name)
-        assert launch.run(RunConfig(), "train") == 4
+@pytest.mark.parametrize(
+    ("given", "is_refused"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        (STEP | {"OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"PMI_SIZE": "4"}, True),
+        ({"PMI_SIZE": "4", "RANK": "0"}, False),
+        (STEP | {"PMI_SIZE": "5"}, False),
+        ({"PMI_SIZE": "1"}, False),
+    ],
+)
+def test_ranks_of_mpirun(given, is_refused):
+    with pytest.raises(ConfigError, match="torchrun") if is_refused else nullcontext():
+        launchers.refuse_mpirun(given)
 
 
 class TestSlurm:
