@@ -6,7 +6,7 @@ Of several ranks, rank 0 checks, because it writes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +15,8 @@ import typer
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require_figures
 
-FOLDER = ""
-"""The ending of a folder's name."""
+PAGE, TABLE = ".html", ".csv"
+"""Endings of what `report` writes."""
 
 Check = Callable[[typer.CallbackParam, Path | None], Path | None]
 """A callback of an option: raises a `ConfigError`, or returns the path."""
@@ -77,41 +77,23 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
     return writable_folder(parameter, folder)
 
 
-def outputs(
-    checks: Mapping[str, Check],
-) -> Callable[[typer.CallbackParam, list[Path] | None], list[Path]]:
-    """A callback of an option that may be repeated: each name's ending decides its check.
+def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
+    """A callback of an option that may be repeated: each file is a page, or a table.
 
-    Args:
-        checks: by ending, such as `.csv`; `FOLDER` for names without one. Of an ending the last
-            name counts, see `of_kind`.
+    Raises:
+        ConfigError: a name ends in neither `.html` nor `.csv`, or the file cannot be written.
     """
-
-    def check(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
-        for path in paths or ():
-            kind = path.suffix.lower()
-            if kind not in checks:
-                flag, known = parameter.opts[0], [end for end in checks if end]
-                raise ConfigError(
-                    f"{flag} cannot write this kind of file",
-                    expected=f"a name that ends in {' or '.join(known)}",
-                    got=path,
-                    remedy=f"write {flag} {path.with_suffix(known[0])}",
-                )
-            checks[kind](parameter, path)
-        return paths or []
-
-    return check
-
-
-def of_kind(paths: Sequence[Path], *suffixes: str) -> Path | None:
-    """The path that ends so; None if there is none.
-
-    Example:
-        >>> of_kind([Path("delays.png"), Path("delays.csv")], ".csv").name
-        'delays.csv'
-    """
-    return next((path for path in reversed(paths) if path.suffix.lower() in suffixes), None)
+    for path in paths or ():
+        if path.suffix.lower() not in (PAGE, TABLE):
+            flag = parameter.opts[0]
+            raise ConfigError(
+                f"{flag} cannot write this kind of file",
+                expected=f"a name that ends in {PAGE} or {TABLE}",
+                got=path,
+                remedy=f"write {flag} {path.with_suffix(PAGE)}, which has the charts as SVG",
+            )
+        writable_file(makes_folder=True)(parameter, path)
+    return paths or []
 
 
 def _nearest(folder: Path) -> Path:

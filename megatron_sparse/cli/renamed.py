@@ -49,12 +49,13 @@ OPTIONS: dict[str, str] = {
     "plan --recording": "use `plan RUN --cluster NAME`: a run with planner.cluster samples the "
     "sparsity of its gradients",
     "report --baseline": "name that run first: `report BASELINE RUN...`",
+    "report --png": "use `report RUN`, whose page has the charts as SVG",
     "view --iteration": "use `report RUN`, or the iteration's line in breakdown.jsonl",
     "view --output": "use `report RUN`, whose charts show the same times, or save the text",
 }
 """Options of a command, such as `bench gather --way`, with the remedy; sorted."""
 OUTPUT = "--output"
-OUTPUTS = ("--out", "--png", "--csv")
+OUTPUTS = ("--out", "--csv")
 """Former names of `--output`."""
 
 

@@ -7,15 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_sparse.cli.outputs import (
-    FOLDER,
-    JsonFile,
-    figures_folder,
-    of_kind,
-    outputs,
-    writable_file,
-    writable_folder,
-)
+from megatron_sparse.cli.outputs import JsonFile, report_files, writable_file, writable_folder
 from megatron_sparse.errors import ConfigError
 from megatron_sparse.extras import require, require_figures
 
@@ -96,16 +88,10 @@ def report(
     output: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FILE.html|FILE.csv|DIR",
-            callback=outputs(
-                {
-                    ".html": writable_file(makes_folder=True),
-                    ".csv": writable_file(),
-                    FOLDER: figures_folder,
-                }
-            ),
+            metavar="FILE.html|FILE.csv",
+            callback=report_files,
             help="The page, one self-contained file; default: report.html. A CSV gets a line for "
-            "each run, a folder every chart as PNG. May be repeated.",
+            "each run. May be repeated.",
         ),
     ] = None,
 ) -> None:
@@ -114,12 +100,7 @@ def report(
     require_figures()
     from megatron_sparse.report import page
 
-    named = output or []
-    html, table, png = (of_kind(named, end) for end in (".html", ".csv", FOLDER))
-    # Only a CSV alone is written without the page.
-    if table is None or png is not None:
-        html = html or Path("report.html")
-    for path in page.run(runs, html, png, table):
+    for path in page.run(runs, output or [Path("report.html")]):
         print(path)
 
 

@@ -1,4 +1,4 @@
-"""A chart: drawn by matplotlib once, shown as SVG inside the page or written as PNG.
+"""A chart: drawn by matplotlib once, shown as SVG inside the page.
 
 SVG instead of an interactive library: a page of ten charts takes a few hundred kilobytes instead of
 megabytes, prints sharply, needs no script, and follows the reader's light or dark mode (`theme`).
@@ -11,19 +11,17 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_sparse.extras import require_figures
 from megatron_sparse.report import theme
-from megatron_sparse.simulate.figures import Axes, Canvas
+from megatron_sparse.simulate.figures import Axes
 
-WIDTH_IN, HEIGHT_IN, PNG_DPI = 4.1, 2.6, 200
+WIDTH_IN, HEIGHT_IN = 4.1, 2.6
 MOST_POINTS = 200
 """Points of a line: more are indistinguishable on so narrow a chart, and make the page large."""
 MOST_LETTERS = 22
@@ -65,7 +63,7 @@ class Chart:
     """One picture of a report.
 
     Attributes:
-        name: name of its PNG, without the ending, and of its anchor in the page.
+        name: name of its anchor in the page.
         title: the title, with units.
         note: how to read the chart.
         draw: draws it onto empty axes.
@@ -91,35 +89,17 @@ class Chart:
         Raises:
             DependencyError: matplotlib is missing.
         """
-        with _drawn(self) as canvas:
-            file = io.StringIO()
-            nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        require_figures()
+        from matplotlib import figure, rc_context
+
+        file = io.StringIO()
+        # No date and no random ids, so that the same data gives the same text.
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        with rc_context(_STYLE | {"svg.hashsalt": self.name}):
+            canvas = figure.Figure(figsize=(WIDTH_IN, self.height_in))
+            self.draw(canvas.subplots())
             canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
         return _themed(_cleaned(file.getvalue(), self.name), self.title)
-
-    def write_png(self, folder: Path) -> Path:
-        """Writes `<name>.png`, title included, in the light colours.
-
-        Raises:
-            DependencyError: matplotlib is missing.
-            OSError: the file cannot be written.
-        """
-        path = folder / f"{self.name}.png"
-        with _drawn(self) as canvas:
-            canvas.suptitle(self.title, fontsize=9)
-            canvas.savefig(path, dpi=PNG_DPI, facecolor=theme.PAPER.light)
-        return path
-
-
-@contextmanager
-def _drawn(chart: Chart) -> Iterator[Canvas]:
-    require_figures()
-    from matplotlib import figure, rc_context
-
-    with rc_context(_STYLE | {"svg.hashsalt": chart.name}):
-        canvas = figure.Figure(figsize=(WIDTH_IN, chart.height_in))
-        chart.draw(canvas.subplots())
-        yield canvas
 
 
 def _cleaned(text: str, prefix: str) -> str:

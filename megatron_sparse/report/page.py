@@ -1,4 +1,4 @@
-"""`megatron-sparse report`: one HTML page of one run or of several side by side, and PNGs.
+"""`megatron-sparse report`: one HTML page of one run or of several side by side.
 
 The page is one self-contained file: charts are SVG, styles are inline, there is no script, and a
 content security policy forbids loading anything. The template engine escapes every text of a run
@@ -62,20 +62,17 @@ class Section:
         return [list(charts) for _, charts in groupby(self.charts, key=lambda chart: chart.kind)]
 
 
-def run(
-    folders: Sequence[Path], output: Path | None, png: Path | None, table: Path | None = None
-) -> list[Path]:
+def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
     """Reads the runs and writes the report.
 
     Args:
         folders: folders of the runs, or of several runs each; the others are compared with the
             first run.
-        output: the page; its folder is made if needed. None writes none.
-        png: folder for a PNG of every chart of the page; None writes none.
-        table: a CSV with a line for each run; None writes none.
+        outputs: the files. One that ends in `.csv` gets a line for each run, any other is a page.
+            Their folders are made if needed.
 
     Returns:
-        The files, the page first.
+        The files, in the order in which they are written.
 
     Raises:
         ConfigError: a folder is not a run's, there are too many, or a file cannot be written.
@@ -83,7 +80,8 @@ def run(
     """
     # Once each: the baseline may be named before the folder that it is in.
     folders = list({run.resolve(): run for folder in folders for run in _runs_of(folder)}.values())
-    if output is not None and len(folders) > MOST_RUNS:
+    is_table = {path: path.suffix.lower() == ".csv" for path in outputs}
+    if not all(is_table.values()) and len(folders) > MOST_RUNS:
         raise ConfigError(
             "report: too many runs for one page",
             expected=f"1 to {MOST_RUNS} folders",
@@ -92,20 +90,13 @@ def run(
         )
     runs = [load_run(folder, index) for index, folder in enumerate(folders)]
     with writing("the report"):
-        written = []
-        if output is not None:
-            sections = sections_of(runs)
-            # First, because drawing takes seconds.
-            for folder in (output.parent, *([] if png is None else [png])):
-                folder.mkdir(parents=True, exist_ok=True)
-            output.write_text(render(runs, sections), encoding="utf-8")
-            written.append(output)
-            if png is not None:
-                written += [chart.write_png(png) for s in sections for chart in s.charts]
-        if table is not None:
-            tables.write_csv(runs, table)
-            written.append(table)
-    return written
+        for path in is_table:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if is_table[path]:
+                tables.write_csv(runs, path)
+            else:
+                path.write_text(render(runs, sections_of(runs)), encoding="utf-8")
+    return list(is_table)
 
 
 def _runs_of(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Colours of a report, for light pages, dark pages and PNGs.
+"""Colours of a report, for light pages and dark pages.
 
 Charts are drawn once, in the colours of the light theme. In the page each colour becomes a CSS
-variable, whose value the page sets for light, dark and print; PNGs keep the light colours.
+variable, whose value the page sets for light, dark and print.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Colour:
 
     Attributes:
         name: name of the CSS variable, without its dashes.
-        light: value on a light page and in PNGs; lower case, unique among all colours.
+        light: value on a light page; lower case, unique among all colours.
         dark: value on a dark page.
     """
 

@@ -72,19 +72,15 @@ class TestOneNameForOutputs:
         monkeypatch.chdir(tmp_path)
         for line in (
             "report a b",
-            "report a --output charts",
-            "report a --output x.html --output charts",
             "report a --output x.csv",
             "report a --output x.csv --output x.HTML",
         ):
             assert run(line) == 0
-        a, html, charts = Path("a"), Path("x.html"), Path("charts")
+        a, table = Path("a"), Path("x.csv")
         assert given == [
-            ([a, Path("b")], Path("report.html"), None, None),
-            ([a], Path("report.html"), charts, None),
-            ([a], html, charts, None),
-            ([a], None, None, Path("x.csv")),
-            ([a], Path("x.HTML"), None, Path("x.csv")),
+            ([a, Path("b")], [Path("report.html")]),
+            ([a], [table]),
+            ([a], [table, Path("x.HTML")]),
         ]
 
 

@@ -49,7 +49,7 @@ def draw(chromium: browser.Browser, runs: Sequence[Path], folder: Path) -> None:
     svg = re.sub(r"<!--.*?-->|@font-face {.*?}", "", drawn, flags=re.DOTALL)
     (folder / "live-view.svg").write_text(svg, "utf-8")
     with tempfile.TemporaryDirectory() as scratch:
-        (written,) = page.run(runs, Path(scratch) / "report.html", None)
+        (written,) = page.run(runs, [Path(scratch) / "report.html"])
         tab = browser.tab_of(chromium, written, WIDTH, HEIGHT)
         tab.screenshot(path=folder / "report.png")
 

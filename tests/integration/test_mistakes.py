@@ -20,7 +20,6 @@ FORMER = {
         *("profile runs/x", "calibrate", "simulate --all", "corpus --kind code"),
         *("bench training", "bench time-to-loss", "bench convergence"),
     ),
-    "--png": ("report runs/x",),
     "--csv": ("report runs/x",),
 }
 """Former names of `--output`, with the commands that had them."""
@@ -156,8 +155,8 @@ MISTAKES = (
     Mistake("report made --output report.pdf", "--output report.html", "ends in .html"),
     Mistake("report made --output table.txt", "or .csv"),
     Mistake("report made --output thesis/thesis.tex/report.html", "cannot be written"),
-    Mistake("report made --output=notes.txt/charts --output=a.html", "cannot be written"),
-    Mistake("report made --png charts", "write --output in its place"),
+    Mistake("report made --output=notes.txt/a.csv --output=a.html", "cannot be written"),
+    Mistake("report made --output charts", "write --output charts.html"),
     Mistake("bench codecs --json no/folder/rows.jsonl", "there is no folder"),
     Mistake("bench codecs --json thesis", "is a folder"),
     Mistake("calibrate --output mine.yaml", "--force"),

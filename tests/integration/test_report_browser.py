@@ -34,7 +34,7 @@ def report(tmp_path_factory) -> Path:
         make_run(folder / "first", "first", config={"data": {"dir": "data/" + "deep/" * 40}}),
         make_run(folder / "second", LONG, density=0.05, ends=False, plan=False, delays=False),
     ]
-    return page.run(runs, folder / "report.html", None)[0]
+    return page.run(runs, [folder / "report.html"])[0]
 
 
 @pytest.fixture(scope="module")
