@@ -80,15 +80,24 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def _train_one(overrides: Sequence[str], command: str) -> None:
+    """Trains the one run that the overrides compose.
+
+    A typed error leaves Hydra as an exit, because Hydra adds lines of its own to any other
+    exception; it is raised again behind Hydra.
+
+    Raises:
+        MegatronSparseError: the configuration or the run is wrong.
+        SystemExit: with the exit code of a rank that failed.
+    """
     refused: list[MegatronSparseError] = []
 
     def run(composed: DictConfig) -> None:
+        """What Hydra calls with the composed configuration."""
         try:
             with reported_by_first_rank():
                 config = composition.from_hydra(composed)
             code = launch.run(config, command)
         except MegatronSparseError as error:
-            # As an exit: Hydra adds lines of its own to any other exception.
             refused.append(error)
             code = error.exit_code
         if code:
@@ -104,7 +113,7 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
 
 
 def _train_each(overrides: Sequence[str], command: str) -> None:
-    """Trains the runs of a sweep."""
+    """Trains the runs of a sweep, after every one of their configurations has been checked."""
     if any("hydra/launcher=submitit" in text for text in overrides):
         require(SUBMITIT, "hands the runs to Slurm", "slurm")
     with_values = [text for text in overrides if "=" in text and not text.startswith("-")]
@@ -114,10 +123,13 @@ def _train_each(overrides: Sequence[str], command: str) -> None:
     folder = _sweep_folder(parsed)
     # A job of Slurm imports the package from the same place as this process.
     os.environ.update(package_path())
-    _hydra(
-        lambda composed: _run_of_sweep(composed, command, sweep.swept_keys(parsed)),
-        [*overrides, f"hydra.sweep.dir='{folder}'"],
-    )
+    swept = sweep.swept_keys(parsed)
+
+    def run(composed: DictConfig) -> None:
+        """What Hydra calls with each combination."""
+        _run_of_sweep(composed, command, swept)
+
+    _hydra(run, [*overrides, f"hydra.sweep.dir='{folder}'"])
     if folder.is_dir():  # not after --cfg or --help
         sweep.check(folder)
 
@@ -143,6 +155,7 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 
 def _no_flag(flag: str) -> ConfigError:
+    """The error for an unknown flag: names the flag, or else the key, that is nearest to it."""
     word = flag.strip("-")
     near = difflib.get_close_matches(word, [each.strip("-") for each in (*_FLAGS, *_MODES)], 1)
     if near:
@@ -180,6 +193,7 @@ def _run_of_sweep(composed: DictConfig, command: str, swept: Sequence[str]) -> N
         print(f"error: {problem}", file=sys.stderr, flush=True)
     except SystemExit as error:
         code, problem = int(error.code or 0), _OTHER_RANK
+    # Of several ranks, one that knows the reason overwrites what rank 0 has written without it.
     has_reason = code != 0 and problem != _OTHER_RANK
     if has_reason or os.environ.get("RANK", "0") == "0":
         outcome = sweep.RunEnd(name, code, problem)
@@ -209,7 +223,8 @@ def check_each_run(overrides: Sequence[Override]) -> None:
     Raises:
         ConfigError: values are refused.
     """
-    given: dict[str, list[str]] = {}
+    choices: dict[str, list[str]] = {}
+    """For each key, as `key=value`, what the runs set it to."""
     for override in overrides:
         key = override.get_key_element()
         if override.key_or_group.startswith("hydra"):
@@ -225,9 +240,9 @@ def check_each_run(overrides: Sequence[Override]) -> None:
             )
         else:
             values = [override.get_value_element_as_str()]
-        given[key] = [f"{key}={value}" for value in values]
-    refused: dict[str, MegatronSparseError] = {}
-    for run in itertools.product(*given.values()):
+        choices[key] = [f"{key}={value}" for value in values]
+    refused: dict[str, MegatronSparseError] = {}  # by text: many runs share a mistake
+    for run in itertools.product(*choices.values()):
         try:
             composition.compose(run)
         except MegatronSparseError as error:

@@ -59,7 +59,7 @@ _FREE = re.compile(r"(megatron|cluster\.env)\.")
 def register_schema() -> None:
     """Makes `RunConfig` the base of `configs/train.yaml`. Idempotent."""
     ConfigStore.instance().store(name="run_config", node=RunConfig)
-    # Both for `--help`.
+    # The template of `--help` has `${groups:}` and `${keys:}`.
     OmegaConf.register_new_resolver(
         "groups", lambda: described.groups_help(GROUPS, group_options), replace=True
     )
@@ -90,6 +90,7 @@ def hydra_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _in_hydra_syntax(override: str) -> str:
+    """One override as Hydra's parser takes it; the user writes neither `++` nor `@_global_`."""
     if _FREE.match(override):  # adds a key, such as megatron.manual_gc=true
         override = f"++{override}"
     # The values of a preset, an experiment, a cluster or a model belong at the root.
@@ -225,7 +226,7 @@ def save(config: RunConfig, path: Path, command: str) -> None:
 
 
 def config_error(error: Exception) -> ConfigError:
-    """Turns an error of Hydra or OmegaConf into a typed one."""
+    """Turns an error of Hydra or OmegaConf into a typed one, by its class, or else by its text."""
     cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_option(error.missing_cfg_file, error.options or ())
@@ -266,6 +267,7 @@ def config_error(error: Exception) -> ConfigError:
 
 
 def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
+    """The error for `name`, a `group/option` that is not one of the group's `options`."""
     group, _, option = name.removesuffix(".yaml").rpartition("/")
     if gone := removed(group, option):
         return gone
@@ -280,7 +282,7 @@ def _unknown_option(name: str, options: Sequence[str]) -> ConfigError:
 
 
 def _share_a_word(known: str, option: str) -> bool:
-    """As `adaptive_ring` and `ringallreduce` do."""
+    """Whether a word of a known option is in another name, as `ring` is in `ringreduce`."""
     return any(len(word) > 3 and word in option for word in known.split("_"))
 
 
@@ -296,6 +298,7 @@ def closest_key(key: str) -> str | None:
     """
     keys = list(_keys(RunConfig))
     last = key.rpartition(".")[2]
+    # Reversed: where two sections have a key of one name, the first section's counts.
     by_last = {known.rpartition(".")[2]: known for known in reversed(keys)}
     meant = by_last.get(last) or _OTHER_NAMES.get(last)
     # Groups are no keys, but the misspelt word may be the name of one.
@@ -304,6 +307,7 @@ def closest_key(key: str) -> str | None:
 
 
 def _unknown_key(key: str) -> ConfigError:
+    """The error for a key that no section has: lists the section's keys and names the nearest."""
     if gone := removed(key):
         return gone
     section = key.rpartition(".")[0]
@@ -320,6 +324,7 @@ def _unknown_key(key: str) -> ConfigError:
 
 
 def _wrong_type(error: ValidationError) -> ConfigError:
+    """The error for a value of another type; of a percentage it says the fraction to write."""
     key = str(error.full_key or "")
     percent = re.search(r"'([\d.]+)%'", str(error))
     return ConfigError(

@@ -51,12 +51,11 @@ def as_storage_error(error: BaseException, folder: Path) -> StorageError | None:
     for each in _causes(error):
         if isinstance(each, OSError) and each.errno in _CODES:
             return storage_error(each.filename or folder, each)
-        lines = str(each).splitlines()
         # Workers of Megatron's that write in parallel hand their error on as a text.
-        said = next((line for line in lines if any(w in line.lower() for w in _WORDS)), None)
-        if said is not None:
-            # Also where the memory is full that processes share, as workers of loaders do.
-            return probe(folder) or _shared_memory() or storage_error(folder, said.strip())
+        for line in str(each).splitlines():
+            if any(words in line.lower() for words in _WORDS):
+                # Also where the memory is full that processes share, as workers of loaders do.
+                return probe(folder) or _shared_memory() or storage_error(folder, line.strip())
     return probe(folder)
 
 
@@ -98,6 +97,7 @@ def storage_error(path: str | Path | int, got: object) -> StorageError:
 
 
 def _free(path: Path) -> str:
+    """The space left on a path's disk, in words; empty if the system does not say."""
     while not path.exists() and path != path.parent:
         path = path.parent
     try:

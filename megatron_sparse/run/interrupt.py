@@ -59,7 +59,8 @@ def end_quickly() -> None:
 
 
 def _end() -> None:
-    gc.freeze()
+    """Keeps the interpreter's end short; after Ctrl-C ends the process at once."""
+    gc.freeze()  # what is frozen is not searched for cycles
     if after_ctrl_c.is_set():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -91,6 +92,7 @@ def saving(enabled: bool) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def second(number: int, frame: object) -> None:
+        """Kills the ranks."""
         print("stopping at once, without a checkpoint", file=sys.stderr, flush=True)
         for child in psutil.Process().children():
             with suppress(ProcessLookupError):
@@ -98,6 +100,7 @@ def saving(enabled: bool) -> Iterator[None]:
                 os.killpg(child.pid, signal.SIGKILL)
 
     def first(number: int, frame: object) -> None:
+        """Lets the agent hand SIGINT on to the ranks, which save; the next one is `second`'s."""
         signal.signal(signal.SIGINT, second)
         print(
             "Ctrl-C: the ranks finish the iteration and save a checkpoint; "
@@ -125,7 +128,8 @@ def reported_by_first_rank() -> Iterator[None]:
     try:
         yield
     except MegatronSparseError as error:
-        if next((os.environ[name] for name in LOCAL_RANKS if name in os.environ), "0") == "0":
+        local_ranks = [os.environ[name] for name in LOCAL_RANKS if name in os.environ]
+        if not local_ranks or local_ranks[0] == "0":
             raise
         time.sleep(FIRST_S)
         sys.exit(error.exit_code)
@@ -158,6 +162,7 @@ def ending_where_stuck() -> Iterator[None]:
     left = threading.Event()
 
     def watch() -> None:
+        """Reads the signal numbers that Python's own handler writes, until the socket is closed."""
         with signals:
             while received := signals.recv(1):
                 is_stuck = received[0] == signal.SIGINT and not left.wait(STUCK_S)

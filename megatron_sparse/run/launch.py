@@ -139,8 +139,9 @@ def _run_agent(config: RunConfig, run_dir: Path) -> int:
 def _silent_agent() -> Iterator[None]:
     """Drops the agent's own report of a failed rank, a page that names its own source lines."""
     log, silent = logging.getLogger("torch.distributed.elastic"), logging.NullHandler()
+    before = log.propagate
     log.addHandler(silent)
-    log.propagate, before = False, log.propagate
+    log.propagate = False
     try:
         yield
     finally:
@@ -149,7 +150,13 @@ def _silent_agent() -> Iterator[None]:
 
 
 def _report(rank: int, failure: Any, run_dir: Path) -> int:
-    """Prints why the first rank failed; returns the exit code."""
+    """Prints why the first rank failed; returns the exit code.
+
+    Args:
+        rank: that failed.
+        failure: torch's `ProcessFailure`; its exit code is negative where a signal killed the rank.
+        run_dir: with the rank's log.
+    """
     # A rank that a signal killed has written no report.
     message, typed = read_report(failure.error_file_data) or (failure.message, False)
     if typed:

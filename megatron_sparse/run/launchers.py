@@ -130,11 +130,10 @@ def host_of_each_rank(environment: Mapping[str, str]) -> list[str]:
     # torchrun's ranks are not Slurm's tasks.
     if counts is None or "SLURM_PROCID" not in environment or "TORCHELASTIC_RUN_ID" in environment:
         return []
-    return [
-        host
-        for host, tasks in zip(hosts(environment), tasks_per_node(counts), strict=True)
-        for _ in range(tasks)
-    ]
+    found: list[str] = []
+    for host, tasks in zip(hosts(environment), tasks_per_node(counts), strict=True):
+        found += [host] * tasks
+    return found
 
 
 def tasks_per_node(counts: str) -> list[int]:

@@ -38,10 +38,18 @@ def check_place(
 ) -> None:
     """Refuses flags that say two things about where to run.
 
+    Args:
+        netbed: run on the test bed.
+        virtual: run on virtual ranks in this process.
+        mbit: the rate of the test bed's links.
+        ranks: that the user asks for; None asks for no number.
+        started: that a launcher has started, see `started_ranks`.
+
     Raises:
         ConfigError: they do.
     """
-    if netbed and (virtual or started or mbit is None):
+    fits_netbed = mbit is not None and not (virtual or started)
+    if netbed and not fits_netbed:
         raise ConfigError(
             "--netbed does not fit the rest",
             expected="--netbed --mbit R, without --virtual, not started by torchrun or the like",
@@ -79,10 +87,13 @@ def run_netbed(
             got=f"megatron_sparse in {CHECKOUT}",
             remedy="run from a checkout, or leave out --netbed",
         )
-    given = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms, "sites": links.sites}
+    options = {"ranks": ranks, "mbit": links.mbit, "delay-ms": links.delay_ms}
+    options |= {"sites": links.sites, "nodes": nodes}
     # Its own timeout would cut a long sweep short; a rank that hangs is the sweep's --timeout.
-    given |= {"nodes": nodes, "timeout": 31536000}
-    flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    options["timeout"] = 365 * 24 * 3600
+    flags: list[str] = []
+    for name, value in options.items():
+        flags += [f"--{name}", str(value)]
     return run(["bash", str(NETBED), *flags, "--", *command], log)
 
 
@@ -123,8 +134,8 @@ def run_loopback(command: Sequence[str], ranks: int, log: IO[str] | None = None)
     }
     processes = []
     for rank in map(str, range(ranks)):
-        own = variables | {"RANK": rank, "LOCAL_RANK": rank}
-        processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+        of_rank = variables | {"RANK": rank, "LOCAL_RANK": rank}
+        processes.append(subprocess.Popen(command, env=of_rank, stdout=log, stderr=log))
     try:
         return _wait(processes)
     finally:
@@ -149,7 +160,11 @@ def _environment() -> dict[str, str]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Returns the first exit code that is not 0; the other ranks get `GRACE_S` after it."""
+    """Returns the first exit code that is not 0; the other ranks get `GRACE_S` after it.
+
+    Raises:
+        CommunicationError: a signal killed a rank, whose exit code is then negative.
+    """
     failed, deadline_s = 0, float("inf")
     while any(process.poll() is None for process in processes):
         codes = [process.poll() for process in processes]
