@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -161,7 +162,7 @@ class Identity:
         return self.fingerprint & 0x7FFFFFFF
 
     def _word(self, count: int | None) -> int:
-        """The fingerprint, and the number of sizes where it decides how many rows follow."""
+        """The fingerprint; with a `count`, a number that differs where ranks' counts do."""
         own = self.fingerprint
         return own if count is None else zlib.crc32(str(count).encode(), own)
 
@@ -310,11 +311,13 @@ class Subgroup:
         over_gloo = not on_cuda and isinstance(self._transport, ProcessGroupTransport)
         small = independent and over_gloo and _sent_bytes(rounds) <= SMALL_BYTES
         at_once = on_cuda or small
+        # Small rounds are all posted along with the first one.
+        last_posts = 0 if small else len(rounds) - 1
         posted: list[Work] = []
         for number in range(len(rounds)):
             ahead = len(rounds) if at_once else number + 1
             posted += [self.post(*following) for following in rounds[len(posted) : ahead]]
-            if last and number == (0 if small else len(rounds) - 1):
+            if last and number == last_posts:
                 yield POSTED
             if meanwhile is not None:
                 meanwhile(number)
@@ -326,8 +329,8 @@ class Subgroup:
         self, rounds: Sequence[Round], meanwhile: Callable[[int], None] | None, *, last: bool
     ) -> Phase:
         """`in_rounds` with all rounds in one exchange: all messages have arrived at its end."""
-        sends = [piece for sends, _ in rounds for piece in sends]
-        receives = [piece for _, receives in rounds for piece in receives]
+        sends_by_round, receives_by_round = zip(*rounds, strict=True)
+        sends, receives = [*chain(*sends_by_round)], [*chain(*receives_by_round)]
         work = self.post(sends, receives)
         if last:
             yield POSTED

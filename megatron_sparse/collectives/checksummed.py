@@ -72,6 +72,7 @@ def _check(words: Sequence[int]) -> int:
 
 
 def _damaged(rank: int, field: str, expected: str, got: str) -> WireFormatError:
+    """The error for a word or row of this rank whose check does not fit."""
     return WireFormatError(
         f"rank {rank}: field {field} is damaged",
         expected=expected,

@@ -78,7 +78,8 @@ class Folding:
         self.leads = leads_of(group.world_size)
         surplus = group.world_size - self.active
         self.folded = group.rank not in self.leads
-        self.index = self.leads.index(group.rank - self.folded)
+        partner = group.rank - 1 if self.folded else group.rank
+        self.index = self.leads.index(partner)
         has_guest = self.index < surplus and not self.folded
         self.guest = group.rank + 1 if has_guest else None
         self.folds = surplus > 0
@@ -162,15 +163,14 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
     distance = 1
     while distance < folding.active:
         partner = folding.index ^ distance
+        # Both hold as many blocks as the distance is, from a multiple of it on.
         own, other = (index // distance * distance for index in (folding.index, partner))
+        own_M = values_N[slice(*folding.span(cuts, own, own + distance))]
+        other_M = values_N[slice(*folding.span(cuts, other, other + distance))]
         peer = folding.leads[partner]
         distance *= 2
         ends = distance == folding.active and folding.guest is None
-        yield from group.exchange(
-            [(peer, values_N[slice(*folding.span(cuts, own, own + distance // 2))])],
-            [(peer, values_N[slice(*folding.span(cuts, other, other + distance // 2))])],
-            last=last and ends,
-        )
+        yield from group.exchange([(peer, own_M)], [(peer, other_M)], last=last and ends)
     if folding.guest is not None:
         yield from group.exchange([(folding.guest, values_N[whole])], [], last=last)
 
@@ -186,7 +186,10 @@ def cost(run: DryRun) -> None:
 
 
 def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
-    """The cost of `dense_rhd`: the collective's own steps, on pieces with these n + 1 offsets."""
+    """Runs the rounds of `dense_rhd` on the clocks, on pieces with these n + 1 offsets.
+
+    Arrays have an entry for each rank; a target of -1 means that the rank sends nothing.
+    """
     n, ranks = run.n, np.arange(run.n)
     active = 1 << (n.bit_length() - 1)
     surplus = n - active

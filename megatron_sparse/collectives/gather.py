@@ -64,6 +64,7 @@ def in_rank_order(group: Subgroup, add: Callable[[int], None]) -> Callable[[int]
     added = 0
 
     def meanwhile(number: int) -> None:
+        """Notes the rank whose piece came in this round; adds all pieces that are now in order."""
         nonlocal added
         arrived.add((group.rank + number) % group.world_size)
         while added in arrived:
@@ -115,6 +116,7 @@ def ring_all_gather(
     the pieces of the next ranks follow in order.
     """
     n, rank = group.world_size, group.rank
+    # Piece i is that of the i-th rank after this one; behind the last, the buffer may be longer.
     pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
     def hand_over(number: int) -> None:
@@ -139,6 +141,8 @@ def doubling_all_gather(
     n, rank = group.world_size, group.rank
     starts = [0, *accumulate([*sizes[rank:], *sizes[:rank]])]
 
+    held = [0, 1]  # pieces before and after each round; its own piece comes first
+
     def span(first: int, last: int) -> torch.Tensor:
         """The pieces of `first` to `last` ranks after this one, the latter not included."""
         return buffer[starts[first] : starts[last]]
@@ -147,7 +151,6 @@ def doubling_all_gather(
         for place in range(held[number], held[number + 1]):
             arrived((rank + place) % n, span(place, place + 1))
 
-    held = [0, 1]  # pieces before and after each round; its own piece comes first
     rounds: list[Round] = []
     while held[-1] < n:
         have = held[-1]

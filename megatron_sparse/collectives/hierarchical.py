@@ -222,8 +222,8 @@ def _sum_in_lanes(
             received[(place + number) % m] = [room_M]
 
     def add(number: int) -> None:
-        """What arrived in this round; the rounds count from 1."""
-        for room_M in received[(place + number) % m] if number else ():
+        """Adds the part that arrived in this round; 0 means that none has arrived yet."""
+        for room_M in received[(place + number) % m]:
             with exchange.timer.stage("decode"):
                 part_M.add_(room_M)
 

@@ -85,7 +85,10 @@ def _cuts(layout: Layout, world_size: int, *, by_owners: bool) -> Sequence[Cut]:
 def _plan(
     layout: Layout, slots: Slots, code: int, place: tuple[int, int], by_owners: bool, gathers: bool
 ) -> SumPlan:
-    """Of values of this dtype code; `place` is this rank, and how many there are."""
+    """Where all records of a sum lie, for C++; kept for the next step.
+
+    `code` is that of the values' dtype; `place` is this rank, and how many ranks there are.
+    """
     rank, world_size = place
     shards, spec = [], RecordSpec(code, 0, FORMAT_ADAPTIVE)
     for cut in _cuts(layout, world_size, by_owners=by_owners):

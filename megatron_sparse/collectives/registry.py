@@ -82,29 +82,9 @@ def check(config: SparseConfig, op: CollectiveOp | None = None) -> SparseConfig:
     """
     scheme = config.scheme
     check_names(scheme, config.planner)
-    chosen = None if scheme.name == AUTO else SCHEMES[scheme.name]
-    if chosen is not None and chosen.own_format and scheme.format != "auto":
-        raise ConfigError(
-            f"scheme.name={scheme.name} has messages of its own format",
-            expected="scheme.format=auto",
-            got=scheme.format,
-            remedy="leave scheme.format out, or choose another scheme",
-        )
-    if chosen is not None and chosen.own_format and config.compression.given_value_bits is not None:
-        raise ConfigError(
-            f"scheme.name={scheme.name} has messages of its own format, with full values",
-            expected="compression.value_bits=null",
-            got=config.compression.given_value_bits,
-            remedy="leave compression.value_bits out, or choose another scheme",
-        )
-    if chosen is not None and chosen.sends_whole and scheme.wire_dtype is not None:
-        raise ConfigError(
-            f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
-            expected="scheme.wire_dtype=null",
-            got=scheme.wire_dtype,
-            remedy="leave scheme.wire_dtype out",
-        )
-    _check_engine(config, has_engine=chosen is None or chosen.has_engine)
+    if scheme.name != AUTO:
+        _check_messages(config, SCHEMES[scheme.name])
+    _check_engine(config)
     _check_straggler(config)
     check_capacity(scheme)
     if op is not None:
@@ -165,17 +145,46 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
     )
 
 
-def _check_engine(config: SparseConfig, *, has_engine: bool) -> None:
+def _check_messages(config: SparseConfig, chosen: Scheme) -> None:
+    """Refuses a format, bits or a dtype that the chosen scheme's messages cannot have."""
     scheme, bits = config.scheme, config.compression.given_value_bits
-    if scheme.nccl_engine and (bits is not None or scheme.format == "rice"):
+    if chosen.own_format and scheme.format != "auto":
+        raise ConfigError(
+            f"scheme.name={scheme.name} has messages of its own format",
+            expected="scheme.format=auto",
+            got=scheme.format,
+            remedy="leave scheme.format out, or choose another scheme",
+        )
+    if chosen.own_format and bits is not None:
+        raise ConfigError(
+            f"scheme.name={scheme.name} has messages of its own format, with full values",
+            expected="compression.value_bits=null",
+            got=bits,
+            remedy="leave compression.value_bits out, or choose another scheme",
+        )
+    if chosen.sends_whole and scheme.wire_dtype is not None:
+        raise ConfigError(
+            f"scheme.name={scheme.name} sends values in few bits, which scheme.wire_dtype excludes",
+            expected="scheme.wire_dtype=null",
+            got=scheme.wire_dtype,
+            remedy="leave scheme.wire_dtype out",
+        )
+
+
+def _check_engine(config: SparseConfig) -> None:
+    """Refuses `scheme.nccl_engine` with records of Rice, or with messages of unknown size."""
+    scheme, bits = config.scheme, config.compression.given_value_bits
+    if not scheme.nccl_engine:
+        return
+    if bits is not None or scheme.format == "rice":
         raise ConfigError(
             "scheme.nccl_engine=true has no records of format rice",
             expected="compression.value_bits=null, and another scheme.format than rice",
             got=f"compression.value_bits={bits}, scheme.format={scheme.format}",
             remedy="leave scheme.nccl_engine out",
         )
-    if scheme.nccl_engine and (scheme.capacity is None or not has_engine):
-        able = [AUTO, *(name for name, each in SCHEMES.items() if each.has_engine)]
+    able = [AUTO, *(name for name, each in SCHEMES.items() if each.has_engine)]
+    if scheme.capacity is None or scheme.name not in able:
         raise ConfigError(
             "scheme.nccl_engine=true with messages of unknown size",
             expected=f"a scheme.capacity, and scheme.name in {', '.join(able)}",
@@ -185,6 +194,7 @@ def _check_engine(config: SparseConfig, *, has_engine: bool) -> None:
 
 
 def _check_straggler(config: SparseConfig) -> None:
+    """Refuses a scheme that needs a straggler without one, and the reverse."""
     name, straggler = config.scheme.name, config.straggler
     if skips_straggler(name) and not straggler.leaves_behind:
         raise ConfigError(

@@ -229,6 +229,7 @@ def ring_gather_sums_cost(run: DryRun, dense_n: np.ndarray, form: RecordFormat) 
     ones_n = np.ones(n)
 
     def seconds(op: CodecOp) -> np.ndarray:
+        """Of coding each owner's sum: dense records where `dense_n` is true."""
         return np.where(
             dense_n,
             whole.seconds(op, shard, ones_n, run.b),

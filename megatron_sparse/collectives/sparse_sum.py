@@ -176,6 +176,7 @@ class SparseSum:
         """
 
         def place(rank: int, records: torch.Tensor) -> None:
+            """Replaces the values of `cuts[rank]` by these records, here and in the gradient."""
             cut = cuts[rank]
             slots_S = None if dense else self.slots_of_sum(cut)
             value_dtype = self.final_dtype if dense else self.gather_dtype
@@ -191,11 +192,12 @@ class SparseSum:
             part.copy_(part.to(VALUE_DTYPES[self.partial_dtype]))
 
     def settle(self, cut: Cut) -> None:
-        """Gives a complete sum the bits that a peer has which decodes its records and settles too.
+        """Rounds a complete sum in place as its records do, and gives all NaN the same bits.
 
-        Call it before the records are encoded, where a rank keeps a sum that others decode or add
-        up themselves: the bits of a sum of two NaN depend on their order, which differs there. Call
-        it on the peers after they have decoded: on a GPU decoding a NaN may change its bits.
+        So all ranks that hold it have the same bits. Call it before the records are encoded, where
+        a rank keeps a sum that others decode or add up themselves: the bits of a sum of two NaN
+        depend on their order, which differs there. Call it on the peers after they have decoded: on
+        a GPU decoding a NaN may change its bits.
         """
         if self.sum_N is not self._bucket.grad_N:
             return  # `write` rounds, to the dtype that complete sums travel in.

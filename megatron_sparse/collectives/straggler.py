@@ -90,7 +90,10 @@ def _meet(
     group: Subgroup,
     handshake: tuple[Work, Callable[[], object]] | None,
 ) -> Phase:
-    """Phase 2: this rank's meetings, one after another."""
+    """Phase 2: this rank's meetings, one after another; each gives and takes at most a chunk.
+
+    The first exchange is posted along with the handshake, if there is one.
+    """
     is_late = group.rank == late
     meetings = meetings_of(group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
@@ -149,6 +152,7 @@ class _Sums:
         sum_M = self._early_M = self._exchange.take("early", own_M.numel(), torch.float32)
 
         def add(sender: int) -> None:
+            """Adds the part of early rank number `sender`; the first one begins the sum."""
             with self._timer.stage("decode"):
                 if sender == 0:
                     sum_M.copy_(parts[0])

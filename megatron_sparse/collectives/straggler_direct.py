@@ -149,7 +149,7 @@ class _Run:
         self.meetings = meetings_of(n, late)[self.transport.rank]
 
     def as_early(self) -> Generator[Yielded, None, int]:
-        """Returns the bytes that this rank has sent."""
+        """An early rank's part: phase 1, the handshake, its meetings; returns the bytes it sent."""
         sums, dtype = self.sums, self.sums.partial_dtype
         early = Subgroup(self.transport, self.early_ranks, self.group.tag)
         yield from self._reduce_early(early)
@@ -173,7 +173,7 @@ class _Run:
         return early.sent_bytes + self.group.sent_bytes
 
     def as_straggler(self) -> Generator[Yielded, None, int]:
-        """Returns the bytes that this rank has sent."""
+        """The straggler's part: the handshake and its meetings; returns the bytes it sent."""
         sums, message, dtype = self.sums, self.message, self.sums.partial_dtype
         own_sizes = [message_part(message, chunk).numel() for chunk in self.chunks]
         rows = yield from self._shake_hands(own_sizes)
@@ -256,6 +256,7 @@ class _Run:
         return cuts, joined + [0] * (len(sizes) - len(cuts))
 
     def _shake_hands(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
+        """Sends these sizes to this rank's peers; returns for each peer the sizes that it sent."""
         work, read = shake_hands(self.identity, sizes, self.late, self.transport)
         if self.transport.rank != self.late and self.transport.device.type == "cpu":
             # The next bucket's early part need not wait for the straggler of this one.

@@ -112,6 +112,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
 
 
 def _check_bucket(bucket: Bucket) -> None:
+    """Refuses a bucket without compiled kernels for its device, or one that is too large."""
     if not is_compiled(bucket.grad_N.device):
         raise ConfigError(
             f"bucket {bucket.name}: scheme.name={NAME} needs the compiled kernels",

@@ -52,9 +52,9 @@ def _rounds(n: int) -> tuple[Round, ...]:
 
 
 def doubling_rounds(n: int) -> Iterator[Round]:
-    """The n + log2 n - 2 rounds for n = 2, 4, 8, ..."""
+    """The transfers of each of the n + log2 n - 2 rounds for n = 2, 4, 8, ..."""
     levels, straggler = n.bit_length() - 1, n - 1
-    holders: dict[int, set[int]] = {}
+    holders: dict[int, set[int]] = {}  # of each active chunk, the early ranks
     for number in range(n + levels - 2):
         transfers: list[Transfer] = []
         if number < n - 1:
@@ -98,6 +98,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
         # The straggler has no fixed partner any more and helps to spread the last one's chunk.
         chunk_of[straggler] = n - 2
         others.append(straggler)
+    # The critical window: who meets the straggler soon may only get chunks that expire before.
     window = range(number + 1, min(number + levels, n - 2) + 1)
     pairs: list[tuple[int, int]] = []
     for rank in window:

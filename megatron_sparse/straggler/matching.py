@@ -59,6 +59,7 @@ def matching_rounds(n: int) -> list[Round]:
 
 
 def _rounds(n: int, generator: random.Random) -> Iterator[Round]:
+    """Matches ranks round by round, until all of them hold every chunk."""
     state = _Even(n) if n % 2 == 0 else _Odd(n)
     while not state.complete:
         transfers = state.matched(generator)
@@ -67,7 +68,17 @@ def _rounds(n: int, generator: random.Random) -> Iterator[Round]:
 
 
 class _State:
-    """The chunks that each rank holds complete: bit c of `held[rank]`."""
+    """The chunks that each rank holds complete, round after round.
+
+    Attributes:
+        n: ranks.
+        straggler: the last one.
+        chunks: their number, n - 1.
+        levels: rounds in which a chunk can reach all ranks: log2 n, rounded up.
+        number: of the round.
+        held: for each rank, bit c says whether it holds chunk c.
+        copies: for each chunk, how often it has been received.
+    """
 
     def __init__(self, n: int) -> None:
         self.n, self.straggler, self.chunks = n, n - 1, n - 1
@@ -140,6 +151,7 @@ class _Even(_State):
     """Gives the oldest chunk first; has critical windows."""
 
     def fixed(self) -> list[Transfer]:
+        """Adds the first copy of the newest chunk: to a rank behind all critical windows."""
         transfers = super().fixed()
         last, behind = self.number - 1, self.number - 1 + self.levels
         if 0 < self.number < self.levels and behind < self.chunks:
@@ -151,6 +163,9 @@ class _Even(_State):
         return (None, None) if spoils else super().gifts(one, other)
 
     def gift(self, sender: int, receiver: int) -> Gift:
+        """The oldest chunk, or the newest after the last reduction; in the first rounds only for
+        ranks that have none.
+        """
         missing = self.missing(sender, receiver)
         if not missing:
             return None
@@ -173,6 +188,7 @@ class _Odd(_State):
     """Gives the most urgent chunk first."""
 
     def gift(self, sender: int, receiver: int) -> Gift:
+        """The missing chunk of the highest value; of several, the oldest."""
         missing = self.missing(sender, receiver)
         values = []
         while missing:
@@ -186,6 +202,7 @@ class _Odd(_State):
         return value, -negative_chunk
 
     def _value(self, chunk: int, receiver: int) -> float:
+        """How urgent a chunk is: the doublings that it lacks, less the rounds that it has left."""
         # The straggler's copy spreads only when it has no fixed partner any more.
         copies = self.copies[chunk] - (1 if self.reducing else 0)
         doublings = math.log2((self.n - 1) / copies)

@@ -117,6 +117,7 @@ class StoreArrivalCounter:
         atexit.unregister(self.close)
 
     def _main(self) -> None:
+        """The thread: counts new arrivals, and looks for the last rank of all open ones."""
         while True:
             with self._wake:
                 if self._closing:
@@ -151,6 +152,7 @@ class StoreArrivalCounter:
         return min(max(min(waits) / PATIENCE, SHORTEST_POLL_S), LONGEST_POLL_S)
 
     def _serve(self, arrival: _Arrival, *, fresh: bool) -> None:
+        """Counts a fresh arrival, and looks for its last rank; a lost store becomes its error."""
         try:
             if fresh:
                 self._count(arrival)
@@ -161,6 +163,7 @@ class StoreArrivalCounter:
             arrival.waited.set_exception(operation.error(error))
 
     def _count(self, arrival: _Arrival) -> None:
+        """Adds this rank to the arrival's counter; if it is the last one, tells the others."""
         if arrival.event is not None:  # until the device has computed the gradients
             arrival.event.synchronize()
         count = self._store.add(arrival.key, 1)

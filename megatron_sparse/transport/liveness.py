@@ -75,6 +75,7 @@ class PeerLiveness:
         return self._found
 
     def _find(self) -> str | None:
+        """The first lost or long silent rank of the group, in words; None if there is none."""
         for rank, loss in self._links.lost.items():
             if rank in self._number and time.monotonic() - loss.noticed_s >= GRACE_S:
                 return f"{self._name(rank)} {loss.why}"

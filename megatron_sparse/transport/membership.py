@@ -72,6 +72,7 @@ class NodeAnswer:
 
 
 def _number(environment: Mapping[str, str], variable: str) -> int:
+    """The variable as a number, `_UNKNOWN` if it is not set; raises ConfigError for other text."""
     value = environment.get(variable, str(_UNKNOWN))
     if not value.isdecimal():
         raise ConfigError(

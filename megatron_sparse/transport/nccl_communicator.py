@@ -99,6 +99,7 @@ class NcclCommunicator:
         made: Future[int] = Future()
 
         def run() -> None:
+            """Makes the communicator; the future gets its address or the error."""
             try:
                 if self._device.type == "cuda":
                     torch.cuda.set_device(self._device)
@@ -204,6 +205,7 @@ class NcclCommunicator:
             self.check()
 
     def _run_monitor(self) -> None:
+        """The thread: checks pending calls every `POLL_S`; ends with the communicator."""
         if self._device.type == "cuda":  # it is not where NCCL is a stub
             torch.cuda.set_device(self._device)  # a thread begins with the first one
         while True:

@@ -96,6 +96,7 @@ class NcclLibrary:
         return f"{self._library.ncclGetErrorString(result).decode()} (ncclResult_t {result})"
 
     def _call(self, name: str, *arguments: object) -> None:
+        """Calls a function of NCCL; raises CommunicationError unless it returns ncclSuccess."""
         result = getattr(self._library, name)(*arguments)
         if result != SUCCESS:
             raise CommunicationError(
@@ -122,6 +123,7 @@ def loaded_nccl() -> NcclLibrary:
 
 
 def _missing(error: Exception) -> DependencyError:
+    """The error for a torch whose NCCL cannot be called from here."""
     return DependencyError(
         "NCCL's functions cannot be called",
         expected=f"{SONAME}, loaded by torch, with ncclSend (2.7 or newer)",

@@ -53,9 +53,11 @@ class Operation:
             cause: the backend's exception; None if the backend still waits.
         """
         is_late = self.is_late() or "Timed out" in str(cause)
-        trouble, got = None, str(cause).splitlines()[0] if str(cause) else repr(cause)
         if cause is None or is_late:
             got = f"no answer within {self._timeout_s:g} s"
+        else:
+            got = str(cause).splitlines()[0] if str(cause) else repr(cause)
+        trouble = None
         if self._liveness is not None:
             trouble = self._liveness.trouble() if is_late else self._liveness.await_trouble()
             if trouble is None and is_late:
@@ -172,6 +174,7 @@ class Waiters:
             self._tasks.put(None)
 
     def _main(self) -> None:
+        """A thread: calls one task after another, until `close` queues None."""
         while (task := self._tasks.get()) is not None:
             wait, waiting = task
             try:

@@ -160,6 +160,7 @@ class PeerLinks:
         raise OSError("; ".join(failures) or "it has no address")
 
     def _connect(self, host: str, port: int, rank: int, token: str) -> _Link:
+        """Connects to a listener and shakes hands with it; raises OSError if it is another rank."""
         connected = socket.create_connection((host, port), timeout=CONNECT_S)
         try:
             link = _Link(connected, rank, token, is_member=False)
@@ -226,6 +227,7 @@ class PeerLinks:
         self._selector.close()
 
     def _accept(self) -> None:
+        """Takes a connection; it has no rank until its `hello` has come."""
         assert self._listener is not None
         try:
             accepted, _ = self._listener.accept()
@@ -240,6 +242,7 @@ class PeerLinks:
             self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _read(self, link: _Link) -> None:
+        """Handles what has arrived on a connection; drops it after `bye` or a fault."""
         if link not in self._links:  # dropped while an earlier line of this round was read
             return
         try:
@@ -254,6 +257,7 @@ class PeerLinks:
             self._end(link)
 
     def _welcome(self, link: _Link, message: dict[str, Any]) -> bool:
+        """Handles a member's `hello`: answers it and says who is lost; returns whether it fits."""
         if message.get("token") != self._invitation["token"]:
             self._drop(link)
             return False
@@ -264,6 +268,7 @@ class PeerLinks:
         return True
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
+        """Handles one message: each of its keys changes the state that it stands for."""
         assert link.rank is not None
         if "beat" in message:
             self.progress = {**self.progress, link.rank: message["beat"]}
@@ -286,6 +291,7 @@ class PeerLinks:
             self._lose(link.rank, f"has died: its connection to rank {self.rank} is gone", link)
 
     def _lose(self, rank: int, why: str, source: _Link) -> None:
+        """Notes that a rank is gone, once, and passes that on to all members but the source."""
         if rank in self.lost or rank == self.rank:
             return
         self.lost = {**self.lost, rank: Loss(why, time.monotonic())}
@@ -313,6 +319,7 @@ class PeerLinks:
         return f"{of_bucket}{operation}, posted {time.monotonic() - since_s:.1f} s ago"
 
     def _tell(self, message: dict[str, Any], links: list[_Link]) -> None:
+        """Sends a message on these connections; one that is broken ends."""
         for link in list(links):
             try:
                 link.send(message)
@@ -344,6 +351,7 @@ def own_hosts() -> list[str]:
 
 
 def _interface_address(name: str) -> list[str]:
+    """The IPv4 address of a network interface, as a list; empty if it has none."""
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

@@ -115,6 +115,7 @@ class ProcessGroupTransport:
             self.communicator = self._make_communicator()
 
     def _make_communicator(self) -> NcclCommunicator:
+        """Makes NCCL's communicator for `scheme.nccl_engine`; raises ConfigError on a CPU."""
         if self.device.type != "cuda":
             raise refusal(self.device.type)
         return NcclCommunicator(
@@ -128,6 +129,7 @@ class ProcessGroupTransport:
         )
 
     def _broadcast(self, text: bytes) -> bytes:
+        """Returns rank 0's text on every rank, padded with spaces; the host waits."""
         padded = torch.frombuffer(bytearray(text.ljust(INVITATION_BYTES)), dtype=torch.uint8)
         words = padded.to(self.device)
         operation = Operation("broadcast", None, self._timeout_s)
@@ -224,6 +226,7 @@ class ProcessGroupTransport:
                 received[-CANARY.numel() :] = CANARY
 
         def post() -> list[dist.Work | None]:
+            """Posts all messages to gloo; returns their works."""
             # Receives first: a message that arrives before its buffer is known waits in the socket.
             posted = [
                 dist.irecv(received, group=self.group, group_src=peer, tag=tag)
@@ -311,6 +314,7 @@ def _with_everyone(sends: PeerTensors, receives: PeerTensors, world_size: int) -
 
 
 def _check_filled(operation: Operation, bytes_in: PeerTensors) -> None:
+    """Raises if the end of a received message still holds the `CANARY`."""
     for peer, received in bytes_in:
         if received.numel() >= CANARY.numel() and torch.equal(received[-CANARY.numel() :], CANARY):
             raise CommunicationError(

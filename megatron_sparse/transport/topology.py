@@ -64,6 +64,7 @@ class Topology:
     nic: str = "rank"
 
     def __post_init__(self) -> None:
+        """Refuses an unknown `nic`, and nodes without ranks."""
         one_of("topology.nic", self.nic, ("rank", "node"))
         if not self.node_sizes or min(self.node_sizes) < 1:
             raise ConfigError(

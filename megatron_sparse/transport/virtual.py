@@ -343,6 +343,7 @@ class VirtualCluster:
     def _deliver(
         self, send: _Half, receive: _Half, start_s: float, ports: Sequence[tuple[str, int]]
     ) -> None:
+        """Copies a message, counts it, and sets the modelled ends of its two works."""
         link = self.topology.link(send.rank, receive.rank)
         sent_s = start_s + link.beta_s * send.priced_bytes
         for port in ports:
@@ -356,6 +357,7 @@ class VirtualCluster:
             half.work.waits_for[half.waiting_for] -= 1
 
     def _deadlock(self, waiting: dict[int, VirtualWork]) -> CommunicationError:
+        """The error for ranks that all wait: says for which peers."""
         lines = []
         for rank, work in sorted(waiting.items()):
             missing = sorted(what for what, number in (+work.waits_for).items() if number)
@@ -369,6 +371,7 @@ class VirtualCluster:
         )
 
     def _check_nothing_left(self) -> None:
+        """Raises if a message or a reduction was posted and not matched or waited for."""
         left = [half for halves in self._halves.values() for half in halves]
         if left or self._matched or self._reductions:
             waits = sorted(f"rank {half.rank} waits for {half.waiting_for}" for half in left)
@@ -436,6 +439,7 @@ class VirtualTransport:
         return self._post("exchange", sends, receives, tag)
 
     def _post(self, what: str, sends: PeerTensors, receives: PeerTensors, tag: int) -> VirtualWork:
+        """Posts the messages of one work, receives first; empty ones are skipped."""
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
         work = VirtualWork(self._own, cluster.clock_s, what)
@@ -448,6 +452,7 @@ class VirtualTransport:
         return work
 
     def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
+        """Posts this rank's part of a backend's own reduction."""
         assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
         work = VirtualWork(self._own, self._cluster.clock_s, kind)
         key = self.ranks, self._tag, self._reductions

@@ -113,6 +113,7 @@ class FaultyTransport(Forwarding):
 
 
 def _spoil(values: torch.Tensor, fault: Fault, last: torch.Tensor | None) -> torch.Tensor:
+    """A damaged copy of a message as the fault asks, or the message itself if it does not apply."""
     data = values.contiguous().view(torch.uint8).clone()
     is_words = values.dtype == torch.int64
     if fault.kind == "size" and is_words:

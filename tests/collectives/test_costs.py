@@ -70,6 +70,7 @@ class Oracle:
         return [self.sum(range(self.n), self.final, s, **op) for s in range(self.n)]
 
     def _blocks(self, values, dtype, keep):
+        """Bytes of a segment's record in blocks, or dense where that is not longer."""
         size, dense = self.case.options.block_size, record_bytes(len(values), 0, dtype, dense=True)
         if keep:
             return dense
@@ -91,6 +92,7 @@ def _split(o, r):
 
 
 def _doubling(sizes, r):
+    """Bytes that rank r sends in an all-gather by doubling of records of these sizes."""
     n, held, sent = len(sizes), 1, 0
     while held < n:
         more = min(held, n - held)
@@ -108,6 +110,7 @@ def _zen(o, r, reduce):
     value_bytes = VALUE_BYTES[WIRE_CODES[o.final]]
 
     def record(positions, nnz, *, pairs):
+        """Bytes of the smallest record of so many positions and non-zero elements."""
         bitmap = pad16(8 * -(-positions // 64)) + pad16(nnz * value_bytes)
         sizes = [pad16(positions * value_bytes), bitmap]
         if pairs:
@@ -120,6 +123,7 @@ def _zen(o, r, reduce):
 
 
 def _sparse_ring(o, r, reduce):
+    """Bytes that rank r sends: a size and the records of a sum in each step, then whole sums."""
     sent = 8 * (o.n - 1)
     for s in range(1, o.n):
         shard = (r - s) % o.n
@@ -132,6 +136,7 @@ def _sparse_ring(o, r, reduce):
 
 
 def _ssar_rd(o, r, reduce):
+    """Bytes that rank r sends: its growing sum to each peer; folded ranks only their message."""
     active = 2 ** int(math.log2(o.n))
     if r >= active:
         return 8 + o.whole[r]
@@ -146,6 +151,7 @@ def _ssar_rd(o, r, reduce):
 
 
 def _sparse_ps(o, r, reduce):
+    """Bytes that rank r sends: its message, or the server's answers to all others."""
     if r:
         return o.whole[r]
     if reduce:

@@ -97,6 +97,7 @@ def test_bytes_are_those_of_the_header(dtypes):
 
 
 def _dense_bytes(case, rank, straggler, b, p):
+    """Bytes that a rank sends: its transfers of the schedule, and phase 1 if it is early."""
     n, chunk = case.n, case.numel // (case.n - 1)
     transfers = [t for r in make_schedule(n, straggler).rounds for t in r if t.sender == rank]
     if rank == straggler:

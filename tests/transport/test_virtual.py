@@ -13,6 +13,8 @@ def _bytes(numel, value=1):
 
 
 def _ring_step(numel):
+    """A rank's steps: passes `numel` bytes of its number to the next rank; returns what came."""
+
     def step(transport):
         n, rank = transport.world_size, transport.rank
         got = _bytes(numel, 0)
@@ -103,6 +105,7 @@ def test_the_clock_is_alpha_plus_beta_m_of_the_link():
 
 
 def _all_to_one(transport):
+    """A rank's steps: all send 4 bytes to rank 0, each later by 1/8 s than the one before."""
     got = [_bytes(4, 0) for _ in range(3)]
     if transport.rank == 0:
         yield transport.exchange([], [(p + 1, got[p]) for p in range(3)], tag=0)
