@@ -2,8 +2,8 @@
 
     python benchmarks/codec_tables.py FILE.jsonl...
 
-One line for each operation: its own numbers, torch's first peer beside them, and the best other. Of
-several formats that all became dense, the first stands for all.
+One line for each operation: its own numbers, and the first peer's beside them. Of several formats
+that all became dense, the first stands for all.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ COLUMNS = (
     "time (ms)",
     "copy (ms)",
     "time / copy",
-    "torch (ms)",
-    "best other peer (ms)",
+    "peer (ms)",
 )
 _KEY = ("count", "dtype", "density", "op", "format")
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -46,18 +45,14 @@ def _cells(rows: list[dict[str, Any]]) -> list[str]:
     size = own["count"] * _ITEM_BYTES[own["dtype"]] / 2**20
     head = [f"{size:g}", own["dtype"], f"{own['density']:g}", own["op"], own["format"]]
     if own["wrong"]:
-        return [*head, f"{own['wrong']} wrong", "", "", "", ""]
-    peers = [row for row in rows if row["peer"]]
-    peers.sort(key=lambda row: not row["peer"].startswith("torch"))
-    first = peers[0] if peers else None
-    best = min(peers[1:], key=lambda row: row["peer_us"], default=None)
+        return [*head, f"{own['wrong']} wrong", "", "", ""]
+    peer = next((row for row in rows if row["peer"]), None)
     return [
         *head,
         _ms(own["time_us"]),
         _ms(own["copy_us"]),
         f"{own['ratio']:.2f}",
-        "" if first is None else f"{_ms(first['peer_us'])} ({_times(first)}, {first['peer']})",
-        "" if best is None else f"{_ms(best['peer_us'])} ({_times(best)}, {best['peer']})",
+        "" if peer is None else f"{_ms(peer['peer_us'])} ({_times(peer)}, {peer['peer']})",
     ]
 
 

@@ -41,7 +41,7 @@ OPTIONS: dict[str, str] = {
     "bench gather --coder": "leave it out: moves are coded by rANS",
     "bench gather --intra-gbit": "leave it out: virtual links in a node have 1600 Gbit/s",
     "bench gather --way": "leave it out: both ways are measured where nodes have several ranks",
-    "bench parameters --coder": "leave it out: every coder that is installed has rows",
+    "bench parameters --coder": "leave it out: moves are coded by rANS",
     "calibrate --virtual": "use `calibrate --sweep`, on real links; `plan` has models",
     "doctor --distributed": "use `calibrate --quick` under the same launcher: it says whether all "
     "ranks have met and agree, and names the slowest link",

@@ -16,6 +16,7 @@ from megatron_sparse.bench.codec import codecs, hashing, parameters, records
 from megatron_sparse.bench.codec.frame import CodecRow
 from megatron_sparse.bench.codec.options import OPS, RICE_FORMS, CodecSweep, ParameterSweep
 from megatron_sparse.errors import ConfigError
+from megatron_sparse.formats.message import WIRE_CODES
 from tests.programs import ROOT, ended
 from tests.tracked import json_lines
 
@@ -68,7 +69,7 @@ def test_rows_are_right_timed_and_written(tmp_path, capsys):
     rows = printed_and_written(lambda path: codecs.run(sweep, path), tmp_path, capsys)
     assert {row.op for row in rows} == {"prune", *RECORD_OPS}
     assert {row.format for row in rows} == {"-", "coo", "pici", "pici_paper", "blocks", "dense"}
-    assert {row.peer for row in rows} >= {"torch nonzero", "torch to_sparse", "numpy"}
+    assert {row.peer for row in rows} >= {"torch nonzero", "torch index_add_"}
     for row in rows:
         assert set(row.to_dict()) == FIELDS
         assert is_timed(row, *(() if row.op == "place" else ("peer_us",)))
@@ -79,7 +80,7 @@ def test_rice_records_are_in_the_same_table():
     done = {(row.format, row.op) for row in rows}
     assert done == set(product(RICE_FORMS, set(RECORD_OPS) - {"encode"}))
     assert {row.density for row in rows if row.format == "dense_q4"} == {1.0}
-    assert {row.peer for row in rows} >= {"torch ops", "torch ops, zstd", "one by one"}
+    assert {row.peer for row in rows} >= {"torch ops", "one by one"}
     assert all(map(is_timed, rows))
 
 
@@ -184,19 +185,15 @@ PAIR = ROOT / "tests/data/parameter_pair.pt"
 QUICK = {"elements": 200_000, "iters": 1, "warmup": 0}
 
 
-def test_the_table_and_the_best_coder(tmp_path, capsys):
-    """All rows are right; the entropy coder beats zstd by far, and nothing beats the entropy."""
-    pytest.importorskip("zstandard")
+def test_the_coder_is_right_and_near_the_entropy(tmp_path, capsys):
     rows = parameters.run(ParameterSweep(rates=(1e-4,), **QUICK), tmp_path / "rows.jsonl")
     assert "synthetic" in capsys.readouterr().out
     written = json_lines(tmp_path / "rows.jsonl")
     assert written == [row.to_dict() for row in rows]
-    assert not any(row.wrong for row in rows)
-    bits = {row.coder: row.bits for row in rows}
-    assert list(bits) == ["rans", "zstd"]
-    assert rows[0].entropy is not None
-    assert rows[0].entropy < bits["rans"] < 1.1 * rows[0].entropy
-    assert 2 * bits["rans"] < bits["zstd"] < 16
+    (row,) = rows
+    assert (row.coder, row.wrong) == ("rans", 0)
+    assert row.entropy is not None
+    assert row.entropy < row.bits < 1.1 * row.entropy
 
 
 def test_moves_of_a_real_run():
@@ -209,14 +206,13 @@ def test_moves_of_a_real_run():
     pair = torch.load(PAIR, weights_only=True)
     assert sum(pair["sizes"]) == pair["old"].numel() == 14_600
     case = parameters.ParameterPair("iteration 50", pair["old"], pair["new"])
-    rows = list(parameters.measure(case, ["rans"], warmup=0, iters=1))
-    assert not any(row.wrong for row in rows)
-    bits = {row.coder: row.bits for row in rows}
-    assert rows[0].entropy is not None
+    row = parameters.measure(case, warmup=0, iters=1)
+    assert row.wrong == 0
+    assert row.entropy is not None
     # 5 % as in docs/parameters.md, and one short chunk's 16 tables of 40 bytes.
-    tables = 8 * 16 * 40 / rows[0].numel
-    assert rows[0].entropy < bits["rans"] < 1.05 * rows[0].entropy + tables
-    assert bits["rans"] < 8
+    tables = 8 * 16 * 40 / row.numel
+    assert row.entropy < row.bits < 1.05 * row.entropy + tables
+    assert row.bits < 8
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
@@ -227,19 +223,11 @@ def test_other_dtypes(dtype):
     assert rows[0].bits < {"fp32": 32, "fp16": 16}[dtype]
 
 
-def test_a_missing_peer_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(parameters, "is_installed", lambda name: False)
-    rows = parameters.run(ParameterSweep(rates=(1e-4,), **QUICK))
-    assert [row.coder for row in rows] == ["rans"]
-    printed = capsys.readouterr().out
-    assert "no rows of zstd: pip install 'megatron-sparse[bench]'" in printed
-
-
 def test_the_entropy_of_known_moves():
     """Two contexts: in one nothing moves, in the other half the numbers move by one."""
     old = torch.tensor([1.0, 1.0, 4.0, 4.0]).bfloat16()
     new = torch.tensor([1.0, 1.0, 4.0, 4.03125]).bfloat16()
     case = parameters.ParameterPair("known", old, new)
-    z_N = parameters.moves_of(case)
-    assert z_N.tolist() == [0, 0, 0, 2]
-    assert math.isclose(parameters.conditional_entropy(case, z_N), 0.5)
+    moves, _ = parameters.moves_of(case, WIRE_CODES["bf16"])
+    assert moves.tolist() == [0, 0, 0, 2]
+    assert math.isclose(parameters.conditional_entropy(case, WIRE_CODES["bf16"]), 0.5)

@@ -78,7 +78,7 @@ class CodecSweep(Sizes):
         metavar="OP,...",
         among=OPS,
     )
-    peers: bool = option(True, "Time torch, numpy and zstd too.", flag="--peers/--no-peers")
+    peers: bool = option(True, "Time the same in torch and Triton too.", flag="--peers/--no-peers")
     device: str = device_option()
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class CodecSweep(Sizes):
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSweep(Options):
-    """The coder of parameters' moves: bits and speed, beside zstd."""
+    """The coder of parameters' moves: bits beside their entropy, and speed."""
 
     NAME = "bench parameters"
     RUNNER = "codec.parameters"
@@ -105,7 +105,7 @@ class ParameterSweep(Options):
     elements: int = option(4_000_000, "Parameters.", min=1)
     warmup: int = option(1, "Rounds that are not timed.", min=0)
     iters: int = option(5, "Rounds that are timed.", min=1)
-    threads: int = option(1, "Of torch; zstd uses one.", min=1)
+    threads: int = option(1, "CPU threads.", min=1)
     device: str = device_option()
 
     def __post_init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Peers of `bench codecs`: the same in torch, numpy, zstd and Triton.
+"""Peers of `bench codecs`: the same operation in torch, and selection in Triton.
 
-Triton's kernels select where the compiled library is not there: `Triton prune_` with the same
-threshold, and `Triton selection`, which samples the threshold too. Neither writes a record.
+Each function returns the peers of one operation, by name. Triton's kernels select where the
+compiled library is not there: `Triton prune_` with the same threshold, and `Triton selection`,
+which samples the threshold too. No peer writes a record.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from megatron_sparse.bench.codec.frame import CPU, KEY, Case, differing
@@ -17,34 +17,21 @@ from megatron_sparse.bench.table import Action
 from megatron_sparse.config.compression import CompressionConfig
 from megatron_sparse.cuda_ext import ops, threshold_triton
 from megatron_sparse.cuda_ext.record_spec import Limits, Pruning
-from megatron_sparse.extras import is_installed
 
 
-def prune_encode(grad_N: torch.Tensor, limit: float, *, zstd: bool) -> dict[str, Action]:
-    """Selection with error feedback, leak 0, in whole-tensor operations.
-
-    With `zstd`, also what zstd (level 3) makes of the indices and values.
-    """
+def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
+    """Selection above `limit` with error feedback, leak 0, in whole-tensor operations."""
     residual_N = torch.zeros(grad_N.numel(), device=grad_N.device)
 
     def in_torch() -> tuple[torch.Tensor, torch.Tensor]:
         sum_N = grad_N + residual_N
         index_K = (sum_N.abs() > limit).nonzero().squeeze(1)
         values_K = sum_N[index_K].to(grad_N.dtype)
+        # As an encoder does for any leak: what was sent leaves the residual, the rest is scaled.
         residual_N.copy_(sum_N).index_fill_(0, index_K, 0).mul_(0.0)
         return index_K.int(), values_K
 
-    if not zstd or not is_installed("zstandard"):
-        return {"torch ops": in_torch}
-    import zstandard
-
-    compressor = zstandard.ZstdCompressor(level=3)
-
-    def in_torch_and_zstd() -> list[bytes]:
-        parts = (memoryview(part.view(torch.uint8).numpy()) for part in in_torch())
-        return [compressor.compress(part) for part in parts]
-
-    return {"torch ops": in_torch, "torch ops, zstd": in_torch_and_zstd}
+    return {"torch ops": in_torch}
 
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
@@ -60,40 +47,21 @@ def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 
 def encode(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Ways to get the indices and values of the elements that are not zero."""
+    """Indices and values of the elements that are not zero."""
 
     def nonzero_and_index() -> tuple[torch.Tensor, torch.Tensor]:
         index_K = pruned_N.nonzero().squeeze(1)
         return index_K, pruned_N[index_K]
 
-    peers: dict[str, Action] = {"torch nonzero": nonzero_and_index}
-    peers["torch to_sparse"] = pruned_N.to_sparse
-    if pruned_N.is_cuda or pruned_N.dtype == torch.bfloat16:  # numpy has no CUDA and no bf16
-        return peers
-    array = pruned_N.numpy()
-
-    def numpy() -> tuple[np.ndarray, np.ndarray]:
-        index = np.flatnonzero(array)
-        return index, array[index]
-
-    return peers | {"numpy": numpy}
+    return {"torch nonzero": nonzero_and_index}
 
 
 def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
-    """Ways to add a sparse gradient to an fp32 accumulator."""
+    """Adds the elements that are not zero to an fp32 accumulator; finding them is not timed."""
     acc_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
     index_K = pruned_N.nonzero().squeeze(1)
     values_K = pruned_N[index_K].float()
-    peers: dict[str, Action] = {"torch index_add_": lambda: acc_N.index_add_(0, index_K, values_K)}
-    if pruned_N.is_cuda:
-        return peers
-    sum_of = pruned_N.float().to_sparse()
-    index, values, array = index_K.numpy(), values_K.numpy(), acc_N.numpy()
-
-    def numpy() -> None:
-        array[index] += values
-
-    return peers | {"torch add_ sparse": lambda: acc_N.add_(sum_of), "numpy": numpy}
+    return {"torch index_add_": lambda: acc_N.index_add_(0, index_K, values_K)}
 
 
 def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:

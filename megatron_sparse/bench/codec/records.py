@@ -104,15 +104,14 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     buffers of the copy that is timed in turn with each operation.
     """
     wrong = wrong_bytes(case)
-    on_gpu = case.device.type == "cuda"
     codec = Codec(case)
     grad_N, residual_N = case.gradient(), torch.zeros(case.numel, device=case.device)
     prune_encode = codec.prune_encode(grad_N, residual_N)
     prune_encode()
     others: dict[str, Action] = {}
     if with_peers:
-        others = peers.prune_encode(grad_N, case.threshold, zstd=codec.is_rice and not on_gpu)
-        if on_gpu:
+        others = peers.prune_encode(grad_N, case.threshold)
+        if case.device.type == "cuda":
             others |= peers.triton(case, grad_N)
     moved = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
     yield Task("prune_encode", codec.record_name(), moved, wrong, prune_encode, peers=others)
