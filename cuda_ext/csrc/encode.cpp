@@ -93,8 +93,7 @@ std::vector<Record> plan_records(const EncodeCall& call, const std::vector<Segme
 }
 
 std::vector<StageChunk> cut(const EncodeCall& call) {
-  return cut_chunks(call.offsets, call.segment_count(), call.value_bytes(),
-                    call.scratch);
+  return cut_chunks(call.offsets, call.segment_count(), call.value_bytes(), call.scratch);
 }
 
 // The counts of all segments, with those of the blocks, if there are any.

@@ -40,7 +40,7 @@ from megatron_sparse.wire import HEADER_BYTES
 SECTOR_BYTES = 32
 """The least bytes that a GPU moves for one scattered element."""
 _WRITE_ONLY = ("copy_", "zero_", "fill_")
-_RESIDUAL = 11  # of the arguments of `prune_encode`
+_RESIDUAL = 10  # of the arguments of `prune_encode`
 _FREE = ("empty", "detach", "lift_fresh", "resize_")
 
 
