@@ -46,6 +46,8 @@ def check_arguments(bench: str, checks: Iterable[Check]) -> None:
 
 
 def _among(names: Names) -> Fits:
+    """Makes the test whether a value, as text, is one of these names."""
+
     def fits(value: Any) -> str:
         known = [str(name) for name in (names() if callable(names) else names)]
         return "" if str(value) in known else " | ".join(known)
@@ -154,7 +156,7 @@ def option(
     fits: Fits | None = None,
     **typer_settings: Any,
 ) -> Any:
-    """A field of an `Options` dataclass that is an option of the command line.
+    """Makes a field of an `Options` dataclass that is an option of the command line.
 
     Args:
         default: as text where there is a `parse`.
@@ -209,12 +211,14 @@ class Options:
         check_arguments(self.NAME, [*self._declared(), *self.checks()])
 
     def _declared(self) -> Iterator[Check]:
-        for each, flag, declared in _options(type(self)):
+        """Yields a check for each test of each value; an option without a value has none."""
+        for option_field, flag, declared in _options(type(self)):
             name = flag.partition("/")[0]
-            given = [one for one in _values(getattr(self, each.name)) if one is not None]
-            for fits, one in product(declared.fits, given):
-                expected = fits(one)
-                yield name, one, not expected, expected
+            values = _values(getattr(self, option_field.name))
+            known = [value for value in values if value is not None]
+            for fits, value in product(declared.fits, known):
+                expected = fits(value)
+                yield name, value, not expected, expected
 
     def checks(self) -> list[Check]:
         """What the options do not say one by one."""
@@ -222,47 +226,49 @@ class Options:
 
     @classmethod
     def parameters(cls) -> Iterator[inspect.Parameter]:
-        """What Typer makes options of."""
+        """Yields a parameter for each option, with the annotation of which Typer makes it."""
         # Here, so that a machine without Typer can run a sweep, as GPU tests do.
         import typer
 
         types = get_type_hints(cls)
-        for each, flag, (_, default, parse, _, settings) in _options(cls):
-            kind = types[each.name]
-            if parse is not None:
+        for option_field, flag, (_, default, parse, _, settings) in _options(cls):
+            kind = types[option_field.name]
+            if parse is not None:  # Typer hands over the text, which `of` parses
                 kind = str | None if default is None else str
             kind = Annotated[kind, typer.Option(flag, **settings)]
             yield inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+                option_field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
             )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
-        """The options, taken from Typer's arguments.
+        """Makes the options of Typer's arguments; removes those that it takes from `given`.
 
         Raises:
             ConfigError: one of them cannot be read, or does not fit.
         """
         values = {}
-        for each, flag, declared in _options(cls):
-            value, parse = given.pop(each.name), declared.parse
-            values[each.name] = value if parse is None or value is None else parse(flag, value)
+        for option_field, flag, declared in _options(cls):
+            value, parse = given.pop(option_field.name), declared.parse
+            if parse is not None and value is not None:
+                value = parse(flag, value)
+            values[option_field.name] = value
         return cls(**values)
 
     def arguments(self) -> list[str]:
-        """The command line that asks for the same."""
-        found = []
-        for each, flag, _ in _options(type(self)):
-            value = getattr(self, each.name)
-            usual = each.default if each.default_factory is MISSING else each.default_factory()
+        """The arguments of a command line that asks for the same; leaves out what is usual."""
+        written = []
+        for option_field, flag, _ in _options(type(self)):
+            value, make_usual = getattr(self, option_field.name), option_field.default_factory
+            usual = option_field.default if make_usual is MISSING else make_usual()
             if value == usual:
                 continue
-            on, _, off = flag.partition("/")
+            on, _, off = flag.partition("/")  # such as --peers/--no-peers
             if isinstance(value, bool):
-                found.append(on if value else off)
+                written.append(on if value else off)
                 continue
-            found.append(f"{on}={','.join(map(str, _values(value)))}")
-        return found
+            written.append(f"{on}={','.join(map(str, _values(value)))}")
+        return written
 
 
 def _values(value: Any) -> Sequence[Any]:
@@ -270,10 +276,11 @@ def _values(value: Any) -> Sequence[Any]:
 
 
 def _options(kind: Any) -> Iterator[tuple[Field, str, _Declared]]:
-    for each in fields(kind):
-        if _KEY in each.metadata:
-            declared = each.metadata[_KEY]
-            yield each, declared.flag or f"--{each.name.replace('_', '-')}", declared
+    """Yields each field that `option` made, its flag, and the other arguments of `option`."""
+    for made in fields(kind):
+        if _KEY in made.metadata:
+            declared = made.metadata[_KEY]
+            yield made, declared.flag or f"--{made.name.replace('_', '-')}", declared
 
 
 def add_command(
@@ -290,14 +297,16 @@ def add_command(
     """
     parameters: list[inspect.Parameter] = []
     bundles: dict[str, type[Options]] = {}
-    for each in signature.parameters.values():
-        if is_dataclass(each.annotation) and issubclass(each.annotation, Options):  # type: ignore[arg-type]
-            bundles[each.name] = each.annotation
-            parameters += each.annotation.parameters()
+    for parameter in signature.parameters.values():
+        kind = parameter.annotation
+        if is_dataclass(kind) and issubclass(kind, Options):  # type: ignore[arg-type]
+            bundles[parameter.name] = kind
+            parameters += kind.parameters()
         else:
-            parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(**given: Any) -> None:
+        # `of` takes the arguments of its options out of `given`; the others are the action's own.
         made = {name: bundle.of(given) for name, bundle in bundles.items()}
         action(**made, **given)
 
@@ -308,7 +317,7 @@ def add_command(
 def command(
     app: typer.Typer, help: str, panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a function as the command of its name; see `add_command`."""
+    """Makes a decorator that registers a function as the command of its name; see `add_command`."""
 
     def register(action: Callable[..., None]) -> Callable[..., None]:
         name = action.__name__.replace("_", "-")
@@ -333,11 +342,11 @@ class Sizes(Options):
     iters: int = option(20, "Runs that are timed.", min=1)
 
     def checks(self) -> list[Check]:
-        """See `Options`."""
+        """The checks of the range from `min_bytes` to `max_bytes`."""
         least = self.LEAST_BYTES
-        at_most = f"{least} to max_bytes ({self.max_bytes})"
+        fitting = f"{least} to max_bytes ({self.max_bytes})"
         return [
-            ("min_bytes", self.min_bytes, least <= self.min_bytes <= self.max_bytes, at_most),
+            ("min_bytes", self.min_bytes, least <= self.min_bytes <= self.max_bytes, fitting),
             # One wire segment holds the measured elements.
             ("max_bytes", self.max_bytes, self.max_bytes < 2**32, "less than 4 GiB"),
         ]

@@ -45,7 +45,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 def describe_cpu(threads: int | None = None) -> str:
     """The machine and the versions, for a table's first line; with torch's threads by default."""
-    commit = (git_state(CHECKOUT)["commit"] or "(no commit)")[:11]
+    commit = (git_state(CHECKOUT)["commit"] or "(no commit)")[:11]  # an abbreviated hash
     return (
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, "
         f"{threads or torch.get_num_threads()} threads, megatron_sparse {__version__} {commit}, "
@@ -106,21 +106,21 @@ class HostLoad:
         self._begin = self._now()
 
     def _now(self) -> tuple[float, float, float]:
+        """Core-seconds up to now: passed, used by all programs, used by this one with children."""
         machine, own = self._psutil.cpu_times(), self._psutil.Process().cpu_times()
-        worked = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
+        used_s = machine.user + machine.nice + machine.system + getattr(machine, "steal", 0.0)
         cores = self._psutil.cpu_count() or 1
-        spent = own.user + own.system + own.children_user + own.children_system
-        return time.monotonic() * cores, worked, spent
+        own_s = own.user + own.system + own.children_user + own.children_system
+        return time.monotonic() * cores, used_s, own_s
 
     def spent(self) -> tuple[float, float, float]:
         """Core-seconds since the construction: available, used, and used by this process.
 
         Children count once they have ended and the process has waited for them.
         """
-        there_were, worked, own = (
-            now - then for now, then in zip(self._now(), self._begin, strict=True)
-        )
-        return there_were, worked, own
+        differences_s = [now - then for now, then in zip(self._now(), self._begin, strict=True)]
+        available_s, used_s, own_s = differences_s
+        return available_s, used_s, own_s
 
 
 def foreign_share(there_were_s: float, worked_s: float, own_s: float) -> float:

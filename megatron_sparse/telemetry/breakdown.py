@@ -168,17 +168,18 @@ class IterationBreakdown:
 
         Metrics of gathers are left out of an iteration without one.
         """
-        named: dict[str, float | None] = {
-            metric.name: getattr(self, metric.attribute)
-            for metric in METRICS
-            if metric.attribute and (self.param_gathers or not metric.of_gathers)
-        }
+        named: dict[str, float | None] = {}
+        for metric in METRICS:
+            applies = bool(self.param_gathers) or not metric.of_gathers
+            if metric.attribute and applies:
+                named[metric.name] = getattr(self, metric.attribute)
         named |= {f"planner/buckets/{scheme}": count for scheme, count in self.schemes.items()}
         # Without the waits: they are `comm/grad_exposed_ms` and `params/exposed_ms`.
         busy = [stage for stage in STAGES if stage not in WAITS]
         named |= {f"breakdown/{stage}_ms": self.stage_ms[stage] for stage in busy}
         for name, value in self.extra.items():
-            named[name if "/" in name else f"extra/{name}"] = value
+            has_group = "/" in name
+            named[name if has_group else f"extra/{name}"] = value
         return {name: float(value) for name, value in named.items() if value is not None}
 
     def line(self) -> str:
@@ -196,11 +197,11 @@ def in_flight_s(records: Sequence[BucketRecord]) -> float:
     Example:
         Two buckets in flight from 1.0 to 3.0 s and from 2.0 to 4.0 s give 3.0, not 4.0.
     """
-    total, reached = 0.0, -math.inf
-    for begin, end in sorted((r.launched_s, r.finished_s) for r in records):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total
+    total_s, counted_until_s = 0.0, -math.inf
+    for begin_s, end_s in sorted((record.launched_s, record.finished_s) for record in records):
+        total_s += max(0.0, end_s - max(begin_s, counted_until_s))
+        counted_until_s = max(counted_until_s, end_s)
+    return total_s
 
 
 def finite(value: float | None) -> float | None:
@@ -226,7 +227,7 @@ def iteration_breakdown(
     extra: Mapping[str, float] | None = None,
     gathers: Sequence[GatherRecord] = (),
 ) -> IterationBreakdown:
-    """Adds up the buckets of an iteration.
+    """Makes the breakdown of an iteration: adds up its buckets and gathers, computes its times.
 
     Args:
         iteration: number of the iteration.
@@ -253,10 +254,11 @@ def iteration_breakdown(
             stage_us[stage] += time_us
         numel_by_phase[str(record.phase)] += record.numel
     sums = {name: sum(getattr(record, name) for record in records) for name in SUMMED}
-    numel, planned = sums["numel"], sum(record.density * record.numel for record in records)
+    planned_nnz = sum(record.density * record.numel for record in records)
     exposed_ms = step_s.get("host_wait", 0.0) * 1e3
-    numbers = {name: finite(value) for name, value in (extra or {}).items()}
-    of_run: dict[str, Any] = {name: numbers.pop(name, None) for name in OF_RUN}
+    others = {name: finite(value) for name, value in (extra or {}).items()}
+    # `pop`: the numbers that have a field of their own are not in `extra`.
+    of_run: dict[str, Any] = {name: others.pop(name, None) for name in OF_RUN}
     return IterationBreakdown(
         iteration=iteration,
         phase=max(numel_by_phase, key=numel_by_phase.__getitem__) if records else "off",
@@ -265,15 +267,15 @@ def iteration_breakdown(
         | {stage: time_us / 1e3 for stage, time_us in stage_us.items()},
         overlapped_ms=max(0.0, in_flight_s(records) * 1e3 - exposed_ms),
         **sums,
-        density=ratio(sums["nnz"], numel),
+        density=ratio(sums["nnz"], sums["numel"]),
         schemes=dict(schemes),
         predicted_ms=_sum_ms([record.predicted_us for record in records]),
         loss=finite(loss),
         grad_norm=finite(grad_norm),
         skipped=bool(skipped),
-        extra=numbers,
+        extra=others,
         **of_run,
-        planned_density=ratio(planned, numel),
+        planned_density=ratio(planned_nnz, sums["numel"]),
         host_cpu_ms=sum(record.host_cpu_us for record in records) / 1e3,
         param_dense_bytes=sum(gather.dense_bytes for gather in gathers),
         param_wire_bytes=sum(gather.wire_bytes for gather in gathers),

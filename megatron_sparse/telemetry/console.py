@@ -95,16 +95,18 @@ def print_summary(
     console.print()
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
 
+    # The lines of the two tables of stages, from the milliseconds of stages and iteration.
     def of_thread(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
         return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
+
+    def of_buckets(stage_ms: dict[str, Any], _: Any) -> dict[str, Any]:
+        return {stage: stage_ms[stage] for stage in BUCKET_STAGES}
 
     title = f"an iteration of the training thread: {scope(summary)}"
     console.print(_stage_table(title, steady, of_thread))
     console.print()
     title = "its buckets, summed; beside the thread's stages or inside them"
-    console.print(
-        _stage_table(title, steady, lambda all_ms, _: {s: all_ms[s] for s in BUCKET_STAGES})
-    )
+    console.print(_stage_table(title, steady, of_buckets))
     console.print()
     console.print(
         f"exposed: {cells['exposed_share']}, {of_all(steady)}; "
@@ -118,7 +120,8 @@ def print_summary(
     if speed := rate(summary["tokens_per_s"], summary["model_tflop_per_s"]):
         console.print(f"throughput: {speed}")
     if trials := summary.get("trials"):
-        took = ", ".join(f"{name} {ms(found)}" for name, found in trials["times_ms"].items())
+        times_ms = trials["times_ms"].items()
+        took = ", ".join(f"{preset} {ms(time_ms)}" for preset, time_ms in times_ms)
         console.print(f"preset {trials['chosen']}, by trials; ms of an iteration: {took}")
     elif advised := advice(summary):
         console.print(advised)
@@ -134,6 +137,7 @@ def print_summary(
 
 
 def _traffic_table(summary: dict[str, Any]) -> Table:
+    """The table of bytes and densities: a line for each phase, for all, and for parameters."""
     halves = ", and parameters" if summary["param_dense_bytes"] else ""
     title = f"bytes sent by this rank: gradients by phase{halves}"
     table = plain_table(title, "phase", *(header for header, _ in PHASE_COLUMNS.values()))
@@ -145,11 +149,16 @@ def _traffic_table(summary: dict[str, Any]) -> Table:
 def _stage_table(
     title: str, figures: Mapping[str, Any], parts_of: Callable[[Any, Any], dict[str, Any]]
 ) -> Table:
-    """A line for each part of the stages' and the iteration's milliseconds; shares are of means."""
-    mean_ms, median_ms, p95_ms = (
-        parts_of(figures[f"stage_ms{column}"], figures[f"iteration_ms{column}"])
-        for column in ("_mean", "", "_p95")
-    )
+    """A table with the mean, median and p95 milliseconds of each part; shares are of means.
+
+    Args:
+        title: of the table.
+        figures: of a run or of a phase, as in `summary.json`.
+        parts_of: makes milliseconds by part of those by stage and of those of the iteration.
+    """
+    mean_ms = parts_of(figures["stage_ms_mean"], figures["iteration_ms_mean"])
+    median_ms = parts_of(figures["stage_ms"], figures["iteration_ms"])
+    p95_ms = parts_of(figures["stage_ms_p95"], figures["iteration_ms_p95"])
     whole_ms = figures["iteration_ms_mean"]
     table = plain_table(title, "stage", "mean ms", "share", "median", "p95")
     # The same widths in both tables align their columns.
@@ -184,31 +193,33 @@ def advice(summary: Mapping[str, Any]) -> str | None:
     bits = figures.get("bits_per_element")
     if summary["world_size"] == 1 or not whole_ms or not figures["wire_bytes"] or not bits:
         return None
+    sent_bytes = figures["wire_bytes"]
     exposed_ms, hidden_ms = stage_ms["host_wait"], figures["overlapped_ms"]
-    network_ms = min(figures["network_ms_least"], hidden_ms + exposed_ms)
-    window_ms = hidden_ms
+    flight_ms = hidden_ms + exposed_ms  # F
+    network_ms = min(figures["network_ms_least"], flight_ms)  # N
+    window_ms = hidden_ms  # the most that the backward pass can hide
     if exposed_ms <= HIDDEN_ALL * whole_ms and hidden_ms:
         window_ms = max(hidden_ms, BACKWARD * stage_ms["forward_backward"])
 
-    def saved_ms(ratio: float) -> float:
-        in_flight_ms = hidden_ms + exposed_ms + (ratio - 1) * network_ms
-        return exposed_ms - max(0.0, in_flight_ms - window_ms)
+    def saved_ms(factor: float) -> float:
+        """Milliseconds that a preset with `factor` times the bytes saves; below 0: it loses."""
+        new_flight_ms = flight_ms + (factor - 1) * network_ms
+        return exposed_ms - max(0.0, new_flight_ms - window_ms)
 
-    sent = figures["wire_bytes"]
-    ratios = {"lossless": figures["dense_bytes"] / sent} | {
-        name: found / bits for name, found in BITS.items()
-    }
-    rate = 8 * sent / figures["iterations"] / network_ms / 1e6 if network_ms else 0.0
-    seen = f"links of {rate:.3g} Gbit/s, {exposed_ms / whole_ms:.0%} of an iteration exposed"
-    for name, ratio in ratios.items():
-        # What sends a little more is the preset that has run.
-        if ratio > 1.3 and saved_ms(ratio) >= -AS_FAST * whole_ms:
-            return f"{seen}: by a model, preset={name} would do"
-    for name, ratio in ratios.items():
-        if ratio < 0.7 and (gain_ms := saved_ms(ratio)) >= WORTH * whole_ms:
+    factors = {"lossless": figures["dense_bytes"] / sent_bytes}
+    factors |= {preset: preset_bits / bits for preset, preset_bits in BITS.items()}
+    bits_per_ms = 8 * sent_bytes / figures["iterations"] / network_ms if network_ms else 0.0
+    exposed = f"{exposed_ms / whole_ms:.0%} of an iteration exposed"
+    seen = f"links of {bits_per_ms / 1e6:.3g} Gbit/s, {exposed}"
+    # From most to fewest bytes; a preset with about the run's own bytes is the one that has run.
+    for preset, factor in factors.items():
+        if factor > 1.3 and saved_ms(factor) >= -AS_FAST * whole_ms:
+            return f"{seen}: by a model, preset={preset} would do"
+    for preset, factor in factors.items():
+        if factor < 0.7 and (gain_ms := saved_ms(factor)) >= WORTH * whole_ms:
             gain = f"would save {gain_ms / 1e3:.2g} s an iteration"
-            cost = f"it costs {LOSS_POINTS[name]:g} % of the loss"
-            return f"{seen}: by a model, preset={name} {gain}; {cost}"
+            cost = f"it costs {LOSS_POINTS[preset]:g} % of the loss"
+            return f"{seen}: by a model, preset={preset} {gain}; {cost}"
     return f"{seen}: by a model, no other preset would be faster"
 
 

@@ -183,8 +183,9 @@ def make(entity: str, project: str, name: str) -> Any:
     from wandb_workspaces.reports import v2 as reports
     from wandb_workspaces.reports.v2.interface import Layout
 
-    def plot(panel: Panel, place: int, of: int) -> Any:
-        width = COLUMNS // min(of, 3)
+    def plot(panel: Panel, place: int, count: int) -> Any:
+        """Makes the plot of panel number `place`, from 0, of a section's `count`: three a row."""
+        width = COLUMNS // min(count, 3)
         layout = Layout(
             x=width * (place % 3), y=PANEL_HEIGHT * (place // 3), w=width, h=PANEL_HEIGHT
         )

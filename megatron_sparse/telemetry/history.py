@@ -83,9 +83,10 @@ class Iterations:
 
         A dense run, which leaves nothing out, has none.
         """
-        sparse = self.nnz < self.numel
-        (at_target,) = np.nonzero((self.phase == PHASES.index("target")) & sparse)
-        return int(self.number[at_target[0]]) if at_target.size and at_target[0] else None
+        is_sparse = self.nnz < self.numel
+        (at_target,) = np.nonzero((self.phase == PHASES.index("target")) & is_sparse)
+        comes_after_others = at_target.size > 0 and at_target[0] > 0
+        return int(self.number[at_target[0]]) if comes_after_others else None
 
     @property
     def wire_ratio(self) -> np.ndarray:
@@ -97,6 +98,7 @@ class RunHistory:
     """Collects the iterations of a run and sums them up."""
 
     def __init__(self) -> None:
+        # "d": fp64, "q": int64.
         self._columns: dict[str, array[Any]] = {
             field.name: array("d" if field.name in _FLOATS else "q")
             for field in fields(Iterations)
@@ -106,9 +108,9 @@ class RunHistory:
 
     def append(self, row: IterationBreakdown) -> None:
         """Adds an iteration; its number must be larger than all before it."""
-        known = row.__dict__ | {"number": row.iteration, "phase": PHASES.index(row.phase)}
+        values = row.__dict__ | {"number": row.iteration, "phase": PHASES.index(row.phase)}
         for name, column in self._columns.items():
-            value = known[name]
+            value = values[name]
             column.append(math.nan if value is None else value)
         for stage, column in self._stages.items():
             column.append(row.stage_ms[stage])
@@ -133,50 +135,53 @@ class RunHistory:
         given as means, medians and 95th percentiles. Shares, bytes and densities are sums and
         ratios of sums.
         """
-        c = self.iterations()
-        losses = c.loss[np.isfinite(c.loss)]
+        run = self.iterations()
+        losses = run.loss[np.isfinite(run.loss)]
+        every = np.ones(len(run.number), dtype=bool)
+        phases = {}
+        for number, phase in enumerate(PHASES):
+            in_phase = run.phase == number
+            if in_phase.any():
+                phases[phase] = _figures(run, in_phase)
         return {
-            "skipped": int(c.skipped.sum()),
+            "skipped": int(run.skipped.sum()),
             "loss_first": float(losses[0]) if losses.size else None,
             "loss_last": float(losses[-1]) if losses.size else None,
-            **_figures(c, np.ones(len(c.number), dtype=bool)),
-            "phases": {
-                phase: _figures(c, c.phase == number)
-                for number, phase in enumerate(PHASES)
-                if (c.phase == number).any()
-            },
-            "target_begins": c.target_begins,
-            "tokens_per_s": _median_known(c.tokens_per_s),
-            "model_tflop_per_s": _median_known(c.model_tflop_per_s),
+            **_figures(run, every),
+            "phases": phases,
+            "target_begins": run.target_begins,
+            "tokens_per_s": _median_known(run.tokens_per_s),
+            "model_tflop_per_s": _median_known(run.model_tflop_per_s),
         }
 
 
-def _figures(c: Iterations, chosen: np.ndarray) -> dict[str, Any]:
-    """Bytes, densities and times of the chosen iterations."""
+def _figures(run: Iterations, chosen: np.ndarray) -> dict[str, Any]:
+    """Bytes, densities and times of the iterations where `chosen` is True; None if unknown."""
 
     def total(name: str) -> int:
-        return int(getattr(c, name)[chosen].sum())
+        return int(getattr(run, name)[chosen].sum())
 
     sums, numel = {name: total(name) for name in _SUMMED}, total("numel")
-    both_dense = sums["dense_bytes"] + sums["param_dense_bytes"]
-    both_wire = sums["wire_bytes"] + sums["param_wire_bytes"]
-    iteration_ms = c.iteration_ms[chosen]
-    stage_ms = {stage: column[chosen] for stage, column in c.stage_ms.items()}
-    means = {stage: _mean(times) for stage, times in stage_ms.items()}
+    # Of gradients and parameters together.
+    total_dense_bytes = sums["dense_bytes"] + sums["param_dense_bytes"]
+    total_wire_bytes = sums["wire_bytes"] + sums["param_wire_bytes"]
+    iteration_ms = run.iteration_ms[chosen]
+    stage_ms = {stage: column[chosen] for stage, column in run.stage_ms.items()}
+    means_ms = {stage: _mean(times_ms) for stage, times_ms in stage_ms.items()}
     return {
         "iterations": int(chosen.sum()),
         **sums,
         "wire_ratio": ratio(sums["wire_bytes"], sums["dense_bytes"]),
-        "total_wire_ratio": ratio(both_wire, both_dense),
+        "total_wire_ratio": ratio(total_wire_bytes, total_dense_bytes),
         "density": ratio(total("nnz"), numel),
         "bits_per_element": ratio(8 * total("message_bytes"), numel),
         "iteration_ms": _median(iteration_ms),
         "iteration_ms_mean": _mean(iteration_ms),
         "iteration_ms_p95": _high(iteration_ms),
-        "exposed_share": exposed_share(means, _mean(iteration_ms)),
-        "overlapped_ms": _mean(c.overlapped_ms[chosen]),
-        "stage_ms": {stage: _median(times) for stage, times in stage_ms.items()},
-        "stage_ms_mean": means,
-        "stage_ms_p95": {stage: _high(times) for stage, times in stage_ms.items()},
+        "exposed_share": exposed_share(means_ms, _mean(iteration_ms)),
+        "overlapped_ms": _mean(run.overlapped_ms[chosen]),
+        "stage_ms": {stage: _median(times_ms) for stage, times_ms in stage_ms.items()},
+        "stage_ms_mean": means_ms,
+        "stage_ms_p95": {stage: _high(times_ms) for stage, times_ms in stage_ms.items()},
         "network_ms_least": _least(stage_ms["network"]),
     }

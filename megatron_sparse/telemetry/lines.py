@@ -59,7 +59,7 @@ def other_version(path: Path, error: Exception, remedy: str) -> ConfigError:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically.
+    """Writes a file atomically: a kill leaves the old content or the new, never a part.
 
     Raises:
         OSError: it cannot be written.
@@ -130,6 +130,7 @@ class JsonLines:
                 size = len(content)
                 keep = size
                 while keep:
+                    # The line before `keep`; its own line break is the byte at keep - 1.
                     start = content.rfind(b"\n", 0, keep - 1) + 1
                     line = parse(content[start:keep])
                     if line is None:

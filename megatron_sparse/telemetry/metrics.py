@@ -48,8 +48,9 @@ class Metric:
         """See `of`; None for families and sampled metrics, too."""
         if self.sampled or "<" in self.name:
             return None
-        last = ("param_" if self.group == "params" else "") + self.name.rpartition("/")[2]
-        return last if self.of == "" else self.of
+        prefix = "param_" if self.group == "params" else ""
+        by_default = prefix + self.name.rpartition("/")[2]
+        return by_default if self.of == "" else self.of
 
     @property
     def of_gathers(self) -> bool:
@@ -138,16 +139,21 @@ def thresholds(records: Sequence[BucketRecord]) -> dict[str, float]:
     end of an iteration, when the loss has been read and the stream is idle. Ranges that are sent
     whole have no threshold; a bucket of only such ranges is left out.
     """
-    held = [(r.bucket, r.thresholds_R) for r in records if r.thresholds_R is not None]
-    if not held:
+    names, on_device = [], []
+    for record in records:
+        if record.thresholds_R is not None:
+            names.append(record.bucket)
+            on_device.append(record.thresholds_R.float())
+    if not names:
         return {}
-    parts = torch.cat([thresholds_R.float() for _, thresholds_R in held]).cpu()
-    found = {}
-    for (name, _), part in zip(held, parts.split([t.numel() for _, t in held]), strict=True):
-        pruned = part[part >= 0]
+    counts = [thresholds_R.numel() for thresholds_R in on_device]
+    on_host = torch.cat(on_device).cpu().split(counts)
+    medians = {}
+    for name, thresholds_R in zip(names, on_host, strict=True):
+        pruned = thresholds_R[thresholds_R >= 0]  # the others are of ranges that are sent whole
         if pruned.numel() and bool(pruned.isfinite().all()):
-            found[name] = float(pruned.median())
-    return found
+            medians[name] = float(pruned.median())
+    return medians
 
 
 def bucket_scalars(
@@ -161,6 +167,9 @@ def bucket_scalars(
         records: the buckets' records.
         threshold: result of `thresholds`.
         readiness: records of the step before the last.
+
+    Returns:
+        Values by the metrics' full names, `bucket/<bucket>/...`.
     """
     named: dict[str, float | None] = {}
     for record in records:

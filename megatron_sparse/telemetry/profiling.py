@@ -77,21 +77,24 @@ class Timeline:
         record: BucketRecord | GatherRecord,
         shown: Sequence[str],
     ) -> None:
-        """Adds a span with these attributes, and the spans of its stages, to the row of a name."""
+        """Adds the record's span and those of its stages to the row of this name.
+
+        The first call for a name makes its row. `shown` names the record's attributes in its span.
+        """
         row = self._rows.setdefault(name, len(self._rows) + 1)
-        number = {"iteration": iteration}
-        arguments = number | {attribute: getattr(record, attribute) for attribute in shown}
-        self._span(row, name, record.launched_s, record.finished_s, arguments)
+        of_stage = {"iteration": iteration}
+        of_record = of_stage | {attribute: getattr(record, attribute) for attribute in shown}
+        self._span(row, name, record.launched_s, record.finished_s, of_record)
         for stage, begin_s, end_s in record.timer.spans:
-            self._span(row, stage, begin_s, end_s, number)
+            self._span(row, stage, begin_s, end_s, of_stage)
 
     def events(self, origin_us: float) -> list[dict[str, Any]]:
-        """All events, in the Trace Event Format.
+        """All events, in the Trace Event Format: the names of the rows, then the spans.
 
         Args:
             origin_us: microseconds of `time.perf_counter` at which the trace's times are 0.
         """
-        common = {"ph": "M", "pid": self._rank}
+        common = {"ph": "M", "pid": self._rank}  # M: an event that names something
         process = {"name": "process_name", "args": {"name": f"rank {self._rank}: buckets"}}
         rows = [common | process] + [
             common | {"name": "thread_name", "tid": row, "args": {"name": name}}
@@ -102,9 +105,10 @@ class Timeline:
     def _span(
         self, row: int, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
     ) -> None:
+        """Adds a span to a row; its event has microseconds of `time.perf_counter`."""
         self._events.append(
             {
-                "ph": "X",
+                "ph": "X",  # an event with a duration
                 "name": name,
                 "pid": self._rank,
                 "tid": row,
@@ -164,15 +168,15 @@ class IterationProfile:
                 self.close()
 
     def close(self) -> None:
-        """Writes the iterations so far; does nothing if that is done."""
+        """Stops the profiler and writes the iterations so far; does nothing if none is active."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        part = self._run_dir / f".{PROFILE_FILE}.torch"
+        torch_path = self._run_dir / f".{PROFILE_FILE}.torch"
         profiler.stop()
-        profiler.export_chrome_trace(str(part))
-        trace = json.loads(part.read_text(encoding="utf-8"))
-        part.unlink()
+        profiler.export_chrome_trace(str(torch_path))
+        trace = json.loads(torch_path.read_text(encoding="utf-8"))
+        torch_path.unlink()
         # The trace counts from a time of the calendar, our events by `time.perf_counter`.
         origin_on_calendar_us = trace.get("baseTimeNanoseconds", 0) / 1e3
         calendar_before_counter_us = (time.time_ns() - time.perf_counter_ns()) / 1e3

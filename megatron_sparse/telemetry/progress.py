@@ -51,7 +51,7 @@ class Isolated[Shown]:
         self._works = True
 
     def do(self, act: Callable[[Shown], None], *, always: bool = False) -> None:
-        """Calls `act` with it; does nothing once it has failed.
+        """Calls `act` with what is shown; does nothing once that has failed.
 
         Args:
             act: what to do.
@@ -132,10 +132,10 @@ class RunProgress:
 
     def place(self) -> str:
         """`120/500, 1:52 left`; no time left is shown for the last iteration."""
-        of_all = "" if self.total is None else f"/{self.total}"
+        total = "" if self.total is None else f"/{self.total}"
         left_s = self.left_s()
         left = "" if not left_s else f", {clock(left_s)} left"
-        return f"{self.latest.iteration}{of_all}{left}"
+        return f"{self.latest.iteration}{total}{left}"
 
     def facts(self) -> str:
         """Loss, bytes sent of both halves, density, and the phase that explains the density."""
@@ -143,8 +143,8 @@ class RunProgress:
         sent = size(last.wire_bytes + last.param_wire_bytes)
         loss = "" if self._loss is None else f"loss {self._loss:.4f}  "
         # A dense run has no target.
-        dense = last.phase == "target" and last.density == 1.0
-        phase = "nothing left out" if dense else _PHASES[last.phase]
+        is_dense = last.phase == "target" and last.density == 1.0
+        phase = "nothing left out" if is_dense else _PHASES[last.phase]
         return (
             f"{loss}wire/dense {percent(last.total_wire_ratio)} ({sent})  "
             f"density {percent(last.density)} ({phase})"
@@ -168,12 +168,12 @@ class RunProgress:
         speed = rate(self.latest.tokens_per_s, self.latest.model_tflop_per_s)
         count = len(self._last)
         over = "so far" if count == 1 else f"mean of the last {count}"
-        first = f"an iteration takes {ms(self.iteration_ms)} ms, {over}"
-        return "  ".join(filter(None, (first, speed)))
+        duration = f"an iteration takes {ms(self.iteration_ms)} ms, {over}"
+        return f"{duration}  {speed}" if speed else duration
 
 
 def clock(seconds: float) -> str:
-    """`1:52`, `2:03:04`, `3d 04:05`.
+    """A duration as `1:52`, as `2:03:04` from an hour on, as `3d 04:05` from a day on.
 
     Example:
         >>> [clock(112), clock(7384), clock(3 * 86400 + 14700)]

@@ -114,7 +114,7 @@ def rate(tokens_per_s: float | None, model_tflop_per_s: float | None) -> str:
 def thread_parts(
     stage_ms: Mapping[str, Any], iteration_ms: float | None, *, gathers: bool = True
 ) -> dict[str, Any]:
-    """The training thread's stages and, as `REST`, the time that no stage accounts for.
+    """Milliseconds of the training thread's stages and, as `REST`, of what no stage accounts for.
 
     Args:
         stage_ms: milliseconds by stage: of an iteration, or means or medians; None: unknown.
@@ -126,7 +126,8 @@ def thread_parts(
         >>> thread_parts(stage_ms, 10.0, gathers=False)["other"]
         1.0
     """
-    parts = {s: stage_ms[s] for s in STEP_STAGES if gathers or s != "param_wait"}
+    stages = [stage for stage in STEP_STAGES if gathers or stage != "param_wait"]
+    parts = {stage: stage_ms[stage] for stage in stages}
     if iteration_ms is None:
         return parts
     # Medians of parts need not add up to the median of the whole; never go below 0.
@@ -156,21 +157,24 @@ def target_density(configured: float | str | None, summary: Mapping[str, Any]) -
     """The density that a run was to reach; None if it leaves nothing out, as a dense run does.
 
     Args:
-        configured: `compression.density`, which a dense run has, too; of `auto` what was sent
-            counts.
+        configured: `compression.density`, which a dense run has, too; for `auto` the density that
+            was sent is returned.
         summary: of its iterations.
     """
     phases = summary["phases"]
-    found = phases.get("target") or phases.get("off")
-    if found and found["density"] in (1.0, None):
+    steady = phases.get("target") or phases.get("off")
+    if steady and steady["density"] in (1.0, None):  # dense, or nothing was synchronised
         return None
     if isinstance(configured, str):  # auto
-        return found["density"] if found else None
+        return steady["density"] if steady else None
     return configured
 
 
 def of_all(figures: Mapping[str, Any]) -> str:
-    """Mean waits beside the mean iteration, and the two halves' parts if both waited."""
+    """`<mean waits> of <mean iteration> ms`, and both halves' parts if parameters took any.
+
+    Returns `-` if the waits are unknown. Of `figures` it reads the means of stages and iteration.
+    """
     grad_ms, param_ms = (figures["stage_ms_mean"][stage] for stage in WAITS)
     if grad_ms is None:
         return "-"
@@ -234,17 +238,19 @@ PHASE_COLUMNS = {
 
 
 def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
-    """A row with the `PHASE_COLUMNS` for each phase, for all, and for what is not of a phase.
+    """Rows of a name and the `PHASE_COLUMNS`: of each phase, of all, inside nodes, of parameters.
 
     Args:
         summary: of a run.
     """
 
     def row(name: str, figures: Mapping[str, Any]) -> list[str]:
-        cells = [text(figures[key]) if key in figures else "" for key, (_, text) in columns]
+        """A cell is empty where the figures lack its column."""
+        cells = []
+        for field, (_, text) in PHASE_COLUMNS.items():
+            cells.append(text(figures[field]) if field in figures else "")
         return [name, *cells]
 
-    columns = PHASE_COLUMNS.items()
     rows = [row(phase, figures) for phase, figures in summary["phases"].items()]
     if len(rows) != 1:  # one phase needs no total
         rows.append(row("all", summary))
@@ -260,11 +266,13 @@ def phase_rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 def delay_cells(found: DelayStatistics) -> list[str]:
     """The last rank's delays: count, median, mean and longest ms, rank, share, persistence."""
-    again = found.persistence
+    persistence = found.persistence
     return [
         str(found.count),
-        *(ms(time_s * 1e3) for time_s in (found.median_s, found.mean_s, found.max_s)),
+        ms(found.median_s * 1e3),
+        ms(found.mean_s * 1e3),
+        ms(found.max_s * 1e3),
         str(found.rank),
         f"{found.share:.0%}",
-        "-" if again is None else f"{again:.0%}",
+        "-" if persistence is None else f"{persistence:.0%}",
     ]

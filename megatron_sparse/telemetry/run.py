@@ -101,17 +101,19 @@ class RunTelemetry:
         self._sinks = [Isolated(sink, type(sink).__name__) for sink in sinks]
         self._config = resolved_config or {}
         self._name = self._config.get("name") or (Path(run_dir).name if run_dir else None)
+        # Of the current iteration; `end_iteration` empties them.
         self._records: list[BucketRecord] = []
         self._gathers: list[GatherRecord] = []
+        self._readiness: list[ReadinessRecord] = []
         self._step_s: dict[str, float] = {}
+        # Of the run so far.
         self.waited_s = 0.0
         self._profile: Isolated[IterationProfile] | None = None
         self._history = RunHistory()
         self._last: IterationBreakdown | None = None
         self._since_flush = 0
         self._machine: dict[str, Any] | None = None
-        self._closed: dict[str, Any] | None = None
-        self._readiness: list[ReadinessRecord] = []
+        self._closed: dict[str, Any] | None = None  # the summary, from `close` on
         self._files: tuple[JsonLines, ...] = ()
         self._lock = ExitStack()
         self._progress = None
@@ -121,6 +123,10 @@ class RunTelemetry:
             self._open_files(self._run_dir, locks)
 
     def _open_files(self, run_dir: Path, locks: bool) -> None:
+        """Repairs the files and reads a resumed run's iterations into the history.
+
+        Locks the folder first if `locks`. Raises a ConfigError if any of this fails.
+        """
         files = (
             JsonLines(run_dir / BREAKDOWN_FILE),
             JsonLines(run_dir / BUCKETS_FILE),
@@ -211,11 +217,12 @@ class RunTelemetry:
             The breakdown, on every rank.
         """
         assert self._closed is None, "end_iteration after close"
+        # From here on new records belong to the next iteration.
         records, self._records = self._records, []
         gathers, self._gathers = self._gathers, []
         step_s, self._step_s = self._step_s, {}
         readiness, self._readiness = self._readiness, []
-        without = sum(record.straggler is not None for record in records)
+        buckets_without = sum(record.straggler is not None for record in records)
         breakdown = iteration_breakdown(
             iteration,
             records,
@@ -224,7 +231,7 @@ class RunTelemetry:
             loss=loss,
             grad_norm=grad_norm,
             skipped=skipped,
-            extra={**step_scalars(readiness, without), **(extra or {})},
+            extra={**step_scalars(readiness, buckets_without), **(extra or {})},
             gathers=gathers,
         )
         if self._last is None or iteration <= self._last.iteration:
@@ -236,15 +243,15 @@ class RunTelemetry:
         if self._machine is None:
             # Read it now: at the end of the run the process group may be gone.
             self._machine = machine()
-        threshold = thresholds(records) if self.samples(iteration) else {}
+        threshold_of = thresholds(records) if self.samples(iteration) else {}
         if self._files:
-            self._write(breakdown, records, readiness, threshold)
+            self._write(breakdown, records, readiness, threshold_of)
         if self._profile is not None:
             self._profile.do(lambda profile: profile.end(iteration, records, gathers))
         if self._is_writer:
             scalars = breakdown.scalars()
             if self.samples(iteration):
-                scalars |= bucket_scalars(records, threshold, readiness)
+                scalars |= bucket_scalars(records, threshold_of, readiness)
             for sink in self._sinks:
                 sink.do(lambda shown: shown.log(scalars, iteration))
         if self._progress is not None:
@@ -274,6 +281,7 @@ class RunTelemetry:
         if self._closed is not None:
             return self._closed
         self.flush()
+        # `always`: what has failed may still hold files and threads.
         if self._profile is not None:
             self._profile.do(IterationProfile.close, always=True)
         atexit.unregister(self.flush)
@@ -287,8 +295,9 @@ class RunTelemetry:
                 write_whole(self._run_dir / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
             except OSError as error:
                 logger.error("%s cannot be written: %s", SUMMARY_FILE, error)
-        self._lock.close()
-        if self._progress is not None:
+        self._lock.close()  # after the last file
+        console_is_on = self._progress is not None
+        if console_is_on:
             print_summary(summary)
         return summary
 
@@ -297,14 +306,19 @@ class RunTelemetry:
         breakdown: IterationBreakdown,
         records: Sequence[BucketRecord],
         readiness: Sequence[ReadinessRecord],
-        threshold: Mapping[str, float],
+        threshold_of: Mapping[str, float],
     ) -> None:
+        """Adds an iteration's lines to the three files; flushes every `FLUSH_EVERY` iterations.
+
+        `threshold_of` has the thresholds by bucket, if the iteration is sampled.
+        """
         breakdowns, buckets, delays = self._files
         breakdowns.append(breakdown.line())
-        origin_s = min((record.launched_s for record in records), default=0.0)
+        # The lines count a bucket's times from the iteration's first launch.
+        first_launch_s = min((record.launched_s for record in records), default=0.0)
         for record in records:
-            found = threshold.get(record.bucket)
-            buckets.append(bucket_line(record, breakdown.iteration, origin_s, found))
+            threshold = threshold_of.get(record.bucket)
+            buckets.append(bucket_line(record, breakdown.iteration, first_launch_s, threshold))
         for record in readiness:
             delays.append(readiness_line(record))
         self._since_flush += 1
@@ -318,6 +332,7 @@ class RunTelemetry:
             print(progress.line(), flush=True)
 
     def _on_files(self, act: Callable[[JsonLines], None]) -> None:
+        """Calls `act` with each file; logs the first OSError and writes no more lines after it."""
         try:
             for file in self._files:
                 act(file)
@@ -326,12 +341,14 @@ class RunTelemetry:
             logger.error("no more JSON lines are written in this run: %s", error)
 
     def _summary(self) -> dict[str, Any]:
-        compression, found = self._config.get("compression") or {}, self._history.summary()
+        """The fields of `summary.json`, but for those that `close` is given."""
+        compression = self._config.get("compression") or {}
+        of_history = self._history.summary()
         return {
             "name": self._name,
-            **found,
+            **of_history,
             "stragglers": self._straggler_summary(),
-            "target_density": target_density(compression.get("density"), found),
+            "target_density": target_density(compression.get("density"), of_history),
             **(self._machine or machine()),
             "versions": versions(),
         }
@@ -355,7 +372,10 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package, and of what it runs on; None where there is none."""
+    """The versions of this package and of what it runs on; None for what is not there.
+
+    `cuda` is None, too, if this process has not used a GPU.
+    """
     return {
         "megatron_sparse": __version__,
         "torch": torch.__version__,

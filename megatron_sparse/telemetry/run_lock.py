@@ -39,14 +39,16 @@ def locked(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        holder = _read(file)
+        holder = _read(file)  # who holds the folder, or was killed while it did
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            # Read again: the holder may have come in between.
             raise _taken(run_dir, _read(file)) from None
         if not _is_there(file, path):
             raise _taken(run_dir, {})
-        if _holds_elsewhere(holder, time.time() - os.fstat(file).st_mtime):
+        silent_s = time.time() - os.fstat(file).st_mtime
+        if _holds_elsewhere(holder, silent_s):
             raise _taken(run_dir, holder)
         _write(file, _own())
         ended = threading.Event()
@@ -74,6 +76,7 @@ def _is_there(file: int, path: Path) -> bool:
 
 
 def _own() -> dict[str, Any]:
+    """This process as a holder: what the file says of it."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -83,11 +86,16 @@ def _own() -> dict[str, Any]:
 
 
 def _holds_elsewhere(holder: Mapping[str, Any], silent_s: float) -> bool:
-    """Whether a holder on another host is alive, although this host's kernel gave the lock."""
-    if not holder or holder.get("host") == socket.gethostname() or silent_s > STALE_S:
+    """Whether a holder on another host is alive, although this host's kernel gave the lock.
+
+    `silent_s`: seconds since the holder touched the file.
+    """
+    is_here = holder.get("host") == socket.gethostname()
+    if not holder or is_here or silent_s > STALE_S:
         return False
     job = os.environ.get("SLURM_JOB_ID")
-    return job is None or holder.get("slurm_job") != job
+    was_requeued = job is not None and holder.get("slurm_job") == job
+    return not was_requeued
 
 
 def _beat(path: Path, ended: threading.Event) -> None:
@@ -97,6 +105,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 
 
 def _read(file: int) -> dict[str, Any]:
+    """The holder that the file names; empty if it names none."""
     try:
         holder = json.loads(os.pread(file, 4096, 0))
     except ValueError:
@@ -110,6 +119,7 @@ def _write(file: int, holder: Mapping[str, Any]) -> None:
 
 
 def _taken(run_dir: Path, holder: Mapping[str, Any]) -> ConfigError:
+    """The error of a folder that another process holds; names the holder unless it is empty."""
     who = "another process"
     if holder:
         who = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"

@@ -94,11 +94,13 @@ def hidden_from_wandb() -> Iterator[None]:
     wandb's service keeps every SLURM_* variable that it inherits in the run's metadata, SLURM_JWT
     and SLURM_EXPORT_ENV among them. Start the service inside this.
     """
-    hidden = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("SLURM_") and recorded_environment({name: value}) != {name: value}
-    }
+    hidden = {}
+    for name, value in os.environ.items():
+        if not name.startswith("SLURM_"):
+            continue
+        variable = {name: value}
+        if recorded_environment(variable) != variable:  # it leaves out or redacts secrets
+            hidden[name] = value
     for name in hidden:
         del os.environ[name]
     try:

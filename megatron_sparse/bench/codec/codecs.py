@@ -20,12 +20,14 @@ def _where(sweep: CodecSweep) -> str:
 
 
 def _rows(sweep: CodecSweep) -> Iterator[CodecRow]:
-    device, swept = torch.device(sweep.device), (sweep.dtypes, sweep.densities, sweep.forms)
-    cases = (
+    """Measures the chosen operations of every case that the sweep asks for; yields their rows."""
+    device = torch.device(sweep.device)
+    swept = product(sweep.sizes(), sweep.dtypes, sweep.densities, sweep.forms)
+    cases = [
         Case(size, 1.0 if form == "dense_q4" else density, dtype, form, device)
-        for size, dtype, density, form in product(sweep.sizes(), *swept)
-    )
-    for case in dict.fromkeys(cases):
+        for size, dtype, density, form in swept
+    ]
+    for case in dict.fromkeys(cases):  # once, although `dense_q4` has one case for all densities
         if case.form in hashing.MAKERS:
             tasks = hashing.MAKERS[case.form](case)
         else:

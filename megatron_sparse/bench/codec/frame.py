@@ -64,15 +64,16 @@ class Case:
 
     @property
     def spec(self) -> RecordSpec:
-        """Of the record: `rice_q8` has values of 8 bits, `pici_paper` the paper's order.
+        """Makes the record's spec: `rice_q8` has values of 8 bits, `pici_paper` the paper's order.
 
-        `dense_q4` is the record of every element in 4 bits.
+        `dense_q4` is the Rice record of every element in 4 bits.
         """
         name, _, variant = self.form.partition("_")
         if name == "dense":
             return record_spec(variant, STEP, "rice", whole=True)
-        values = variant if name == "rice" and variant else self.dtype
-        spec = record_spec(values, STEP, name, density=self.density)
+        has_few_bits = name == "rice" and variant != ""
+        value_dtype = variant if has_few_bits else self.dtype
+        spec = record_spec(value_dtype, STEP, name, density=self.density)
         return replace(spec, paper_order=variant == "paper")
 
     def gradient(self) -> torch.Tensor:
@@ -87,18 +88,19 @@ class Case:
         return NormalDist().inv_cdf(1 - self.density / 2) if self.density < 1 else -1.0
 
     def touched_bytes(self, values_N: torch.Tensor, *, whole: bool = False) -> int:
-        """Bytes of an fp32 accumulator's memory lines to which values are added.
+        """Bytes of the memory lines of an fp32 accumulator to which values are added.
 
         Args:
-            values_N: those that are not zero are added.
-            whole: all of them are.
+            values_N: those that are not zero are added, each to its element.
+            whole: the zeros are added, too.
         """
-        # The least that a CPU, or a GPU, reads or writes to touch one element.
+        # The least that a GPU, or a CPU, reads or writes to touch one element.
         line_bytes = 32 if self.device.type == "cuda" else 64
-        per_line = line_bytes // 4
-        lines = values_N[: values_N.numel() // per_line * per_line].view(-1, per_line)
-        count = lines.shape[0] if whole else int((lines != 0).any(1).sum())
-        return max(count, 1) * line_bytes
+        per_line = line_bytes // 4  # fp32
+        in_full_lines = values_N.numel() // per_line * per_line
+        lines = values_N[:in_full_lines].view(-1, per_line)
+        touched = lines.shape[0] if whole else int((lines != 0).any(1).sum())
+        return max(touched, 1) * line_bytes
 
 
 @dataclass
@@ -151,8 +153,11 @@ class CodecRow(CellRow):
 
 
 def measure(case: Case, task: Task, sweep: CodecSweep) -> list[CodecRow]:
-    """The rows of a task, one for each peer; a task that is wrong has one, without times."""
-    own = CodecRow(
+    """Times a task in turn with a copy and with its peers; returns one row for each peer.
+
+    A task without peers has one row. So has a task that is wrong, which is not timed.
+    """
+    row = CodecRow(
         op=task.op,
         format=task.format,
         dtype=case.dtype,
@@ -163,29 +168,31 @@ def measure(case: Case, task: Task, sweep: CodecSweep) -> list[CodecRow]:
         wrong=task.wrong,
     )
     if task.wrong:
-        return [own]
-    others = task.peers if sweep.peers else {}
-    actions = [task.run, copy_action(task.bytes_moved, case.device), *others.values()]
-    time_us, copy_us, *peers_us = time_in_turn(actions, sweep.warmup, sweep.iters, case.device)
-    own.time_us, own.copy_us = median(time_us), median(copy_us)
-    own.ratio = median(a / b for a, b in zip(time_us, copy_us, strict=True))
-    timed = zip(others, peers_us, strict=True)
-    return [replace(own, peer=name, peer_us=median(us)) for name, us in timed] or [own]
+        return [row]
+    peers = task.peers if sweep.peers else {}
+    actions = [task.run, copy_action(task.bytes_moved, case.device), *peers.values()]
+    times_us, copies_us, *peers_us = time_in_turn(actions, sweep.warmup, sweep.iters, case.device)
+    row.time_us, row.copy_us = median(times_us), median(copies_us)
+    rounds = zip(times_us, copies_us, strict=True)
+    row.ratio = median(time_us / copy_us for time_us, copy_us in rounds)
+    timed_peers = zip(peers, peers_us, strict=True)
+    return [replace(row, peer=name, peer_us=median(us)) for name, us in timed_peers] or [row]
 
 
 def time_in_turn(
     actions: Sequence[Action], warmup: int, iters: int, device: torch.device = CPU
 ) -> list[tuple[float, ...]]:
-    """Microseconds of each action in each round that counts.
+    """Returns, for each action, its microseconds in each of the `iters` rounds after the warm-up.
 
     Each round runs all of them once, so that a slowdown of the machine affects all of them.
     """
-    a_round = _host_round if device.type == "cpu" else _device_round
-    rounds = [a_round(actions) for _ in range(warmup + iters)]
-    return list(zip(*rounds[warmup:], strict=True))
+    run_round = _host_round if device.type == "cpu" else _device_round
+    rounds = [run_round(actions) for _ in range(warmup + iters)]
+    return list(zip(*rounds[warmup:], strict=True))  # transposed: by action
 
 
 def _host_round(actions: Sequence[Action]) -> list[float]:
+    """Runs each action once; returns the microseconds of each."""
     times_us = []
     for action in actions:
         start_s = time.perf_counter()
@@ -199,7 +206,10 @@ HEAD_START_CYCLES = 40_000_000
 
 
 def _device_round(actions: Sequence[Action]) -> list[float]:
-    """The device begins when the host has launched everything, so host time does not count."""
+    """Runs each action once; returns the device's microseconds of each.
+
+    The device begins when the host has launched everything, so host time does not count.
+    """
     torch.cuda._sleep(HEAD_START_CYCLES)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in actions]
     for action, (begin, end) in zip(actions, events, strict=True):
@@ -207,17 +217,18 @@ def _device_round(actions: Sequence[Action]) -> list[float]:
         action()
         end.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in events]
+    return [begin.elapsed_time(end) * 1e3 for begin, end in events]  # from milliseconds
 
 
 def differing(got: torch.Tensor | bytes, expected: torch.Tensor | bytes) -> int:
     """The number of bytes that differ, whatever dtype and device; all if the lengths differ."""
-    mine, theirs = (
-        np.frombuffer(side, np.uint8)
-        if isinstance(side, bytes)
-        else side.cpu().view(torch.uint8).numpy()
-        for side in (got, expected)
-    )
-    if mine.size != theirs.size:
-        return max(mine.size, theirs.size)
-    return int((mine != theirs).sum())
+    got_bytes, expected_bytes = _bytes_of(got), _bytes_of(expected)
+    if got_bytes.size != expected_bytes.size:
+        return max(got_bytes.size, expected_bytes.size)
+    return int((got_bytes != expected_bytes).sum())
+
+
+def _bytes_of(data: torch.Tensor | bytes) -> np.ndarray:
+    if isinstance(data, bytes):
+        return np.frombuffer(data, np.uint8)
+    return data.cpu().view(torch.uint8).numpy()

@@ -54,18 +54,20 @@ def _by_position(grad_N: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
 
 def _wrong_bitmaps(case: Case) -> int:
     """Bytes of all partitions' records that differ from the oracle's on a small gradient."""
-    case = case.of_numel(SMALL_NUMEL + 17)
+    case = case.of_numel(SMALL_NUMEL + 17)  # partitions differ in length
     grad_N, wrong = _sparse(case, case.numel, case.density), 0
     for place in _places(case):
         h0, partition = place.partition_hash, place.partition
         elements = h0.element_at(partition, torch.arange(place.positions)).tolist()
-        fields = (partition, PARTITIONS, h0.seed, h0.code)
-        record = bitmap_oracle.encode(grad_N.cpu(), elements, fields, 0, STEP)
-        wrong += differing(hash_bitmap.encode(_by_position(grad_N, place), place), record)
+        hash_fields = (partition, PARTITIONS, h0.seed, h0.code)
+        expected = bitmap_oracle.encode(grad_N.cpu(), elements, hash_fields, offset=0, step=STEP)
+        record = hash_bitmap.encode(_by_position(grad_N, place), place)
+        wrong += differing(record, expected)
     return wrong
 
 
 def _bitmap_tasks(case: Case) -> Iterator[Task]:
+    """Yields `encode` and `decode_add` of the bitmap records of all partitions of a gradient."""
     wrong, places = _wrong_bitmaps(case), _places(case)
     grad_N = _sparse(case, case.numel, case.density)
     values = [_by_position(grad_N, place) for place in places]
@@ -73,11 +75,13 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
     def encode() -> list[torch.Tensor]:
         return [hash_bitmap.encode(*pair) for pair in zip(values, places, strict=True)]
 
+    def nonzero() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(values_P.nonzero(), values_P[values_P != 0]) for values_P in values]
+
     records = encode()
-    used = sum(record.numel() for record in records)
-    peers: dict[str, Action] = {"torch nonzero": lambda: [(v.nonzero(), v[v != 0]) for v in values]}
-    moved = grad_N.nbytes + used
-    yield Task("encode", case.form, moved, wrong, encode, peers)
+    record_bytes = sum(record.numel() for record in records)
+    peers: dict[str, Action] = {"torch nonzero": nonzero}
+    yield Task("encode", case.form, grad_N.nbytes + record_bytes, wrong, encode, peers)
 
     acc_N = torch.zeros(case.numel, device=case.device)
     peer_acc_N = torch.zeros_like(acc_N)
@@ -86,48 +90,55 @@ def _bitmap_tasks(case: Case) -> Iterator[Task]:
         for record, place in zip(records, places, strict=True):
             hash_bitmap.decode_add_(acc_N, record, place, rank=0)
 
-    decode_add()
+    decode_add()  # to zeros, so that the sum is the gradient
     wrong += _unequal(acc_N, grad_N.float())
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K].float()
     peers = {"torch index_add_": lambda: peer_acc_N.index_add_(0, index_K, values_K)}
-    moved = used + 2 * case.touched_bytes(grad_N)
-    yield Task("decode_add", case.form, moved, wrong, decode_add, peers=peers)
+    moved_bytes = record_bytes + 2 * case.touched_bytes(grad_N)  # the sum is read and written
+    yield Task("decode_add", case.form, moved_bytes, wrong, decode_add, peers)
 
 
 def _pair_tasks(case: Case) -> Iterator[Task]:
+    """Yields `hash_partition`, then `encode` and `decode_add` of the partitions' pair records.
+
+    The peer of `hash_partition` is Algorithm 1, whose entries must be the same.
+    """
     places = _places(case)
     h0 = places[0].partition_hash
     grad_N = _sparse(case, case.numel, case.density)
     index_K = grad_N.nonzero().squeeze(1)
     values_K = grad_N[index_K]
-    entry_bytes, given = index_K.nbytes + values_K.nbytes, (h0, index_K, values_K)
+    entry_bytes = index_K.nbytes + values_K.nbytes
 
-    cut, memory = hierarchical_hash.split(*given), hierarchical_hash.hierarchical_hash(*given)
-    order_K = h0.partition_of(index_K).argsort(stable=True)
-    wrong = _unequal(cut.indices_K, index_K[order_K]) + _unequal(cut.values_K, values_K[order_K])
-    wrong += _unequal(cut.indices_K, memory.indices_K)
-    peers: dict[str, Action] = {"Algorithm 1": lambda: hierarchical_hash.hierarchical_hash(*given)}
-    split = partial(hierarchical_hash.split, *given)
-    yield Task("hash_partition", case.form, 2 * entry_bytes, wrong, split, peers=peers)
+    split = partial(hierarchical_hash.split, h0, index_K, values_K)
+    algorithm_1 = partial(hierarchical_hash.hierarchical_hash, h0, index_K, values_K)
+    entries, peer_entries = split(), algorithm_1()
+    by_partition_K = h0.partition_of(index_K).argsort(stable=True)
+    wrong = _unequal(entries.indices_K, index_K[by_partition_K])
+    wrong += _unequal(entries.values_K, values_K[by_partition_K])
+    wrong += _unequal(entries.indices_K, peer_entries.indices_K)
+    peers: dict[str, Action] = {"Algorithm 1": algorithm_1}
+    moved_bytes = 2 * entry_bytes  # read and written
+    yield Task("hash_partition", case.form, moved_bytes, wrong, split, peers)
 
     def encode() -> list[torch.Tensor]:
-        return [hash_pairs.encode(*cut.of(place.partition), place) for place in places]
+        return [hash_pairs.encode(*entries.of(place.partition), place) for place in places]
 
     records = encode()
-    used = sum(record.numel() for record in records)
-    accs = [torch.zeros(place.positions, device=case.device) for place in places]
+    record_bytes = sum(record.numel() for record in records)
+    sums = [torch.zeros(place.positions, device=case.device) for place in places]
 
     def decode_add() -> None:
-        for acc_P, record, place in zip(accs, records, places, strict=True):
-            hash_pairs.accumulate_(acc_P, record, place, rank=0)
+        for sum_P, record, place in zip(sums, records, places, strict=True):
+            hash_pairs.accumulate_(sum_P, record, place, rank=0)
 
-    decode_add()
+    decode_add()  # to zeros, so that each sum is its partition of the gradient
     expected = [_by_position(grad_N, place).float() for place in places]
-    wrong += sum(map(_unequal, accs, expected))
-    touched = sum(map(case.touched_bytes, expected))
-    yield Task("encode", case.form, entry_bytes + used, wrong, encode)
-    yield Task("decode_add", case.form, used + 2 * touched, wrong, decode_add)
+    wrong += sum(map(_unequal, sums, expected))
+    touched_bytes = sum(map(case.touched_bytes, expected))
+    yield Task("encode", case.form, entry_bytes + record_bytes, wrong, encode)
+    yield Task("decode_add", case.form, record_bytes + 2 * touched_bytes, wrong, decode_add)
 
 
 def _touched_rows(case: Case, num_rows: int) -> torch.Tensor:
@@ -142,21 +153,21 @@ def _rows_of(case: Case, count: int) -> torch.Tensor:
 
 
 def _row_tasks(case: Case) -> Iterator[Task]:
-    """Times the encoder of a row-sparse record, whose decoded rows must be those that went in."""
+    """Yields `encode` of a row-sparse record, whose decoded rows must be those that went in."""
     num_rows = max(case.numel // COLUMNS, 1)
-    local_K = _touched_rows(case, num_rows)
-    rows_KD = _rows_of(case, local_K.numel())
-    gradient = RowSparse(local_K, rows_KD, num_rows)
-    part = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
-    positions = part.positions(gradient)
-    record = rows_KD.new_zeros(part.record_bytes(local_K.numel()), dtype=torch.uint8)
+    index_K = _touched_rows(case, num_rows)
+    rows_KD = _rows_of(case, index_K.numel())
+    gradient = RowSparse(index_K, rows_KD, num_rows)
+    whole = RowPart(num_rows, COLUMNS, case.dtype, part=0, parts=1, step=STEP)
+    positions = whole.positions(gradient)  # all rows
+    record = rows_KD.new_zeros(whole.record_bytes(index_K.numel()), dtype=torch.uint8)
 
-    encode = partial(part.encode, gradient, positions, record)
+    encode = partial(whole.encode, gradient, positions, record)
     encode()  # fills the record
-    decoded = part.decode(record, rank=0)
-    wrong = _unequal(decoded.indices_K, local_K) + _unequal(decoded.rows_KD, rows_KD)
-    moved = local_K.nbytes + rows_KD.nbytes + record.nbytes
-    yield Task("encode", case.form, moved, wrong, encode)
+    decoded = whole.decode(record, rank=0)
+    wrong = _unequal(decoded.indices_K, index_K) + _unequal(decoded.rows_KD, rows_KD)
+    moved_bytes = index_K.nbytes + rows_KD.nbytes + record.nbytes
+    yield Task("encode", case.form, moved_bytes, wrong, encode)
 
 
 MAKERS = {"hash_bitmap": _bitmap_tasks, "pairs": _pair_tasks, "row_sparse": _row_tasks}

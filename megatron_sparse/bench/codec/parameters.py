@@ -78,7 +78,10 @@ def synthetic(numel: int, rate: float, dtype: torch.dtype, device: str = "cpu") 
 
 
 def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
-    """Encodes and decodes the moves of a pair, `iters` times timed; returns its row."""
+    """Encodes and decodes the moves of a pair in `warmup` rounds and in `iters` that are timed.
+
+    Returns its row of the table, with medians.
+    """
     show_progress(pair.name)
     record, held_N = encoded(pair), torch.empty_like(pair.old_N)
 
@@ -94,7 +97,8 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
 
     times_us = time_in_turn([encode, hold_old, decode], warmup, iters, pair.old_N.device)
     encode_us, _, decode_us = map(median, times_us)
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == pair.old_N.dtype)
+    name_of = {dtype: name for name, dtype in DTYPES.items()}
+    dtype = name_of[pair.old_N.dtype]
     numel, nbytes = pair.old_N.numel(), pair.old_N.nbytes
     sampled = pair.first(ENTROPY_NUMEL).on_host()
     return ParameterRow(
@@ -104,18 +108,21 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
         numel=numel,
         bits=8 * len(record) / max(numel, 1),
         entropy=None if dtype == "fp32" else conditional_entropy(sampled, WIRE_CODES[dtype]),
-        encode_gbps=nbytes / encode_us / 1e3,
+        encode_gbps=nbytes / encode_us / 1e3,  # bytes/us are MB/s
         decode_gbps=nbytes / decode_us / 1e3,
-        wrong=_wrong_bytes(pair, held_N),
+        wrong=_wrong_bytes(pair, held_N),  # decoded last
     )
 
 
 def _wrong_bytes(pair: ParameterPair, decoded_N: torch.Tensor) -> int:
-    """Wrong bytes of decoded parameters; on a GPU, also those of its record beside the CPU's."""
+    """The number of bytes in which the decoded parameters differ from the new ones.
+
+    On a GPU, also those in which its record of the first numbers differs from the CPU's.
+    """
     wrong = int((decoded_N.view(torch.uint8) != pair.new_N.view(torch.uint8)).sum())
     if pair.old_N.is_cuda:
-        part = pair.first(COMPARED_NUMEL)
-        wrong += differing(encoded(part), encoded(part.on_host()))
+        compared = pair.first(COMPARED_NUMEL)
+        wrong += differing(encoded(compared), encoded(compared.on_host()))
     return wrong
 
 
@@ -125,15 +132,19 @@ def encoded(pair: ParameterPair) -> torch.Tensor:
 
 
 def moves_of(pair: ParameterPair, code: int) -> tuple[np.ndarray, np.ndarray]:
-    """The moves of 16-bit numbers in zigzag order (0, -1, 1, ...), and their old exponent fields.
+    """Returns the moves of 16-bit numbers, numbered 0, -1, 1, ..., and their old exponent fields.
 
     Args:
         pair: on the CPU.
         code: of the dtype, as in `WIRE_CODES`.
     """
-    sides = (pair.old_N, pair.new_N)
-    old, new = (side.view(torch.int16).numpy().view("<u2").astype(np.int64) for side in sides)
+    old, new = _bits_of(pair.old_N), _bits_of(pair.new_N)
     return oracle.zigzag(old, new, code), oracle.exponents(old, code)
+
+
+def _bits_of(numbers_N: torch.Tensor) -> np.ndarray:
+    """The bits of 16-bit numbers, unsigned, in int64."""
+    return numbers_N.view(torch.int16).numpy().view("<u2").astype(np.int64)
 
 
 def conditional_entropy(pair: ParameterPair, code: int) -> float:

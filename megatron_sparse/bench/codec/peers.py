@@ -36,7 +36,8 @@ def prune_encode(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
 
 def prune(grad_N: torch.Tensor, limit: float) -> dict[str, Action]:
     """Pruning with leak 1 in whole-tensor operations, in place on a copy; rounds to nearest."""
-    copy_N, residual_N, sum_N = grad_N.clone(), *torch.zeros(2, *grad_N.shape, device=grad_N.device)
+    copy_N = grad_N.clone()
+    residual_N, sum_N = torch.zeros(2, *grad_N.shape, device=grad_N.device)
 
     def in_torch() -> None:
         torch.add(copy_N, residual_N, out=sum_N)
@@ -65,36 +66,47 @@ def decode_add(pruned_N: torch.Tensor) -> dict[str, Action]:
 
 
 def triton(case: Case, grad_N: torch.Tensor) -> dict[str, Action]:
-    """Of `prune_encode`; each works on copies, which pruning again does not change."""
-    sent_N, selected_N = grad_N.clone(), grad_N.clone()
-    rests = torch.zeros(2, case.numel, device=case.device)
+    """Triton's selections without a record, as peers of `prune_encode`.
+
+    Each works on copies, which pruning again does not change.
+    """
+    pruned_N, selected_N = grad_N.clone(), grad_N.clone()
+    pruned_rest_N, selected_rest_N = torch.zeros(2, case.numel, device=case.device)
     threshold_R = torch.tensor([case.threshold]).to(case.device)
-    pruning = Pruning(rests[0], torch.tensor([0, case.numel]), threshold_R, 0.0, KEY)
+    one_range = torch.tensor([0, case.numel])
+    pruning = Pruning(pruned_rest_N, one_range, threshold_R, leak=0.0, key=KEY)
     sample = threshold_triton.sample_threshold
     return {
-        "Triton prune_": lambda: ops.prune_(sent_N, pruning, case.code),
-        "Triton selection": lambda: _select(sample, case, selected_N, rests[1]),
+        "Triton prune_": lambda: ops.prune_(pruned_N, pruning, case.code),
+        "Triton selection": lambda: _select(sample, case, selected_N, selected_rest_N),
     }
 
 
 def wrong_triton(case: Case) -> int:
     """Bytes in which Triton's selection differs from the CPU's, of gradient and residual."""
     grad_N = replace(case, device=CPU).gradient()
-    results, samples = [], (ops.sample_threshold, threshold_triton.sample_threshold)
-    for device, sample in zip((CPU, case.device), samples, strict=True):
-        sent_N, rest_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
-        _select(sample, case, sent_N, rest_N)
-        results.append((sent_N, rest_N))
-    return sum(differing(got, wanted) for wanted, got in zip(*results, strict=True))
+    samplers = (ops.sample_threshold, threshold_triton.sample_threshold)
+    results = []
+    for device, sample in zip((CPU, case.device), samplers, strict=True):
+        sent_N, residual_N = grad_N.to(device, copy=True), torch.zeros(case.numel, device=device)
+        _select(sample, case, sent_N, residual_N)
+        results.append((sent_N, residual_N))
+    (expected_N, expected_residual_N), (sent_N, residual_N) = results
+    return differing(sent_N, expected_N) + differing(residual_N, expected_residual_N)
 
 
 def _select(
     sample: Callable[..., Limits], case: Case, grad_N: torch.Tensor, residual_N: torch.Tensor
 ) -> None:
-    """Samples the threshold and prunes, with leak 0.5; mutates both."""
-    offsets, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
-    samples, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
-    limits = sample(grad_N, residual_N, offsets, densities_R, samples, keys_R)
+    """Samples a threshold for the whole gradient and prunes by it; changes gradient and residual.
+
+    `sample` is the `sample_threshold` of `ops` or of Triton.
+    """
+    one_range, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
+    count, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
+    limits = sample(grad_N, residual_N, one_range, densities_R, count, keys_R)
     chances_R = limits.tie_chances
-    pruning = Pruning(residual_N, offsets, limits.thresholds, 0.5, KEY, tie_chances_R=chances_R)
+    pruning = Pruning(
+        residual_N, one_range, limits.thresholds, leak=0.5, key=KEY, tie_chances_R=chances_R
+    )
     ops.prune_(grad_N, pruning, case.code)

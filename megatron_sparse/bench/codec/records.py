@@ -48,13 +48,14 @@ class Codec:
         self.case, self.is_rice = case, case.form in RICE_FORMS
         self.spec = replace(case.spec, checksum=checksum)
         self.offsets = torch.tensor([0, case.numel])
-        self.segments = Segments(self.offsets, torch.zeros(1, dtype=torch.uint8))
+        may_be_sparse = torch.zeros(1, dtype=torch.uint8)
+        self.segments = Segments(self.offsets, dense=may_be_sparse)
         self.expected = Expected(
             self.offsets, self.spec.value_dtype, STEP, rank=0, checksum=checksum
         )
         self.threshold_R = torch.tensor([case.threshold]).to(case.device)
-        room = ops.message_capacity(self.offsets, self.spec.value_dtype)
-        self.out = torch.zeros(room, dtype=torch.uint8, device=case.device)
+        capacity_bytes = ops.message_capacity(self.offsets, self.spec.value_dtype)
+        self.out = torch.zeros(capacity_bytes, dtype=torch.uint8, device=case.device)
 
     def pruning(self, residual_N: torch.Tensor, leak: float) -> Pruning:
         """Of the whole gradient."""
@@ -63,9 +64,12 @@ class Codec:
     def prune_encode(
         self, grad_N: torch.Tensor, residual_N: torch.Tensor, leak: float = 0.0
     ) -> Encoder:
-        """With leak 0 only rounding errors stay in the residual: all rounds see almost the same."""
-        given = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
-        return lambda: ops.prune_encode(*given, reports=self.reports())[0]
+        """Makes the call that prunes and encodes the gradient into `out`.
+
+        With leak 0 only rounding errors stay in the residual: all rounds see almost the same.
+        """
+        arguments = grad_N, self.pruning(residual_N, leak), self.segments, self.spec, self.out
+        return lambda: ops.prune_encode(*arguments, reports=self.reports())[0]
 
     def encode(self, pruned_N: torch.Tensor, nnz: torch.Tensor) -> Encoder:
         """Of a gradient with so many elements that are not zero."""
@@ -98,69 +102,78 @@ class Codec:
 
 
 def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
-    """The operations on one gradient; each is to be timed before the next is made.
+    """Yields the operations on one gradient; each is to be timed before the next is made.
 
-    Without peers, this takes up to five times the gradient's size in fp32 at once, besides the
-    buffers of the copy that is timed in turn with each operation.
+    The second prunes the gradient in place, for all that follow. Without peers, this takes up to
+    five times the gradient's size in fp32 at once, besides the buffers of the copy that is timed in
+    turn with each operation.
     """
     wrong = wrong_bytes(case)
     codec = Codec(case)
     grad_N, residual_N = case.gradient(), torch.zeros(case.numel, device=case.device)
     prune_encode = codec.prune_encode(grad_N, residual_N)
-    prune_encode()
+    prune_encode()  # writes the record, whose size and name the task needs
     others: dict[str, Action] = {}
     if with_peers:
         others = peers.prune_encode(grad_N, case.threshold)
         if case.device.type == "cuda":
             others |= peers.triton(case, grad_N)
-    moved = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
-    yield Task("prune_encode", codec.record_name(), moved, wrong, prune_encode, peers=others)
+    moved_bytes = grad_N.nbytes + 2 * residual_N.nbytes + codec.record().nbytes
+    yield Task("prune_encode", codec.record_name(), moved_bytes, wrong, prune_encode, others)
 
     others = peers.prune(grad_N, case.threshold) if with_peers else {}
-    prune = partial(ops.prune_, grad_N, codec.pruning(residual_N.zero_(), 1.0), case.code)
+    pruning = codec.pruning(residual_N.zero_(), leak=1.0)
+    prune = partial(ops.prune_, grad_N, pruning, case.code)
     nnz = prune()
     # Pruning a pruned gradient does not change it, so all rounds see the same numbers.
-    moved = 2 * (grad_N.nbytes + residual_N.nbytes)
-    yield Task("prune", "-", moved, wrong, prune, peers=others)
-    del residual_N, prune_encode, prune, others
+    moved_bytes = 2 * (grad_N.nbytes + residual_N.nbytes)
+    yield Task("prune", "-", moved_bytes, wrong, prune, others)
+    del residual_N, pruning, prune_encode, prune, others  # frees their memory
     encode = codec.encode(grad_N, nnz)
     encode()
     message, name = codec.record().clone(), codec.record_name()
+    encoded_bytes = grad_N.nbytes + message.nbytes
     if not codec.is_rice:
         others = peers.encode(grad_N) if with_peers else {}
-        moved = grad_N.nbytes + message.nbytes
-        yield Task("encode", name, moved, wrong, encode, others)
+        yield Task("encode", name, encoded_bytes, wrong, encode, others)
 
-    touched = case.touched_bytes(grad_N, whole=name in ("dense", "blocks"))
+    touched_bytes = case.touched_bytes(grad_N, whole=name in ("dense", "blocks"))
+    added_bytes = message.nbytes + 2 * touched_bytes  # the accumulator is read and written
     acc_N = torch.zeros(case.numel, device=case.device)
     others = peers.decode_add(grad_N) if with_peers and not codec.is_rice else {}
-    moved, decode_add = message.nbytes + 2 * touched, codec.decode_add(acc_N, message)
-    yield Task("decode_add", name, moved, wrong, decode_add, others)
-    moved, place = message.nbytes + acc_N.nbytes, codec.decode_add(acc_N, message, fresh=True)
-    yield Task("place", name, moved, wrong, place)
+    decode_add = codec.decode_add(acc_N, message)
+    yield Task("decode_add", name, added_bytes, wrong, decode_add, others)
+    place = codec.decode_add(acc_N, message, fresh=True)
+    yield Task("place", name, message.nbytes + acc_N.nbytes, wrong, place)
     if with_peers:
         sealed = Codec(case, checksum=True)
         seal = sealed.encode(grad_N, nnz)
         seal()
         record = sealed.record().clone()
+        # A checksum changes the header only.
         wrong += differing(record[HEADER_BYTES:], message[HEADER_BYTES:])
-        verify, moved = sealed.decode_add(acc_N, record), grad_N.nbytes + message.nbytes
-        yield Task("seal", name, moved, wrong, seal, peers={"no checksum": encode})
-        others, moved = {"no checksum": decode_add}, message.nbytes + 2 * touched
-        yield Task("verify", name, moved, wrong, verify, peers=others)
+        yield Task("seal", name, encoded_bytes, wrong, seal, {"no checksum": encode})
+        verify = sealed.decode_add(acc_N, record)
+        yield Task("verify", name, added_bytes, wrong, verify, {"no checksum": decode_add})
     yield _sum_task(codec, grad_N, nnz, wrong)
 
 
 def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: int) -> Task:
-    """Several ranks' messages in one pass; the peer adds one after another."""
+    """The task that adds several ranks' messages in one pass; its peer adds one after another.
+
+    `wrong` counts the bytes that earlier checks found; those of the sum are added to it.
+    """
     messages = []
     for rank in range(SUMMED):
+        # Each rank has the same elements at other places, so `nnz` holds for all of them.
         codec.encode(pruned_N.roll(rank * pruned_N.numel() // SUMMED), nnz)()
         messages.append(codec.record().clone())
-    sum_N, other_N = (torch.zeros(pruned_N.numel(), device=pruned_N.device) for _ in range(2))
+    sum_N = torch.zeros(pruned_N.numel(), device=pruned_N.device)
+    peer_sum_N = torch.zeros_like(sum_N)
     in_one_pass = codec.decode_sum(sum_N, messages)
     adds = [
-        codec.decode_add(other_N, message, fresh=rank == 0) for rank, message in enumerate(messages)
+        codec.decode_add(peer_sum_N, message, fresh=rank == 0)
+        for rank, message in enumerate(messages)
     ]
 
     def one_by_one() -> None:
@@ -169,10 +182,10 @@ def _sum_task(codec: Codec, pruned_N: torch.Tensor, nnz: torch.Tensor, wrong: in
 
     in_one_pass()
     one_by_one()
-    wrong += differing(sum_N, other_N)
-    moved, name = sum(message.nbytes for message in messages) + sum_N.nbytes, codec.record_name()
+    wrong += differing(sum_N, peer_sum_N)
+    moved_bytes = sum(message.nbytes for message in messages) + sum_N.nbytes
     peers: dict[str, Action] = {"one by one": one_by_one}
-    return Task("decode_sum", name, moved, wrong, in_one_pass, peers=peers)
+    return Task("decode_sum", codec.record_name(), moved_bytes, wrong, in_one_pass, peers)
 
 
 def wrong_bytes(case: Case) -> int:
@@ -181,32 +194,37 @@ def wrong_bytes(case: Case) -> int:
     On a GPU those of Triton's kernels count too.
     """
     case = case.of_numel(ORACLE_NUMEL + 17)  # the last tile is not full
-    host, codec = Codec(replace(case, device=CPU)), Codec(case)
+    host, codec = Codec(replace(case, device=CPU)), Codec(case)  # the oracles run on the CPU
     grad_N = host.case.gradient()
-    record, rest_N = _by_oracle(host, grad_N)
-    wrong = _wrong_sum(codec, host, record) + _wrong_record(codec, grad_N, record, rest_N)
+    record, residual_N = _by_oracle(host, grad_N)
+    wrong = _wrong_sum(codec, host, record)
+    wrong += _wrong_record(codec, grad_N, record, residual_N)
     if not codec.is_rice:
-        wrong += _wrong_record(codec, grad_N, record, rest_N, in_two_passes=True)
-    return wrong + (peers.wrong_triton(case) if case.device.type == "cuda" else 0)
+        wrong += _wrong_record(codec, grad_N, record, residual_N, in_two_passes=True)
+    if case.device.type == "cuda":
+        wrong += peers.wrong_triton(case)
+    return wrong
 
 
 def _by_oracle(host: Codec, grad_N: torch.Tensor) -> tuple[bytes, torch.Tensor]:
-    """The record of a gradient without a residual before it, and the residual after it."""
+    """Prunes and encodes with the oracles, from a residual of zeros.
+
+    Returns the record and the residual after it.
+    """
     pruning = host.pruning(torch.zeros(grad_N.numel()), ORACLE_LEAK)
     if host.is_rice:
-        (record,), rest_N = rice_oracle.prune_encode(grad_N, pruning, host.segments, host.spec)
+        (record,), residual_N = rice_oracle.prune_encode(grad_N, pruning, host.segments, host.spec)
     else:
-        sent_N, rest_N, nnz = prune_oracle.prune(grad_N, pruning, host.case.code)
+        sent_N, residual_N, nnz = prune_oracle.prune(grad_N, pruning, host.case.code)
         (record,) = message_oracle.encode(sent_N, host.segments, nnz, host.spec)
-    return record, rest_N
+    return record, residual_N
 
 
 def _wrong_sum(codec: Codec, host: Codec, record: bytes) -> int:
-    """Bytes in which sums of ones and a record differ."""
+    """Adds a record to ones, with the codec and with the oracle; returns the bytes that differ."""
     sum_N = torch.ones(codec.case.numel, device=codec.case.device)
-    codec.decode_add(
-        sum_N, torch.frombuffer(bytearray(record), dtype=torch.uint8).to(sum_N.device)
-    )()
+    message = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(sum_N.device)
+    codec.decode_add(sum_N, message)()
     expected_N = torch.ones(codec.case.numel)
     message_oracle.decode_add_(expected_N, record, host.expected, 0)
     return differing(sum_N, expected_N)
@@ -215,18 +233,22 @@ def _wrong_sum(codec: Codec, host: Codec, record: bytes) -> int:
 def _wrong_record(
     codec: Codec,
     grad_N: torch.Tensor,
-    record: bytes,
-    rest_N: torch.Tensor,
+    expected_record: bytes,
+    expected_N: torch.Tensor,
     *,
     in_two_passes: bool = False,
 ) -> int:
-    """Bytes of record and residual that differ: of `prune_encode`, or of `prune_` and `encode`."""
-    codec.out.fill_(0xFF)
-    given_N = grad_N.to(codec.case.device, copy=True)
-    residual_N = torch.zeros(given_N.numel(), device=given_N.device)
+    """Bytes of a gradient's record and residual that differ from the expected ones.
+
+    They are those of `prune_encode`; in two passes, those of `prune_` and `encode`.
+    """
+    codec.out.fill_(0xFF)  # a byte that the encoder does not write shall differ
+    copy_N = grad_N.to(codec.case.device, copy=True)
+    residual_N = torch.zeros(copy_N.numel(), device=copy_N.device)
     if in_two_passes:
-        nnz = ops.prune_(given_N, codec.pruning(residual_N, ORACLE_LEAK), codec.case.code)
-        used = codec.encode(given_N, nnz)()
+        nnz = ops.prune_(copy_N, codec.pruning(residual_N, ORACLE_LEAK), codec.case.code)
+        record_bytes = codec.encode(copy_N, nnz)()
     else:
-        used = codec.prune_encode(given_N, residual_N, ORACLE_LEAK)()
-    return differing(codec.out[: int(used)], record) + differing(residual_N, rest_N)
+        record_bytes = codec.prune_encode(copy_N, residual_N, ORACLE_LEAK)()
+    wrong = differing(codec.out[: int(record_bytes)], expected_record)
+    return wrong + differing(residual_N, expected_N)
