@@ -58,17 +58,26 @@ DECLARED: tuple[tuple[type[Options], type[Options] | None], ...] = (
 
 
 def _declare(kind: type[Options], place: type[Options] | None) -> None:
-    def action(**given: Any) -> None:
-        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**given))
+    """Registers the command of one bench: its name, options and runner all come from `kind`.
 
+    Args:
+        kind: declares what the bench measures.
+        place: declares where its ranks run; None adds no such options.
+    """
+
+    def action(**arguments: Any) -> None:
+        """Calls the bench's runner, and exits with its outcome."""
+        _exit(import_module(f"megatron_sparse.bench.{kind.RUNNER}").run(**arguments))
+
+    # The parameters of each runner. `add_command` makes the options of `kind` and `place`.
     types: dict[str, Any] = {"sweep": kind, "place": place, "json_path": JsonFile}
-    given = [
+    parameters = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
         for name, annotation in types.items()
         if annotation is not None
     ]
     help = (kind.__doc__ or "").partition("\n")[0]
-    add_command(bench, kind.NAME.removeprefix("bench "), help, action, Signature(given))
+    add_command(bench, kind.NAME.removeprefix("bench "), help, action, Signature(parameters))
 
 
 def _exit(outcome: Any) -> None:
@@ -88,7 +97,7 @@ def training(
     output: RunsFolder = Path("runs/bench_training"),
     json: JsonFile = None,
 ) -> None:
-    """See docs/testbed.md."""
+    """Runs the bench, with its runs' folders in `output`. See docs/testbed.md."""
     from megatron_sparse.bench.study import training as runner
 
     runner.run(options.given(output, overrides), json)
@@ -102,7 +111,10 @@ def time_to_loss(
     figures: Figures = None,
     json: JsonFile = None,
 ) -> None:
-    """A finished run is not repeated. See docs/results/time-to-loss.md."""
+    """Runs the bench, with its runs' folders in `output`; a finished run is not repeated.
+
+    See docs/results/time-to-loss.md.
+    """
     from megatron_sparse.bench.study import time_to_loss as runner
 
     runner.run(options.given(output, overrides), figures, json)
@@ -116,7 +128,10 @@ def convergence(
     figures: Figures = None,
     json: JsonFile = None,
 ) -> None:
-    """A finished run is not repeated. See docs/results/convergence.md."""
+    """Runs the bench, with its runs' folders in `output`; a finished run is not repeated.
+
+    See docs/results/convergence.md.
+    """
     from megatron_sparse.bench.study import convergence as runner
 
     runner.run(options.given(output, overrides), figures, json)

@@ -78,11 +78,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"error: {redact_text(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        # Only what is printed has no name.
+        # Handles only a full disk behind standard output, whose errors name no file.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
         print("error: the disk that the output is written to is full", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write
+        # Discards what standard output still holds: writing it at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(StorageError.exit_code)
 
 
@@ -102,6 +103,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
+    # Only declares --version, which its callback answers.
     pass
 
 

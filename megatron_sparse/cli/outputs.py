@@ -23,13 +23,14 @@ Check = Callable[[typer.CallbackParam, Path | None], Path | None]
 
 
 def writable_file(*, makes_folder: bool = False) -> Check:
-    """A callback of an option: its file can be written.
+    """Makes the callback of an option that names a file: it refuses one that cannot be written.
 
     Args:
-        makes_folder: the command makes the file's folder.
+        makes_folder: whether the command makes the file's folder.
     """
 
     def problem_of(path: Path) -> str:
+        """Why the file cannot be written; empty if it can."""
         if path.exists() and path.is_dir():
             return f"{path} is a folder"
         if path.exists():
@@ -44,9 +45,13 @@ def writable_file(*, makes_folder: bool = False) -> Check:
 
 
 def writable_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path | None:
-    """A callback of an option: its folder is there or can be made."""
+    """A callback of an option that names a folder: refuses one that cannot be made or written to.
+
+    Returns the folder.
+    """
 
     def problem_of(folder: Path) -> str:
+        """Why nothing can be written there; empty if it can."""
         return _problem_of_folder(_nearest(folder))
 
     expected = "a folder that exists or can be made"
@@ -60,9 +65,22 @@ def _checked(
     expected: str,
     remedy: str,
 ) -> Path | None:
-    """The path; raises its problem on the rank that writes."""
-    writes = os.environ.get("RANK", "0") == "0"
-    if path is not None and writes and (problem := problem_of(path)):
+    """Returns the path of an option, if rank 0, which writes, can write there.
+
+    Args:
+        parameter: the option.
+        path: None if the option was not given.
+        problem_of: says why a path cannot be written; empty if it can.
+        expected: for the error.
+        remedy: for the error.
+
+    Raises:
+        ConfigError: on rank 0: there is a problem.
+    """
+    is_writer = os.environ.get("RANK", "0") == "0"
+    if path is None or not is_writer:
+        return path
+    if problem := problem_of(path):
         flag = parameter.opts[0]
         raise ConfigError(
             f"{flag} {path} cannot be written", expected=expected, got=problem, remedy=remedy
@@ -80,9 +98,12 @@ def figures_folder(parameter: typer.CallbackParam, folder: Path | None) -> Path 
 def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> list[Path]:
     """A callback of an option that may be repeated: each file is a page, or a table.
 
+    Returns the files, none if the option was not given.
+
     Raises:
         ConfigError: a name ends in neither `.html` nor `.csv`, or the file cannot be written.
     """
+    check_writable = writable_file(makes_folder=True)
     for path in paths or ():
         if path.suffix.lower() not in (PAGE, TABLE):
             flag = parameter.opts[0]
@@ -92,12 +113,12 @@ def report_files(parameter: typer.CallbackParam, paths: list[Path] | None) -> li
                 got=path,
                 remedy=f"write {flag} {path.with_suffix(PAGE)}, which has the charts as SVG",
             )
-        writable_file(makes_folder=True)(parameter, path)
+        check_writable(parameter, path)
     return paths or []
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or what exists of its path."""
+    """The folder, or the nearest folder above it that exists."""
     nearest = folder.absolute()
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent

@@ -68,7 +68,10 @@ def calibrate(
         typer.Option(metavar="FILE", callback=writable_file(makes_folder=True), help="Output."),
     ] = Path("cluster.yaml"),
 ) -> None:
-    """Ranks start as for `bench collectives`. See docs/calibration.md."""
+    """Measures this cluster into the file `output`, and exits with the runner's exit code.
+
+    Ranks start as for `bench collectives`. See docs/calibration.md.
+    """
     from megatron_sparse.bench.calibrate import command as runner
 
     raise typer.Exit(runner.run(replace(options, out=output), place))
@@ -103,7 +106,10 @@ def plan(
     op: Annotated[str, typer.Option(help="all_reduce | reduce_scatter")] = "all_reduce",
     json: JsonFile = None,
 ) -> None:
-    """Times come from a cost model. See docs/planner.md."""
+    """Prints each scheme's predicted time for the buckets of a run, or for those of given sizes.
+
+    Times come from a cost model. See docs/planner.md.
+    """
     from megatron_sparse.bucket import CollectiveOp
     from megatron_sparse.collectives.registry import check_op
     from megatron_sparse.config.checks import one_of
@@ -117,14 +123,14 @@ def plan(
     one_of("--op", op, tuple(CollectiveOp))
     if value_bits is not None:
         one_of("--value-bits", value_bits, VALUE_BITS)
-    names = _candidates(schemes)
-    check_op(SchemeConfig(), PlannerConfig(schemes=names), CollectiveOp(op))
+    candidates = _candidates(schemes)
+    check_op(SchemeConfig(), PlannerConfig(schemes=candidates), CollectiveOp(op))
     sizes = None
     if bucket_bytes is not None:
         sizes = [parse_size("--bucket-bytes", size) for size in bucket_bytes.split(",")]
-    pricing = None
+    pricing = None  # shows a run's plan as it was written
     if cluster is not None:
-        pricing = plan_rows.Pricing(find(cluster), names, value_bits=value_bits)
+        pricing = plan_rows.Pricing(find(cluster), candidates, value_bits=value_bits)
     rows = plan_rows.rows(
         run=run,
         sizes=sizes,
@@ -138,7 +144,7 @@ def plan(
 
 
 def _candidates(schemes: str | None) -> list[str] | None:
-    """The names, all of which are registered; None for all."""
+    """Splits the names of schemes, and refuses unknown ones; None stands for all."""
     from megatron_sparse.collectives.registry import check_names
     from megatron_sparse.config.sparse import PlannerConfig, SchemeConfig
 
@@ -173,7 +179,10 @@ def levels(
     schemes: Schemes = None,
     json: JsonFile = None,
 ) -> None:
-    """Times come from cost models. See docs/levels.md."""
+    """Prints the predicted time of a synchronisation by number of ranks, preset and level.
+
+    Times come from cost models. See docs/levels.md.
+    """
     from megatron_sparse.config.checks import in_range, one_of
     from megatron_sparse.config.sparse import SparseConfig
     from megatron_sparse.pricing.cluster import find
@@ -181,12 +190,12 @@ def levels(
 
     one_of("--gradients", gradients, ("fp32", "bf16"))
     in_range("--parameters", parameters, 1, 2**40)  # before it is rounded: infinity cannot be
-    names = _candidates(schemes)
+    candidates = _candidates(schemes)
     numel, gradient_bytes = round(parameters), 4 if gradients == "fp32" else 2
     training = Training(numel, gradient_bytes, sharded, move_bits, instances)
     settings = {name: SparseConfig.preset(name) for name in preset.split(",")}
-    counts = parse_counts("--ranks", ranks, 2)
-    rows = list(level_rows(training, find(cluster), settings, counts, names))
+    rank_counts = parse_counts("--ranks", ranks, 2)
+    rows = list(level_rows(training, find(cluster), settings, rank_counts, candidates))
     print_levels(rows, training, json)
 
 
@@ -200,7 +209,7 @@ def simulate(
     fast: Annotated[bool, typer.Option("--fast", help="Use a much smaller sweep.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="List the figures.")] = False,
 ) -> None:
-    """Prints the files that it has written."""
+    """Draws the chosen figures, and prints their files; with --list it only lists the figures."""
     from megatron_sparse import simulate as figures
 
     if paper is None and not every and not list_only:
@@ -213,6 +222,7 @@ def simulate(
     chosen_figures = figures.select(paper, figure)
     if not list_only:
         require_figures()
+        # ZEN's figures fit synthetic gradients to the paper's numbers.
         if any(chosen.paper == "zen" for chosen in chosen_figures):
             require_fits()
     for chosen in chosen_figures:

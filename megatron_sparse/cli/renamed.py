@@ -63,7 +63,7 @@ class Program(TyperGroup):
     """The commands, of which a former option's name is a typed error that has the new one."""
 
     def invoke(self, ctx: Any) -> object:
-        """Runs the command.
+        """Runs the command; returns what it returns.
 
         Raises:
             ConfigError: an option was renamed, or has left.
@@ -71,7 +71,8 @@ class Program(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            # By its attribute: the class is click's, or that of Typer's own copy of click.
+            # Errors about an option are known by this attribute. Their class is click's, or that of
+            # Typer's own copy of click.
             former = getattr(error, "option_name", None)
             if former is None:
                 raise
@@ -79,6 +80,7 @@ class Program(TyperGroup):
             name = f"{context.command_path.removeprefix('megatron-sparse ')} {former}"
             if name in OPTIONS:
                 raise _left(name) from None
+            # `OUTPUTS` are former names only where the command has `OUTPUT`.
             has_output = any(OUTPUT in parameter.opts for parameter in context.command.params)
             if former not in OUTPUTS or not has_output:
                 raise
@@ -91,24 +93,27 @@ class Program(TyperGroup):
 
 
 def answer_for_renamed(commands: typer.Typer, group: str = "") -> None:
-    """Lets the commands of `RENAMED` answer with their error.
+    """Registers the former commands of a group, hidden; each only raises the error of its name.
 
     Args:
         commands: those of the program, or of a group.
         group: such as `bench`; empty for the program.
     """
     for name in RENAMED:
-        above, _, own = name.rpartition(" ")
-        if above == group:
+        parent, _, command = name.rpartition(" ")
+        if parent == group:
             commands.command(
-                own,
+                command,
                 hidden=True,
                 add_help_option=False,
+                # Whatever follows the name, the answer is the error.
                 context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
             )(_refusal(name))
 
 
 def _refusal(name: str) -> Callable[[], None]:
+    """A command that only raises the error of `name`."""
+
     def refuse() -> None:
         raise _left(name)
 
@@ -116,6 +121,7 @@ def _refusal(name: str) -> Callable[[], None]:
 
 
 def _left(name: str) -> ConfigError:
+    """The error for a key of `RENAMED` or `OPTIONS`, with its remedy."""
     return ConfigError(
         f"megatron-sparse {name} has left",
         expected="a command and options that exist",

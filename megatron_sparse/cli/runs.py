@@ -30,7 +30,10 @@ def doctor(
     ] = False,
     json: JsonFile = None,
 ) -> None:
-    """Exits with 1 if a part that training needs is missing. For a job's ranks: `calibrate`."""
+    """Prints the environment's report or, with --memory, the plugin's memory in a run.
+
+    Exits with 1 if a part that training needs is missing. For a job's ranks: `calibrate`.
+    """
     if memory:
         from megatron_sparse.doctor import memory as plugin_memory
 
@@ -59,7 +62,7 @@ def corpus(
         int, typer.Option(help="Number of token ids, the end of a document included.")
     ] = 8192,
 ) -> None:
-    """Prints the corpus' size."""
+    """Makes a corpus in the folder `output`, and prints its size."""
     from megatron_sparse.megatron import corpus as maker
 
     made = maker.prepare(kind, output, vocab_size)  # type: ignore[arg-type] - checked there
@@ -70,7 +73,7 @@ def build(
     cuda: Annotated[str, typer.Option(help="auto | on | off")] = "auto",
     verbose: Annotated[bool, typer.Option(help="Print every compiler command.")] = False,
 ) -> None:
-    """Exits with the build's exit code."""
+    """Builds the native libraries, and exits with the build's exit code."""
     from importlib import import_module
 
     builder = import_module("megatron_sparse.cuda_ext.build")
@@ -95,7 +98,10 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Prints the files that it has written. A run may still be going on."""
+    """Writes a page or a table for each `output`, and prints their paths.
+
+    A run may still be going on.
+    """
     require("jinja2", "makes the page", "figures")
     require_figures()
     from megatron_sparse.report import page
@@ -113,7 +119,10 @@ def view(
         int | None, typer.Option(min=20, help="Width; default: the terminal's.")
     ] = None,
 ) -> None:
-    """For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md."""
+    """Draws a run's progress on this terminal, once or until the run ends.
+
+    For runs in a batch job, whose terminal is elsewhere. See docs/tracking.md.
+    """
     from megatron_sparse.report import live_view
 
     draw = live_view.follow if follow else live_view.run
@@ -133,7 +142,10 @@ def dashboard(
         ),
     ] = None,
 ) -> None:
-    """See docs/tracking.md."""
+    """Makes a W&B workspace, and prints its address; a dry run prints its panels instead.
+
+    See docs/tracking.md.
+    """
     from megatron_sparse.telemetry import dashboard as maker
 
     print(maker.run(target, name, json, dry_run=dry_run))

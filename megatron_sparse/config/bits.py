@@ -28,12 +28,13 @@ DENSE_SCHEMES = (
 
 
 def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
-    """Whether a scheme, or what `auto` may take, sends its values in full.
+    """Whether values must travel in full, because a named scheme cannot send them in few bits.
 
     Args:
         scheme: `scheme.name`.
-        candidates: `planner.schemes`. One without values in few bits suffices: with them the
-            planner could not take it. None: there are enough others.
+        candidates: `planner.schemes`, which `auto` chooses from; None names no scheme. One sparse
+            scheme without few bits suffices, as the planner could not take it with them. Dense
+            schemes count only where there are no others.
 
     Example:
         >>> sends_full_values("zen", None), sends_full_values("auto", ["direct", "zen"])
@@ -43,7 +44,8 @@ def sends_full_values(scheme: str, candidates: Collection[str] | None) -> bool:
     """
     named = set(candidates or ()) if scheme == "auto" else {scheme}
     has_full = not named.isdisjoint(FULL_VALUE_SCHEMES)
-    return has_full or (len(named) > 0 and named.issubset(DENSE_SCHEMES))
+    all_dense = len(named) > 0 and named.issubset(DENSE_SCHEMES)
+    return has_full or all_dense
 
 
 def resolve_bits(
@@ -74,6 +76,7 @@ def resolve_bits(
         )
         compression = replace(compression, value_bits=None if in_full else AUTO_VALUE_BITS)
     _check_value_bits(compression, scheme)
+    # After the values: `auto` sends sums in few bits only where values have few.
     if scheme.sum_bits == "auto":
         few = compression.value_bits is not None and _owners_keep_the_rest(compression, scheme)
         scheme = replace(scheme, sum_bits=AUTO_SUM_BITS if few else None)

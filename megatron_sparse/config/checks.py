@@ -31,19 +31,22 @@ class Checked:
     """Its name in a run's configuration; that of the whole is empty."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
-            key = f"{self.SECTION}.{each.name}".removeprefix(".")
-            check = is_flag if each.type == "bool" else each.metadata.get(_CHECK)
+        """Checks every field that declares a check, in the order of the fields."""
+        for option in fields(self):  # type: ignore[arg-type] - subclasses are dataclasses
+            key = f"{self.SECTION}.{option.name}".removeprefix(".")
+            # A type is a text here: the modules of all sections import `annotations`.
+            check = is_flag if option.type == "bool" else option.metadata.get(_CHECK)
             if check is not None:
-                check(key, getattr(self, each.name))
+                check(key, getattr(self, option.name))
 
 
 def number(
     default: Any, low: float, high: float = math.inf, *, besides: tuple = (), **how: bool
 ) -> Any:
-    """A field that takes what `in_range` allows, the values `besides`, and its default."""
-    also = besides if isinstance(default, int | float) else (default, *besides)
-    check = partial(in_range, low=low, high=high, besides=also, **how)
+    """A field that takes what `in_range` allows with these arguments, and its default."""
+    # A default that is no number, such as null or `auto`, is allowed as well.
+    allowed = besides if isinstance(default, int | float) else (default, *besides)
+    check = partial(in_range, low=low, high=high, besides=allowed, **how)
     return field(default=default, metadata={_CHECK: check})
 
 
@@ -99,19 +102,16 @@ def in_range(
     """
     if value in besides:
         return
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and (low < value if low_open else low <= value)
-        and value <= high
-        and (float(value).is_integer() or not integer)
-    ):
-        return
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        is_above = low < value if low_open else low <= value
+        is_inside = math.isfinite(value) and is_above and value <= high
+        if is_inside and (float(value).is_integer() or not integer):
+            return
     bracket = "<" if low_open else "<="
     upper = "" if math.isinf(high) else f" <= {high:g}"
     expected = f"{low:g} {bracket} {key}{upper}" + (", a whole number" if integer else "")
     expected += "".join(f", or {_word(each)}" for each in besides)
+    # A user who wrote `5%` or `5 %` meant 0.05.
     percent = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?%", str(value))
     remedy = f"write {float(percent[1]) / 100:g}" if percent else None
     raise ConfigError(f"{key} is out of range", expected=expected, got=repr(value), remedy=remedy)

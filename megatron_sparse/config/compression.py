@@ -26,7 +26,7 @@ LONG_RAMP_BELOW = 0.1
 
 
 def dense_value_bits(value_bits: int | None) -> int:
-    """Bits of a value where every element travels quantised.
+    """Bits of a value where every element travels quantised: as asked for, if it can, else 4.
 
     Args:
         value_bits: `compression.value_bits`.
@@ -113,6 +113,7 @@ class CompressionConfig(Checked):
     seed: int = whole(1234, 0, 2**63 - 1)
 
     def __post_init__(self) -> None:
+        """Checks each key, then the keys that depend on one another."""
         super().__post_init__()
         are_patterns("compression.keep_patterns", self.keep_patterns)
         are_patterns("compression.lossless_patterns", self.lossless_patterns)
@@ -172,7 +173,7 @@ class CompressionConfig(Checked):
         return (7, LONG_RAMP_ITERS) if is_low else (1, RAMP_ITERS)
 
     def in_run_of(self, iterations: int) -> CompressionConfig:
-        """With null in `warmup_iters` and `ramp_iters` replaced by what suits the run's length.
+        """Returns a copy whose `warmup_iters` and `ramp_iters` suit the run's length where null.
 
         Args:
             iterations: `training.iterations`.
@@ -186,7 +187,8 @@ class CompressionConfig(Checked):
             (700, 2300)
         """
         warmup, ramp, (tenths, longest) = self.warmup_iters, self.ramp_iters, self._longest_ramp
-        if ramp is None and self.density != "auto":  # Whose ramp follows the density it takes.
+        # With density=auto the ramp stays null: it depends on the density that is chosen later.
+        if ramp is None and self.density != "auto":
             ramp = min(longest, iterations * tenths // 10)
         return replace(
             self,
@@ -195,7 +197,7 @@ class CompressionConfig(Checked):
         )
 
     def _check_bits(self) -> None:
-        """Refuses values in few bits where they would not do as documented."""
+        """Refuses values in few bits at density 1, unless 8 or 4, and with lossless parameters."""
         if self.given_value_bits is None:
             return
         if self.density == 1 and self.value_bits not in DENSE_VALUE_BITS:

@@ -85,7 +85,7 @@ def attributes(section: type) -> dict[str, str]:
             name = entry[1]
             found[name] = entry[2]
         elif not line.startswith(" "):
-            break
+            break  # an empty line, or the next part of the docstring
         else:
             found[name] += f" {line.strip()}"
     return found
@@ -98,11 +98,11 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
         section: a dataclass of the configuration.
         prefix: such as `compression.`.
     """
-    texts, inner = attributes(section), sections(section)
-    made = section()
+    texts, inner_sections = attributes(section), sections(section)
+    defaults = section()
     for field in dataclasses.fields(section):
-        if field.name not in inner:
-            yield Key(prefix + field.name, getattr(made, field.name), texts[field.name])
+        if field.name not in inner_sections:
+            yield Key(prefix + field.name, getattr(defaults, field.name), texts[field.name])
 
 
 def sections(section: type) -> dict[str, type]:
@@ -116,28 +116,33 @@ def sections(section: type) -> dict[str, type]:
 
 
 def groups_help(names: Sequence[str], options: Callable[[str], Sequence[str]]) -> str:
-    """Each group with its options, and a line about it.
+    """The part of the help with two lines for each group: its options, and what it is about.
 
     Args:
         names: of the groups.
-        options: of a group.
+        options: name of a group -> the names of its options.
     """
     summaries = _summaries() | _FREE_GROUPS
-    found = [f"{name}: {', '.join(options(name))}\n    {summaries[name]}" for name in sorted(names)]
-    return _for_template("\n".join(found))
+    entries = []
+    for name in sorted(names):
+        entries.append(f"{name}: {', '.join(options(name))}\n    {summaries[name]}")
+    return _for_template("\n".join(entries))
 
 
 def keys_help(values: Mapping[str, Any]) -> str:
-    """Each key with its value in this configuration, and the first sentence about it.
+    """The part of the help with each key, its value in this configuration and a sentence about it.
 
     Args:
         values: of the composed configuration.
     """
-    lines = [line for key in keys(RunConfig) for line in _of(key, values, "")]
+    lines: list[str] = []
+    for key in keys(RunConfig):
+        lines += _lines_of(key, values, "")
     summaries = _summaries()
     for name, section in sections(RunConfig).items():
         lines += ["", f"{name}:", f"  # {summaries[name]}"]
-        lines += [line for key in keys(section) for line in _of(key, values[name], "  ")]
+        for key in keys(section):
+            lines += _lines_of(key, values[name], "  ")
     return _for_template("\n".join(lines))
 
 
@@ -145,9 +150,18 @@ def _summaries() -> dict[str, str]:
     return {name: first_sentence(summary(section)) for name, section in sections(RunConfig).items()}
 
 
-def _of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
-    flow = yaml.safe_dump(values[key.name], default_flow_style=True, width=10**6)
-    head = f"{indent}{key.name}: {flow.removesuffix('...\n').strip()}"
+def _lines_of(key: Key, values: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """A key's lines in the help: `key: value`, and its first sentence as a wrapped comment.
+
+    Args:
+        key: the key.
+        values: of its section.
+        indent: spaces before the key.
+    """
+    # On one line; YAML ends a document that is a single value with `...`.
+    value = yaml.safe_dump(values[key.name], default_flow_style=True, width=10**6)
+    head = f"{indent}{key.name}: {value.removesuffix('...\n').strip()}"
+    # A long head gets a line of its own, above the comment.
     if len(head) >= _KEY_COLUMNS:
         yield head
         head = ""

@@ -48,7 +48,10 @@ def preset_values(name: str) -> dict[str, dict[str, Any]]:
 
 
 def allowed(loss_budget: float) -> list[str]:
-    """The presets among which `compression.density=auto` chooses, by what they cost.
+    """The presets among which `compression.density=auto` chooses, cheapest in loss first.
+
+    Args:
+        loss_budget: percent of the final loss that they may cost.
 
     Example:
         >>> allowed(0.3)

@@ -104,21 +104,24 @@ def is_secret_name(name: str) -> bool:
         >>> [is_secret_name(name) for name in ("tokenizer_type", "moe_token_dispatcher_type")]
         [False, False]
     """
-    words = [word.lower() for word in _WORDS.split(_CAMEL.sub("_", name)) if word]
+    separated = _CAMEL.sub("_", name)  # `apiKey` has two words, as `api_key`
+    words = [word.lower() for word in _WORDS.split(separated) if word]
+    # A number at the end says nothing: API_KEY_2 is a key.
     while words and words[-1].isdigit():
         words.pop()
     if not words:
         return False
-    if words[-1] == "token" and _OF_A_VOCABULARY.intersection(words):
+    *before, last = words
+    # The id of a token such as `eod_token` is no secret.
+    if last == "token" and _OF_A_VOCABULARY.intersection(words):
         return False
-    if _ANYWHERE.intersection(words) or words[-1] in _LAST:
+    if _ANYWHERE.intersection(words) or last in _LAST:
         return True
-    if words[-1] == "id" and words[-3:-1] == ["access", "key"]:
+    if last == "id" and before[-2:] == ["access", "key"]:  # AWS_ACCESS_KEY_ID
         return True
     # `key` alone is the key of a mapping; SOMETHING_KEY in an environment is a secret.
-    before = words[:-1]
-    environment = name == name.upper() and bool(before)
-    return words[-1] == "key" and (environment or bool(_KINDS_OF_KEY.intersection(before)))
+    is_variable = name == name.upper() and bool(before)
+    return last == "key" and (is_variable or bool(_KINDS_OF_KEY.intersection(before)))
 
 
 def redact(value: Any, name: str = "") -> Any:
@@ -139,25 +142,32 @@ def redact(value: Any, name: str = "") -> Any:
         return {key: redact(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)([redact(item, name) for item in value])
-    if is_secret_name(name) and value is not None and value != "" and not isinstance(value, bool):
+    only_tells_if_set = value is None or value == "" or isinstance(value, bool)
+    if is_secret_name(name) and not only_tells_if_set:
         return REDACTED
     return _without_shapes(value) if isinstance(value, str) else value
 
 
 def redact_text(text: str) -> str:
     """`text` without the values of `NAME=VALUE` and `NAME: VALUE` that look secret."""
-    shown, place = [], 0
-    while found := _ASSIGNMENT.search(text, place):
-        hidden = _is_hidden(found[1])
-        # The value of a harmless name may itself have an assignment in it.
-        end = found.end() if hidden else found.end(2)
-        shown.append(text[place : found.end(2)] + (REDACTED if hidden else ""))
-        place = end
-    return _without_shapes("".join(shown) + text[place:])
+    shown, position = [], 0  # the text before `position` is in `shown`
+    while found := _ASSIGNMENT.search(text, position):
+        name, value_start = found[1], found.end(2)
+        shown.append(text[position:value_start])
+        if _is_hidden(name):
+            shown.append(REDACTED)
+            position = found.end()
+        else:
+            # The value of a harmless name may itself have an assignment in it.
+            position = value_start
+    return _without_shapes("".join(shown) + text[position:])
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether the value of a key or a variable in a text is hidden."""
+    """Whether the value of a key or a variable in a text is hidden.
+
+    In the section `env`, as in `cluster.env.NAME`, all variables are hidden but the recorded ones.
+    """
     section, _, variable = name.rpartition(".")
     if section.rpartition(".")[2] == _ENVIRONMENT_SECTION:
         return not is_recorded_variable(variable)
@@ -175,18 +185,22 @@ def redact_command(command: str) -> str:
     for word in words:
         shown.append(REDACTED if hides_next else _redact_word(word))
         hides_next = word.startswith("--") and "=" not in word and is_secret_name(word)
+    # `shlex.join` quotes the stars of `REDACTED`; they need no quotes, as this is only shown.
     return shlex.join(shown).replace(shlex.quote(REDACTED), REDACTED)
 
 
 def _redact_word(word: str) -> str:
-    """A word of a command line. Its value is hidden whole: it may contain spaces and commas."""
+    """A word of a command line without its secrets.
+
+    The value of a secret override is hidden whole: it may contain spaces and commas.
+    """
     override = _OVERRIDE.fullmatch(word)
     if override is None:
         return redact_text(word)
     sign, name, value = override.groups()
     if _is_hidden(name):
         return f"{sign}{name}={REDACTED}"
-    if name.rpartition(".")[2] == _ENVIRONMENT_SECTION:
+    if name.rpartition(".")[2] == _ENVIRONMENT_SECTION:  # cluster.env={NAME:VALUE,...}
         return f"{sign}{name}={_ASSIGNMENT.sub(_hide_variable, value)}"
     return redact_text(word)
 

@@ -83,6 +83,7 @@ class DataConfig(Checked):
     split: str = "95,5,0"
 
     def __post_init__(self) -> None:
+        """Checks each key, that there is one source of data, and the keys that depend on it."""
         super().__post_init__()
         given = [name for name in ("dir", "prefix") if getattr(self, name) is not None]
         given += ["mock"] if self.mock else []
@@ -100,8 +101,8 @@ class DataConfig(Checked):
                 got="null" if self.vocab_size is None else self.vocab_size,
                 remedy="give the number of token ids, including the end-of-document token",
             )
-        parts = re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split)
-        if parts is None or not sum(map(float, self.split.split(","))):
+        three_numbers = re.fullmatch(r"\d+(\.\d+)?(,\d+(\.\d+)?){2}", self.split)
+        if three_numbers is None or not sum(map(float, self.split.split(","))):
             raise ConfigError(
                 "data.split is not a split",
                 expected="three numbers, not all zero, for training, validation and test",
@@ -217,6 +218,7 @@ class RunConfig(Checked):
     megatron: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Checks each key, then the keys of several sections that depend on one another."""
         super().__post_init__()
         if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", self.name) is None:
             raise ConfigError(
@@ -234,13 +236,15 @@ class RunConfig(Checked):
         if self.plugin and self.parameters.method in COMPRESSED:
             self._check_gather()
         tensor, pipeline = self.training.tensor_parallel, self.training.pipeline_parallel
-        by_tensor, by_stages = "training.tensor_parallel", "training.pipeline_parallel"
-        both, ranks = f"{by_tensor} * {by_stages}", self.cluster.world_size
-        divides(both, tensor * pipeline, "the number of ranks", ranks)
-        divides(by_tensor, tensor, "model.num_query_groups", self.model.query_groups)
-        divides(by_tensor, tensor, "the width of the MLP", self.model.ffn_width)
+        tensor_key, pipeline_key = "training.tensor_parallel", "training.pipeline_parallel"
+        both_keys, ranks = f"{tensor_key} * {pipeline_key}", self.cluster.world_size
+        # First, because `data_parallel` divides the ranks by both.
+        divides(both_keys, tensor * pipeline, "the number of ranks", ranks)
+        divides(tensor_key, tensor, "model.num_query_groups", self.model.query_groups)
+        divides(tensor_key, tensor, "the width of the MLP", self.model.ffn_width)
+        # Without a straggler's rank, 0 always fits.
         in_range("straggler.rank", self.straggler.rank or 0, 0, self.data_parallel - 1)
-        divides(by_stages, pipeline, "model.num_layers", self.model.num_layers)
+        divides(pipeline_key, pipeline, "model.num_layers", self.model.num_layers)
         divides(
             f"training.micro_batch_size * {self.data_parallel} data-parallel ranks",
             self.training.micro_batch_size * self.data_parallel,
@@ -249,7 +253,7 @@ class RunConfig(Checked):
         )
 
     def _check_gather(self) -> None:
-        """Refuses `parameters.method=exact` or `lossy` where every rank would refuse it."""
+        """Refuses `exact` and `lossy` without the distributed optimizer, and `lossy` on GPUs."""
         method = self.parameters.method
         expected, got = "training.use_distributed_optimizer=true", None
         if not self.training.use_distributed_optimizer:
@@ -266,7 +270,7 @@ class RunConfig(Checked):
 
     @property
     def sparse(self) -> SparseConfig:
-        """The plugin's part, whose schedule is decided."""
+        """The plugin's configuration, whose warm-up and ramp suit the run's length."""
         return SparseConfig(
             self.compression.in_run_of(self.training.iterations),
             self.scheme,

@@ -92,6 +92,7 @@ class SchemeConfig(Checked):
     deterministic: bool = True
 
     def __post_init__(self) -> None:
+        """Checks each key, then that the block is a power of two and checksums are possible."""
         super().__post_init__()
         if int(self.block_size).bit_count() != 1:
             raise ConfigError(
@@ -122,7 +123,7 @@ class SchemeConfig(Checked):
 
         Args:
             device_type: `cuda` or `cpu`, where the gradients are.
-            takes_slots: of the bucket's scheme.
+            takes_slots: whether the bucket's scheme takes messages of fixed size.
 
         Example:
             >>> SchemeConfig().capacity_on("cuda", takes_slots=True)
@@ -136,11 +137,11 @@ class SchemeConfig(Checked):
         return self.given_capacity
 
     def ring_densities(self) -> tuple[float, float, float]:
-        """The thresholds of `adaptive_ring`: intra, inter, gather; SpCCL's where none is given."""
+        """Returns the thresholds (intra, inter, gather) of `adaptive_ring`; SpCCL's for null."""
+        defaults = RING_DENSITIES.get(self.format, RING_DENSITIES["pici"])
         given = (self.ring_intra_density, self.ring_inter_density, self.ring_gather_density)
-        found = RING_DENSITIES.get(self.format, RING_DENSITIES["pici"])
         intra, inter, gather = (
             default if density is None else density
-            for density, default in zip(given, found, strict=True)
+            for density, default in zip(given, defaults, strict=True)
         )
         return intra, inter, gather

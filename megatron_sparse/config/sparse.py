@@ -67,14 +67,16 @@ class SparseConfig:
     parameters: ParametersConfig = field(default_factory=ParametersConfig)
 
     def __post_init__(self) -> None:
+        """Checks the sections against one another, and decides `auto` in keys that cross them."""
         for each in dataclasses.fields(self):
-            section, made = getattr(self, each.name), each.default_factory
-            if not isinstance(section, made):  # type: ignore[arg-type]
+            # The factory of a section's default is the section's class.
+            section, expected = getattr(self, each.name), each.default_factory
+            if not isinstance(section, expected):  # type: ignore[arg-type]
                 raise ConfigError(
                     f"{each.name} is not a section",
-                    expected=f"a {made.__name__}",  # type: ignore[union-attr]
+                    expected=f"a {expected.__name__}",  # type: ignore[union-attr]
                     got=repr(section),
-                    remedy=f"write {made.__name__}(...)",  # type: ignore[union-attr]
+                    remedy=f"write {expected.__name__}(...)",  # type: ignore[union-attr]
                 )
         if self.scheme.wire_dtype is not None and not self.compression.enabled:
             raise ConfigError(
@@ -84,6 +86,7 @@ class SparseConfig:
                 remedy="to round every element and prune none: compression.enabled=true "
                 "compression.density=1",
             )
+        # Before `_check_auto_density`, which reads the bits.
         self.compression, self.scheme = resolve_bits(
             self.compression, self.scheme, self.planner.schemes
         )
@@ -101,7 +104,7 @@ class SparseConfig:
             )
 
     def _check_auto_density(self) -> None:
-        """Refuses `density=auto` where presets cannot be tried."""
+        """Refuses `density=auto` where sums travel in full: its presets send few bits."""
         if self.scheme.given_sum_bits is None:
             raise ConfigError(
                 "compression.density=auto tries presets, which send values in few bits",
@@ -113,7 +116,10 @@ class SparseConfig:
             )
 
     def _turn_capacity_off(self) -> None:
-        """Lossless parameters need messages as large as what is not zero; refuses a capacity."""
+        """Sets `scheme.capacity` to null; refuses a factor that the user has set.
+
+        A lossless parameter needs a message as large as the elements that are not zero.
+        """
         capacity = self.scheme.given_capacity
         if capacity is not None:
             raise ConfigError(
@@ -128,7 +134,7 @@ class SparseConfig:
     def given(
         cls, to: str, config: SparseConfig | str | None, overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """The configuration of a call that takes a whole one, or a preset's name, or neither.
+        """Returns the configuration of a call that takes a whole one, a preset's name or options.
 
         Args:
             to: name of the called function, for the error.
@@ -187,18 +193,25 @@ class SparseConfig:
     def _made(
         cls, base: Mapping[str, Mapping[str, Any]], overrides: Mapping[str, Any]
     ) -> SparseConfig:
-        """Of the values of sections, and keywords that win over them."""
-        values: dict[str, dict[str, Any]] = {name: dict(given) for name, given in base.items()}
-        made = {key: overrides[key] for key in WHOLE_SECTIONS & overrides.keys()}
+        """Makes a configuration of a preset's values and of options that win over them.
+
+        Args:
+            base: section -> key -> value; not mutated.
+            overrides: the options, see `from_overrides`.
+        """
+        values: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in base.items()}
+        sections = {name: overrides[name] for name in WHOLE_SECTIONS & overrides.keys()}
         for keyword in overrides.keys() - WHOLE_SECTIONS:
             if keyword not in _KEYWORDS:
                 raise _no_option(keyword)
             section, key = _KEYWORDS[keyword]
             values.setdefault(section, {})[key] = overrides[keyword]
-        for section in dataclasses.fields(cls):
-            if made.get(section.name) is None:
-                made[section.name] = section.default_factory(**values.get(section.name, {}))  # type: ignore[misc]
-        return cls(**made)
+        for each in dataclasses.fields(cls):
+            if sections.get(each.name) is None:
+                # The factory of a section's default is the section's class.
+                options = values.get(each.name, {})
+                sections[each.name] = each.default_factory(**options)  # type: ignore[misc]
+        return cls(**sections)
 
 
 WHOLE_SECTIONS = frozenset({"tracking", "planner", "straggler", "parameters"})
@@ -217,7 +230,7 @@ def _no_option(keyword: str) -> ConfigError:
         if gone := removed(f"{section}.{keyword}"):
             return gone
     known = sorted({*_KEYWORDS, *WHOLE_SECTIONS})
-    meant = difflib.get_close_matches(keyword, known, 1)
+    meant = difflib.get_close_matches(keyword, known, 1)  # one name at most
     return ConfigError(
         f"unknown option {keyword!r}",
         expected=f"{meant[0]}?" if meant else ", ".join(known),

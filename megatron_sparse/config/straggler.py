@@ -32,6 +32,7 @@ class StragglerConfig(Checked):
     min_delay_ms: float | None = number(None, 0)
 
     def __post_init__(self) -> None:
+        """Checks each key, and that `rank` is given if and only if `mode` is `pinned`."""
         super().__post_init__()
         if (self.rank is None) == (self.mode == "pinned"):
             raise ConfigError(

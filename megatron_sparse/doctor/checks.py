@@ -138,6 +138,7 @@ def _judged(name: str, fits: object, detail: str, remedy: str, otherwise: Status
 
 
 def _python() -> Iterator[Check]:
+    """Checks that this Python is new enough."""
     wanted = ".".join(map(str, MIN_PYTHON))
     detail = f"{platform.python_version()} ({sys.executable})"
     remedy = f"make an environment with Python >= {wanted}: scripts/quickstart.sh does"
@@ -145,6 +146,7 @@ def _python() -> Iterator[Check]:
 
 
 def _torch() -> Iterator[Check]:
+    """Checks that torch is new enough."""
     import torch
 
     version = tuple(int(part) for part in re.findall(r"\d+", torch.__version__)[:2])
@@ -154,6 +156,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _triton() -> Iterator[Check]:
+    """Checks that Triton is installed and can be imported."""
     version = installed_version("triton")
     if version is not None:
         import_module("triton")
@@ -163,6 +166,7 @@ def _triton() -> Iterator[Check]:
 
 
 def _megatron() -> Iterator[Check]:
+    """Checks Megatron's version, and the functions that the plugin hooks."""
     version = installed_version("megatron-core")
     if version is None:
         yield Check("megatron-core", "fail", "not installed", TRAIN_EXTRA)
@@ -177,16 +181,17 @@ def _megatron() -> Iterator[Check]:
     remedy = f"pip install megatron-core=={host_symbols.NEWEST_TESTED}, if something fails"
     yield _judged("megatron-core", untested is None, untested or version, remedy, "warn")
     symbols = host_symbols.find_host_symbols()
-    for who in dict.fromkeys(symbol.needed_by for symbol in symbols):
-        asked = [symbol for symbol in symbols if symbol.needed_by == who]
-        missing = [symbol for symbol in asked if symbol.problem]
-        names = "; ".join(f"{symbol.name}: {symbol.problem}" for symbol in missing)
-        detail = names or ", ".join(symbol.name.rpartition(".")[2] for symbol in asked)
-        remedy = host_symbols.UPGRADE if missing else ""
-        yield _judged(f"Megatron functions for {who}", not missing, detail, remedy)
+    users = dict.fromkeys(symbol.needed_by for symbol in symbols)  # in order, each once
+    for user in users:
+        needed = [symbol for symbol in symbols if symbol.needed_by == user]
+        missing = [symbol for symbol in needed if symbol.problem]
+        problems = "; ".join(f"{symbol.name}: {symbol.problem}" for symbol in missing)
+        detail = problems or ", ".join(symbol.name.rpartition(".")[2] for symbol in needed)
+        yield _judged(f"Megatron functions for {user}", not missing, detail, host_symbols.UPGRADE)
 
 
 def _optional_kernels() -> Iterator[Check]:
+    """Says which of Megatron's optional packages are installed; none is needed."""
     engine = "pip install --no-build-isolation 'transformer-engine[pytorch]'"
     for name, module, remedy in (
         ("Transformer Engine", "transformer_engine", engine),
@@ -201,6 +206,7 @@ def _optional_kernels() -> Iterator[Check]:
 
 
 def _packages() -> Iterator[Check]:
+    """Checks packages that training needs beside torch and Megatron."""
     for name, distribution, remedy in (
         ("Hydra", "hydra-core", "pip install hydra-core"),
         ("tokenizers", "tokenizers", TRAIN_EXTRA),
@@ -210,6 +216,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _wandb() -> Iterator[Check]:
+    """Checks that W&B is installed, and says whether it would send a run."""
     version = installed_version("wandb")
     if version is None:
         yield Check("W&B", "warn", "not installed: runs are not tracked there", TRAIN_EXTRA)
@@ -217,7 +224,7 @@ def _wandb() -> Iterator[Check]:
     from megatron_sparse.config.tracking import TrackingConfig
     from megatron_sparse.telemetry.sinks import wandb_mode
 
-    mode = wandb_mode(TrackingConfig())
+    mode = wandb_mode(TrackingConfig())  # with the default, `auto`: by environment and key
     later = "wandb login, or set WANDB_API_KEY; wandb sync sends offline runs later"
     detail, remedy = {
         "online": ("a key was found: runs are sent", ""),
@@ -227,6 +234,7 @@ def _wandb() -> Iterator[Check]:
 
 
 def _compiler() -> Iterator[Check]:
+    """Checks that a C++ compiler is found."""
     try:
         path = toolchain.find_cxx()
     except DependencyError as error:
@@ -237,25 +245,29 @@ def _compiler() -> Iterator[Check]:
 
 
 def _extension() -> Iterator[Check]:
+    """Checks the two native libraries, one for the CPU and one for CUDA."""
     import torch
 
     cuda_ext = import_module("megatron_sparse.cuda_ext")
     for part, found in cuda_ext.status().items():
         name = f"extension, {part}"
-        if found["loaded"] or (found["built"] and not found["reason"]):
+        can_load = found["built"] and not found["reason"]
+        if found["loaded"] or can_load:
             state = "loaded from" if found["loaded"] else "built, loaded on first use:"
             yield Check(name, "ok", f"{state} {found['path']}")
         elif part == "cuda" and not torch.cuda.is_available():
             state = "built" if found["built"] else "not built"
             yield Check(name, "ok", f"{state}; this machine has no GPU to run it on")
         else:
-            waits = "" if found["built"] else cuda_ext.compiles_first(part)
+            # What the first use compiles, in words; empty if no compiler is there.
+            compiles = "" if found["built"] else cuda_ext.compiles_first(part)
             slower = ": torch operations make the messages, slower" if part == "cuda" else ""
-            outcome = f"; {waits}" if waits else slower
+            outcome = f"; {compiles}" if compiles else slower
             yield Check(name, "warn", f"{found['reason']}{outcome}", "megatron-sparse build")
 
 
 def _nvcc() -> Iterator[Check]:
+    """Checks that CUDA's compiler is found, if there is a GPU."""
     import torch
 
     try:
@@ -269,6 +281,7 @@ def _nvcc() -> Iterator[Check]:
 
 
 def _gpus() -> Iterator[Check]:
+    """Lists the GPUs that torch sees; warns if it sees none that nvidia-smi might."""
     import torch
 
     if not torch.cuda.is_available():
@@ -284,6 +297,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def _collective_backends() -> Iterator[Check]:
+    """Checks that torch has gloo and, if there is a GPU, NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -305,6 +319,7 @@ def _collective_backends() -> Iterator[Check]:
 
 
 def _machine() -> Iterator[Check]:
+    """Reports the usable cores, and checks that the memory suffices for the quickstart."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Check("cores", "ok", f"{cores} usable")
     gib = _memory_gib()
@@ -313,14 +328,15 @@ def _machine() -> Iterator[Check]:
 
 
 def _network() -> Iterator[Check]:
-    name = "GLOO_SOCKET_IFNAME"
-    chosen = os.environ.get(name)
+    """Checks which network interface gloo would use."""
+    variable = "GLOO_SOCKET_IFNAME"
+    chosen = os.environ.get(variable)
     existing = [interface for _, interface in socket.if_nameindex()]
     if chosen is not None:
-        absent = ", ".join(part for part in chosen.split(",") if part not in existing)
+        absent = ", ".join(name for name in chosen.split(",") if name not in existing)
         detail = f"{chosen}: there is no interface {absent}" if absent else chosen
-        remedy = f"set {name} to one of {', '.join(existing)}, or unset it"
-        yield _judged(name, not absent, detail, remedy)
+        remedy = f"set {variable} to one of {', '.join(existing)}, or unset it"
+        yield _judged(variable, not absent, detail, remedy)
         return
     # Without the variable, gloo uses the address that the host's own name resolves to.
     host = socket.gethostname()
@@ -328,11 +344,12 @@ def _network() -> Iterator[Check]:
         address = socket.gethostbyname(host)
     except OSError as error:
         detail = f"unset, and the host name {host} does not resolve ({error})"
-        remedy = f"export {name}=lo on one machine, or the name of the network between machines"
-        yield Check(name, "fail", detail, remedy)
+        remedy = f"export {variable}=lo on one machine, or the name of the network between machines"
+        yield Check(variable, "fail", detail, remedy)
         return
     detail = f"unset: gloo takes the interface of {host} ({address})"
-    yield Check(name, "ok", detail, f"on several machines, export {name} where this is not theirs")
+    remedy = f"on several machines, export {variable} where this is not theirs"
+    yield Check(variable, "ok", detail, remedy)
 
 
 _LOOKS: tuple[Callable[[], Iterator[Check]], ...] = (
@@ -371,7 +388,7 @@ def _first_output(*command: str, last: bool = False) -> str:
 def _memory_gib() -> float:
     """Memory of the machine, or the container's limit if that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = Path("/sys/fs/cgroup/memory.max")  # bytes, or the word `max` for no limit
     if limit.is_file() and limit.read_text().strip().isdigit():
         total = min(total, int(limit.read_text()))
     return total / 2**30

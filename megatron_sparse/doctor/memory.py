@@ -110,9 +110,9 @@ def run(overrides: Sequence[str], json: Path | None = None) -> int:
         *("item", "bytes a parameter", "in all", "what for", "how to do with less"),
     )
     for item, nbytes in found.nbytes.items():
-        purpose, without = ITEMS[item]
+        purpose, remedy = ITEMS[item]
         shown.add_row(
-            item, f"{found.of_parameter(nbytes):.2f}", size(nbytes), purpose, escape(without)
+            item, f"{found.of_parameter(nbytes):.2f}", size(nbytes), purpose, escape(remedy)
         )
     total = f"{found.of_parameter(found.total):.2f}"
     shown.add_row("total", total, size(found.total), f"{found.parameters:,} parameters a rank", "")
@@ -128,9 +128,9 @@ def run(overrides: Sequence[str], json: Path | None = None) -> int:
 
 
 def of_run(config: RunConfig) -> MemoryAccount:
-    """The account of a run's first pipeline stage.
+    """Computes what the plugin will hold on a rank of a run's first pipeline stage.
 
-    `cluster.device=cuda` needs no GPU here: another machine's run may be asked about.
+    `cluster.device=cuda` needs no GPU here: the run may be meant for another machine.
 
     Raises:
         ConfigError: the run trains without the plugin, or settings contradict one another.
@@ -155,31 +155,35 @@ def of_run(config: RunConfig) -> MemoryAccount:
     vocab_size = config.model.vocab_size or training.find_data(config)[0]
     sparse = with_swept_thresholds(config.sparse)
     predicted = predicted_buckets.predicted_buckets(config, vocab_size)
+    # As in the run: the plugin cuts a large bucket on a GPU into pieces, each a bucket of its own.
     buckets = [piece for bucket in predicted for piece in in_pieces(bucket, sparse)]
     undo = predicted_buckets.may_undo(config)
     check_undo(config.compression, undo=undo)
-    # Megatron numbers tensor-parallel ranks first.
+    # Megatron numbers tensor-parallel ranks first: rank r of the group is the run's rank
+    # r * tensor_parallel.
     nodes = tuple(
         rank * config.training.tensor_parallel // config.cluster.ranks_per_node
         for rank in range(buckets[0].world_size)
     )
     found = account(sparse, buckets, nodes, undo=undo)
     if sparse.parameters.method in COMPRESSED:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
-        shards = sum(
-            bucket.numel // bucket.world_size
-            for bucket in buckets
-            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1
-        )
-        if shards:
-            found.nbytes["parameters"] = shards * (dtype or torch.float32).itemsize
+        narrow_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = narrow_dtypes.get(config.training.precision, torch.float32)
+        shard_numel = 0  # of all buckets whose parameters are gathered
+        for bucket in buckets:
+            if bucket.op is CollectiveOp.REDUCE_SCATTER and bucket.world_size > 1:
+                shard_numel += bucket.numel // bucket.world_size
+        if shard_numel:
+            found.nbytes["parameters"] = shard_numel * dtype.itemsize
     return found
 
 
 def account(
     config: SparseConfig, buckets: Sequence[Bucket], nodes: Sequence[int], *, undo: bool
 ) -> MemoryAccount:
-    """Computes what the plugin will hold for the gradients of one group of ranks.
+    """Computes what the plugin will hold on one rank for the gradients of its group.
+
+    Runs a short bucket on virtual ranks, and scales its buffers to the sizes of `buckets`.
 
     Args:
         config: resolved.
@@ -196,35 +200,42 @@ def account(
     if config.scheme.capacity == "auto":
         # Decided here: the virtual ranks are on a CPU. A scheme that skips a rank has no slots.
         name = config.scheme.name
-        has_slots = name == AUTO or SCHEMES[name].takes_slots
-        has_slots = has_slots and not config.straggler.leaves_behind
-        capacity = config.scheme.capacity_on(largest.grad_N.device.type, takes_slots=has_slots)
+        scheme_takes_slots = name == AUTO or SCHEMES[name].takes_slots
+        takes_slots = scheme_takes_slots and not config.straggler.leaves_behind
+        capacity = config.scheme.capacity_on(largest.grad_N.device.type, takes_slots=takes_slots)
         config = replace(config, scheme=replace(config.scheme, capacity=capacity))
     ranks = largest.world_size
     if choice.level != INSTANCE and ranks > MOST_RANKS:
-        of_node = nodes.count(nodes[0])
-        ranks = max(MOST_RANKS // of_node, 1) * of_node
-        nodes, choice = nodes[:ranks], replace(choice, nodes=choice.nodes[: ranks // of_node])
+        # As many whole nodes as have `MOST_RANKS` ranks, but at least one.
+        node_ranks = nodes.count(nodes[0])
+        node_count = max(MOST_RANKS // node_ranks, 1)
+        ranks = node_count * node_ranks
+        nodes, choice = nodes[:ranks], replace(choice, nodes=choice.nodes[:node_count])
         notes += (f"as of {ranks} ranks: with scheme=agsparse more ranks receive more",)
     short = _short(buckets, largest, ranks)
     taken = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
     if choice.level != RANK and not on_gpu:
+        # The virtual ranks' reduce-scatter stands for a backend's; over gloo ranks send pieces.
         taken["parts"] += _sent_inside(short, choice)
-    of_largest = largest.numel / short.numel
-    of_all = sum(bucket.numel for bucket in buckets) / short.numel
+    largest_ratio = largest.numel / short.numel
+    total_ratio = sum(bucket.numel for bucket in buckets) / short.numel
     found: Counter[str] = Counter()
-    of_each_bucket = {"residual", "undo"} if on_gpu else taken.keys()
+    # On a CPU every bucket has buffers of its own; on a GPU they share those of the largest one.
+    never_shared = {"residual", "undo"} if on_gpu else taken.keys()
     for purpose, nbytes in taken.items():
-        if purpose in of_each_bucket:
-            found[item_of(purpose)] += round(nbytes * of_all)
+        if purpose in never_shared:
+            found[item_of(purpose)] += round(nbytes * total_ratio)
         else:
-            turns = min(TURNS, len(buckets)) if purpose in OWN else 1
-            found[item_of(purpose)] += round(nbytes * of_largest) * turns
+            copies = min(TURNS, len(buckets)) if purpose in OWN else 1
+            found[item_of(purpose)] += round(nbytes * largest_ratio) * copies
+    message, gathered, encoded = (
+        round(taken[purpose] * largest_ratio) for purpose in ("message", "gathered", "encoded")
+    )
     part = _part(largest, choice)
-    rooms = (round(taken[name] * of_largest) for name in ("message", "gathered", "encoded"))
-    found["workspace"] = _workspace(config, part, *rooms)
-    parameters = sum(piece.numel for bucket in buckets for piece in bucket.parameters)
-    return MemoryAccount(parameters, {item: found[item] for item in ITEMS if found[item]}, notes)
+    found["workspace"] = _workspace(config, part, message, gathered, encoded)
+    parameters = sum(piece.numel for piece in _slices(buckets))
+    in_order = {item: found[item] for item in ITEMS if found[item]}
+    return MemoryAccount(parameters, in_order, notes)
 
 
 def taken_on_virtual_ranks(
@@ -235,47 +246,51 @@ def taken_on_virtual_ranks(
     *,
     undo: bool = False,
 ) -> Counter[str]:
-    """Bytes that a rank's reducer holds after steps with normal gradients: the most of any rank.
+    """Synchronises a bucket of random gradients on virtual ranks, and counts what these hold.
 
     Args:
-        config: its scheme, or the fewest bytes, decide; a straggler is pinned.
+        config: `scheme.name=auto` takes the scheme of the fewest bytes; a straggler is pinned.
         bucket: synchronised on a CPU; only its shape and dtype are read.
-        nodes: of each rank of the group.
+        nodes: the node of each rank of the group.
         choice: the level.
-        undo: as of `ResidualStore`.
+        undo: whether steps can be skipped or repeated.
 
     Returns:
-        By `residual`, `undo` and the purpose of the buffer.
+        Bytes by `residual`, `undo` and the purpose of each buffer: of each the most of any rank.
     """
     undo |= config.compression.undo == "always"
     if config.straggler.leaves_behind:
         config = replace(config, straggler=StragglerConfig(mode="pinned", rank=0))
     instances = bucket.instances if choice.level == INSTANCE else 1
-    sizes = tuple(map(len, members_of(nodes))) * instances
-    cluster = VirtualCluster(sum(sizes), Topology(sizes, NO_TIME, NO_TIME))
+    node_sizes = tuple(map(len, members_of(nodes))) * instances
+    cluster = VirtualCluster(sum(node_sizes), Topology(node_sizes, NO_TIME, NO_TIME))
     residual_dtype = RESIDUAL_DTYPES[config.compression.residual_dtype]
     ranks: list[tuple[GradientReducer, ResidualStore, Bucket]] = []
     for groups in virtual_groups(cluster, choice, instances):
         residuals = ResidualStore(residual_dtype)
+        # A store that is told the outcome of each step (`commit` below) keeps undo copies.
         residuals.undo = residuals.is_reported = undo
         planner, progress = Planner(config.compression, config.scheme), Progress(cluster.device, 0)
         reducer = GradientReducer(config, groups, planner, residuals, NullSink(), progress)
         grad_N = torch.empty(bucket.numel, dtype=bucket.grad_N.dtype)
         ranks.append((reducer, residuals, replace(bucket, grad_N=grad_N, layouts={})))
     for step in _steps(config.compression):
-        for seed, (_, _, own) in enumerate(ranks):
-            own.grad_N.normal_(generator=torch.Generator().manual_seed(seed))
+        for rank, (_, _, rank_bucket) in enumerate(ranks):
+            rank_bucket.grad_N.normal_(generator=torch.Generator().manual_seed(rank))
 
         def pipeline(transport: VirtualTransport, step: int = step) -> Any:
-            reducer, _, own = ranks[transport.rank]
+            """The generator that synchronises the bucket of this transport's rank."""
+            reducer, _, rank_bucket = ranks[transport.rank]
             # No other bucket waits at the gates.
-            return without(reducer.synchronise(reducer.job(own, step)), Gate)
+            return without(reducer.synchronise(reducer.job(rank_bucket, step)), Gate)
 
         cluster.run(pipeline)
-        for _, residuals, _ in ranks if undo else ():
-            residuals.commit()
+        if undo:
+            for _, residuals, _ in ranks:
+                residuals.commit()
     most: Counter[str] = Counter()
     for reducer, residuals, _ in ranks:
+        # The union of two counters has the larger number of each purpose.
         most |= Counter(reducer.buffers.by_purpose())
         undo_bytes = residuals.undo_nbytes
         most |= Counter(residual=residuals.nbytes - undo_bytes, undo=undo_bytes)
@@ -283,26 +298,33 @@ def taken_on_virtual_ranks(
 
 
 def _steps(compression: CompressionConfig) -> list[int]:
-    """Steps whose plans may differ; the second one at the target makes undo copies."""
-    start, ramp = compression.warmup, compression.ramp
+    """The numbers of the steps to run: step 0, at most `RAMP_STEPS` of the ramp, two at the target.
+
+    The second one at the target makes undo copies even where the first had no residual to copy.
+    """
+    ramp_start, ramp = compression.warmup, compression.ramp
     count = min(ramp, RAMP_STEPS)
-    in_ramp = (start + ramp * i // count for i in range(count))
-    return sorted({0, *in_ramp, start + ramp, start + ramp + 1})
+    in_ramp = [ramp_start + ramp * i // count for i in range(count)]
+    target_start = ramp_start + ramp
+    return sorted({0, *in_ramp, target_start, target_start + 1})
 
 
 def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
-    """A bucket of so many ranks, at most as long as the largest one.
+    """A short bucket that stands for `buckets`, in a group of `ranks` ranks; it takes no memory.
 
-    It has a parameter of each kind, with the kind's part of all buckets.
+    It has one parameter of each kind (`keep`, `lossless`), with the kind's share of all elements.
     """
     numel = min(largest.numel, max(NUMEL, NUMEL_PER_RANK * ranks))
-    numel = max(numel // ranks, 1) * ranks
-    kinds: Counter[tuple[bool, bool]] = Counter()
-    for piece in (piece for bucket in buckets for piece in bucket.parameters):
-        kinds[piece.keep, piece.lossless] += piece.numel
-    borders = [round(numel * part / kinds.total()) for part in accumulate(kinds.values())]
-    cuts = zip([0, *borders], borders, kinds, strict=False)
-    shape = [ParameterSlice(f"w{start}", start, stop, *kind) for start, stop, kind in cuts]
+    numel = max(numel // ranks, 1) * ranks  # a multiple of the ranks, for shards of equal size
+    kind_numel: Counter[tuple[bool, bool]] = Counter()
+    for piece in _slices(buckets):
+        kind_numel[piece.keep, piece.lossless] += piece.numel
+    total = kind_numel.total()
+    stops = [round(numel * so_far / total) for so_far in accumulate(kind_numel.values())]
+    shape = []
+    # Each parameter begins where the one before it stops, so there is a start too many.
+    for start, stop, (keep, lossless) in zip([0, *stops], stops, kind_numel, strict=False):
+        shape.append(ParameterSlice(f"w{start}", start, stop, keep, lossless))
     return replace(
         largest,
         grad_N=torch.empty(numel, dtype=largest.grad_N.dtype, device="meta"),
@@ -310,6 +332,11 @@ def _short(buckets: Sequence[Bucket], largest: Bucket, ranks: int) -> Bucket:
         world_size=ranks,
         layouts={},
     )
+
+
+def _slices(buckets: Sequence[Bucket]) -> list[ParameterSlice]:
+    """The parameters of all buckets."""
+    return [piece for bucket in buckets for piece in bucket.parameters]
 
 
 def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
@@ -320,38 +347,46 @@ def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
 
 
 def _sent_inside(bucket: Bucket, choice: LevelChoice) -> int:
-    """Bytes that `dense_allpairs` takes inside a node or instance, over gloo; see `level`."""
+    """Bytes that a rank's dense sum inside its node or instance takes over gloo.
+
+    `dense_allpairs` receives the piece of each other member, and adds narrow ones up in fp32.
+    """
     members = len(choice.nodes[0]) if choice.nodes else bucket.world_size
+    # A reduce-scatter adds up one node's shards at a time, an all-reduce the whole bucket.
     scatters = bucket.op is CollectiveOp.REDUCE_SCATTER
+    piece_numel = bucket.numel // (bucket.world_size if scatters else members)
     element_bytes = bucket.grad_N.element_size()
-    sums_bytes = FP32_BYTES if element_bytes < FP32_BYTES else 0
-    shard = bucket.numel // (bucket.world_size if scatters else members)
-    return shard * ((members - 1) * element_bytes + sums_bytes)
+    sum_bytes = FP32_BYTES if element_bytes < FP32_BYTES else 0
+    return piece_numel * ((members - 1) * element_bytes + sum_bytes)
 
 
 def _workspace(
     config: SparseConfig, bucket: Bucket, message: int, gathered: int, encoded: int
 ) -> int:
-    """Bytes of the largest calls that may run at once: selection, and encoding of a sum.
+    """Bytes of the encoders' scratch memory: one may encode a selection while another does a sum.
 
     Samples of thresholds take less, but in small models.
 
     Args:
         config: as of `taken_on_virtual_ranks`.
         bucket: what a rank selects from.
-        message: bytes of its buffer.
+        message: bytes of the buffer of a rank's encoded selection.
         gathered: bytes of the buffer of all ranks' sums, each of which encodes its own.
         encoded: bytes of the buffer of one encoded sum.
     """
-    planner, n = Planner(config.compression, config.scheme), bucket.world_size
+    planner, ranks = Planner(config.compression, config.scheme), bucket.world_size
     plans = [planner.plan_for(bucket, step) for step in _steps(config.compression)]
     if all(SCHEMES[plan.scheme].takes_all for plan in plans):
         return 0
     few_bits = config.compression.given_value_bits is not None
-    selecting = encoder_bytes(bucket.numel, FP32_BYTES * bucket.numel if few_bits else message)
+    # Before values are quantised, there is room for all of them in fp32.
+    values_bytes = FP32_BYTES * bucket.numel if few_bits else message
+    selecting = encoder_bytes(bucket.numel, values_bytes)
     if encoded:
         return selecting + encoder_bytes(bucket.numel, encoded)
-    return selecting + (encoder_bytes(bucket.numel // n, gathered // n) if gathered else 0)
+    if gathered:
+        return selecting + encoder_bytes(bucket.numel // ranks, gathered // ranks)
+    return selecting
 
 
 def encoder_bytes(numel: int, values_bytes: int) -> int:
