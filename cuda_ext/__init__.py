@@ -29,7 +29,7 @@ def load(part: Literal["cpu", "cuda"] = "cpu") -> None:
     if part in _loaded:
         return
     with _lock:
-        for name in ("cpu", "cuda"):
+        for name in ("cpu", "cuda"):  # in this order, up to `part`
             if name not in _loaded:
                 _build_if_needed(name)
                 _load_library(name)

@@ -29,7 +29,10 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def refusing(op: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function that refuses as compiled ops do; its refusal becomes an `ExtensionError`."""
+    """Calls a function that refuses as compiled ops do; its refusal becomes an `ExtensionError`.
+
+    A refusal is a `RuntimeError` whose first line is "what | expected | got"; others pass.
+    """
     try:
         return op(*arguments)
     except RuntimeError as error:
@@ -84,7 +87,8 @@ def check_offsets(op: str, name: str, offsets: torch.Tensor, numel: int) -> None
     check_flat(op, name, offsets, (torch.int64,), device=CPU)
     # numpy reads so few numbers in a tenth of torch's time, and this check runs in every step.
     table = offsets.numpy()
-    if not table.size or table[0] != 0 or table[-1] != numel or (table[1:] < table[:-1]).any():
+    has_ends = table.size > 0 and table[0] == 0 and table[-1] == numel
+    if not has_ends or (table[1:] < table[:-1]).any():
         raise refusal(
             op,
             f"{name} does not cut the bucket",

@@ -130,6 +130,7 @@ def _build_cpu(out: Path, verbose: bool, extra: tuple[str, ...] = ()) -> Part:
     with tempfile.TemporaryDirectory() as folder:
         host = [cxx, *sources.HOST, *extra, *(["-DMS_X86"] if sources.IS_X86 else [])]
         bindings = [*host, sources.TARGET, INCLUDE, "-isystem", torch_root / "include"]
+        # A job: a command, and the object file that it makes.
         jobs = [
             ([*bindings, "-c", source], Path(folder) / f"{source.name}.o")
             for source in sources.CPU_BINDINGS
@@ -186,7 +187,7 @@ def _build_cuda(out: Path, verbose: bool, choice: CudaChoice) -> Part:
             for unit in sources.CUDA_BINDINGS
         ]
         reports = compile_all([*kernels, *bindings], verbose)
-        for report in reports[: len(kernels)]:
+        for report in reports[: len(kernels)]:  # nvcc's; the bindings have no kernels
             ptxas.refuse_spills(ptxas.read_report(report))
         linked = Path(folder) / target.name
         objects = [path for _, path in kernels + bindings]
@@ -244,7 +245,18 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def compile_all(jobs: Sequence[tuple[list[object], Path]], verbose: bool) -> list[str]:
-    """Runs the compilers, as many at a time as there are cores and memory for."""
+    """Runs the compilers, as many at a time as there are cores and memory for.
+
+    Args:
+        jobs: of each its command and its object file.
+        verbose: print every command.
+
+    Returns:
+        What each compiler printed, in the order of the jobs.
+
+    Raises:
+        ExtensionError: a compiler failed; those not begun yet are left out.
+    """
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     workers = max(min(len(os.sched_getaffinity(0)), memory_bytes // BYTES_OF_A_COMPILER), 1)
     with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -281,6 +293,7 @@ def run(command: Sequence[object], verbose: bool) -> str:
 
 def install(linked: Path, target: Path, stamp: dict[str, str]) -> None:
     """Puts library and stamp in place, each in one step: other processes may be loading them."""
+    # Written beside the target, and then renamed.
     new_library = target.with_name(f".{target.name}.new")
     new_stamp = target.with_name(f".{target.name}.stamp.new")
     shutil.copy(linked, new_library)

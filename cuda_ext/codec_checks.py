@@ -58,7 +58,7 @@ def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
             wire.rice_payload_bytes(numel, numel, value_dtype, span) for span in wire.RICE_SPANS
         ]
         sizes += [wire.rice_whole_payload_bytes(numel, value_dtype, wire.RICE_SPANS[0])]
-        sizes += [wire.pad16(numel * wire.VALUE_BYTES[_BF16])]
+        sizes += [wire.pad16(numel * wire.VALUE_BYTES[_BF16])]  # of a kept segment
         total += wire.HEADER_BYTES + max(sizes)
     return total
 
@@ -66,7 +66,8 @@ def _message_capacity(segment_offsets: bytes, value_dtype: int) -> int:
 def record_kind(spec: RecordSpec) -> int:
     """What the native ops call a format: `RecordKind` of `csrc/record.h`, -1 for adaptive."""
     code = spec.record_format
-    return code | _PAPER_ORDER if code == wire.FORMAT_PICI and spec.paper_order else code
+    in_paper_order = code == wire.FORMAT_PICI and spec.paper_order
+    return code | _PAPER_ORDER if in_paper_order else code
 
 
 def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: RecordSpec) -> None:
@@ -90,7 +91,17 @@ def check_encode(op: str, grad_N: torch.Tensor, segments: Segments, spec: Record
 def check_slots[T: (torch.Tensor, None)](
     op: str, slots_S: torch.Tensor | None, segments: int, out: T
 ) -> T:
-    """Checks the slots, on which kernels rely, as the CPU's bindings do; returns their part."""
+    """Checks the slots, on which kernels rely, as the CPU's bindings do.
+
+    Args:
+        op: names the call in errors.
+        slots_S: where records begin and the last one's place ends; None for back to back.
+        segments: their number.
+        out: the message's buffer, or None to check the slots alone.
+
+    Returns:
+        The part of `out` that the slots take; all of it without slots.
+    """
     if slots_S is None:
         return out
     check_flat(op, "slots", slots_S, (torch.int64,), segments + 1, CPU)
@@ -133,7 +144,8 @@ def check_capacity(
     """
     slots_S = segments.slots
     is_rice = spec.record_format == wire.FORMAT_RICE
-    if capacity_S is None and slots_S is None and not is_rice:
+    has_limits = capacity_S is not None or slots_S is not None
+    if not has_limits and not is_rice:
         _check_room(op, message_capacity(segments.offsets, spec.value_dtype), out)
         return
     is_blocks = spec.record_format == wire.FORMAT_BLOCKS

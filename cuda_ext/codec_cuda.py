@@ -24,7 +24,10 @@ _OUTSIDE = 2  # decode_launch.h
 
 
 def check_report(op: str, words: torch.Tensor, segment_offsets: torch.Tensor) -> None:
-    """Raises the error that an encoder's report, on the CPU, holds, if any."""
+    """Raises the error that an encoder's report, on the CPU, holds, if any.
+
+    It begins with a code, the segment, and for lack of room the bytes needed and those there.
+    """
     code, segment, needed, there = words[:STATUS_WORDS].tolist()
     if code == _CAPACITY:
         raise refusal(op, "the output buffer is too small", f"{needed} bytes", there)
@@ -42,7 +45,13 @@ def check_status(
 ) -> None:
     """Raises the error of the arguments that a decoder's status, on the CPU, holds, if any.
 
-    The status says the same about the message as on the CPU; `refuse_message` raises that error.
+    An error of the message is left to `decode_ops.refuse_message`.
+
+    Args:
+        status: its first word is a code.
+        segment_offsets: elements of the bucket, where segments begin and the last one ends.
+        base: the bucket's element that the accumulator begins with.
+        acc_numel: elements of the accumulator.
 
     Raises:
         ExtensionError: the segments do not lie in the accumulator, which is untouched.

@@ -55,11 +55,11 @@ def decode_add_(
     offsets, *places = _tables("decode_add_", acc_M, [message], expected)  # slots and sums
     value_dtype, step = expected.value_dtype, expected.step
     status = call("decode_add_", acc_M, message, offsets, value_dtype, step, base, fresh, *places)
-    look = partial(_check_status, acc_M, base, expected)
+    check = partial(_check_status, acc_M, base, expected)
     if reports is None:
-        look(status.cpu())
+        check(status.cpu())
     else:
-        reports.add(status, look)
+        reports.add(status, check)
 
 
 def decode_sum_(
@@ -105,13 +105,13 @@ def decode_sum_(
     parts = (acc_M, list(messages), offsets, value_dtype, step, base, fresh, *places)
     statuses = call("decode_sum_", *parts)
     if reports is None:
-        statuses = statuses.cpu()
+        statuses = statuses.cpu()  # one copy, of a row for each message
     for rank, status in zip(ranks, statuses.view(len(ranks), -1), strict=True):
-        look = partial(_check_status, acc_M, base, replace(expected, rank=rank))
+        check = partial(_check_status, acc_M, base, replace(expected, rank=rank))
         if reports is None:
-            look(status)
+            check(status)
         else:
-            reports.add(status, look)
+            reports.add(status, check)
 
 
 def _tables(
@@ -158,7 +158,8 @@ def refuse_message(status: torch.Tensor, wanted: Expected, *, has_slots: bool) -
     code, segment, field, value = status.tolist()
     if code == 0:
         return
-    # Bytes behind the last record are an error of "segment" S, which has no end.
+    # Bytes behind the last record are an error of "segment" S, one more than there are: the 0 is
+    # its end, so that the look-up below does not fail.
     offsets = [*wanted.segment_offsets.tolist(), 0]
     first, numel = offsets[segment], offsets[segment + 1] - offsets[segment]
     # In the order of the codes of fields: `csrc/record_check.h`.

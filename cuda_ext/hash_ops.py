@@ -166,8 +166,9 @@ def split(partition_K: torch.Tensor, partitions: int) -> tuple[torch.Tensor, tor
     # A third of the time of wider integers.
     keys_K = partition_K.to(torch.uint8) if partitions <= 256 else partition_K
     ordered = torch.sort(keys_K, stable=True)
-    begins = torch.arange(partitions + 1, device=partition_K.device)
-    return ordered.indices, torch.searchsorted(ordered.values.long(), begins)
+    numbers = torch.arange(partitions + 1, device=partition_K.device)
+    # A partition begins at the first entry that is not of a lower one.
+    return ordered.indices, torch.searchsorted(ordered.values.long(), numbers)
 
 
 def bitmap_pack(values_P: torch.Tensor, words: torch.Tensor, packed: torch.Tensor) -> int:

@@ -113,18 +113,22 @@ class SumPlan:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """Rows of `NcclShard` (`csrc/nccl_sum_launch.h`)."""
-        rows, sum_begin = [], 0
+        """A row of eight numbers for each shard: `NcclShard` of `csrc/nccl_sum_launch.h`.
+
+        Its elements and segments in the bucket, its bytes in a message and among the sums: of each
+        where they begin and how many they are.
+        """
+        numbers, sum_begin = [], 0
         for shard in self.shards:
             begin, end = int(shard.offsets[0]), int(shard.offsets[-1])
-            rows += [begin, end - begin, *shard.segments]
-            rows += [shard.message_begin, shard.message_bytes, sum_begin, shard.sum_bytes]
+            numbers += [begin, end - begin, *shard.segments]
+            numbers += [shard.message_begin, shard.message_bytes, sum_begin, shard.sum_bytes]
             sum_begin += shard.sum_bytes
-        return torch.tensor(rows)
+        return torch.tensor(numbers)
 
     @cached_property
     def tables(self) -> torch.Tensor:
-        """All tables of `NcclTables` except the kinds, one after the other."""
+        """All tables of `NcclTables` (`csrc/nccl_sum_launch.h`) but the kinds, in its order."""
         return torch.cat(
             [
                 self.segment_offsets,
@@ -136,11 +140,15 @@ class SumPlan:
 
     @cached_property
     def statuses_at(self) -> torch.Tensor:
-        """Which words of a call's report (`SumCall.check`) are 0 if there is no error."""
+        """Which words of a call's report (`SumCall.check`) are 0 if there is no error.
+
+        They are the first words of all statuses: of the messages, the encoder and the sums.
+        """
         messages = torch.arange(self.world_size) * codec_cuda.STATUS_WORDS
         if not self.gathers:
             return messages
         encoder = self.world_size * codec_cuda.STATUS_WORDS
+        # Behind the encoder's status lie the size and the count of each own segment.
         sums = encoder + codec_cuda.STATUS_WORDS + 2 * self.own.segments[1] + messages
         return torch.cat([messages, torch.tensor([encoder]), sums])
 
@@ -184,6 +192,7 @@ class SumCall:
         """
         if not report[self.plan.statuses_at].any():
             return
+        # In the report's order: the first error found is raised.
         plan, n, own = self.plan, self.plan.world_size, self.plan.own
         status_words = n * codec_cuda.STATUS_WORDS  # of all ranks' messages, or of their sums
         for rank, status in enumerate(report[:status_words].view(n, -1)):
@@ -198,6 +207,7 @@ class SumCall:
         self, status: torch.Tensor, offsets: torch.Tensor, step: int, rank: int
     ) -> None:
         """Raises the error in a decoder's status about the records of a rank, if any."""
+        # First an error of this call's own arguments, then one of the message.
         begin, end = int(offsets[0]), int(offsets[-1])
         codec_cuda.check_status(status, offsets, begin, end - begin)
         expected = Expected(offsets, self.plan.value_dtype, step, rank)

@@ -173,15 +173,16 @@ def encode(
             counts are not the gradient's; the residual is then as it was.
     """
     op, on_cpu = "encode", grad_N.device == CPU
-    given = _record_arguments(op, grad_N, segments, spec, out)
+    record_arguments = _record_arguments(op, grad_N, segments, spec, out)
     if spec.record_format == FORMAT_RICE:
-        nnz_S = None
+        nnz_S = None  # the encoder counts
     elif nnz_S is not None:
         count = segments.dense.numel()
         check_flat(op, "nnz", nnz_S, (torch.int64,), count, CPU if on_cpu else None)
     elif on_cpu:
         raise refusal(op, "nnz is missing", "the counts of a gradient on the CPU", nnz_S)
-    report = call(op, grad_N, *given, nnz_S if on_cpu else None, residual_N)
+    # On CUDA the encoder counts too; its counts are compared below.
+    report = call(op, grad_N, *record_arguments, nnz_S if on_cpu else None, residual_N)
     sizes_S, found_S = _results(op, report, segments, spec, out, reports)
     if not on_cpu and reports is None and nnz_S is not None:
         compare_counts(found_S, nnz_S.cpu())
@@ -240,13 +241,13 @@ def prune_encode(
     op, device = "prune_encode", grad_N.device
     check_offsets(op, "range_offsets", pruning.range_offsets, grad_N.numel())
     check_limits(op, pruning, device)
-    given = _record_arguments(op, grad_N, segments, spec, out)
+    record_arguments = _record_arguments(op, grad_N, segments, spec, out)
     if device.type == "cuda":
         check_capacity(op, segments, spec, out, pruning.capacity_S)
     report = call(
         op,
         grad_N,
-        *given,
+        *record_arguments,
         pruning.residual_N,
         codec_cuda.on_device(pruning.range_offsets, device),
         pruning.thresholds_R,
@@ -278,12 +279,12 @@ def _results(
         ExtensionError: the output buffer or a slot is too small, or a segment too long; no record
             was written.
     """
-    look = partial(codec_cuda.check_report, op, segment_offsets=segments.offsets)
+    check = partial(codec_cuda.check_report, op, segment_offsets=segments.offsets)
     if report.is_cuda and reports is not None:
-        reports.add(report, look)
+        reports.add(report, check)
     elif report.is_cuda:
         report = report.cpu()
-        look(report)
+        check(report)
     if spec.checksum:
         seal_(out, segments.dense.numel(), codec_cuda.on_device(segments.slots, out.device))
     sizes_S, nnz_S = report[codec_cuda.STATUS_WORDS :].view(2, -1)

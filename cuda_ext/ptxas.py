@@ -34,7 +34,10 @@ class Compiled:
 
     @property
     def family(self) -> str:
-        """The function and, of compaction, its source, without the other template arguments."""
+        """The function's name and, for compaction, its source's; no other template argument.
+
+        A mangled name has the length before each name, which the patterns skip.
+        """
         name = re.search(r"\d+([a-z_]+_kernel)", self.kernel)
         source = re.search(r"\d+([A-Z][a-zA-Z]+Source)", self.kernel)
         assert name is not None, f"a kernel's name ends in _kernel: {self.kernel}"
@@ -72,6 +75,7 @@ def table(unit: str, kernels: Iterable[Compiled]) -> list[str]:
     """A line for each family of kernels of one source and each architecture."""
 
     def key(kernel: Compiled) -> tuple[str, int]:
+        """The family and the number of the architecture, by which lines are grouped and ordered."""
         return kernel.family, int(kernel.arch[3:])
 
     lines = []

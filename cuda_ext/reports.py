@@ -49,6 +49,7 @@ class Reports:
             records: uint8, on the calls' device. Mutated.
         """
         if self._statuses and records.numel():
+            # Times 1 if all statuses are 0, else times 0.
             records[:1].mul_(torch.cat(self._statuses).eq(0).all())
 
     def statuses(self, device: torch.device) -> torch.Tensor:
@@ -83,6 +84,7 @@ class HostCopy:
     """
 
     def __init__(self, calls: list[tuple[torch.Tensor, Look]]) -> None:
+        """Starts the copy; on CUDA an event says when it has arrived."""
         self._calls = calls
         self._copied: torch.cuda.Event | None = None
         self._words = torch.empty(0, dtype=torch.int64)
@@ -102,7 +104,7 @@ class HostCopy:
         return self._copied is None or self._copied.query()
 
     def when_ready(self, wake: Callable[[], None]) -> None:
-        """Lets a thread call `wake` when the words are there."""
+        """Calls `wake` when the words are there: at once, or later from another thread."""
         if self._copied is None:
             wake()
         else:
@@ -118,7 +120,7 @@ class HostCopy:
             return
         if self._copied is not None:
             self._copied.synchronize()
-        calls, self._calls = self._calls, []
+        calls, self._calls = self._calls, []  # first, so that an error is raised once
         sizes = [words.numel() for words, _ in calls]
         for (_, look), words in zip(calls, self._words.split(sizes), strict=True):
             look(words)

@@ -94,13 +94,18 @@ def _part(slots: Slots, first: int, last: int) -> torch.Tensor:
 
 @lru_cache(TABLES)
 def _slots(offsets: bytes, dense: bytes, capacity: bytes, spec: RecordSpec) -> Slots:
-    """`Slots.of`, with the tables' content as arguments: a cache can compare them."""
+    """`Slots.of`, with the tables' content as arguments: a cache can compare them.
+
+    A kept segment has room for its dense record, another one for a record of `capacity` elements
+    in the smallest of the forms that the format allows.
+    """
     numel_S = torch.frombuffer(bytearray(offsets), dtype=torch.int64).diff()
     begin = numel_S.new_zeros(1)
     if not dense:
         return Slots(begin[:0], begin)
     dense_S = torch.frombuffer(bytearray(dense), dtype=torch.uint8) != 0
     capacity_S = torch.frombuffer(bytearray(capacity), dtype=torch.int64).minimum(numel_S)
+    # A dense record, of a kept segment or where sparse ones are not smaller.
     whole_dtype = _BF16 if spec.value_dtype in RICE_BITS else spec.value_dtype
     whole_S = payload_bytes(FORMAT_DENSE, numel_S, capacity_S, whole_dtype)
     if spec.record_format == FORMAT_RICE:

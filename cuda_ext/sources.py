@@ -18,7 +18,7 @@ LIBRARIES = Path(__file__).resolve().parent / "_lib"
 
 
 def cuda_archs(text: str) -> tuple[int, ...]:
-    """Compute capabilities, as `80,90`.
+    """The compute capabilities in a text such as `80,90`.
 
     Raises:
         DependencyError: the text is another.
@@ -108,8 +108,8 @@ def is_current(name: str, out: Path = LIBRARIES) -> bool:
 def source_hash(name: str) -> str:
     """A hash of everything that determines the library: sources and flags."""
     digest = hashlib.sha256(repr((TARGET, HOST)).encode())
-    parts = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
-    digest.update(repr(parts).encode())
+    own_flags = (NVCC, CUDA_UNITS, CUDA_BINDINGS) if name == "cuda" else (ISAS, IS_X86)
+    digest.update(repr(own_flags).encode())
     for path in sorted(p for p in SOURCES.iterdir() if p.suffix in _SOURCE_SUFFIXES):
         is_cuda_source = path.suffix in (".cu", ".cuh") or path.stem.endswith("_cuda")
         part = "cuda" if is_cuda_source else "cpu"

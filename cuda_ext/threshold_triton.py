@@ -23,7 +23,7 @@ def sample_threshold(
     samples: int,
     keys_R: torch.Tensor,
 ) -> Limits:
-    """See `cuda_ext.ops.sample_threshold`, which checks the arguments.
+    """The limits of each range; arguments as of `cuda_ext.ops.sample_threshold`, which says more.
 
     The gradient is on a CUDA device, or Triton interprets its kernels. Each range becomes a row of
     the kernels' plan (`triton_kernels.threshold.sample_threshold` lists its columns).
@@ -39,7 +39,8 @@ def sample_threshold(
         begin, numel = offsets[r], offsets[r + 1] - offsets[r]
         count = min(numel, samples) if density < 1 else 0
         wanted.append(density * count)
-        rank = min(int(wanted[-1]), max(count - 1, 0))
+        rank = min(int(wanted[-1]), max(count - 1, 0))  # of the threshold, descending
+        # The 0 is the place of `wanted`, set below.
         rows.append((begin, numel, count, rank, 0, *hash_seed(key, DRAW_SAMPLE), total, draws[r]))
         total, most = total + count, max(most, count)
     plan = torch.tensor(rows, dtype=torch.int64).view(len(rows), threshold.PLAN_COLUMNS.value)

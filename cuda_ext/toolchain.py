@@ -50,7 +50,8 @@ def find_torch() -> tuple[Path, str]:
         )
     root = Path(spec.origin).parent
     version = metadata.version("torch")
-    parts = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    major_minor = version.split("+")[0].split(".")[:2]
+    parts = tuple(map(int, major_minor))
     headers = root / "include" / "torch" / "csrc" / "stable" / "library.h"
     if parts < MIN_TORCH or not headers.is_file():
         raise DependencyError(
@@ -82,7 +83,10 @@ def find_cxx() -> str:
 
 
 def find_cuda() -> CudaToolkit:
-    """CUDA_HOME or CUDA_PATH, nvcc on PATH, /usr/local/cuda, or nvidia/cu13 of the PyPI wheels.
+    """Finds the first complete toolkit: nvcc with headers and static runtime.
+
+    Looks in CUDA_HOME, CUDA_PATH, nvcc's folder on PATH, /usr/local/cuda, and nvidia/cu13 of the
+    PyPI wheels, in this order.
 
     Raises:
         DependencyError: there is no nvcc with headers and static runtime.

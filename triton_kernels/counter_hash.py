@@ -13,7 +13,10 @@ _MASK_32 = 2**32 - 1
 
 
 def hash_seed(key: int, draw: int) -> tuple[int, int]:
-    """The two 32-bit words that all hashes of one (key, draw) share."""
+    """The two 32-bit words that all hashes of one (key, draw) share, the lower one first.
+
+    They are the halves of output number draw + 1 of the generator SplitMix64, begun with `key`.
+    """
     s = (key + (draw + 1) * 0x9E3779B97F4A7C15) & _MASK_64
     s = ((s ^ (s >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     s = ((s ^ (s >> 27)) * 0x94D049BB133111EB) & _MASK_64
@@ -36,7 +39,10 @@ def counter_hash(key: int, draw: int, index_N: torch.Tensor) -> torch.Tensor:
 
 
 def hash_bits[T: (int, torch.Tensor)](a: T, b: T, index_N: torch.Tensor) -> torch.Tensor:
-    """The same for the words of a seed, or for those of each index's own seed."""
+    """`counter_hash` from a seed's two words `a` and `b`, or from those of each index's own.
+
+    `csrc/counter_hash.h` defines the shifts and factors.
+    """
     low, high = index_N & _MASK_32, index_N >> 32
     # int64 products wrap, which leaves their lower 32 bits right.
     x = low ^ a ^ (high * 0x85EBCA6B & _MASK_32)

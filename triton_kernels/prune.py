@@ -43,8 +43,9 @@ def prune_(
     wire_dtype: int,
     key: int,
 ) -> torch.Tensor:
-    """See `cuda_ext.ops.prune_`, which checks the arguments; here all tensors are on one device.
+    """Prunes `grad_N` in place, and updates `residual_N`; returns the non-zero counts nnz_R.
 
+    `cuda_ext.ops.prune_` says how, and checks the arguments; here all tensors are on one device.
     `limits` are thresholds_R and tie_chances_R, or None for no ties.
     Launches one kernel on the current stream; no host synchronisation.
     """
@@ -54,7 +55,9 @@ def prune_(
     if numel == 0:
         return nnz_R
     grad, residual = _CODE_OF[grad_N.dtype], _CODE_OF[residual_N.dtype]
+    # Without fp32, which holds the values of both other dtypes.
     cut, fixed_below, limit = _GRIDS[frozenset({grad, wire_dtype}) - {0}]
+    # Two words for each draw, in the order of the kernel's arguments.
     draws = (DRAW_VALUE, DRAW_RESIDUAL, DRAW_TIE)
     seeds = [word for draw in draws for word in hash_seed(key, draw)]
     kernel: Any = _prune_kernel  # Triton types a launch as the call of the Python function
@@ -95,7 +98,10 @@ def _signed(word: int) -> int:
 
 @triton.jit
 def _hash_bits(a, b, low_B):
-    """The counter hash; `cuda_ext/csrc/counter_hash.h` is its definition."""
+    """32 random bits for each lower half of an index; `a` and `b` are the seed's two words.
+
+    `cuda_ext/csrc/counter_hash.h` defines this hash, its shifts and its factors.
+    """
     x = low_B ^ a
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -116,7 +122,7 @@ def _random_bits(seed_a, seed_b, high, low_B):
 
 @triton.jit
 def _widen(raw_B, DTYPE: tl.constexpr):
-    """Raw bits of a dtype as fp32."""
+    """Converts raw bits, of fp32, bf16 or fp16 (DTYPE 0, 1 or 2), to fp32."""
     if DTYPE == 0:
         return raw_B.to(tl.float32, bitcast=True)
     elif DTYPE == 1:
@@ -128,7 +134,7 @@ def _widen(raw_B, DTYPE: tl.constexpr):
 
 @triton.jit
 def _store_bits(bits_B, DTYPE: tl.constexpr):
-    """fp32 bits of a value that the dtype holds, as its raw bits."""
+    """Converts fp32 bits to raw bits of a dtype that holds the value: DTYPE as in `_widen`."""
     if DTYPE == 0:
         return bits_B.to(tl.int32, bitcast=True)
     elif DTYPE == 1:
@@ -155,11 +161,13 @@ def _round_magnitude(
     does not read `random_B`.
     """
     MASK: tl.constexpr = (1 << CUT) - 1  # pyright: ignore[reportOperatorIssue]
+    # What is added carries over the cut where the value goes up; a tie goes to the even one.
     added_B = (random_B & MASK) if STOCHASTIC else ((u_B >> CUT) & 1) + (MASK >> 1)
     rounded_B = u_B + added_B
     rounded_B = (rounded_B >> CUT) << CUT
     rounded_B = tl.where(rounded_B > LIMIT, LIMIT, rounded_B).to(tl.uint32)
     if FIXED_BELOW != 0:
+        # Whole multiples of 2^-24, and the fraction of one.
         small_B = tl.where(u_B < FIXED_BELOW, u_B, 0).to(tl.uint32)
         scaled_B = small_B.to(tl.float32, bitcast=True) * 16777216.0
         whole_B = scaled_B.to(tl.int32)
@@ -175,13 +183,13 @@ def _round_magnitude(
 
 
 @triton.jit
-def _find_range(range_offsets, range_count, at):
-    """The last range that begins at or before `at`; it is not empty."""
+def _find_range(range_offsets, range_count, element):
+    """Finds by bisection the last range that begins at or before an element; it is not empty."""
     low = tl.zeros((), tl.int64)
     high = low + range_count
     while high - low > 1:
         middle = low + (high - low) // 2
-        begins_before = tl.load(range_offsets + middle) <= at
+        begins_before = tl.load(range_offsets + middle) <= element
         low = tl.where(begins_before, middle, low)
         high = tl.where(begins_before, high, middle)
     return low
@@ -225,7 +233,10 @@ def _prune_kernel(
     TIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Prunes BLOCK elements; `x = g + e`, see the module and `cuda_ext.ops.prune_`."""
+    """Prunes BLOCK elements in place; adds the stored non-zeros to each range's count, `nnz`.
+
+    g, e and `x = g + e` are those of `cuda_ext.ops.prune_`, which has the rule.
+    """
     block_begin = tl.program_id(0).to(tl.int64) * BLOCK
     block_end = tl.minimum(block_begin + BLOCK, numel)
     at_B = block_begin + tl.arange(0, BLOCK)
@@ -233,6 +244,7 @@ def _prune_kernel(
     g_B = tl.load(grad + at_B, mask=inside_B, other=0)
     e_B = tl.load(residual + at_B, mask=inside_B, other=0)
 
+    # The limits of each element: a later range of the block overwrites from its begin on.
     first_range = _find_range(range_offsets, range_count, block_begin)
     threshold_B = tl.zeros((BLOCK,), tl.float32)
     chance_B = tl.zeros((BLOCK,), tl.float32)
@@ -245,7 +257,7 @@ def _prune_kernel(
             chance_B = tl.where(at_B >= begin, tl.load(tie_chances + r), chance_B)
         begin = end
         r += 1
-    # Infinity is never dropped; a NaN threshold keeps everything.
+    # At most the largest fp32: infinity is never dropped; a NaN threshold keeps everything.
     threshold_B = tl.where(threshold_B > 3.4028234663852886e38, 3.4028234663852886e38, threshold_B)
 
     x_B = _widen(g_B, GRAD) + _widen(e_B, RESIDUAL)
@@ -253,7 +265,7 @@ def _prune_kernel(
     magnitude_B = bits_B & 0x7FFFFFFF
     sign_B = bits_B ^ magnitude_B
     drop_B = magnitude_B.to(tl.float32, bitcast=True) <= threshold_B
-    finite_B = magnitude_B < 0x7F800000
+    finite_B = magnitude_B < 0x7F800000  # the bits of infinity; those of NaN are above
 
     # BLOCK divides 2^32: the upper half of the index is constant in a block.
     high = (block_begin >> 32).to(tl.uint32)
@@ -262,6 +274,7 @@ def _prune_kernel(
         tied_B = magnitude_B.to(tl.float32, bitcast=True) == threshold_B
         tied_B = tied_B & (threshold_B > 0) & (chance_B > 0)
         if tl.max(tied_B.to(tl.int32), axis=0) > 0:
+            # 24 random bits over 2^24, compared with the chance.
             draw_B = _random_bits(tie_seed_a, tie_seed_b, high, low_B) >> 8
             draw_B = draw_B.to(tl.int32).to(tl.float32)
             drop_B = drop_B & ~(tied_B & (draw_B * (1.0 / 16777216.0) < chance_B))
@@ -269,6 +282,7 @@ def _prune_kernel(
     if CUT != 0:
         random_B = _random_bits(seed_a, seed_b, high, low_B)
         kept_B = _round_magnitude(magnitude_B, random_B, CUT, FIXED_BELOW, LIMIT, STOCHASTIC)
+    # Infinity as it is, and the one NaN that the codec knows.
     special_B = tl.where(magnitude_B > 0x7F800000, 0x7FC00000, bits_B).to(tl.uint32)
     kept_B = tl.where(finite_B, kept_B | sign_B, special_B)
     out_B = tl.where(drop_B, 0, kept_B).to(tl.uint32)
@@ -286,6 +300,7 @@ def _prune_kernel(
     tl.store(grad + at_B, _store_bits(out_B, GRAD), mask=inside_B)
     tl.store(residual + at_B, _store_bits(rest_B, RESIDUAL), mask=inside_B)
 
+    # The same ranges again, to count.
     nonzero_B = inside_B & ((out_B & 0x7FFFFFFF) != 0)
     r = first_range
     begin = block_begin

@@ -33,7 +33,7 @@ _DIGITS = tl.constexpr(256)
 def sample_threshold(
     grad_N: torch.Tensor, residual_N: torch.Tensor | None, plan: torch.Tensor, total: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `cuda_ext.threshold_triton`, which makes the plan.
+    """Finds the limits of every range of a plan; `cuda_ext.threshold_triton` makes the plan.
 
     Launches two kernels on the current stream; no host synchronisation.
 
@@ -64,6 +64,7 @@ def sample_threshold(
         if most:
             sample[(ranges * blocks,)](
                 _raw(grad_N),
+                # Not read with RESIDUAL below 0.
                 _raw(grad_N if residual_N is None else residual_N),
                 plan,
                 magnitudes_K,
@@ -80,7 +81,11 @@ def sample_threshold(
 
 @triton.jit
 def _sample_position(numel, count, sample_B, random_B):
-    """`csrc/sample_position.h` is its definition; the splits keep every product under 2^63."""
+    """The element of a range of `numel` that each sample of `count` takes, by its random bits.
+
+    Stratum j begins at floor(j numel / count); the upper 31 random bits choose inside it.
+    `csrc/sample_position.h` is the definition. The splits keep every product under 2^63.
+    """
     quotient = numel // count
     remainder = numel % count
     begin_B = sample_B * quotient + sample_B * remainder // count
@@ -101,18 +106,21 @@ def _sample_kernel(
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gathers BLOCK samples of one range."""
+    """Stores the magnitudes, as fp32 bits, of BLOCK samples of one range of the plan.
+
+    `blocks` programs in a row serve one range. `sample_threshold` lists the plan's columns.
+    """
     program = tl.program_id(0)
     row = plan + (program // blocks).to(tl.int64) * PLAN_COLUMNS
     begin = tl.load(row)
     numel = tl.load(row + 1)
     count = tl.load(row + 2)
-    a = tl.load(row + 5).to(tl.uint32)
-    b = tl.load(row + 6).to(tl.uint32)
+    seed_a = tl.load(row + 5).to(tl.uint32)
+    seed_b = tl.load(row + 6).to(tl.uint32)
     sample_B = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside_B = sample_B < count
 
-    random_B = _hash_bits(a, b, sample_B.to(tl.uint32))
+    random_B = _hash_bits(seed_a, seed_b, sample_B.to(tl.uint32))
     at_B = begin + _sample_position(numel, tl.maximum(count, 1), sample_B, random_B)
     x_B = _widen(tl.load(grad + at_B, mask=inside_B, other=0), GRAD)
     if RESIDUAL >= 0:
@@ -125,7 +133,12 @@ def _sample_kernel(
 
 @triton.jit
 def _select_kernel(plan, magnitudes, thresholds, chances, ties, BLOCK: tl.constexpr):
-    """Finds the limits of one range among its samples' magnitudes."""
+    """Stores the threshold, the tie chance and the ties of one range, from its samples.
+
+    Each pass fixes 8 more bits of the threshold, the magnitude of descending rank `first_rank`:
+    it counts the next digit of the samples that begin with the bits so far. `sample_threshold`
+    lists the plan's columns.
+    """
     r = tl.program_id(0).to(tl.int64)
     row = plan + r * PLAN_COLUMNS
     count = tl.load(row + 2)
@@ -134,23 +147,24 @@ def _select_kernel(plan, magnitudes, thresholds, chances, ties, BLOCK: tl.conste
     samples = magnitudes + tl.load(row + 7)
     # A place more than digits: for what is outside of the range, or has other digits before.
     digit_D = tl.arange(0, 2 * _DIGITS)
-    rank = first_rank.to(tl.int32)
+    rank = first_rank.to(tl.int32)  # among the samples that begin with the threshold's bits
     threshold = tl.zeros((), tl.int32)
-    equal = tl.full((), 1, tl.int32)
+    equal = tl.full((), 1, tl.int32)  # the number of those samples, after the first pass
     if count > 0:
-        for shift in tl.static_range(24, -8, -8):
+        for shift in tl.static_range(24, -8, -8):  # the highest of four bytes first
             counts_D = tl.zeros((2 * _DIGITS,), tl.int32)
-            at = tl.zeros((), tl.int64)
-            while at < count:
-                sample_B = at + tl.arange(0, BLOCK)
+            begin = tl.zeros((), tl.int64)
+            while begin < count:
+                sample_B = begin + tl.arange(0, BLOCK)
                 inside_B = sample_B < count
                 bits_B = tl.load(samples + sample_B, mask=inside_B, other=0)
                 # The sign is 0: shifts are those of whole numbers.
                 same_B = inside_B & ((bits_B ^ threshold) >> shift < _DIGITS)
                 found_B = tl.where(same_B, (bits_B >> shift) & (_DIGITS - 1), _DIGITS)
                 counts_D += tl.histogram(found_B, 2 * _DIGITS)
-                at += BLOCK
+                begin += BLOCK
             counts_D = tl.where(digit_D < _DIGITS, counts_D, 0)
+            # Samples with a higher digit.
             above_D = tl.sum(counts_D, axis=0) - tl.cumsum(counts_D, axis=0)
             chosen_D = (above_D <= rank) & (rank < above_D + counts_D)  # exactly one digit
             threshold |= tl.sum(tl.where(chosen_D, digit_D, 0), axis=0) << shift

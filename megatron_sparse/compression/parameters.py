@@ -31,7 +31,7 @@ class ParameterFilter:
     def slice_of(
         self, name: str, start: int, stop: int, shape: Sequence[int] | torch.Size, replicated: bool
     ) -> ParameterSlice:
-        """The parameter's slice [start, stop) of its bucket, with the decision about it.
+        """The parameter's slice [start, stop) of its bucket, marked as kept whole or lossless.
 
         Raises:
             ConfigError: a keep pattern and a lossless pattern find its name.
@@ -46,7 +46,8 @@ class ParameterFilter:
                 remedy="make one of the two patterns narrower",
             )
         is_small = len(shape) < 2 or math.prod(shape) < self._min_numel
-        keep = not lossless and (replicated or is_small or bool(kept))
+        is_whole = replicated or is_small or bool(kept)
+        keep = is_whole and not lossless
         return ParameterSlice(name, start, stop, keep, bool(lossless))
 
 

@@ -38,6 +38,7 @@ class ResidualStore:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        """Begins without residuals, and without a pending selection."""
         self._goes_on = False  # `go_on` was called in this step
         self._is_apart = False  # `take_apart` was called in this step
         self.dtype = dtype
@@ -150,7 +151,8 @@ class ResidualStore:
         self._is_apart = True
         lacking = {}
         for name, existed in self._pending.items():
-            # At leak 0 unsent values are lost: only rounding errors, which do not leak, are left.
+            # Unsent values entered the residual times the leak, which is undone here. At leak 0
+            # they are lost: only rounding errors, which do not leak, are left.
             lacking[name] = self._residuals[name].float() / (leak or 1.0)
             if existed:
                 lacking[name].sub_(self._undo_copies[name])
@@ -177,7 +179,7 @@ class ResidualStore:
             SelectionError: the unit changes and there is no undo copy.
         """
         if self._is_apart:
-            self.rollback()
+            self.rollback()  # leaves no selection pending for the steps below
         # Before the unit changes: that uses up the undo copies.
         if share is not None:
             self._keep_share(share)
@@ -205,7 +207,7 @@ class ResidualStore:
         """Converts what was left before this step: all of it, or the old part of a selection."""
         if name not in self._pending:
             residual_N.mul_(change)
-        elif self._pending[name]:
+        elif self._pending[name]:  # it had a residual before the selection
             if not self.undo:
                 raise SelectionError(
                     f"bucket {name}: the residual's unit changes and its old value is not kept",

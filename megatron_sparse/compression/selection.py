@@ -84,12 +84,11 @@ class MessageSpec:
         return wire_dtype_of(grad_dtype, self.wire_dtype)
 
     def record_spec(self, grad_dtype: torch.dtype, step: int) -> RecordSpec:
-        """The records of the message of a bucket in a step."""
-        value_dtype, form = self.value_dtype(grad_dtype), self.format
+        """How the records of a bucket's message in a step are written, for the codec."""
         return record_spec(
-            value_dtype,
+            self.value_dtype(grad_dtype),
             step,
-            form,
+            self.format,
             self.block_size,
             self.density,
             whole=self.whole,
@@ -119,6 +118,7 @@ class Selector:
         rank: int,
         buffers: MessageBuffers,
     ) -> None:
+        """Stores the arguments; there are no thresholds yet."""
         self.config = config
         self.residuals = residuals
         self.rank = rank
@@ -252,8 +252,9 @@ def range_limits(
     # parameters are sampled at density 1, which gives them the threshold `KEEP_ALL`.
     pruned_P = [owner >= 0 and bucket.parameters[owner].pruned for owner in layout.piece_parameter]
     if density >= 1:
-        chances_P = torch.zeros(len(pruned_P), device=device)
-        limits_P = Limits(torch.full_like(chances_P, KEEP_ALL), chances_P, chances_P.long())
+        no_chances_P = torch.zeros(len(pruned_P), device=device)
+        keep_all_P = torch.full_like(no_chances_P, KEEP_ALL)
+        limits_P = Limits(keep_all_P, no_chances_P, ties=no_chances_P.long())
     else:
         names = [bucket.parameters[owner].name for owner in layout.piece_parameter]
         keys = [draw_key(config.seed, step, "sample", name) for name in names]
@@ -266,8 +267,9 @@ def range_limits(
             config.samples_at(density),
             torch.tensor(keys, dtype=torch.int64),
         )
+    # Each range takes the limits of its piece.
     piece_R = codec_cuda.on_device(layout.range_piece, device)
-    return Limits(*(each_P[piece_R] for each_P in limits_P))
+    return Limits(*(values_P[piece_R] for values_P in limits_P))
 
 
 @lru_cache(TABLES)
@@ -280,10 +282,8 @@ def segment_capacity(layout: Layout, density: float) -> torch.Tensor:
     Returns:
         int64; the numbers are the same on every machine (one fp64 product, rounded up).
     """
-    capacities = [
-        numel if keep else min(math.ceil(density * numel), numel)
-        for numel, keep in zip(
-            layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist(), strict=True
-        )
-    ]
+    numel_S, keep_S = layout.segment_offsets.diff().tolist(), layout.segment_keep.tolist()
+    capacities = []
+    for numel, keep in zip(numel_S, keep_S, strict=True):
+        capacities.append(numel if keep else min(math.ceil(density * numel), numel))
     return torch.tensor(capacities, dtype=torch.int64)

@@ -63,9 +63,13 @@ def _is_compiled(device: torch.device, wanted: str) -> bool:
 
 
 def _check_gpu(device: torch.device) -> None:
-    """Machine code runs on GPUs of the same major version and the same or a higher minor one."""
+    """Refuses a GPU on which no compiled kernel runs.
+
+    Machine code runs on GPUs of the same major version and the same or a higher minor one.
+    """
     major, minor = torch.cuda.get_device_capability(device)
-    if not any(arch // 10 == major and arch % 10 <= minor for arch in CUDA_ARCHS):
+    same_major = [arch for arch in CUDA_ARCHS if arch // 10 == major]
+    if not any(arch % 10 <= minor for arch in same_major):
         raise ExtensionError(
             f"the CUDA kernels were not compiled for {device}",
             expected=" or ".join(f"sm_{arch}" for arch in CUDA_ARCHS),

@@ -64,8 +64,9 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
             got=f"{values_P.numel()} of {values_P.dtype}",
         )
     values_at = SECTIONS_AT + pad16(word_bytes)
-    size = values_at + pad16(values_P.nbytes)
-    out = torch.empty(size, dtype=torch.uint8, device=values_P.device)
+    room = values_at + pad16(values_P.nbytes)
+    out = torch.empty(room, dtype=torch.uint8, device=values_P.device)
+    # As a bitmap first: that gives nnz, which decides about the form.
     nnz = hash_ops.bitmap_pack(
         values_P,
         out[SECTIONS_AT : SECTIONS_AT + word_bytes],
@@ -76,7 +77,7 @@ def encode(values_P: torch.Tensor, place: PartitionRecord) -> torch.Tensor:
     if form == FORM_BITMAP:
         out[SECTIONS_AT + word_bytes : values_at] = 0
         out[values_at + nnz * values_P.element_size() : size] = 0
-    else:
+    else:  # dense, over the bitmap
         end = SECTIONS_AT + values_P.nbytes
         out[SECTIONS_AT:end] = values_P.view(torch.uint8)
         out[end:size] = 0
@@ -118,7 +119,8 @@ def accumulate_(
     """
     # Here positions are the elements, as in a segment with one partition and no permutation.
     positions_P = torch.arange(place.positions, dtype=torch.int32, device=acc_P.device)
-    _add_(acc_P, record, place, rank, place.positions, BitmapPlace(0, 1, 0, positions_P))
+    bits = BitmapPlace(partition=0, partitions=1, seed=0, index_set_P=positions_P)
+    _add_(acc_P, record, place, rank, place.positions, bits)
 
 
 def _add_(
@@ -132,6 +134,7 @@ def _add_(
     """Adds the values of a record to a vector of `numel` elements; `bits` says which ones."""
     check_length(acc, numel)
     words, values, nnz = _read(record, place, rank)
+    # `found`: the set bits where nnz is wrong, the number of positions where a bit is beyond them.
     field, found = hash_ops.bitmap_add_(acc, words, values, place.code, nnz, bits)
     if field == "nnz":
         raise wrong_field(rank, "nnz", f"the bitmap's {found}", nnz)
@@ -152,16 +155,17 @@ def check_length(acc: torch.Tensor, numel: int) -> None:
 def _read(
     record: torch.Tensor, place: PartitionRecord, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """The bitmap, not compared with nnz yet, the values and nnz; checks the head.
+    """Checks a record's head; returns its bitmap, the bytes of its non-zero values, and nnz.
 
-    Counts the non-zero values of a dense record to make its bitmap.
+    The bitmap of a dense record is made here, from its values, whose count must be nnz. Another
+    bitmap is not compared with nnz yet.
     """
     form, nnz = place.read_head(record, rank, BY_POSITION)
     word_bytes, value_bytes = place.word_bytes, place.value_dtype.itemsize
     if form == FORM_BITMAP:
         words = record[SECTIONS_AT : SECTIONS_AT + word_bytes]
-        at = SECTIONS_AT + pad16(word_bytes)
-        return words, record[at : at + nnz * value_bytes], nnz
+        values_at = SECTIONS_AT + pad16(word_bytes)
+        return words, record[values_at : values_at + nnz * value_bytes], nnz
     raw = record[SECTIONS_AT : SECTIONS_AT + place.positions * value_bytes]
     words = torch.empty(word_bytes, dtype=torch.uint8, device=record.device)
     packed = torch.empty_like(raw)

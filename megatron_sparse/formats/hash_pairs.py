@@ -54,6 +54,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
             got=f"{values_K.numel()} of {values_K.dtype}",
         )
     if place.smallest(nnz, ALL_FORMS) != FORM_PAIRS:
+        # `hash_bitmap` chooses between the two other forms.
         values_P = values_K.new_zeros(place.positions)
         values_P.index_copy_(0, place.partition_hash.locate(place.partition, indices_K), values_K)
         return hash_bitmap.encode(values_P, place)
@@ -61,6 +62,7 @@ def encode(indices_K: torch.Tensor, values_K: torch.Tensor, place: PartitionReco
     out = torch.empty(size, dtype=torch.uint8, device=values_K.device)
     place.write_head(out, FORM_PAIRS, nnz)
     values_at = SECTIONS_AT + pad16(4 * nnz)
+    # The two sections, each with zeros up to its `stop`.
     for start, stop, numbers in (
         (SECTIONS_AT, values_at, indices_K.to(torch.int32)),
         (values_at, out.numel(), values_K),
@@ -87,15 +89,15 @@ def accumulate_(
         return
     values_at = SECTIONS_AT + pad16(4 * nnz)
     indices_K = as_dtype(record[SECTIONS_AT : SECTIONS_AT + 4 * nnz], torch.int32).long()
-    raw = record[values_at : values_at + nnz * place.value_dtype.itemsize]
+    value_bytes = record[values_at : values_at + nnz * place.value_dtype.itemsize]
     if bool((indices_K[1:] <= indices_K[:-1]).any()):
         raise wrong_field(rank, "indices", "strictly ascending elements", "others")
     h0, partition = place.partition_hash, place.partition
-    low, high = int(indices_K[0]), int(indices_K[-1])
+    low, high = int(indices_K[0]), int(indices_K[-1])  # they ascend
     if low < 0 or high >= h0.numel:
         raise wrong_field(rank, "indices", f"0 to {h0.numel - 1}", low if low < 0 else high)
     position_K = h0.locate(partition, indices_K)
-    if int(position_K.min()) < 0:
+    if int(position_K.min()) < 0:  # -1 for an element of another partition
         got = f"element {int(indices_K[position_K.argmin()])} of another"
         raise wrong_field(rank, "indices", f"elements of partition {partition}", got)
-    acc_P.index_add_(0, position_K, as_dtype(raw, place.value_dtype).float())
+    acc_P.index_add_(0, position_K, as_dtype(value_bytes, place.value_dtype).float())

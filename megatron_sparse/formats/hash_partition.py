@@ -121,14 +121,14 @@ class PermutationHash(PartitionHash):
     code = HASH_PERMUTATION
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """See `PartitionHash`."""
+        """Where each element stands in the partition's block; -1 where it is of another."""
         size = self.partition_numel(partition)
         position_K = hash_ops.permute(elements_K, self.numel, self.seed)
         position_K.sub_(self._begin(partition))
         return position_K.masked_fill_((position_K < 0) | (position_K >= size), -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """See `PartitionHash`."""
+        """The elements at positions of the partition's block: the permutation's inverse."""
         _check_positions(positions_K, self.partition_numel(partition))
         return hash_ops.unpermute(positions_K + self._begin(partition), self.numel, self.seed)
 
@@ -162,18 +162,19 @@ class IndexSetHash(PartitionHash):
         partition_N = self.partition_of(torch.arange(self.numel))
         counts = partition_N.bincount(minlength=self.partitions)
         order = torch.sort(partition_N, stable=True).indices
+        # The class is frozen: its own fields are set past it.
         object.__setattr__(self, "_elements", order.to(torch.int32))
         object.__setattr__(self, "_offsets", [0, *counts.cumsum(0).tolist()])
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
-        """See `PartitionHash`."""
+        """Where each element stands in the partition's index set; -1 where it is of another."""
         strangers = self.partition_of(elements_K) != partition
         index_set = self.index_set(partition, elements_K.device)
         position_K = torch.searchsorted(index_set, elements_K.to(torch.int32))
         return position_K.masked_fill_(strangers, -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
-        """See `PartitionHash`."""
+        """The elements at positions of the partition's index set, int64."""
         _check_positions(positions_K, self.partition_numel(partition))
         return self.index_set(partition, positions_K.device)[positions_K].long()
 
@@ -181,7 +182,7 @@ class IndexSetHash(PartitionHash):
         return self._offsets[partition]
 
     def index_set(self, partition: int, device: torch.device) -> torch.Tensor:
-        """See `PartitionHash`: ascending; a view of a cached copy.
+        """The partition's elements, int32 and ascending: a view of a copy cached for the device.
 
         Raises:
             ExtensionError: there is no such partition.

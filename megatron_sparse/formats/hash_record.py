@@ -64,7 +64,7 @@ class PartitionRecord:
                 expected="float32, bfloat16 or float16",
                 got=self.value_dtype,
             )
-        self.partition_hash.partition_numel(self.partition)
+        self.partition_hash.partition_numel(self.partition)  # raises for one that does not exist
 
     @property
     def code(self) -> int:
@@ -97,8 +97,9 @@ class PartitionRecord:
         value_bytes = VALUE_BYTES[self.code]
         if form == FORM_DENSE:
             return pad16(self.positions * value_bytes)
-        beside = self.word_bytes if form == FORM_BITMAP else 4 * nnz
-        return pad16(beside) + pad16(nnz * value_bytes)
+        # The bitmap, or int32 indices.
+        index_bytes = self.word_bytes if form == FORM_BITMAP else 4 * nnz
+        return pad16(index_bytes) + pad16(nnz * value_bytes)
 
     def smallest(self, nnz: int, forms: Sequence[int]) -> int:
         """The form that takes the fewest bytes; the first one in a tie."""

@@ -39,7 +39,8 @@ def head_of(record: torch.Tensor, nbytes: int = HEADER_BYTES) -> bytes:
     Raises:
         ExtensionError: `record` is not a contiguous 1-D uint8 tensor.
     """
-    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+    is_row_of_bytes = record.dtype == torch.uint8 and record.dim() == 1
+    if not is_row_of_bytes or not record.is_contiguous():
         raise ExtensionError(
             "this is no record",
             expected="a contiguous 1-D uint8 tensor",
@@ -207,6 +208,8 @@ class Header:
         self, numel: int, value_dtype: int, epoch: int, record_bytes: int, rank: int | None
     ) -> None:
         """Compares the fields of a record that holds all numbers of a shard.
+
+        Its nnz is 0. Its size is a multiple of 16, and at least 16 more than the header.
 
         Args:
             numel: numbers of the shard.

@@ -93,6 +93,7 @@ def hierarchical_hash(
         ExtensionError: arguments that do not fit together.
     """
     partitions = partition_hash.partitions
+    # The defaults are rounded up.
     if parallel_slots is None:
         parallel_slots = max(-(-2 * indices_K.numel() // partitions), 1)
     if serial_slots is None:
@@ -128,12 +129,12 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = VALUE_DTYPES[message.value_dtype]
     offsets = message.layout.segment_offsets.tolist()
     indices, values = [], []
-    parts = message.buffer[: message.nbytes].split(message.segment_bytes)
-    if not parts or not message.segment_bytes:
+    records = message.buffer[: message.nbytes].split(message.segment_bytes)
+    if not records or not message.segment_bytes:
         nothing = message.buffer.new_empty(0, dtype=torch.int64)
         return nothing, nothing.to(dtype)
-    heads = torch.stack([record[:HEADER_BYTES] for record in parts]).cpu().numpy()
-    for record, head, (start, stop) in zip(parts, heads, pairwise(offsets), strict=True):
+    heads = torch.stack([record[:HEADER_BYTES] for record in records]).cpu().numpy()
+    for record, head, (start, stop) in zip(records, heads, pairwise(offsets), strict=True):
         header = Header.unpack(head.tobytes(), rank=0, payload_sum=None)
         sections = record[HEADER_BYTES:]
         if header.format == FORMAT_DENSE:
@@ -143,8 +144,9 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         else:
             assert header.format == FORMAT_COO, "the scheme asks for COO"
             index_K = sections[: 4 * header.nnz].view(torch.int32).long()
-            at = pad16(4 * header.nnz)
-            value_K = sections[at : at + header.nnz * dtype.itemsize].view(dtype)
+            values_at = pad16(4 * header.nnz)
+            value_bytes = header.nnz * dtype.itemsize
+            value_K = sections[values_at : values_at + value_bytes].view(dtype)
         indices.append(index_K + start)
         values.append(value_K)
     return torch.cat(indices), torch.cat(values)

@@ -140,7 +140,7 @@ class Message:
     def expected(
         self, segment_offsets: torch.Tensor, rank: int, slots: torch.Tensor | None = None
     ) -> Expected:
-        """What a rank's records of these segments must state, if its message is as this one."""
+        """The facts that a rank's records of these segments must state, as this message's do."""
         code = WIRE_CODES[self.value_dtype]
         return Expected(segment_offsets, code, self.step, rank, slots, self.checksum)
 
@@ -168,7 +168,10 @@ class MessageBuffers:
     def take_own(
         self, purpose: str, bucket: Bucket, numel: int, dtype: torch.dtype = torch.uint8
     ) -> torch.Tensor:
-        """A buffer that the bucket has for itself until its job ends; see `take`."""
+        """A buffer that the bucket has for itself until its job ends; arguments as of `take`.
+
+        Buckets of the same turn (`give_turn`) get the same one, one after the other.
+        """
         owner = self._turns.get(bucket.name, bucket.name)
         return self.take(f"{purpose}:{owner}", numel, bucket.grad_N.device, dtype)
 
@@ -183,11 +186,14 @@ class MessageBuffers:
         return held[:numel]
 
     def by_purpose(self) -> dict[str, int]:
-        """Bytes held, by the purpose's name up to a colon: of all buckets together."""
-        found: Counter[str] = Counter()
+        """The bytes held for each purpose, of all buckets together.
+
+        A purpose ends at a colon; behind it is the bucket or the turn that owns the buffer.
+        """
+        held_bytes: Counter[str] = Counter()
         for (purpose, _, _), held in self._buffers.items():
-            found[purpose.partition(":")[0]] += held.nbytes
-        return dict(found)
+            held_bytes[purpose.partition(":")[0]] += held.nbytes
+        return dict(held_bytes)
 
 
 def record_spec(
@@ -307,7 +313,7 @@ def prune_encode(
     if pruning.capacity_S is not None:
         reports = Reports()
         slots = Slots.of(layout.segment_offsets, layout.segment_keep, pruning.capacity_S, spec)
-    slots_S = None if slots is None else slots.offsets
+    slots_S = None if slots is None else slots.offsets  # None: records back to back
     if not is_compiled(grad_N.device):
         _needs_kernels(slots_S, checksum=spec.checksum)
         ops.prune_(grad_N, pruning, spec.value_dtype)
@@ -318,6 +324,7 @@ def prune_encode(
     sizes, nnz_S = ops.prune_encode(grad_N, pruning, segments, spec, out, reports=reports)
     if slots is None or reports is None:
         return _message(out, bucket, layout, sizes.tolist(), spec, nnz_S)
+    # In capacity mode nothing waits: the counts come with the reports.
     message = _message(out, bucket, layout, list(slots.sizes), spec)
     message.slots, message.reports = slots, reports
     reports.add(nnz_S, message.take_counts, is_status=False)
@@ -433,6 +440,7 @@ def decode_sum_(
     if is_compiled(acc_M.device):
         ops.decode_sum_(acc_M, records, expected, base, ranks, fresh=fresh, reports=reports)
         return
-    for number, (each, rank) in enumerate(zip(records, ranks, strict=True)):
+    for number, (message, rank) in enumerate(zip(records, ranks, strict=True)):
         sender = replace(expected, rank=rank)
-        decode_add_(acc_M, each, sender, fresh=fresh and number == 0, reports=reports)
+        is_first = number == 0  # the others are added to it
+        decode_add_(acc_M, message, sender, fresh=fresh and is_first, reports=reports)

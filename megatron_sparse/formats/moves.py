@@ -108,7 +108,7 @@ def decode_moves_(
     check_flat("decode_moves_", "held", held, GRAD_DTYPES)
     header = Header.unpack(head_of(record), rank)
     check_flat("decode_moves_", "record", record, (torch.uint8,), device=held.device)
-    coder = header.flags
+    coder = header.flags  # a position in `MOVES_CODERS`
     check_fields(rank, ("format", FORMAT_MOVES, header.format))
     if coder >= len(MOVES_CODERS):
         raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
@@ -119,6 +119,7 @@ def decode_moves_(
     status = call("moves_decode_", held, record, coder)
 
     def check() -> None:
+        """Waits for the decoder's status, and raises the error that it holds, if any."""
         field, where = status.tolist()
         if field:
             expected, got = "as docs/parameters.md specifies", f"damage at {where}"

@@ -58,7 +58,7 @@ def encode_difference(
 def add_difference_(
     record: torch.Tensor, held: torch.Tensor, *, epoch: int, rank: int | None = None
 ) -> None:
-    """Adds what a record says to `held`, in fp32 and in place: the same bits on every machine.
+    """Adds a record's difference to `held`, in fp32 and in place: the same bits everywhere.
 
     Args:
         record: 1-D uint8, from `encode_difference`; not trusted.
@@ -73,7 +73,7 @@ def add_difference_(
     """
     header = Header.unpack(head_of(record), rank)
     check_fields(rank, ("format", FORMAT_QUANTISED, header.format))
-    bits = header.flags
+    bits = header.flags  # where such a record states them
     if bits not in QUANTISED_BITS:
         raise wrong_field(rank, "flags", " or ".join(map(str, QUANTISED_BITS)), bits)
     header.check_whole(held.numel(), 0, epoch, record.numel(), rank)

@@ -98,6 +98,7 @@ class RowPart:
         out[:SECTIONS_AT].copy_(torch.frombuffer(head, dtype=torch.uint8))
         index_bytes, value_bytes = stored * self._index_dtype.itemsize, self._value_bytes(stored)
         values_at = SECTIONS_AT + pad16(index_bytes)
+        # The padding of both sections.
         out[SECTIONS_AT + index_bytes : values_at].zero_()
         out[values_at + value_bytes :].zero_()
         indices = out[SECTIONS_AT : SECTIONS_AT + index_bytes].view(self._index_dtype)
@@ -153,7 +154,8 @@ class RowPart:
 
     def _check_indices(self, indices: torch.Tensor, rank: int) -> None:
         """Refuses row indices that do not ascend, or are not all of this part."""
-        wrong = (indices < 0) | (indices >= self.num_rows) | (indices % self.parts != self.part)
+        outside = (indices < 0) | (indices >= self.num_rows)
+        wrong = outside | (indices % self.parts != self.part)
         wrong[1:] |= indices[1:] <= indices[:-1]
         if bool(wrong.any()):
             position = int(wrong.nonzero()[0])

@@ -85,11 +85,9 @@ def check_coo(gradient: torch.Tensor) -> None:
     Raises:
         ExtensionError: another layout, shape, dtype or device.
     """
-    if (
-        gradient.layout != torch.sparse_coo
-        or gradient.sparse_dim() != 1
-        or gradient.dense_dim() != 1
-    ):
+    is_coo = gradient.layout == torch.sparse_coo
+    is_row_sparse = is_coo and gradient.sparse_dim() == gradient.dense_dim() == 1
+    if not is_row_sparse:
         raise ExtensionError(
             "this is no row-sparse gradient",
             expected="a sparse COO tensor with one sparse and one dense dimension",
@@ -129,6 +127,7 @@ def coalesce(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> RowSpa
         return RowSparse(indices, rows, num_rows)
     ordered, order = torch.sort(indices, stable=True)
     unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+    # Where the rows of each index begin in `order`, and where the last ones end.
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return RowSparse(unique, row_sparse_ops.sum_rows(rows, order, offsets), num_rows)
 
@@ -147,7 +146,8 @@ def _check_pairs(indices: torch.Tensor, rows: torch.Tensor, num_rows: int) -> No
     """Refuses wrong shapes, dtypes and lengths, and indices outside of [0, num_rows)."""
     if not 0 <= num_rows <= MAX_ROWS:
         raise ExtensionError("num_rows is out of range", expected="0 to 2^40", got=num_rows)
-    if indices.dtype != torch.int64 or indices.dim() != 1 or rows.dim() != 2:
+    shapes_fit = indices.dim() == 1 and rows.dim() == 2
+    if indices.dtype != torch.int64 or not shapes_fit:
         raise ExtensionError(
             "these are no row-sparse pairs",
             expected="int64 indices [K] and rows [K, D]",

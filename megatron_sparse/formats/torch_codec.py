@@ -54,6 +54,7 @@ def encode(
             remedy="set scheme.format to auto, coo or dense, or build the extension's CUDA part",
         )
     dtype, offsets = GRAD_DTYPES[value_dtype], segments.offsets.tolist()
+    # First all headers: the non-zero counts alone decide about format and size.
     headers: list[Header] = []
     for (first, last), keep, nnz in zip(
         pairwise(offsets), segments.dense.tolist(), nnz_S.tolist(), strict=True
@@ -76,22 +77,27 @@ def encode(
     out[:used].zero_()
     _write_headers(out, starts, headers)
     for header, start in zip(headers, starts, strict=True):
-        at, values = start + HEADER_BYTES, grad_N[header.offset : header.offset + header.numel]
-        if header.format == FORMAT_COO:
+        values = grad_N[header.offset : header.offset + header.numel]
+        sections_at = values_at = start + HEADER_BYTES
+        if header.format == FORMAT_COO:  # the indices come before the values
             index_K = torch.nonzero_static(values, size=header.nnz).squeeze(1)
-            out[at : at + 4 * header.nnz].view(torch.int32).copy_(index_K)
-            at, values = at + pad16(4 * header.nnz), values[index_K]
-        round_into(out[at : at + values.numel() * dtype.itemsize].view(dtype), values)
+            out[sections_at : sections_at + 4 * header.nnz].view(torch.int32).copy_(index_K)
+            values_at, values = sections_at + pad16(4 * header.nnz), values[index_K]
+        value_bytes = values.numel() * dtype.itemsize
+        round_into(out[values_at : values_at + value_bytes].view(dtype), values)
     return torch.tensor(sizes, dtype=torch.int64)
 
 
 def _write_headers(out: torch.Tensor, starts: list[int], headers: list[Header]) -> None:
-    """All at once: on CUDA each copy from the host costs a wait."""
+    """Writes each header at its start in `out`.
+
+    All at once: on CUDA each copy from the host costs a wait.
+    """
     if not headers:
         return
     packed = bytearray(b"".join(header.pack() for header in headers))
-    where = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
-    out[where.view(-1).to(out.device)] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
+    places = torch.tensor(starts).unsqueeze(1) + torch.arange(HEADER_BYTES)
+    out[places.view(-1).to(out.device)] = torch.frombuffer(packed, dtype=torch.uint8).to(out.device)
 
 
 def decode_add_(
@@ -109,6 +115,7 @@ def decode_add_(
     """
     segment_offsets, rank = expected.segment_offsets, expected.rank
     dtype = GRAD_DTYPES[expected.value_dtype]
+    # A piece: its begin and end in `acc_M`, its indices (None if it is dense), and its values.
     position, pieces = 0, []
     # On the device, so that one wait at the end tells about the indices of all records.
     ordered = torch.ones((), dtype=torch.bool, device=acc_M.device)
@@ -122,17 +129,18 @@ def decode_add_(
             message.numel() - position,
             rank,
         )
-        at = position + HEADER_BYTES
+        sections_at = position + HEADER_BYTES
         if header.format == FORMAT_COO:
-            index_K = message[at : at + 4 * header.nnz].view(torch.int32).long()
-            at += pad16(4 * header.nnz)
+            values_at = sections_at + pad16(4 * header.nnz)
+            index_K = message[sections_at : sections_at + 4 * header.nnz].view(torch.int32).long()
             if header.nnz:
                 ascending = (index_K[1:] > index_K[:-1]).all()
                 ordered &= ascending & (index_K[0] >= 0) & (index_K[-1] < last - first)
-            values_K = message[at : at + header.nnz * dtype.itemsize].view(dtype)
+            values_K = message[values_at : values_at + header.nnz * dtype.itemsize].view(dtype)
             pieces.append((first - base, last - base, index_K, values_K))
         else:
-            values = message[at : at + (last - first) * dtype.itemsize].view(dtype)
+            value_bytes = (last - first) * dtype.itemsize
+            values = message[sections_at : sections_at + value_bytes].view(dtype)
             pieces.append((first - base, last - base, None, values))
         position += HEADER_BYTES + header.payload_bytes
     if position != message.numel():

@@ -44,7 +44,7 @@ class Announcement:
     new_hash: int = 0
 
     def words(self) -> list[int]:
-        """Two words below 2^63.
+        """Packs the announcement into two words below 2^63, as the module's docstring has them.
 
         Example:
             >>> Announcement.of(Announcement(100, "exact", 3, 5, 7).words())

@@ -117,7 +117,9 @@ class GatherChooser:
         return GatherLinks(model.dense_link(self._transport.world_size), topology)
 
     def choose(self, buckets: Sequence[torch.Tensor]) -> ExactWay | LossyWay | None:
-        """The way of buckets that are gathered together; None leaves them raw.
+        """Chooses the way of buckets that are gathered together; None leaves them raw.
+
+        Counts them for `explain`. The first call that needs prices waits for measurements.
 
         Args:
             buckets: the whole parameters of each; with `method=lossy` fp32 ones are lossy, others
@@ -131,6 +133,7 @@ class GatherChooser:
         fp32 = all(values_N.dtype == torch.float32 for values_N in buckets)
         if chosen.method == LOSSY and fp32:
             self._lossy += len(buckets)
+            # Once per node only where that is demanded: lossy gathers have no prices.
             return LossyWay(chosen.bits, verify_every=every, per_node=options == (True,))
         if chosen.method != "auto" and len(options) == 1:  # nothing is left to choose
             self._exact += len(buckets)
@@ -147,11 +150,11 @@ class GatherChooser:
     def _prices(self, buckets: Sequence[torch.Tensor], links: GatherLinks) -> Prices:
         """The prices of all buckets together, in the ways that `parameters.per_node` allows."""
         n = self._transport.world_size
-        each = [
+        by_bucket = [
             gather_prices(bucket.numel(), bucket.dtype, n, links, self._speed_of(bucket.dtype))
             for bucket in buckets
         ]
-        total = reduce(add, each)
+        total = reduce(add, by_bucket)
         options = self._per_node_options
         exact_s = {way: way_s for way, way_s in total.exact_s.items() if way in options}
         return Prices(total.raw_s, exact_s)
@@ -165,6 +168,7 @@ class GatherChooser:
         """What was chosen, and why; for the log."""
         if self.missing is not None:
             return f"raw, {self.missing}"
+        # Exact buckets were either chosen by price, or by the configuration alone.
         said = [f"{self._lossy} buckets lossy, {self._chosen.bits} bits"] if self._lossy else []
         if self._sums is not None and self._links is not None:
             said.append(self._explain_prices(self._sums, self._links))

@@ -118,6 +118,7 @@ class ShardGather[W: Way](ABC):
         progress: Progress,
         sink: RecordSink,
     ) -> None:
+        """Stores the arguments, and views of the shards; the first gather will be raw."""
         self._bucket = bucket
         self._values_N = values_N
         self._transport = transport
@@ -205,7 +206,14 @@ class ShardGather[W: Way](ABC):
         )
 
     def _gather(self, record: GatherRecord, number: int) -> Stage[None]:
-        """The pipeline; see the module's docstring. Run by the progress thread."""
+        """The stages encode, announce, exchange and keep of the module's docstring, in this order.
+
+        Run by the progress thread.
+
+        Args:
+            record: receives the bytes and times of the gather.
+            number: of the gather.
+        """
         sent, own = self._encode(record.timer, number)
         yield GATE
         used_here([sent])
@@ -215,9 +223,10 @@ class ShardGather[W: Way](ABC):
         announced = yield from exchange_announcements(own, identity, self._transport)
         self._check_sizes(announced)
         if own.method != RAW:
-            sizes = [each.nbytes for each in announced]
+            sizes = [theirs.nbytes for theirs in announced]
 
             def take(sender: int, received: torch.Tensor) -> None:
+                """Decodes a rank's record into its shard; this rank's own needs no decoding."""
                 if sender != self._transport.rank:
                     with record.timer.stage("decode"):
                         self._take(sender, received, announced[sender])
@@ -234,7 +243,14 @@ class ShardGather[W: Way](ABC):
         self._keep()
 
     def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
-        """Hands each record to `take`; returns the bytes that this rank sent."""
+        """Exchanges records, flat or once per node; returns the bytes that this rank sent.
+
+        Args:
+            sent: this rank's record.
+            sizes: bytes of each rank's record.
+            tag: of the messages.
+            take: called with a rank and its record, when the record is here.
+        """
         if not any(sizes):  # no shard has changed
             yield POSTED
             return 0
@@ -290,11 +306,16 @@ class ShardGather[W: Way](ABC):
         self._decode_(received, held_M, number, sender)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
-        own, number = self._transport.rank, announced[0].number
-        for sender, theirs in enumerate(announced):
-            if sender != own and self._verifies(number):
-                held_M = self._shards[sender]
-                check_held(held_M, theirs.new_hash, sender, own, f"after gather number {number}")
+        """Compares the other ranks' new shards with the hashes they announced, where ranks verify.
+
+        Raises:
+            ReplicaError: this rank does not hold the new bits of a shard.
+        """
+        own_rank, number = self._transport.rank, announced[0].number
+        when = f"after gather number {number}"
+        for owner, theirs in enumerate(announced):
+            if owner != own_rank and self._verifies(number):
+                check_held(self._shards[owner], theirs.new_hash, owner, own_rank, when)
 
 
 class ExactGather(ShardGather[ExactWay]):
@@ -349,11 +370,12 @@ class NodeRoutes:
     """
 
     def __init__(self, nodes: Sequence[int], rank: int) -> None:
+        """Finds the routes: in round i, from 1, this node receives from the i-th node after it."""
         members = members_of(nodes)
-        own = next(node for node, ranks in enumerate(members) if rank in ranks)
-        k = len(members)
-        self.here = members[own]
-        self._others = [members[(own + step) % k] for step in range(1, k)]
+        own_node = next(node for node, ranks in enumerate(members) if rank in ranks)
+        node_count = len(members)
+        self.here = members[own_node]
+        self._others = [members[(own_node + i) % node_count] for i in range(1, node_count)]
         place = self.here.index(rank)
         # In the round in which this node receives from the next one, it sends to the one before.
         self.targets = [there[place % len(there)] for there in reversed(self._others)]
@@ -389,20 +411,20 @@ def gather_per_node(
     """
     routes = NodeRoutes(transport.nodes, transport.rank)
     across = whole_group(transport, tag)
-    received = [
-        [(sender, moves.new_empty(sizes[sender])) for sender in senders]
-        for senders in routes.sources
-    ]
-    rounds: list[Round] = [
-        ([(target, moves)], come) for target, come in zip(routes.targets, received, strict=True)
-    ]
+    received: list[list[tuple[int, torch.Tensor]]] = []  # for each round: senders and records
+    rounds: list[Round] = []  # for each: what is sent, and what is received
+    for target, senders in zip(routes.targets, routes.sources, strict=True):
+        received.append([(sender, moves.new_empty(sizes[sender])) for sender in senders])
+        rounds.append(([(target, moves)], received[-1]))
 
     def arrived(number: int) -> None:
+        """Takes the records of the round before `number`, if any: they have come."""
         for sender, record in received[number - 1] if number else ():
             take(sender, record)
 
     yield from across.in_rounds(rounds, arrived, independent=True)
     inside = Subgroup(transport, routes.here, tag)
+    # By rank of this node: the shards that it hands on. They are received in place.
     carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]
     own = carried[inside.rank]
     exchanged = pairwise_rounds([own] * inside.world_size, carried, inside)

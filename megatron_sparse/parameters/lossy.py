@@ -69,7 +69,9 @@ class LossyGather(ShardGather[LossyWay]):
         self._install_master()
 
     def end_step(self, *, accepted: bool) -> None:
-        """Call it after each step: one that was not accepted puts the replica back.
+        """Call it after each step: one that was not accepted leaves all as before `begin_step`.
+
+        The replica goes back, unless an accepted step before still waits for its gather.
 
         Args:
             accepted: whether parameters have changed.
@@ -123,7 +125,7 @@ class LossyGather(ShardGather[LossyWay]):
         if not self._changed:
             return NOTHING
         assert self._kept_M is not None, "else the gather is raw"
-        self._install_master()
+        self._install_master()  # then `_kept_M` is the replica
         master_M, replica_M = self._own_M, self._kept_M
         sent = encode_difference(master_M, replica_M, bits=self._way.bits, epoch=number)
         add_difference_(sent, replica_M, epoch=number)
@@ -154,8 +156,8 @@ class LossyGather(ShardGather[LossyWay]):
             self._swap()
 
     def _swap(self) -> None:
-        """Exchanges the own shard in the buffer with `_kept_M`, piece by piece; nothing if raw."""
-        if self._kept_M is None:
+        """Exchanges the own shard in the buffer with `_kept_M`, piece by piece."""
+        if self._kept_M is None:  # the next gather is raw: there is nothing to exchange
             return
         own_pieces = self._own_M.split(SWAPPED_NUMEL)
         for own, kept in zip(own_pieces, self._kept_M.split(SWAPPED_NUMEL), strict=True):

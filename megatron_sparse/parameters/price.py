@@ -146,7 +146,7 @@ def gather_prices(
         (False, True, 1.0)
     """
     link, topology = links.dense, links.topology
-    shard, others = numel / world_size, world_size - 1
+    shard, others = numel / world_size, world_size - 1  # numbers of a shard, and other ranks
     raw_bytes = shard * dtype.itemsize
     raw_s = others * _message_s(link, raw_bytes)
     exact_s = {}  # by `per_node`
@@ -168,11 +168,11 @@ def _message_s(link: Link, nbytes: float) -> float:
 
 
 def _announcement_s(links: GatherLinks, world_size: int) -> float:
-    """Seconds of the sizes' all-gather: a few words, once around the ring."""
+    """Seconds of the sizes' all-gather: a few words, once around the ring of all ranks."""
     topology = links.topology
     if topology is None:
         return world_size * links.dense.alpha_s
-    crossings = len(topology.node_sizes)
+    crossings = len(topology.node_sizes)  # the ring enters each node once
     inside = world_size - crossings
     return crossings * topology.inter.alpha_s + inside * topology.intra.alpha_s
 
@@ -183,10 +183,13 @@ def _flat_s(topology: Topology, sent_bytes: float) -> list[float]:
     In round i of n - 1 each rank sends to the i-th next one. Some of them cross nodes, so every
     round takes as long as a message across; of the ranks of a node min(i, n - i, m) do.
     """
-    n, most = topology.world_size, max(topology.node_sizes)
+    n, largest_node = topology.world_size, max(topology.node_sizes)
     shares_port = topology.nic == "node"
-    records_at_port = [min(i, n - i, most) if shares_port else 1 for i in range(1, n)]
-    return [_message_s(topology.inter, records * sent_bytes) for records in records_at_port]
+    seconds = []
+    for i in range(1, n):
+        records_at_port = min(i, n - i, largest_node) if shares_port else 1
+        seconds.append(_message_s(topology.inter, records_at_port * sent_bytes))
+    return seconds
 
 
 def _per_node_s(
@@ -204,9 +207,11 @@ def _per_node_s(
     sizes, n = topology.node_sizes, topology.world_size
     most, least = max(sizes), min(sizes)
     rounds = len(sizes) - 1
+    # Records that the busiest port sends or receives in a round.
     at_once = most if topology.nic == "node" else ceil(most / least)
     across_s = [_message_s(topology.inter, at_once * sent_bytes)] * rounds
     decoded = ceil(n / least) - 1  # more than one record a round where nodes differ in size
+    # Each of a node's ranks hands an equal part of all n shards to the others.
     inside_s = max(
         (size - 1) * _message_s(topology.intra, ceil(n / size) * raw_bytes) for size in sizes
     )
@@ -249,6 +254,7 @@ def gather_times(transport: Transport) -> Measuring[tuple[list[int], list[float]
                 break
         sent = torch.zeros(nbytes, dtype=torch.uint8, device=transport.device)
         gathered = sent.new_empty(n * nbytes)
+        # The lambda keeps this size's tensors by its defaults.
         spent_s = yield from timed(
             transport,
             REPEATS,
@@ -282,7 +288,7 @@ def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]
     repeats = SAMPLE_REPEATS[device.type]
     old, new = (values.to(device, dtype).repeat(repeats) for values in (weights, moved))
     clock = host_clock(device)
-    record = encode_moves(old, new, epoch=0)
+    record = encode_moves(old, new, epoch=0)  # not timed: the first call may load the codec
     encode_s, decode_s = [], []
     for _ in range(WINDOWS):
         held, start_s = old.clone(), clock()

@@ -62,8 +62,8 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[list[int], torch.
             raise wrong_field(rank, "indices", f"ascending below {header.numel} elements", indices)
         elements += range(begin, min(begin + block_size, header.numel))
     # Only the last block may reach past the segment's end.
-    dtype, at = DTYPES[header.dtype], BLOCKS_SUBHEADER.size + pad16(4 * n_blocks)
-    end = at + n_blocks * block_size * dtype.itemsize
-    if any(payload[at + len(elements) * dtype.itemsize : end]):
+    dtype, values_at = DTYPES[header.dtype], BLOCKS_SUBHEADER.size + pad16(4 * n_blocks)
+    end = values_at + n_blocks * block_size * dtype.itemsize
+    if any(payload[values_at + len(elements) * dtype.itemsize : end]):
         raise wrong_field(rank, "block padding", "zeros behind the segment", "others")
-    return elements, numbers_at(payload, at, len(elements), dtype)
+    return elements, numbers_at(payload, values_at, len(elements), dtype)

@@ -14,15 +14,17 @@ _SIZE_AT, _CHECKSUM_AT = 24, 44
 def mixed_sum(data: bytes, first: int = 0) -> int:
     """The sum, modulo 2^32, of 32-bit words that are each mixed with their number.
 
+    Products are taken in uint64 and cut to 32 bits.
+
     Args:
         data: a multiple of 4 bytes.
         first: the number of its first word.
     """
     words = np.frombuffer(data, "<u4").astype(np.uint64)
-    low = np.uint64(0xFFFFFFFF)
-    at = np.arange(first, first + words.size, dtype=np.uint64)
-    mixed = (words ^ at * np.uint64(0x9E3779B9) & low) * np.uint64(0x85EBCA6B) & low
-    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & low
+    mask = np.uint64(0xFFFFFFFF)
+    number = np.arange(first, first + words.size, dtype=np.uint64)
+    mixed = (words ^ number * np.uint64(0x9E3779B9) & mask) * np.uint64(0x85EBCA6B) & mask
+    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & mask
     return int(mixed.sum()) & 0xFFFFFFFF
 
 
@@ -42,7 +44,7 @@ def _with_sums(message: bytes, sign: int) -> bytes:
     while position + HEADER_BYTES <= len(data):
         (size,) = struct.unpack_from("<Q", data, position + _SIZE_AT)
         begin, end = position + HEADER_BYTES, position + HEADER_BYTES + size
-        if end > len(data) or size % 16:
+        if end > len(data) or size % 16:  # no size that a record can have
             break
         (checksum,) = struct.unpack_from("<I", data, position + _CHECKSUM_AT)
         checksum += sign * mixed_sum(message[begin:end])

@@ -20,6 +20,8 @@ def encode(
 ) -> bytes:
     """The record of the partition whose elements, in the order of their positions, are given.
 
+    A bitmap and the values that are not zero, or all values where that is not larger.
+
     Args:
         gradient: the whole segment, as in the paper.
         index_set: elements of the partition.
@@ -34,6 +36,7 @@ def encode(
         bits[position // 8] |= 1 << position % 8
     bitmap = padded(bytes(bits)) + padded(local[nonzero])
     dense = padded(local)
+    # The codes of the forms: 0 bitmap, 1 dense.
     form, sections = (0, bitmap) if len(bitmap) < len(dense) else (1, dense)
     sub_header = struct.pack("<IIQIIQ", *hash_fields, form, len(index_set))
     dtype = (torch.float32, torch.bfloat16, torch.float16).index(gradient.dtype)

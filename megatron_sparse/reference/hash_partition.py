@@ -15,14 +15,18 @@ _MASK_32 = 2**32 - 1
 
 
 def permute(element: int, numel: int, seed: int) -> int:
-    """The position of an element under the keyed permutation of [0, numel)."""
+    """The position of an element under the keyed permutation of [0, numel).
+
+    Four rounds permute the numbers of `bits` bits; they are repeated until the result is below
+    numel, which makes it a permutation of [0, numel). Every step can be undone.
+    """
     bits = max((numel - 1).bit_length(), 1)
     mask, shift = 2**bits - 1, (bits + 1) // 2
     x = element
     while True:
-        for r in range(ROUNDS):
-            key, word = hash_seed(seed, DRAW_ROUND + r)
-            x = (x ^ key) * (word | 1) & mask
+        for number in range(ROUNDS):
+            key, word = hash_seed(seed, DRAW_ROUND + number)
+            x = (x ^ key) * (word | 1) & mask  # an odd factor has an inverse
             x ^= x >> shift
         if x < numel:
             return x
@@ -34,7 +38,7 @@ def partition_of(element: int, numel: int, partitions: int, seed: int) -> int:
 
 
 def general_partition(element: int, partitions: int, seed: int) -> int:
-    """The partition of an element by the paper's general hash."""
+    """The partition of an element by the paper's general hash: murmur3's finaliser, scaled."""
     low, high = hash_seed(seed, DRAW_GENERAL)
     x = (element ^ low) & _MASK_32
     x ^= x >> 16
@@ -56,6 +60,17 @@ def hierarchical_hash(
 ) -> tuple[list[list[int]], int, int]:
     """Algorithm 1, line by line, one entry after the other.
 
+    An entry tries `rehashes` parallel slots, one after the other, then takes the next serial slot.
+
+    Args:
+        indices: the element of each entry.
+        partition: the partition of each entry.
+        partitions: n.
+        parallel_slots: r1 of each partition.
+        serial_slots: r2 of each partition.
+        rehashes: k.
+        seed: of the hashes that choose slots.
+
     Returns:
         The entry numbers of each partition, sorted by index; how many of them went through the
         serial memory, and how many beyond its r2 slots.
@@ -63,24 +78,24 @@ def hierarchical_hash(
     memory: list[list[int | None]] = [
         [None] * (parallel_slots + serial_slots) for _ in range(partitions)
     ]
-    counters = [parallel_slots] * partitions
+    next_serial = [parallel_slots] * partitions
     grown = 0
     for entry, (index, p) in enumerate(zip(indices, partition, strict=True)):
-        for i in range(rehashes + 1):
-            if i == rehashes:
-                q = counters[p]
-                counters[p] += 1
-                if q == len(memory[p]):
+        for trial in range(rehashes + 1):
+            if trial == rehashes:
+                slot = next_serial[p]
+                next_serial[p] += 1
+                if slot == len(memory[p]):
                     memory[p].append(None)
                     grown += 1
             else:
-                word = int(counter_hash(seed, DRAW_SLOT + i, torch.tensor(index)))
-                q = word * parallel_slots >> 32
-            if memory[p][q] is None:
-                memory[p][q] = entry
+                word = int(counter_hash(seed, DRAW_SLOT + trial, torch.tensor(index)))
+                slot = word * parallel_slots >> 32
+            if memory[p][slot] is None:
+                memory[p][slot] = entry
                 break
-    extracted = [
-        sorted((e for e in slots if e is not None), key=lambda e: (indices[e], e))
-        for slots in memory
-    ]
-    return extracted, sum(counters) - partitions * parallel_slots, grown
+    extracted = []
+    for slots in memory:
+        held = [entry for entry in slots if entry is not None]
+        extracted.append(sorted(held, key=lambda entry: (indices[entry], entry)))
+    return extracted, sum(next_serial) - partitions * parallel_slots, grown

@@ -31,7 +31,10 @@ _FORMATS = (FORMAT_DENSE, FORMAT_COO, FORMAT_PICI, FORMAT_BLOCKS, FORMAT_RICE)
 def encode(
     grad_N: torch.Tensor, segments: Segments, nnz_S: torch.Tensor, spec: RecordSpec
 ) -> list[bytes]:
-    """The record of each segment; arguments as of `cuda_ext.ops.encode`."""
+    """The record of each segment: dense, unless a wanted sparse format is smaller.
+
+    Arguments as of `cuda_ext.ops.encode`. Of two formats of the same size the first one wins.
+    """
     value_dtype, wanted_format = spec.value_dtype, spec.record_format
     records = []
     for (begin, end), keep, nnz in zip(
@@ -43,7 +46,7 @@ def encode(
             values = with_one_nan(values, DTYPES[value_dtype])
         chosen, payload = FORMAT_DENSE, padded(values)
         wanted = (FORMAT_COO, FORMAT_PICI) if wanted_format == FORMAT_ADAPTIVE else (wanted_format,)
-        for sparse in wanted if not keep else ():
+        for sparse in wanted if not keep else ():  # what must be kept whole stays dense
             candidate = _sections(sparse, values, kept, spec)
             if len(candidate) < len(payload):
                 chosen, payload = sparse, candidate
@@ -73,9 +76,9 @@ def decode_add_(acc_M: torch.Tensor, message: bytes, expected: Expected, base: i
             dtype, formats = BF16, (FORMAT_DENSE,)
         available = len(message) - position
         header.check(dtype, end - begin, begin, expected.step, available, rank, formats)
-        at = position + HEADER_BYTES
-        position = at + header.payload_bytes
-        index, values = _entries(header, message[at:position], rank)
+        payload_at = position + HEADER_BYTES
+        position = payload_at + header.payload_bytes
+        index, values = _entries(header, message[payload_at:position], rank)
         acc_M[begin - base : end - base][index] += values.float()
     if position != len(message):
         raise wrong_field(rank, "size", f"{position} bytes", len(message))
@@ -98,7 +101,11 @@ def _sections(
 def _entries(
     header: Header, payload: bytes, rank: int
 ) -> tuple[list[int] | slice | torch.Tensor, torch.Tensor]:
-    """The elements that a record holds, each once, and their values."""
+    """Decodes a record's payload: its elements in the segment, each once, and their values.
+
+    Raises:
+        WireFormatError: names the rank and the field that is wrong.
+    """
     if header.format == FORMAT_RICE:
         return rice.decode(header, payload, rank)
     dtype = DTYPES[header.dtype]
@@ -113,6 +120,7 @@ def _entries(
         except ValueError as error:
             raise wrong_field(rank, "prefix or words", "those of its bits", error) from error
     index = numbers_at(payload, 0, header.nnz, torch.int32).tolist()
+    # They ascend strictly, inside the segment.
     for before, after in pairwise([-1, *index, header.numel]):
         if before >= after:
             raise wrong_field(rank, "indices", f"above {before}", after)

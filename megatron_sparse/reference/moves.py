@@ -57,10 +57,11 @@ def exponents(bits: np.ndarray, dtype: int) -> np.ndarray:
 
 def base_exponent(old: np.ndarray, dtype: int) -> int:
     """The exponent of context 0: at most one of 256 sampled numbers lies above context 15."""
-    at = np.arange(min(SAMPLES, old.size)) * old.size // min(SAMPLES, old.size)
-    counts = np.bincount(exponents(old[at], dtype), minlength=256)
-    top, above = 255, 0
-    while top > 0 and above + counts[top] <= at.size // 256:
+    count = min(SAMPLES, old.size)
+    sampled = old[np.arange(count) * old.size // count]  # evenly spread
+    counts = np.bincount(exponents(sampled, dtype), minlength=256)
+    top, above = 255, 0  # context 15 goes down while few enough numbers lie above it
+    while top > 0 and above + counts[top] <= count // 256:
         above += counts[top]
         top -= 1
     return max(top - (CONTEXTS - 1), 0)
@@ -72,7 +73,7 @@ def contexts(old: np.ndarray, base: int, dtype: int) -> np.ndarray:
 
 
 def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Symbol, number of raw bits and raw bits of each move.
+    """Symbol, number of raw bits and raw bits of each move; `z` are moves in zigzag order.
 
     Below 16 the symbol is the move itself; then there are two symbols for each power of two.
 
@@ -87,7 +88,10 @@ def symbols(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def quantise(counts: np.ndarray) -> np.ndarray:
-    """Frequencies with the sum 2^SCALE_BITS; symbols that occur get at least 1."""
+    """Scales counts to frequencies with the sum 2^SCALE_BITS; symbols that occur get at least 1.
+
+    Without any count all are 0. What rounding leaves over goes to the largest ones.
+    """
     total = int(counts.sum())
     frequencies = np.zeros(counts.size, np.int64)
     if total == 0:
@@ -110,11 +114,19 @@ def rans_encode(
 
     The decoder reads, for every 32 numbers, the words of all states for the symbols, then those for
     the lower 16 raw bits, then those for the upper ones. So the encoder goes backwards.
+    Suffix L: a lane for each of the 32 states.
+
+    Args:
+        z: the moves, as `zigzag` makes them.
+        context: each number's frequency table.
+        frequencies: of each symbol, by table.
+        starts: sums of the frequencies before each symbol, by table.
     """
     words: list[np.ndarray] = []
     state = np.full(STATES, LOWEST_STATE, np.int64)
 
     def emit(wanting: np.ndarray) -> None:
+        """Moves the lower 16 bits of these states to the words: they have no room for more."""
         nonlocal state
         words.append((state & 0xFFFF)[wanting])
         state = np.where(wanting, state >> 16, state)
@@ -122,20 +134,21 @@ def rans_encode(
     symbol, raw_bits, raw = symbols(z)
     for begin in reversed(range(0, z.size, STATES)):
         step = slice(begin, begin + STATES)
-        lanes = np.zeros(STATES, bool)
-        lanes[: z[step].size] = True
-        k, r, s, c = (
-            np.pad(a[step], (0, STATES - z[step].size)) for a in (raw_bits, raw, symbol, context)
+        idle = STATES - z[step].size  # lanes without a number
+        busy_L = np.arange(STATES) < STATES - idle
+        bits_L, raw_L, symbol_L, context_L = (
+            np.pad(numbers[step], (0, idle)) for numbers in (raw_bits, raw, symbol, context)
         )
-        low = np.minimum(k, 16)
-        for bits, value in ((k - low, r >> low), (low, r & (1 << low) - 1)):
-            emit(lanes & (state >> 32 - bits != 0))
-            state = np.where(lanes, state << bits | value, state)
-        f, start = frequencies[c, s], starts[c, s]
-        emit(lanes & (state >> 32 - SCALE_BITS >= f))
-        f = np.maximum(f, 1)  # of the lanes without a number
-        coded = (state // f << SCALE_BITS) + state % f + start
-        state = np.where(lanes, coded, state)
+        low_L = np.minimum(bits_L, 16)
+        upper, lower = (bits_L - low_L, raw_L >> low_L), (low_L, raw_L & (1 << low_L) - 1)
+        for bits, value in (upper, lower):
+            emit(busy_L & (state >> 32 - bits != 0))
+            state = np.where(busy_L, state << bits | value, state)
+        frequency_L, start_L = frequencies[context_L, symbol_L], starts[context_L, symbol_L]
+        emit(busy_L & (state >> 32 - SCALE_BITS >= frequency_L))
+        frequency_L = np.maximum(frequency_L, 1)  # idle lanes must not divide by 0
+        coded = (state // frequency_L << SCALE_BITS) + state % frequency_L + start_L
+        state = np.where(busy_L, coded, state)
     stream = np.concatenate([*words[::-1], np.empty(0)]).astype("<u2")
     return state.astype("<u4").tobytes() + stream.tobytes()
 
@@ -146,7 +159,10 @@ def checksum(body: bytes) -> int:
 
 
 def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
-    """The record of numbers given as unsigned bit patterns."""
+    """The record that says how `old` became `new`, both given as unsigned bit patterns.
+
+    Each chunk is coded by rANS or raw, whichever is shorter; so is the whole record.
+    """
     old, new = old.astype(np.int64), new.astype(np.int64)
     raw = padded(_raw(new, dtype))
     sections, base, chunks, table = raw, 0, 0, b""
@@ -158,11 +174,13 @@ def encode(old: np.ndarray, new: np.ndarray, dtype: int, epoch: int) -> bytes:
         frequencies = _frequencies(z, context, dtype)
         starts = np.cumsum(frequencies, axis=1) - frequencies
         table = _pack_table(frequencies)
-        coded = [rans_encode(z[p], context[p], frequencies, starts) for p in parts]
-        whole = [padded(_raw(new[p], dtype)) for p in parts]
-        best = [c if len(c) < len(w) else w for c, w in zip(map(padded, coded), whole, strict=True)]
-        offsets = np.cumsum([0, *(len(b) // 16 for b in best)]).astype("<u4").tobytes()
-        sections, chunks = padded(offsets) + padded(table) + b"".join(best), len(parts)
+        written = []
+        for part in parts:
+            coded = padded(rans_encode(z[part], context[part], frequencies, starts))
+            written.append(min(padded(_raw(new[part], dtype)), coded, key=len))  # raw in a tie
+        ends = np.cumsum([len(chunk) // 16 for chunk in written])  # in units of 16 bytes
+        offsets = np.array([0, *ends]).astype("<u4").tobytes()
+        sections, chunks = padded(offsets) + padded(table) + b"".join(written), len(parts)
     coder = "rans"
     if len(sections) >= len(raw):
         sections, base, chunks, table, coder = raw, 0, 0, b"", "raw"
@@ -180,11 +198,12 @@ def symbol_count(dtype: int) -> int:
 
 
 def _frequencies(z: np.ndarray, context: np.ndarray, dtype: int) -> np.ndarray:
+    """The frequency of each symbol in each context: a row that `quantise` made for each."""
     count, symbol = symbol_count(dtype), symbols(z)[0]
-    key, missed = context * count + symbol, 0
+    key, extra = context * count + symbol, 0
     if z.size > COUNT_ALL:  # every fourth block; symbols may be missed, so each counts once more
-        key, missed = key[np.arange(z.size) // COUNT_BLOCK % COUNT_STRIDE == 0], 1
-    counts = np.bincount(key, minlength=CONTEXTS * count) + missed
+        key, extra = key[np.arange(z.size) // COUNT_BLOCK % COUNT_STRIDE == 0], 1
+    counts = np.bincount(key, minlength=CONTEXTS * count) + extra
     return np.stack([quantise(row) for row in counts.reshape(CONTEXTS, count)])
 
 

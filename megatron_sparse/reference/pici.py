@@ -25,7 +25,7 @@ def encode(values_N: torch.Tensor, kept_N: torch.Tensor, *, linear: bool) -> byt
         linear: the order inside a tile; false is the paper's.
     """
     kept = kept_N.tolist()
-    words, prefix, order = [], [0], []
+    words, prefix, order = [], [0], []  # `order`: the kept elements as their values travel
     for begin in range(0, len(kept), TILE):
         for word in range(SIDE):
             bits = 0
@@ -60,15 +60,16 @@ def decode(
                 elements.append(word // SIDE * TILE + _element(word % SIDE, bit, linear))
         if word % SIDE == SIDE - 1:
             prefix.append(len(elements))
-    at = 8 * SIDE * tiles
-    stored = [
-        int.from_bytes(payload[at + 4 * t : at + 4 * t + 4], "little") for t in range(tiles + 1)
-    ]
+    prefix_at = 8 * SIDE * tiles  # behind the words
+    stored = []
+    for at in range(prefix_at, prefix_at + 4 * (tiles + 1), 4):
+        stored.append(int.from_bytes(payload[at : at + 4], "little"))
     if stored != prefix or prefix[-1] != nnz:
         raise ValueError(f"prefix sums {stored} do not fit the words' {prefix} and nnz {nnz}")
     if any(element >= numel for element in elements):
         raise ValueError(f"a bit lies beyond element {numel}")
-    return elements, numbers_at(payload, at + pad16(4 * (tiles + 1)), nnz, dtype)
+    values_at = prefix_at + pad16(4 * (tiles + 1))
+    return elements, numbers_at(payload, values_at, nnz, dtype)
 
 
 def _element(word: int, bit: int, linear: bool) -> int:

@@ -66,9 +66,15 @@ def grid_of(*dtype_codes: int) -> Grid:
 def round_to(x_N: torch.Tensor, grid: Grid, random_N: torch.Tensor | None) -> torch.Tensor:
     """Rounds finite fp32 values to `grid`, stochastically or (without bits) to nearest even.
 
+    Args:
+        x_N: finite, fp32.
+        grid: the values to round to.
+        random_N: the counter hash of each element; None rounds to nearest even.
+
     Returns:
         fp32, exactly on the grid, saturated at its limit.
     """
+    # A magnitude is `whole + fraction` steps of the grid; `up` says whether it gets one more.
     magnitude = x_N.double().abs()
     exponent = torch.frexp(magnitude).exponent.long() - 1
     step_exponent = (exponent - (grid.precision - 1)).clamp(min=grid.least_step)
@@ -110,7 +116,8 @@ def prune(
     if pruning.tie_chances_R is not None:
         chance_N = torch.repeat_interleave(pruning.tie_chances_R, lengths).double()
         drawn = (counter_hash(key, DRAW_TIE, index_N) >> 8).double() / 2**24 < chance_N
-        drop &= ~((x_N.abs() == threshold_N) & (threshold_N > 0) & drawn)
+        tied = (x_N.abs() == threshold_N) & (threshold_N > 0)
+        drop &= ~(tied & drawn)
 
     finite_x = torch.where(finite, x_N, 0)
     random = counter_hash(key, DRAW_VALUE, index_N) if key >= 0 else None
@@ -151,9 +158,10 @@ def with_one_nan(x_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def prune_limited(
     grad_N: torch.Tensor, pruning: Pruning, wire_dtype: int, segment_offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sent values, in the wire's dtype, and the new residual; mutates nothing.
+    """Prunes to a capacity: the sent values, in the wire's dtype, and the new residual.
 
-    Args are those of `cuda_ext.ops.prune_encode`.
+    Mutates nothing. The module's docstring has the rule for elements beyond the capacity. Args are
+    those of `cuda_ext.ops.prune_encode`.
     """
     pruned_N, rest_N, _ = prune(grad_N, pruning, wire_dtype)
     leak, key, capacity_S = pruning.leak, pruning.key, pruning.capacity_S

@@ -66,7 +66,7 @@ def pack(codes: np.ndarray, bits: int) -> bytes:
 
 
 def unpack(data: bytes, bits: int) -> np.ndarray:
-    """The inverse of `pack`."""
+    """The codes that `pack` packed; those of 4 bits are in two's complement."""
     if bits == 8:
         return np.frombuffer(data, np.int8).astype(np.int64)
     both = np.frombuffer(data, np.uint8).astype(np.int64)
@@ -95,15 +95,13 @@ def encode(new: np.ndarray, old: np.ndarray, bits: int, epoch: int) -> bytes:
 
 
 def add(record: bytes, held: np.ndarray, bits: int) -> np.ndarray:
-    """What is held after adding a record, which must be right."""
+    """The numbers `held` with the difference of a record added; the record must be right."""
     groups = -(-held.size // GROUP)
     scales_at = HEADER_BYTES + SUB_HEADER.size
     codes_at, code_bytes = scales_at + pad16(2 * groups), GROUP * bits // 8
-    added = [
-        dequantise(
-            struct.unpack_from("<H", record, scales_at + 2 * g)[0],
-            unpack(record[codes_at + g * code_bytes :][:code_bytes], bits),
-        )
-        for g in range(groups)
-    ]
-    return held + np.concatenate([np.zeros(0, np.float32), *added])[: held.size]
+    added = [np.zeros(0, np.float32)]  # for a record without groups
+    for group in range(groups):
+        (scale,) = struct.unpack_from("<H", record, scales_at + 2 * group)
+        begin = codes_at + group * code_bytes
+        added.append(dequantise(scale, unpack(record[begin : begin + code_bytes], bits)))
+    return held + np.concatenate(added)[: held.size]  # the last group is filled up

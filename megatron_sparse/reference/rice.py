@@ -57,6 +57,7 @@ def encode(
         infinite or NaN.
     """
     numel, span, index = len(place), 1 << spec.log2_span, index_K.numpy()
+    # A row of the table: entries and words before a chunk. Empty arrays are for no chunks at all.
     table, chunks, sent = [(0, 0)], [np.zeros(0, "<u4")], [np.zeros(0, np.float32)]
     for begin in range(0, numel, span):
         first, last = np.searchsorted(index, (begin, begin + span))
@@ -102,19 +103,20 @@ def decode(header: Header, payload: bytes, rank: int) -> tuple[torch.Tensor, tor
     words = np.frombuffer(payload, "<u4", total_words, words_at)
     index, values = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for chunk, begin in enumerate(range(0, header.numel, 1 << spec.log2_span)):
-        (entries, at), (entries_end, end) = table[chunk], table[chunk + 1]
+        (entries, words_begin), (entries_end, words_end) = table[chunk], table[chunk + 1]
         numel = min(1 << spec.log2_span, header.numel - begin)
         try:
-            found = read_chunk(words[at:end], entries_end - entries, numel, spec)
+            chunk_words = words[words_begin:words_end]
+            chunk_index, chunk_values = read_chunk(chunk_words, entries_end - entries, numel, spec)
         except WrongWords as error:
             raise wrong_field(rank, "rice", f"those of chunk {chunk}", error) from error
-        index.append(found[0] + begin)
-        values.append(found[1])
+        index.append(chunk_index + begin)
+        values.append(chunk_values)
     return torch.from_numpy(np.concatenate(index)), torch.from_numpy(np.concatenate(values))
 
 
 def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordSpec, int]:
-    """How the record is written, and the words of all chunks."""
+    """Checks the sub-header; returns how the record is written, and the words of all chunks."""
     indices, log2_span, zero, chunks, total_words = SUB_HEADER.unpack_from(payload)
     if indices > 1 or log2_span not in RICE_SPANS or zero:
         expected = f"0 or 1, {RICE_SPANS[0]} to {RICE_SPANS[-1]}, 0"
@@ -128,8 +130,10 @@ def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordS
     spec = RecordSpec(
         header.dtype, header.step, FORMAT_RICE, log2_span=log2_span, without_indices=not indices
     )
-    if not indices and total_words != (whole := whole_words(header.numel, spec)):
-        raise wrong_field(rank, "table", f"{whole} words", total_words)
+    if not indices:
+        whole = whole_words(header.numel, spec)
+        if total_words != whole:
+            raise wrong_field(rank, "table", f"{whole} words", total_words)
     table_bytes = pad16(8 * (chunks + 1)) if indices else 0
     payload_bytes = SUB_HEADER.size + table_bytes + pad16(4 * total_words)
     if header.payload_bytes != payload_bytes:
@@ -140,7 +144,12 @@ def _read_sub_header(header: Header, payload: bytes, rank: int) -> tuple[RecordS
 def _read_table(
     header: Header, payload: bytes, spec: RecordSpec, total_words: int, rank: int
 ) -> tuple[list[tuple[int, int]], int]:
-    """Entries and words before each chunk and in all of them, and where the words begin."""
+    """Reads and checks the table, which a record without indices does not have.
+
+    Returns:
+        Entries and words before each chunk, and in all of them; and the byte of the payload at
+        which the words begin.
+    """
     span = 1 << spec.log2_span
     chunks = -(-header.numel // span)
     if spec.without_indices:
@@ -175,6 +184,7 @@ def index_words(index_K: np.ndarray, numel: int) -> np.ndarray:
         return np.zeros(0, "<u4")
     r = rice_parameter(numel, index_K.size)
     gap_K = np.diff(index_K, prepend=-1) - 1
+    # Rice's code of a gap: r bits of remainder, as planes, and the quotient in unary.
     ones_K = np.cumsum((gap_K >> r) + 1) - 1  # each quotient is as many zeros, then a one
     bits = np.zeros(int(-(-(ones_K[-1] + 1) // PLANE)) * PLANE, np.uint8)
     bits[ones_K] = 1
@@ -191,13 +201,17 @@ def planes(numbers_K: np.ndarray, bits: int) -> np.ndarray:
     """
     padded = np.zeros(_planes_of(numbers_K.size) * PLANE, np.uint32)
     padded[: numbers_K.size] = numbers_K
+    # [groups of 32, bits, 32]: one bit of one number in each place.
     rows = padded.reshape(-1, 1, PLANE) >> np.arange(bits, dtype=np.uint32).reshape(1, -1, 1) & 1
     packed = np.packbits(rows.astype(np.uint8).reshape(-1, PLANE), axis=1, bitorder="little")
     return packed.view("<u4").reshape(-1)
 
 
 def value_words(x_K: torch.Tensor, spec: RecordSpec) -> tuple[np.ndarray, np.ndarray]:
-    """The words of a chunk's values, and the fp32 values that they stand for."""
+    """The words of a chunk's values, and the fp32 values that they stand for.
+
+    Quantised values take a word for the scale of each group, then the planes of its codes.
+    """
     if spec.value_dtype not in RICE_BITS:
         dtype = DTYPES[spec.value_dtype]
         values_K = x_K if x_K.dtype == dtype else with_one_nan(x_K, dtype)
@@ -223,7 +237,7 @@ def whole_words(numel: int, spec: RecordSpec) -> int:
 def read_chunk(
     words: np.ndarray, entries: int, numel: int, spec: RecordSpec
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The elements of the chunk and their values.
+    """Decodes a chunk: its elements, counted from its begin, and their fp32 values.
 
     Args:
         words: those of the chunk: values, remainders of the gaps, their quotients in unary.
@@ -253,6 +267,7 @@ def read_chunk(
     ones = np.flatnonzero(np.unpackbits(unary.view(np.uint8), bitorder="little"))
     if ones.size != entries or unary[-1] == 0:
         raise WrongWords(f"{ones.size} ones for {entries} entries, last word {unary[-1]:#x}")
+    # The zeros before each one are a gap's quotient.
     gaps = (np.diff(ones, prepend=-1) - 1 << r) + (remainders[:entries] if r else 0)
     index = np.cumsum(gaps + 1) - 1
     if index[-1] >= numel:
@@ -267,13 +282,13 @@ def _read_values(words: np.ndarray, count: int, value_dtype: int) -> np.ndarray:
     if value_dtype not in RICE_BITS:
         data = bytearray(words.tobytes())
         return torch.frombuffer(data, dtype=DTYPES[value_dtype], count=count).float().numpy()
-    bits, values, at = RICE_BITS[value_dtype], [], 0
+    bits, values, scale_at = RICE_BITS[value_dtype], [], 0
     for begin in range(0, count, GROUP):
         size = min(GROUP, count - begin)
-        end = at + 1 + bits * _planes_of(size)
-        codes = from_planes(words[at + 1 : end], bits)[:size]
-        values.append(dequantise(int(words[at]), codes, bits))
-        at = end
+        end = scale_at + 1 + bits * _planes_of(size)
+        codes = from_planes(words[scale_at + 1 : end], bits)[:size]
+        values.append(dequantise(int(words[scale_at]), codes, bits))
+        scale_at = end
     return np.concatenate(values)
 
 

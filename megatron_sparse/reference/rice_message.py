@@ -52,7 +52,9 @@ def encode_segments(
     spec: RecordSpec,
     key: int = -1,
 ) -> tuple[list[bytes], torch.Tensor]:
-    """The record of each segment, and the new residual; mutates nothing.
+    """Returns the record of each segment, and the new residual; mutates nothing.
+
+    Raw values leave the residual as it is.
 
     Args:
         values_N: the values to send, 0 for elements without an entry.
@@ -70,13 +72,14 @@ def encode_segments(
             if not keep:
                 index_K = values_N[begin:end].nonzero().squeeze(1)
                 raw, _ = encode(values_N[begin + index_K], index_K, range(begin, end), spec)
-                record = min(record, raw, key=len)
+                record = min(record, raw, key=len)  # dense in a tie
             records.append(record)
             continue
         piece_M = values_N[begin:end].float()
         whole = keep or spec.without_indices
         index_K = torch.arange(end - begin) if whole else piece_M.nonzero().squeeze(1)
         x_K = piece_M[index_K] + residual_N[begin + index_K].float()
+        # Both give the record and what x loses by it, which is the new residual.
         if keep:
             record, rest_K = _kept_record(x_K, piece_M, begin, spec)
         else:

@@ -79,7 +79,7 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
     if not indices:
         step = high / levels
     elif bits in FITTED:
-        a, b = FITTED[bits]
+        a, b = FITTED[bits]  # levels near the mean
         spread = mean_of(magnitude_K) - low
         base = down(min(low + a * spread, np.float32(2) * low))
         # The second term keeps the largest magnitude below twice its level.
@@ -88,13 +88,13 @@ def scale_of(magnitude_K: np.ndarray, bits: int, *, indices: bool) -> int:
         base = down(low)
         step = (high - base) / levels
     step = up(step) if step > 0 else np.float32(0)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # an infinite product is not below the step
         base = np.float32(0) if base * BASE_LIMIT < step else base
     return _bits(base) | _bits(step) >> 16
 
 
 def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
-    """Quantises a group.
+    """Quantises a group of up to 128 fp32 values; one of 2^120 or more, or NaN, makes all NaN.
 
     Example:
         >>> group = quantise(np.array([1.0, -1.25, 8.0], np.float32), 4, indices=True)
@@ -110,6 +110,7 @@ def quantise(x_K: np.ndarray, bits: int, *, indices: bool) -> QuantisedGroup:
         return QuantisedGroup(NAN_WORD, codes, sent, np.zeros_like(x_K))
     scale_word = scale_of(magnitude_K, bits, indices=indices)
     base, step = base_and_step(scale_word)
+    # Without a step the base is the only level.
     quotient = (magnitude_K - base) / (step if step > 0 else np.float32(np.inf))
     j = np.clip(np.rint(quotient), 0, levels_of(bits)).astype(np.uint32)
     codes = np.signbit(x_K).astype(np.uint32) << (bits - 1) | j

@@ -43,8 +43,8 @@ class Loads:
         """
         cuts = even_cuts(numel, len(elements))
         return cls(
-            np.array([counts_between(own_K, cuts) for own_K in elements]),
-            np.array(counts_between(union_of(elements, numel), cuts)),
+            push_nP=np.array([counts_between(own_K, cuts) for own_K in elements]),
+            pull_P=np.array(counts_between(union_of(elements, numel), cuts)),
         )
 
     @classmethod
@@ -61,11 +61,13 @@ class Loads:
         h0 = PermutationHash(numel, len(elements), HASH_SEED)
 
         def counts(own_K: np.ndarray) -> np.ndarray:
+            """How many of some elements lie in each partition."""
             partition_K = h0.partition_of(torch.from_numpy(own_K))
             return partition_K.bincount(minlength=h0.partitions).numpy()
 
         return cls(
-            np.array([counts(own_K) for own_K in elements]), counts(union_of(elements, numel))
+            push_nP=np.array([counts(own_K) for own_K in elements]),
+            pull_P=counts(union_of(elements, numel)),
         )
 
     def __add__(self, other: Loads) -> Loads:
@@ -111,7 +113,7 @@ class Sample:
     hashed: Loads
 
     def line(self, kind: str) -> dict[str, Any]:
-        """The JSON object."""
+        """The sample as a JSON object; `kind` is the kind of its tensors in the gradient dump."""
         return {
             "iteration": self.iteration,
             "bucket": self.bucket,

@@ -99,11 +99,12 @@ def overlap_ratios(words_nW: np.ndarray, most_pairs: int) -> list[float]:
     if first.size > most_pairs:
         taken = np.arange(most_pairs) * first.size // most_pairs
         first, second = first[taken], second[taken]
-    return [
-        size_of(words_nW[a] & words_nW[b]) / min(sizes[a], sizes[b])
-        for a, b in zip(first.tolist(), second.tolist(), strict=True)
-        if sizes[a] and sizes[b]
-    ]
+    ratios = []
+    for a, b in zip(first.tolist(), second.tolist(), strict=True):
+        smaller = min(sizes[a], sizes[b])
+        if smaller:
+            ratios.append(size_of(words_nW[a] & words_nW[b]) / smaller)
+    return ratios
 
 
 def nonzero_elements(gradient: torch.Tensor) -> np.ndarray:
@@ -184,24 +185,27 @@ def profile_of_elements(elements: Sequence[np.ndarray], numel: int) -> SparsityP
     # Of the sum of k ranks, the mean over the groups of k.
     nnz_of_sum = {k: sum(map(size_of, sets)) / len(sets) for k, sets in unions(words_nW)}
     sum_K = union_of(elements, numel)
-    skewness = [_skewness(own_K, numel, n) for own_K in elements]  # of each rank, as `blocks`
-    blocks = [_blocks(own_K, numel) for own_K in elements]
-    cuts, mean_nnz = partition_counts(numel, n), nnz / n
+    mean_nnz = nnz / n
     return SparsityProfile(
         numel=numel,
         world_size=n,
         density=mean_nnz / numel if numel else 0.0,
         densification={k: size / mean_nnz if nnz else 1.0 for k, size in nnz_of_sum.items()},
-        skewness={p: sum(found[p] for found in skewness) / n for p in cuts},
+        skewness=_mean([_skewness(own_K, numel, n) for own_K in elements]),
         sum_skewness=_skewness(sum_K, numel, n),
         overlap=quantiles(overlap_ratios(words_nW, MOST_PAIRS)),
-        block_density={b: sum(found[b] for found in blocks) / n for b in BLOCK_SIZES},
+        block_density=_mean([_blocks(own_K, numel) for own_K in elements]),
         sum_block_density=_blocks(sum_K, numel),
     )
 
 
+def _mean(by_rank: Sequence[dict[int, float]]) -> dict[int, float]:
+    """The mean over ranks of the number under each key; all ranks have the same keys."""
+    return {key: sum(found[key] for found in by_rank) / len(by_rank) for key in by_rank[0]}
+
+
 def _skewness(elements_K: np.ndarray, numel: int, n: int) -> dict[int, float]:
-    """The skewness ratio by number of partitions."""
+    """The skewness ratio of a set of elements, for each number of partitions of n ranks."""
     return {
         p: skewness_ratio(counts_between(elements_K, even_cuts(numel, p)), numel)
         for p in partition_counts(numel, n)
@@ -228,8 +232,8 @@ def skewness_ratio(counts: Sequence[float], numel: int) -> float:
     total = sum(counts)
     if not total:
         return 1.0
-    cuts = pairwise(even_cuts(numel, len(counts)))
-    densest = max(count / (stop - start) for count, (start, stop) in zip(counts, cuts, strict=True))
+    sizes = [stop - start for start, stop in pairwise(even_cuts(numel, len(counts)))]
+    densest = max(count / size for count, size in zip(counts, sizes, strict=True))
     return densest / (total / numel)
 
 
@@ -238,4 +242,5 @@ def block_fraction(elements_K: np.ndarray, numel: int, size: int) -> float:
     blocks = -(-numel // size)
     if not elements_K.size:
         return 0.0
-    return (1 + int(np.count_nonzero(np.diff(elements_K // size)))) / blocks
+    block_K = elements_K // size  # ascending: each change begins another block
+    return (1 + int(np.count_nonzero(np.diff(block_K)))) / blocks

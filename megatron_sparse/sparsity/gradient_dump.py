@@ -75,6 +75,7 @@ class GradientDumpWriter:
         world_size: int = 1,
         first_rank: int = 0,
     ) -> None:
+        """Stores the arguments; makes no folder yet."""
         self._iterations, self._folder, self._is_broken = frozenset(iterations), folder, False
         self._place = Path(f"group-{first_rank}-{world_size}") / f"rank-{rank:04d}"
 
@@ -117,7 +118,10 @@ class GradientDumpWriter:
     def on_selected(
         self, bucket: Bucket, step: int, message: Message, buffers: MessageBuffers
     ) -> None:
-        """Writes the selection from a bucket."""
+        """Writes the selection from a bucket, if its iteration is to be dumped.
+
+        Mutates what `selected_values` mutates. Steps count from 0, iterations from 1.
+        """
         if self.wants(step + 1):
             selected_N = selected_values(bucket, message, buffers)
             self.write(bucket.name, step + 1, Kind.SELECTED, selected_N)
@@ -150,7 +154,7 @@ class GradientDumpWriter:
 
 
 def _packed(values: torch.Tensor) -> dict[str, Any]:
-    """Flat values with the indices of those that are not zero, or all of them if that is less."""
+    """The content of a file: non-zero values and their indices, or all values if no larger."""
     dense_N = values.to_dense().flatten()
     sparse_N = dense_N.to_sparse()
     numel, value_bytes = dense_N.numel(), dense_N.dtype.itemsize
@@ -272,7 +276,11 @@ class GradientDump:
         return found
 
     def _files(self, iteration: int, bucket: str, kind: Kind) -> list[Path]:
-        """Each rank's file, whether it is there or not."""
+        """Each rank's file for a bucket of the dump, whether it is there or not.
+
+        Raises:
+            ProfileError: there is no such iteration or bucket.
+        """
         for what, asked, there in (
             ("iteration", iteration, self.iterations),
             ("bucket", bucket, list(self.buckets)),

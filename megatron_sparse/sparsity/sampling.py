@@ -95,18 +95,19 @@ def sample_profile(
     n = transport.world_size
     with timer.stage("profile"):
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.step)
-        own = plan.measure(selected_values(bucket, message, buffers), buffers)
-        check = zlib.crc32(own.numpy().tobytes())
+        measured = plan.measure(selected_values(bucket, message, buffers), buffers)
+        own_checksum = zlib.crc32(measured.numpy().tobytes())
     scheme = f"profile/{seed}/{WINDOWS}"
     identity = Identity(scheme, bucket, message.value_dtype, message.step)
-    told = yield from exchange_sizes([own.numel(), check], identity, transport)
-    part = own.to(transport.device)
+    announced = yield from exchange_sizes([measured.numel(), own_checksum], identity, transport)
+    part = measured.to(transport.device)
     gathered = part.new_empty(n * part.numel())
     yield transport.all_gather(gathered, part)
     with timer.stage("profile"):
         parts = gathered.view(n, -1).cpu().numpy()
-        for rank, (row, (_, expected)) in enumerate(zip(parts, told, strict=True)):
-            _check_part(row, rank, expected)
+        checksums = [checksum for _, checksum in announced]
+        for rank, (row, checksum) in enumerate(zip(parts, checksums, strict=True)):
+            _check_part(row, rank, checksum)
         return plan.profile(parts)
 
 
@@ -175,10 +176,12 @@ class SamplePlan:
         count = min(windows, WINDOWS)
         generator = torch.Generator().manual_seed(draw_key(seed, step, "profile", name))
         inside_W = torch.rand(count, generator=generator, dtype=torch.float64)
+        # Stratum i holds the windows from edges[i] to before edges[i + 1].
         edges = torch.arange(count + 1) * windows // max(count, 1)
         drawn_W = edges[:-1] + (inside_W * edges.diff()).long()
         # A power of two, so that every profile's power of two is made of whole partitions.
         powers = [p for p in partition_counts(numel, 1) if p.bit_count() == 1]
+        # As many as there are windows, at most `FINEST`, rounded down to a power of two.
         fine = 2 ** (min(max(windows, 1), FINEST).bit_length() - 1)
         return cls(numel, world_size, max([*powers, fine]), drawn_W)
 
@@ -194,6 +197,8 @@ class SamplePlan:
 
     def measure(self, values_N: torch.Tensor, buffers: MessageBuffers) -> torch.Tensor:
         """A rank's part: int64 on the CPU, which on CUDA waits for the device.
+
+        Suffixes: B blocks of 64 elements, P partitions, W words of the windows.
 
         Args:
             values_N: zeros where nothing was selected; only read.
@@ -211,15 +216,10 @@ class SamplePlan:
         # Eight such bytes become eight bits: the product's highest byte has bit i from byte i.
         packed_W = (window_bits.view(torch.int64).flatten() * _GATHER_BITS) >> 56 & 0xFF
         before_B = torch.cat([nnz_B.new_zeros(1), nnz_B.cumsum(0)])
-        parts = [
-            *(
-                _counts(mask_B64, before_B, _even_cuts(self.numel, p))
-                for p in (self.finest, self.world_size)
-            ),
-            _nonempty_blocks(nnz_B > 0),
-            packed_W.to(torch.uint8).view(torch.int64),
-        ]
-        return torch.cat(parts).cpu()
+        finest_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.finest))
+        equal_P = _counts(mask_B64, before_B, _even_cuts(self.numel, self.world_size))
+        words_W = packed_W.to(torch.uint8).view(torch.int64)
+        return torch.cat([finest_P, equal_P, _nonempty_blocks(nnz_B > 0), words_W]).cpu()
 
     def profile(self, parts: np.ndarray) -> SparsityProfile:
         """The profile that follows from all ranks' parts.
@@ -237,6 +237,7 @@ class SamplePlan:
             parts, np.cumsum([self.finest, n, len(BLOCK_SIZES)]), axis=1
         )
         words_nW = np.ascontiguousarray(words).view(np.uint64)
+        # By number of partitions: powers of two are unions of the finest ones.
         counts = {
             p: equal_nP if p == n else finest_nP.reshape(n, p, -1).sum(2)
             for p in partition_counts(numel, n)
@@ -245,20 +246,21 @@ class SamplePlan:
         nnz = int(total_P.sum())
         density = nnz / (n * numel)
         unions_P = self._unions(total_P, words_nW)
+        union_nnz = {k: math.fsum(union_P.tolist()) for k, union_P in unions_P.items()}
+        sum_counts = {
+            p: self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n])
+            for p, found_nP in counts.items()
+        }
         blocks = _block_fractions(blocks_nB, numel)
         return SparsityProfile(
             numel=numel,
             world_size=n,
             density=density,
             densification={
-                k: math.fsum(found_P.tolist()) / (density * numel) if nnz else 1.0
-                for k, found_P in unions_P.items()
+                k: size / (density * numel) if nnz else 1.0 for k, size in union_nnz.items()
             },
             skewness={p: _mean_skewness(found_nP, numel) for p, found_nP in counts.items()},
-            sum_skewness={
-                p: skewness_ratio(self._cut(found_nP.sum(0) / n, total_P / n, unions_P[n]), numel)
-                for p, found_nP in counts.items()
-            },
+            sum_skewness={p: skewness_ratio(found, numel) for p, found in sum_counts.items()},
             overlap=quantiles(overlap_ratios(words_nW, MOST_PAIRS)),
             block_density=blocks,
             sum_block_density=self._sum_blocks(blocks, words_nW),
@@ -277,6 +279,7 @@ class SamplePlan:
         """
         mean_P, size_P = total_P / len(words_nW), np.diff(self._cuts).astype(np.float64)
         class_P, classes = _classes_by_density(mean_P / size_P)
+        # A window is of the class of the partition that its middle lies in.
         middle_W = np.minimum(
             self.window_W.numpy() * WINDOW_NUMEL + WINDOW_NUMEL // 2, self.numel - 1
         )
@@ -315,6 +318,7 @@ class SamplePlan:
             union_P: elements of the union in the finest partitions.
         """
         knots, cuts = self._cuts, _even_cuts(self.numel, mean_Q.size)
+        # Each cut lies in finest partition `left`, at the fraction `inside` of its length.
         left = np.minimum(np.searchsorted(knots, cuts, side="right") - 1, self.finest - 1)
         inside = (cuts - knots[left]) / (knots[left + 1] - knots[left])
 
@@ -323,6 +327,7 @@ class SamplePlan:
             before = np.concatenate([[0.0], np.cumsum(part_P)])
             return np.diff(before[left] + inside * part_P[left])
 
+        # The ratio of the union to one rank, around each partition.
         one_Q, many_Q = between(mean_P), between(union_P)
         found_Q = np.divide(mean_Q * many_Q, one_Q, out=np.zeros_like(one_Q), where=one_Q > 0)
         return np.minimum(found_Q, np.diff(cuts)).tolist()
@@ -339,11 +344,11 @@ class SamplePlan:
         seen = self.numel if self.is_whole else self.window_W.numel() * WINDOW_NUMEL
         for size, fraction in blocks.items():
             if size <= WINDOW_NUMEL:
-                held, union = (
-                    np.count_nonzero(_any_of(sets, size // WORD_BITS)) / len(sets)
-                    for sets in (words_nW, union_W)
-                )
+                # Of the windows' `count` blocks, those that one rank holds and the union holds.
+                held = np.count_nonzero(_any_of(words_nW, size // WORD_BITS)) / n
+                union = np.count_nonzero(_any_of(union_W, size // WORD_BITS))
                 count = -(-seen // size)
+                # From full overlap up to independence.
                 room = count * _independent(held / count, n) - held
                 share = (union - held) / room if room > 0 else 0.0
             most = _independent(fraction, n)
@@ -353,7 +358,7 @@ class SamplePlan:
 
 def _classes_by_density(density_P: np.ndarray) -> tuple[np.ndarray, int]:
     """Each partition's class, and their number: two for a factor of two in density, one for 0."""
-    mantissa_P, exponent_P = np.frexp(density_P)
+    mantissa_P, exponent_P = np.frexp(density_P)  # a mantissa is in [0.5, 1)
     keys_P = 2 * exponent_P + (mantissa_P >= 0.75)
     keys_P[density_P == 0] = np.iinfo(np.int32).min
     classes, class_P = np.unique(keys_P, return_inverse=True)
@@ -374,7 +379,7 @@ def _independent(fraction: float, n: int) -> float:
 
 
 def _mean_skewness(counts_nP: np.ndarray, numel: int) -> float:
-    """`skewness_ratio` of each rank, on average."""
+    """The mean over ranks of `skewness_ratio`, from each rank's elements in even partitions."""
     total_n = counts_nP.sum(1)
     densest_n = (counts_nP / np.diff(_even_cuts(numel, counts_nP.shape[1]))).max(1)
     ratio_n = np.divide(densest_n, total_n / numel, out=np.ones_like(densest_n), where=total_n > 0)
@@ -396,6 +401,7 @@ def _counts(mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray) ->
     """
     if mask_B64.shape[0] == 0:
         return before_B.new_zeros(len(cuts) - 1)
+    # Before a cut lie all elements of the blocks before its own, and some of its own block.
     cut_P = torch.from_numpy(cuts).to(mask_B64.device)
     word_P = (cut_P // WORD_BITS).clamp_(max=mask_B64.shape[0] - 1)
     inside_P = cut_P - word_P * WORD_BITS
@@ -405,7 +411,10 @@ def _counts(mask_B64: torch.Tensor, before_B: torch.Tensor, cuts: np.ndarray) ->
 
 
 def _nonempty_blocks(full_B: torch.Tensor) -> torch.Tensor:
-    """Blocks of each size with a non-zero element, from those of the smallest size."""
+    """Counts blocks with a non-zero element, by size: each size is twice the one before.
+
+    `full_B` says which blocks of the smallest size have one.
+    """
     counts = []
     for _ in BLOCK_SIZES:
         counts.append(full_B.count_nonzero())
