@@ -181,7 +181,7 @@ def encoding_work(emulator: Emulator) -> dict[str, Ledger]:
         out = to_gpu(torch.empty(8 * RICE_NUMEL, dtype=torch.uint8))
         limit, residual = to_gpu(torch.tensor([threshold])), to_gpu(torch.zeros(RICE_NUMEL))
         code, span, without_indices = rice or (0, 0, False)
-        records = (whole, kind, code, 0, 0, span, without_indices, out, None, None)
+        records = (whole, kind, code, 0, 0, span, without_indices, out, None)
         with counting(ledger := Ledger()):
             pruning = (residual, whole, limit, None, 1.0, -1)
             emulator.call("prune_encode", to_gpu(grad_N), *records, *pruning)

@@ -109,7 +109,7 @@ def test_an_encoder_is_three_launches_and_a_fourth_for_limits(counts: Counts, li
     whole, slots = to_gpu(torch.tensor([0, numel])), to_gpu(torch.tensor([0, 4 * numel]))
     kinds = to_gpu(torch.tensor([COO], dtype=torch.uint8))
     out, grad = to_gpu(torch.empty(4 * numel, dtype=torch.uint8)), to_gpu(torch.randn(numel))
-    records = (whole, kinds, 0, 0, 0, 0, False, out, slots, None)
+    records = (whole, kinds, 0, 0, 0, 0, False, out, slots)
     with counting(ledger := Ledger()):
         if limits:
             limit, most = to_gpu(torch.tensor([2.0])), to_gpu(torch.tensor([300]))
