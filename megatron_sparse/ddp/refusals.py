@@ -16,7 +16,7 @@ from megatron_sparse.errors import CheckpointError, ConfigError, HostError
 
 
 def device_of(ddp: object) -> torch.device:
-    """Where the model is.
+    """Checks the model, and returns the one device that all of its parameters are on.
 
     Raises:
         HostError: the model is not one that DDP wrapped, or it spreads over several devices.
@@ -112,19 +112,19 @@ def check_steps(
 
 
 def optimizers_of_loop(known: torch.amp.GradScaler | None) -> list[torch.optim.Optimizer]:
-    """The optimizers of this process; looks at all objects once.
+    """Returns all optimizers in this process, which it finds among Python's live objects.
 
     Raises:
         ConfigError: a GradScaler other than the known one is in use.
     """
     found: list[torch.optim.Optimizer] = []
-    for each in gc.get_objects():
-        kind = type(each)  # `isinstance` fails for a weak proxy whose object is gone
+    for thing in gc.get_objects():
+        kind = type(thing)  # `isinstance` fails for a weak proxy whose object is gone
         if issubclass(kind, torch.optim.Optimizer):
-            found.append(each)
+            found.append(thing)
             continue
-        is_other_scaler = issubclass(kind, torch.amp.GradScaler) and each is not known
-        if is_other_scaler and each._scale is not None:
+        is_other_scaler = issubclass(kind, torch.amp.GradScaler) and thing is not known
+        if is_other_scaler and thing._scale is not None:  # None until it scales a loss
             raise ConfigError(
                 "a GradScaler scales the loss, and DDPState does not know it",
                 expected="DDPState(ddp, scaler=...)",

@@ -92,11 +92,11 @@ class DDPState(HostState):
         **overrides: Any,
     ) -> None:
         device = refusals.device_of(ddp)
-        given = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
-        scheme, group = given.scheme, ddp.process_group
-        refusals.check_config(given)
-        refusals.check_steps(given, ddp, scaler)
-        self._filter = ParameterFilter(given.compression)
+        checked = with_swept_thresholds(check(SparseConfig.given("DDPState", config, overrides)))
+        scheme, group = checked.scheme, ddp.process_group
+        refusals.check_config(checked)
+        refusals.check_steps(checked, ddp, scaler)
+        self._filter = ParameterFilter(checked.compression)
         assert group is not None, "DDP without a device mesh has a group"
         self._transport = ProcessGroupTransport(
             group,
@@ -105,24 +105,24 @@ class DDPState(HostState):
             liveness=scheme.watch_peers,
             nccl_engine=scheme.nccl_engine,
         )
-        super().__init__(given, device, self._transport.group)
+        super().__init__(checked, device, self._transport.group)
         self._group = group
         self._scaler = scaler
-        self._scale: float | None = None
-        self._has_looked_at_loop = False
+        self._scale: float | None = None  # of the last pass's gradients
+        self._has_looked_at_loop = False  # whether `optimizers_of_loop` was called
         self._knows_steps = False  # whether an optimizer of torch's updates the model
         self._is_unused = False  # whether no step has used the last synchronised pass
         self._unused_in_a_row = 0
-        self._is_plain = False
+        self._is_plain = False  # whether a `plain` block is open
         self._all_at_end = ddp.static_graph  # whether DDP calls the hook after the pass
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         self._trained = [parameter for parameter in self._names if parameter.requires_grad]
-        self._buckets: dict[int, Bucket] = {}
-        self._launched = 0
-        self._placed: set[int] = set()
-        self._unplaced: dict[str, torch.Tensor] = {}
+        self._buckets: dict[int, Bucket] = {}  # by launch order in a pass
+        self._launched = 0  # buckets of this pass so far
+        self._placed: set[int] = set()  # keys of `_buckets` that this pass has used
+        self._unplaced: dict[str, torch.Tensor] = {}  # residuals that no bucket holds yet
         self._in_flight: list[Pending] = []
-        self.residuals.undo = self.residuals.is_reported = given.compression.undo != "never"
+        self.residuals.undo = self.residuals.is_reported = checked.compression.undo != "never"
         if self.residuals.undo:
             self._watch()
         sink = sink or NullSink()
@@ -173,21 +173,23 @@ class DDPState(HostState):
             self._is_plain = before
 
     def _watch(self) -> None:
-        """Learns when a backward pass begins and when its gradients are used."""
+        """Has torch call `_pass_begins` at each backward pass, `_step_taken` after each step."""
         # torch's hooks do not keep the state alive: its groups must not outlive torch's.
-        own = weakref.ref(self)
+        state_or_none = weakref.ref(self)
 
         def begins(_: torch.Tensor) -> None:
             # No gradient of this pass has been added yet.
-            if (state := own()) is not None:
+            if (state := state_or_none()) is not None:
                 state._pass_begins()
 
         def taken(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (state := own()) is not None and state._is_updated_by(optimizer):
+            if (state := state_or_none()) is not None and state._is_updated_by(optimizer):
                 state._step_taken(optimizer)
 
+        # "any": at the first gradient of a pass.
         torch.autograd.graph.register_multi_grad_hook(self._trained, begins, mode="any")
-        weakref.finalize(self, register_optimizer_step_post_hook(taken).remove)
+        step_hook = register_optimizer_step_post_hook(taken)
+        weakref.finalize(self, step_hook.remove)
 
     def _is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer changes any parameter of the model."""
@@ -199,7 +201,7 @@ class DDPState(HostState):
     def _pass_begins(self) -> None:
         """Decides what becomes of the last pass, if no step has used it; follows the scaler."""
         if self._is_unused:
-            if not self._knows_steps:
+            if not self._knows_steps:  # nothing reports steps: every pass counts as used
                 self.residuals.commit()
                 self._is_unused = False
             elif any(map(_holds_values, self._trained)):
@@ -233,7 +235,9 @@ class DDPState(HostState):
             self._unused_in_a_row = 0
 
     def launch(self, grad_bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Starts the synchronisation of one of DDP's buckets. Called by `ddp_hook`.
+        """Starts the synchronisation of one of DDP's buckets; returns the future of its average.
+
+        Called by `ddp_hook`.
 
         Raises:
             HostError: called outside a backward pass.
@@ -313,8 +317,8 @@ class DDPState(HostState):
         self._is_unused = self.residuals.undo
         if not self._has_looked_at_loop:
             self._has_looked_at_loop = True
-            for each in refusals.optimizers_of_loop(self._scaler):
-                self._knows_steps |= self._is_updated_by(each)
+            for optimizer in refusals.optimizers_of_loop(self._scaler):
+                self._knows_steps |= self._is_updated_by(optimizer)
 
     def _end_step(self) -> None:
         self._launched = 0
@@ -322,7 +326,10 @@ class DDPState(HostState):
         self.step += 1
 
     def _bucket_of(self, grad_bucket: GradBucket) -> Bucket:
-        """Makes the reducer's bucket from DDP's; its parameters are adjacent."""
+        """Makes the reducer's bucket from DDP's, whose parameters are adjacent.
+
+        Where DDP has made new buckets, it puts the residuals of their parameters into this one.
+        """
         slices, start = [], 0
         for parameter in grad_bucket.parameters():
             name, stop = self._names[parameter], start + parameter.numel()
@@ -339,15 +346,16 @@ class DDPState(HostState):
             self._transport.world_size,
             Reduction.AVG,
         )
-        known = self._buckets.get(index)
-        if known is not None and known.parameters == bucket.parameters:
-            bucket.layouts = known.layouts
+        last = self._buckets.get(index)  # of the last pass
+        if last is not None and last.parameters == bucket.parameters:
+            bucket.layouts = last.layouts
         else:
             self._take_residuals_back()
         self._buckets[index] = bucket
         self._placed.add(index)
         waiting = [piece.name for piece in slices if piece.name in self._unplaced]
         if waiting:
+            # Each begins at element 0, because DDP cuts no parameter.
             residuals = {(name, 0): self._unplaced.pop(name) for name in waiting}
             self.residuals.load([bucket], residuals)
         return bucket
@@ -365,7 +373,7 @@ class DDPState(HostState):
                 held_N = self.residuals[bucket.name]
                 for piece in bucket.parameters:
                     self._unplaced[piece.name] = held_N[piece.start : piece.stop]
-                self.residuals.load([bucket], {})
+                self.residuals.load([bucket], {})  # the old bucket keeps none
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state. Every rank saves its own, between two steps.
@@ -373,7 +381,7 @@ class DDPState(HostState):
         Tensors are copies on the host; on CUDA that waits for them. With
         `residual_checkpoint=none` it holds no residuals.
         """
-        if self._kept is not None:
+        if self._kept is not None:  # this is a copy
             return self._kept
         held: dict[str, torch.Tensor] = {}
         if self.config.compression.residual_checkpoint != "none":

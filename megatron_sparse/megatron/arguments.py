@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import traceback
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -153,7 +154,7 @@ def derived_flags(
 
 
 def _kernel_flags(device: str) -> dict[str, object]:
-    """Turns off the features for which this machine has no kernels."""
+    """The backend's flag, and those that turn off features this machine has no kernels for."""
     if device == "cpu":
         return {
             "distributed_backend": "gloo",
@@ -274,7 +275,7 @@ def owner(flag: str, value: object) -> str | None:
 
 
 def owned_errors(megatron: Mapping[str, Any]) -> list[ConfigError]:
-    """One for each flag in the `megatron:` section that a key of ours owns; it names the key.
+    """An error for each flag in the `megatron:` section that a key of ours owns; names the key.
 
     Args:
         megatron: the section.
@@ -324,12 +325,13 @@ def command_line(
         ConfigError: a key is not a Megatron flag (names the closest), or its value is refused.
     """
     actions = _actions(parser)
+    # Destination in the parsed arguments -> words; of two keys for one the later, `passed`, wins.
     chosen: dict[str, list[str]] = {}
     for key, value in (*derived.items(), *passed.items()):
         if not _cancels(key, value, actions, chosen):
             flag, action = _look_up(key, value, actions)
             chosen[action.dest] = [flag, *_texts(key, value, action)]
-    arguments = [text for texts in chosen.values() for text in texts]
+    arguments = list(itertools.chain.from_iterable(chosen.values()))
     try:
         parser.parse_args(arguments)
     except (AssertionError, ValueError, KeyError) as error:  # of Megatron's own argument types
@@ -354,9 +356,12 @@ def _flag(key: str, prefix: str = "--") -> str:
 def _cancels(
     key: str, value: object, actions: Mapping[str, argparse.Action], chosen: dict[str, list[str]]
 ) -> bool:
-    """Removes the flag that a null or an opposite cancels; returns whether no other is needed."""
+    """Removes from `chosen` the flag that `key: value` cancels.
+
+    Returns whether that is all: the command line then needs no flag for the key.
+    """
     action, opposite = actions.get(_flag(key)), actions.get(_flag(key, "--no-"))
-    if action is not None and value is None:
+    if action is not None and value is None:  # null leaves the flag out
         chosen.pop(action.dest, None)
         return True
     if action is not None and opposite is None and value is False:
@@ -371,7 +376,11 @@ def _cancels(
 def _look_up(
     key: str, value: object, actions: Mapping[str, argparse.Action]
 ) -> tuple[str, argparse.Action]:
-    """The flag for `key: value`, and the parser's action for it."""
+    """Returns the flag for `key: value`, and the parser's action for it.
+
+    Raises:
+        ConfigError: Megatron has no such flag; names the closest ones.
+    """
     flag = _flag(key, "--no-" if value is False else "--")
     if flag in actions:
         return flag, actions[flag]
@@ -396,7 +405,11 @@ def _look_up(
 
 
 def _texts(key: str, value: object, action: argparse.Action) -> list[str]:
-    """The words that follow the flag."""
+    """The words that follow the flag: none for a bare one, else its value or values.
+
+    Raises:
+        ConfigError: the flag does not take such a value.
+    """
     is_bare = action.nargs == 0
     if is_bare and isinstance(value, bool):
         return []

@@ -86,9 +86,9 @@ class Attachment(HostState):
         self.grad_norm: float | None = None
         self.usual_norm = UsualNorm()
         self.parameters = ParameterGathers(sink)
-        self._launched: set[int] = set()
+        self._launched: set[int] = set()  # `id` of each group that this step has launched
         self._optimizer: WatchedOptimizer | None = None
-        self._sums = UnconfirmedSums()
+        self._sums = UnconfirmedSums()  # confirmed by the optimizer's step
         timeout_s = config.scheme.timeout_s
         self.alone = borrow_group([dist.get_rank()], dist.get_backend(), timeout_s)
         self._transports = Transports(self.config, self._device)
@@ -115,9 +115,9 @@ class Attachment(HostState):
         return [*self._transports.lines, *self.parameters.lines]
 
     def _make_reducers(self) -> dict[int, GradientReducer]:
-        """A reducer for each process group: dense and expert parameters have different ones.
+        """Makes a reducer for each of Megatron's process groups; returns them by the group's `id`.
 
-        By the `id` of Megatron's process group.
+        Dense and expert parameters have different groups.
         """
         made: dict[int, GradientReducer] = {}
         for group in self.groups:
@@ -172,13 +172,14 @@ class Attachment(HostState):
         reducer = self.reducer(group)
         pending = [reducer.start(bucket, self.step) for bucket in group.buckets]
         # With an optimizer, its step confirms the sums.
-        return Handle(pending, Pending.confirm if self._optimizer is None else self._sums.add)
+        then = Pending.confirm if self._optimizer is None else self._sums.add
+        return Handle(pending, then)
 
     def left_to_megatron(self, group: GroupBuckets) -> TimedHandle | None:
-        """For Megatron's own collective if it is all that a group needs, launched next; else None.
+        """A handle that times Megatron's own collective, if a group needs no more; else None.
 
-        The first bucket's stage `network` lasts from the launch until Megatron has waited: its
-        handle does not say when the collective ends.
+        Call it right before Megatron launches. The first bucket's stage `network` lasts from the
+        launch until Megatron has waited: its handle does not say when the collective ends.
         """
         self._count_launch(group)
         reducer = self.reducer(group)
@@ -186,9 +187,10 @@ class Attachment(HostState):
             return None
         records = [reducer.record_of_host(bucket, self.step) for bucket in group.buckets]
         flight = records[0].timer.in_flight()
-        flight.__enter__()
+        flight.__enter__()  # until `count`
 
         def count(waited_s: float) -> None:
+            """Ends the stage when Megatron has waited."""
             flight.__exit__(None, None, None)
             self.sink.record_stage(BucketRecord.WAIT, waited_s)
 
@@ -243,7 +245,7 @@ class Attachment(HostState):
                 for bucket in group.buckets:
                     part = self.reducer(group).part(bucket)
                     lacking_M = lacking.pop(part.name, None)
-                    if lacking_M is None:
+                    if lacking_M is None:  # nothing to add, but every rank must join the sum
                         lacking_N = torch.zeros_like(bucket.grad_N, dtype=torch.float32)
                     else:
                         lacking_N = in_whole_bucket(lacking_M, part, bucket)
@@ -257,7 +259,7 @@ class Attachment(HostState):
         self.grad_norm = grad_norm
         unit_change = self.unit.end_step(accepted=success)
         if success:
-            share = None
+            share = None  # of the step's change that enters the residual; None: all
             if self.residuals.undo:
                 share = self.usual_norm.share(grad_norm, self.step)
             self.residuals.commit(unit_change, share)
@@ -267,8 +269,9 @@ class Attachment(HostState):
         self.step += 1
         self._between_steps()
         self.follow_loss_scale()
-        limit = self.config.compression.residual_alarm
-        if success and limit and self.grad_norm and self.step % ALARM_INTERVAL == 0:
+        limit = self.config.compression.residual_alarm  # 0: no alarm
+        is_due = success and self.step % ALARM_INTERVAL == 0
+        if is_due and limit and self.grad_norm:
             warn_if_large(self.step, self.residual_norm(), self.grad_norm, limit)
 
     def follow_loss_scale(self) -> None:
@@ -313,12 +316,14 @@ class Attachment(HostState):
 
 @contextlib.contextmanager
 def _shared_embedding_added_up(groups: Sequence[GroupBuckets]) -> Iterator[None]:
-    """Adds up what is added to a weight that the first and the last pipeline stage share.
+    """Sums over both stages what its block adds to the gradient of a shared embedding.
 
-    Megatron has added up their gradients already.
+    The first and the last pipeline stage share that weight. What its gradient held before is
+    Megatron's sum over both already, and is not summed again.
     """
     # Torch has a number in place of a group for ranks that are not in it.
     embedding: Any = parallel_state.get_embedding_group(check_initialized=False)
+    # Of the shared weight, on the ranks that hold it.
     gradients = [
         parameter.main_grad
         for group in groups
@@ -331,11 +336,11 @@ def _shared_embedding_added_up(groups: Sequence[GroupBuckets]) -> Iterator[None]
         return
     before = [gradient.clone() for gradient in gradients]
     for gradient in gradients:
-        gradient.zero_()
+        gradient.zero_()  # the block then leaves here only what it adds
     yield
-    for gradient, summed in zip(gradients, before, strict=True):
+    for gradient, already_summed in zip(gradients, before, strict=True):
         dist.all_reduce(gradient, group=embedding)
-        gradient.add_(summed)
+        gradient.add_(already_summed)
 
 
 def attach(

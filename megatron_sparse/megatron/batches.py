@@ -48,7 +48,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
     return BlendedMegatronDatasetBuilder(
         MockGPTDataset if args.mock_data else GPTDataset,
         samples,
-        lambda: mpu.get_tensor_model_parallel_rank() == 0,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0,  # whether this rank reads data
         config,
     ).build()
 
@@ -59,6 +59,8 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None) -> dict[str, Any]:
     """Takes the next batch, on the device; tensor-parallel ranks share one.
+
+    With context parallelism each rank gets its part of the sequence.
 
     Returns:
         `BATCH_KEYS`, each of shape (micro-batch, sequence), the mask (micro-batch, 1, sequence,
@@ -118,6 +120,7 @@ def loss_function(
     loss = torch.sum(losses.view(-1).float() * mask)
     n_tokens = mask.sum().detach().to(torch.int)
     logged = torch.cat([loss.detach().view(1), n_tokens.view(1)])
+    # The factor is 1 unless spikes are made on demand.
     return loss * loss_factor(get_args), n_tokens, {"lm loss": logged}
 
 

@@ -43,10 +43,10 @@ class Handle:
                 confirmed later, an error that only the device knows yet is raised before
                 parameters change.
         """
-        pending, self._pending = self._pending, []
-        for each in pending:
-            each.wait_until_queued()
-            self._then(each)
+        waiting, self._pending = self._pending, []  # a second wait does nothing
+        for pending in waiting:
+            pending.wait_until_queued()
+            self._then(pending)
 
 
 class TimedHandle:
@@ -72,7 +72,7 @@ class TimedHandle:
         self._began_s = time.perf_counter()
 
     def wait(self) -> None:
-        """Waits as Megatron's handle does."""
+        """Waits as Megatron's handle does; completes the records and hands them to the sink."""
         start_s = self._began_s
         if self.handle is not None:
             start_s = time.perf_counter()
@@ -81,6 +81,7 @@ class TimedHandle:
         self._then(end_s - start_s)
         for index, record in enumerate(self._records):
             record.finished_s = end_s
+            # One wait is for all buckets, so only the first one gets it.
             record.exposed_s = 0.0 if index else end_s - start_s
             record.hand_to(self._sink)
 
@@ -110,7 +111,7 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             super().start_grad_sync(force_all_reduce=True)
             return
         if self.is_first_batch and self.grad_reduce_handle is not None:
-            return
+            return  # as in Megatron: the first batch has launched it already
         attachment, overlap = self.sparse_attachment, self.ddp_config.overlap_grad_reduce
         timed: TimedHandle | None = attachment.left_to_megatron(self.sparse_group)
         if timed is not None:
@@ -125,7 +126,9 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         handle: Handle = attachment.launch(self.sparse_group)
         if overlap:
             self.grad_reduce_handle = handle
-        if not overlap or (self.is_first_batch and self._has_instances):
+        # Then Megatron launches in `finish_grad_sync`, and never waits for the handle.
+        is_launched_at_end = self.is_first_batch and self._has_instances
+        if not overlap or is_launched_at_end:
             handle.wait()
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +147,10 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
         self.grad_reduce_handle = None
 
     def start_param_sync(self, force_sync: bool = False) -> None:
-        """See `_ParamAndGradBucketGroup.start_param_sync`."""
+        """See `_ParamAndGradBucketGroup.start_param_sync`.
+
+        Starts the plugin's gather, or else Megatron's own, and times it.
+        """
         if force_sync and self.param_gather_handle is not None:
             # Megatron waits for the gather that is under way.
             super().start_param_sync(force_sync=True)
@@ -184,8 +190,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
         if self._has_instances and self.ddp_config.overlap_grad_reduce:
-            made_by_megatron: Any = self.communication_stream
-            torch.cuda.current_stream().wait_stream(made_by_megatron)
+            preparing: Any = self.communication_stream
+            torch.cuda.current_stream().wait_stream(preparing)
 
 
 def swap_in(group: GroupBuckets, attachment: Any) -> None:

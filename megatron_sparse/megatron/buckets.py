@@ -38,7 +38,10 @@ class GroupBuckets:
 
 
 def collect(chunks: list[Any], config: SparseConfig) -> list[GroupBuckets]:
-    """All bucket groups of the DDP-wrapped model chunks, in Megatron's order. Changes nothing.
+    """Returns all bucket groups of the DDP-wrapped model chunks, in Megatron's order.
+
+    Makes the reducer's buckets over Megatron's gradients, some of them cut into pieces. Changes
+    nothing of Megatron's.
 
     Raises:
         ConfigError: patterns for two kinds of parameter match the same one, or the scheme has no
@@ -81,10 +84,10 @@ class _ChunkParameters:
         self._filter = parameter_filter
 
     def slices_of(self, host_bucket: Any) -> tuple[ParameterSlice, ...]:
-        """The parameters of one of Megatron's buckets, in ascending order."""
+        """Where the parameters of one of Megatron's buckets lie in it, in ascending order."""
         slices = []
         for parameter in host_bucket.params_list:
-            start, stop = self._places[parameter][:2]
+            start, stop = self._places[parameter][:2]  # in the whole buffer
             slices.append(
                 self._filter.slice_of(
                     self._names[parameter],
@@ -113,12 +116,16 @@ def _instances(ddp_config: Any) -> int:
 
 
 def _group_attributes(ddp_config: Any) -> tuple[str, ...]:
-    """The attributes that hold the group that is reduced over, and the ranks of other instances."""
-    own = "data_parallel_group"
+    """Names of a bucket group's attributes that hold its process groups.
+
+    First that of the group which is reduced over; with several instances of the distributed
+    optimizer also that of the group across them.
+    """
+    reduced = "data_parallel_group"
     if ddp_config.use_distributed_optimizer:
-        own = "intra_distributed_optimizer_instance_group"
-    others = "inter_distributed_optimizer_instance_group"
-    return (own, others) if _instances(ddp_config) > 1 else (own,)
+        reduced = "intra_distributed_optimizer_instance_group"
+    across = "inter_distributed_optimizer_instance_group"
+    return (reduced, across) if _instances(ddp_config) > 1 else (reduced,)
 
 
 def device_of(buckets: Sequence[Bucket]) -> torch.device:
@@ -156,7 +163,10 @@ def _remedy_for(chunk: Any) -> str:
 
 
 def _buckets(name: str, host: Any, parameters: _ChunkParameters, world_size: int) -> list[Bucket]:
-    """The buckets of one of Megatron's bucket groups, which so many ranks share."""
+    """The reducer's buckets `NAME.0`, `NAME.1`, ... for those of one Megatron bucket group.
+
+    `world_size` ranks reduce them together.
+    """
     ddp_config = host.ddp_config
     sharded, averages = ddp_config.use_distributed_optimizer, ddp_config.average_in_collective
     return [

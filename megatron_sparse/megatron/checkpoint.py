@@ -67,6 +67,7 @@ def save_with(
     original = optimizer.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        """The optimizer's state with the plugin's in it."""
         state = original(*args, **kwargs)
         if when():
             state[KEY] = sharded_state(attachment)
@@ -91,6 +92,7 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
     if check_is_distributed_checkpoint(str(checkpoint)):
         saved = read(attachment, checkpoint, residuals=wanted)
     if saved is None and any(checkpoint.glob(OLD_FILES)):
+        # The files have no version to compare: they are refused if residuals are wanted.
         check_version(checkpoint, "files of its own, one for each rank", wanted=wanted)
     _restore(attachment, saved or Saved(iteration, attachment.enabled))
     if saved is None:
@@ -123,13 +125,13 @@ def _restore(attachment: Attachment, saved: Saved) -> None:
         attachment.trials.load_state_dict(saved.trials, saved.step)
     attachment.planner.load_state_dict(saved.planner)
     attachment.unit.restore(saved.loss_scale, saved.gradient_factor)
-    attachment.follow_loss_scale()
+    attachment.follow_loss_scale()  # the optimizer's scale may be another than the saved one
 
 
 def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
-    """Gives each lossy gather its master, if every rank has found its own; lines for the log.
+    """Gives each lossy gather its master, if every rank has found its own.
 
-    Collective with `parameters.method=lossy`.
+    Returns lines for the log. Collective with `parameters.method=lossy`.
     """
     if attachment.config.parameters.method != LOSSY:
         return []
@@ -138,8 +140,8 @@ def _restore_masters(attachment: Attachment, saved: Saved) -> list[str]:
     if not on_every_rank(masters is not None, device_of(attachment.buckets)):
         return ["the checkpoint has no masters of the parameters: the next gather is raw"]
     assert masters is not None
-    for each, master_M in zip(buckets, masters, strict=True):
-        each.gather.restore(master_M)
+    for bucket, master_M in zip(buckets, masters, strict=True):
+        bucket.gather.restore(master_M)
     return ["masters of the parameters restored"]
 
 
@@ -155,7 +157,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
     else:
         how = "residuals restored"
     lines = [f"{how} from {checkpoint}, step {attachment.step}"]
-    _, size = data_place(expert=False)
+    _, size = data_place(expert=False)  # of the data-parallel group
     if saved.data_size != size:
         lines.append(
             f"data-parallel size was {saved.data_size} and is {size}: residuals are added up or "

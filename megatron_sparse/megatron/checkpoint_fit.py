@@ -107,11 +107,15 @@ def wanted_arguments(config: RunConfig, vocab_size: int) -> argparse.Namespace:
 def _differences(
     names: Sequence[str], saved: argparse.Namespace, wanted: argparse.Namespace
 ) -> dict[str, tuple[object, object]]:
-    """Key to (value of the checkpoint, value of the run), where both are known and differ."""
+    """Returns key -> (checkpoint's value, run's value) for those that both have and that differ.
+
+    `names` are Megatron's arguments; keys are those of the configuration that set them.
+    """
     found = {}
     for name in names:
         before, now = getattr(saved, name, None), getattr(wanted, name, None)
-        if before is None or now is None or before == now:
+        is_known = before is not None and now is not None
+        if not is_known or before == now:
             continue
         if name in _NEGATED:
             before, now = not before, not now
@@ -122,7 +126,7 @@ def _differences(
 def _error(
     what: str, found: Mapping[str, tuple[object, object]], remedy: str, checkpoint: Path
 ) -> CheckpointError:
-    """The error for keys whose values differ; `found` as of `_differences`."""
+    """The error for keys whose values differ: `what` is wrong, `found` is from `_differences`."""
     return CheckpointError(
         f"{what}: {checkpoint}",
         expected=", ".join(f"{key}={_text(before)}" for key, (before, _) in found.items()),
@@ -139,6 +143,7 @@ def _check_shape(saved: Any, wanted: Any, checkpoint: Path) -> None:
     """Refuses a checkpoint of a model with other shapes of parameters."""
     found = _differences(SHAPE, saved, wanted)
     if wanted.position_embedding_type != "learned_absolute":
+        # Only learned positions have a table of that many rows.
         found.pop("model.max_position_embeddings", None)
     if found:
         raise _error(
@@ -155,7 +160,7 @@ def _check_parallel(config: RunConfig, saved: Any, wanted: Any, checkpoint: Path
     found = _differences(PARALLEL, saved, wanted)
     if not found:
         return
-    if not (checkpoint / "metadata.json").is_file():
+    if not (checkpoint / "metadata.json").is_file():  # not torch_dist
         raise _error(
             "a checkpoint of this format keeps its model-parallel layout",
             found,

@@ -117,7 +117,10 @@ def damage(saved: Path) -> str | None:
 
 
 def _damage_of_distributed(saved: Path) -> str | None:
-    """See `damage`: the metadata can be read, and files are as long as it says."""
+    """What is wrong with a distributed checkpoint, else None.
+
+    Its metadata must be readable, and its files as long as the metadata says.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not (saved / ".metadata").is_file():

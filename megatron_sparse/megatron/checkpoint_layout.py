@@ -43,7 +43,7 @@ RowLayouts = dict[str, tuple[str, int]]
 
 
 def data_place(expert: bool) -> tuple[int, int]:
-    """This rank's number among those that hold its parameters, and their number.
+    """Returns this rank's number among the ranks that hold its parameters, and their number.
 
     The places of experts differ from the others only in models with experts.
     """
@@ -218,9 +218,11 @@ def row_of(attachment: Attachment, group: GroupBuckets) -> ResidualRow:
     # On one node nothing is compressed: each rank has whole residuals, as at level `rank`.
     if level is None or level.across.world_size == 1:
         return ResidualRow(RANK, *data_place(group.expert))
+    # `across` has one rank of each node, or of each instance.
     index, count = level.across.rank, level.across.world_size
     others = group.instances_group
     if level.level == NODE and others is not None:
+        # Nodes are counted inside one instance: the rows of each instance follow the last one's.
         index += count * dist.get_rank(others)
         count *= dist.get_world_size(others)
     return ResidualRow(level.level, index, count)
@@ -251,10 +253,10 @@ def saved_slices(attachment: Attachment) -> Iterator[tuple[HeldSlice, torch.Tens
 
     Values are views. Buckets that were never pruned have none.
     """
-    for each in held_slices(attachment):
-        values_N = attachment.residuals.settled(each.bucket)
+    for held in held_slices(attachment):
+        values_N = attachment.residuals.settled(held.bucket)
         if values_N is not None:
-            yield each, values_N[each.piece.start : each.piece.stop]
+            yield held, values_N[held.piece.start : held.piece.stop]
 
 
 def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch.Tensor]]:
@@ -266,7 +268,7 @@ def summed_parameters(attachment: Attachment) -> Iterator[tuple[str, bool, torch
     lasts a buffer of 4 bytes for each element. All ranks have the sums; they save parameters by
     turns.
     """
-    turn = 0
+    turn = 0  # counts parameters; each rank saves those whose turn is its own
     for group in attachment.groups:
         rank, size = data_place(group.expert)
         for whole in group.buckets:
@@ -317,6 +319,7 @@ def part_of_sum(total_M: torch.Tensor, held: HeldSlice) -> torch.Tensor:
         >>> part_of_sum(torch.tensor([1.0, 2.0, 3.0]), held).tolist()
         [1.0, 0.0, 3.0]
     """
+    # The slice's first element whose place in the parameter, modulo `count`, is the row's index.
     first = (held.row.index - held.piece.offset) % held.row.count
     part_M = torch.zeros_like(total_M)
     part_M[first :: held.row.count] = total_M[first :: held.row.count]

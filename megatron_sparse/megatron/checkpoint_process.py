@@ -42,6 +42,7 @@ def end_with_rank() -> None:
 
     @functools.wraps(original)
     def watched(mp_mode: str = "spawn") -> Any:
+        # Makes the queue before Megatron would, with a manager that ends with this process.
         if host._results_queue is None:
             manager = SyncManager(ctx=multiprocessing.get_context(mp_mode))
             manager.start(initializer=_begin_manager)
@@ -70,7 +71,7 @@ def _let_writers_end(caller: Any) -> None:
 
 
 def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs in the process that writes."""
+    """Calls `write`, in the process that writes, which from now on ends with its rank."""
     global _is_watching
     if not _is_watching:  # one process may write several checkpoints
         _is_watching = True
@@ -83,7 +84,7 @@ def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _begin_manager() -> None:
     """Lets go of the rank's log, whose end would else wait for the manager's."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in (1, 2):
+    for number in (1, 2):  # stdout and stderr
         os.dup2(nowhere, number)
     end_soon_after_parent()
 

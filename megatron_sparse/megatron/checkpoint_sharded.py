@@ -74,11 +74,11 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
         "rank": ShardedObject(_state_key(), own, (size,), (rank,)),
     }
     state |= dict(_sharded_residuals(attachment))
-    for each, piece, values_M in saved_parts(attachment.parameters.lossy):
-        if each.instance > 0:
+    for lossy, piece, values_M in saved_parts(attachment.parameters.lossy):
+        if lossy.instance > 0:
             continue  # the first instance saves the same
-        key = f"{_kind_key(MASTER, each.group.expert)}{piece.name}"
-        whole = _whole_numel(each.bucket, piece.name)
+        key = f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}"
+        whole = _whole_numel(lossy.bucket, piece.name)
         label = f"{MASTER}.{piece.name}.{piece.offset}"
         state[label] = _part(key, values_M.clone(), (whole,), (piece.offset,))
     return state
@@ -93,8 +93,9 @@ def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTen
             values_M = view_M.clone() if view_M.device.type == "cpu" else view_M
             name, start = held.key
             key = f"{_kind_key(RESIDUAL, held.expert)}{name}"
-            table, at = (held.row.count, held.whole_numel), (held.row.index, start)
-            yield f"{RESIDUAL}.{name}.{start}", _part(key, values_M[None], table, at)
+            table = (held.row.count, held.whole_numel)
+            place = (held.row.index, start)
+            yield f"{RESIDUAL}.{name}.{start}", _part(key, values_M[None], table, place)
     elif mode == "sum":
         for name, expert, total_P in summed_parameters(attachment):
             key = f"{_kind_key(RESIDUAL, expert)}{name}"
@@ -104,7 +105,10 @@ def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTen
 def _part(
     key: str, values: torch.Tensor, whole: tuple[int, ...], at: tuple[int, ...]
 ) -> ShardedTensor:
-    """Values in a table, or in a sum, from the element `at` on. Parts may be of different sizes."""
+    """Names values as the part that begins at the indices `at` of a tensor of the shape `whole`.
+
+    Parts may be of different sizes.
+    """
     return ShardedTensor(key, values, values.dtype, tuple(values.shape), whole, at, None)
 
 
@@ -132,14 +136,16 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         return None
     if residuals:
         check_sizes(tuple(header["model_sizes"]))
-    saved = Saved(**{each.name: header[each.name] for each in fields(Saved) if each.name in header})
+    names = [field.name for field in fields(Saved) if field.name in header]
+    saved = Saved(**{name: header[name] for name in names})
     # Requests: residuals, masters, this rank's state (after a change of ranks that of rank 0).
     slices = dict(_residual_requests(attachment, found, saved.mode)) if residuals else {}
+    # What one load reads: `loaded` has the same keys, with values in place of requests.
     template: dict[str, Any] = {label: rows for label, (_, rows) in slices.items() if rows}
     masters = dict(_master_requests(attachment, found))
     if masters:
         template[MASTER] = {f"{name}.{start}": part for (name, start), part in masters.items()}
-    saved_rank = rank if saved.data_size == size else 0
+    saved_rank = rank if saved.data_size == size else 0  # whose plan and layout are read
     rank_object = ShardedObject(_state_key(), None, (saved.data_size,), (saved_rank,))
     # Missing only for a model with another layout, whose residuals are not read.
     if rank_object.unique_key in found:
@@ -150,6 +156,7 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
+    # A slice without saved rows was left out of the request: its residual is zero.
     for label, (held, rows) in slices.items():
         own_rows = [row.view(-1) for row in loaded[label].values()] if rows else []
         saved.residuals[held.key] = _taken_over(held, own_rows, saved.mode)
@@ -195,7 +202,7 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
 def _residual_requests(
     attachment: Attachment, found: dict[str, _Entry], mode: str
 ) -> Iterator[tuple[str, tuple[HeldSlice, dict[str, ShardedTensor]]]]:
-    """The slices that this rank reads, by label, each with the saved rows that it takes over.
+    """The slices that this rank reads: label, and (slice, requests for its saved rows by number).
 
     Raises:
         CheckpointError: a parameter has another size.
@@ -204,7 +211,7 @@ def _residual_requests(
         name, start = held.key
         entry = found.get(f"{_kind_key(RESIDUAL, held.expert)}{name}")
         if entry is not None:
-            check_size(name, entry.shape[-1], held.whole_numel)
+            check_size(name, entry.shape[-1], held.whole_numel)  # [-1]: elements, not rows
             rows = {str(i): row for i, row in enumerate(_row_requests(entry, held, mode))}
             yield f"{RESIDUAL}.{name}.{start}", (held, rows)
 
@@ -235,10 +242,10 @@ def _master_requests(
     attachment: Attachment, found: dict[str, _Entry]
 ) -> Iterator[tuple[tuple[str, int], ShardedTensor]]:
     """This rank's parts of the stored masters, by parameter and first element."""
-    for each in attachment.parameters.lossy:
-        for piece in each.pieces:
-            entry = found.get(f"{_kind_key(MASTER, each.group.expert)}{piece.name}")
-            if entry is not None and entry.shape == (_whole_numel(each.bucket, piece.name),):
+    for lossy in attachment.parameters.lossy:
+        for piece in lossy.pieces:
+            entry = found.get(f"{_kind_key(MASTER, lossy.group.expert)}{piece.name}")
+            if entry is not None and entry.shape == (_whole_numel(lossy.bucket, piece.name),):
                 # What no rank has written stays NaN.
                 empty = torch.full((piece.numel,), torch.nan)
                 request = _part(entry.key, empty, entry.shape, (piece.offset,))

@@ -23,6 +23,7 @@ import hashlib
 import json
 import tempfile
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import batched
 from pathlib import Path
@@ -140,7 +141,11 @@ def load(out_dir: str | Path) -> Corpus:
 
 
 def _read(out_dir: Path) -> tuple[Corpus, str]:
-    """The corpus in `out_dir` and the fingerprint of its sources."""
+    """Returns the corpus in `out_dir`, after a check of its files, and its sources' fingerprint.
+
+    Raises:
+        DatasetError: there is no corpus, or its manifest or a file is damaged.
+    """
     path = out_dir / MANIFEST
     remedy = f"make it: {_COMMAND} --kind code|prose --output {out_dir}"
     try:
@@ -199,13 +204,16 @@ def _check_replaceable(out_dir: Path) -> None:
 
 def _make(kind: Kind, vocab_size: int, fingerprint: str, folder: Path, bars: Progress) -> None:
     """Writes dataset, tokenizer and manifest into `folder`."""
-    names, texts = [], []
+
+    def track(items: Iterable[Any], label: str) -> Iterable[Any]:
+        return bars.track(list(items), description=label)
+
+    def hash_of_name(document: corpus_text.Document) -> bytes:
+        return hashlib.sha256(document[0].encode()).digest()
+
     read = corpus_text.code if kind == "code" else corpus_text.prose
-    for name, text in read(lambda items, label: bars.track(list(items), description=label)):
-        names.append(name)
-        texts.append(text)
-    order = sorted(range(len(names)), key=lambda i: hashlib.sha256(names[i].encode()).digest())
-    texts = [texts[i] for i in order]
+    # In the order of hashes, so that each part of the split sees every source.
+    texts = [text for _, text in sorted(read(track), key=hash_of_name)]
 
     tokenizer = _train_tokenizer(texts, vocab_size, bars)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -230,11 +238,11 @@ def _train_tokenizer(texts: list[str], vocab_size: int, bars: Progress) -> Token
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1,
+        vocab_size=vocab_size - 1,  # without the end of a document
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    task = bars.add_task("train the BPE", total=None)
+    task = bars.add_task("train the BPE", total=None)  # the trainer reports no progress
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([EOD_TOKEN])
     tokenizer.encode_special_tokens = True  # this token's text inside a document is no end

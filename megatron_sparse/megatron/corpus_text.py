@@ -67,6 +67,7 @@ def prose(track: Track) -> Iterator[Document]:
         kept = []
         for text in read():
             for paragraph in paragraphs(text):
+                # 16 bytes are enough to tell paragraphs apart, in half the memory.
                 key = hashlib.sha256(paragraph.encode()).digest()[:16]
                 if key not in seen:
                     seen.add(key)
@@ -77,7 +78,7 @@ def prose(track: Track) -> Iterator[Document]:
 
 
 def _prose_sources() -> list[Source]:
-    """All that prose is taken from, in order."""
+    """The files that prose is taken from, in order: the standard library's, then packages'."""
     root = _stdlib()
     sources: list[Source] = [
         (f"python/{path.relative_to(root).as_posix()}", partial(_strings, path))
@@ -112,12 +113,12 @@ def paragraphs(text: str) -> Iterator[str]:
     """
     for block in re.split(r"\n\s*\n", text):
         paragraph = " ".join(block.split())
-        if (
-            len(re.findall(r"\b[A-Za-z]{2,}\b", paragraph)) >= 8
-            and paragraph[-1] in ".:!?"
-            and not paragraph.startswith(_NOT_PROSE)
-            and len(re.findall(r"[A-Za-z ,.]", paragraph)) >= 0.92 * len(paragraph)
-        ):
+        n_words = len(re.findall(r"\b[A-Za-z]{2,}\b", paragraph))
+        if n_words < 8 or paragraph.startswith(_NOT_PROSE):
+            continue
+        ends_a_sentence = paragraph[-1] in ".:!?"
+        n_plain = len(re.findall(r"[A-Za-z ,.]", paragraph))
+        if ends_a_sentence and n_plain >= 0.92 * len(paragraph):
             yield paragraph
 
 
@@ -136,6 +137,7 @@ def _strings(path: Path) -> list[str]:
         and isinstance(node.value, str)
         and len(node.value) >= _MIN_STRING_CHARS
     ]
+    # `ast.walk` goes level by level.
     strings.sort(key=lambda node: (node.lineno, node.col_offset))
     return [str(node.value) for node in strings]
 
@@ -165,11 +167,11 @@ def _python_files(root: Path) -> list[Path]:
 
 
 def fingerprint(kind: str) -> str:
-    """Names everything that decides the text of a corpus; costs one listing of the library."""
+    """A digest of everything that decides a corpus's text; costs one listing of the library."""
     root = _stdlib()
     facts: list[Any] = [_REVISION, kind, platform.python_version()]
     facts += [(p.relative_to(root).as_posix(), p.stat().st_size) for p in _python_files(root)]
-    for name in _PROSE_FOLDERS if kind == "prose" else ():
+    for name in _PROSE_FOLDERS if kind == "prose" else ():  # code reads no packages
         installed = _installed(name)
         facts.append((name, installed.version if installed else None))
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -61,15 +61,17 @@ class CudaToCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """See `torch.overrides.TorchFunctionMode`."""
+        """Calls `func` on the CPU. torch calls it in place of each of its functions."""
         kwargs = dict(kwargs or {})
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+        is_move = func is torch.Tensor.to and len(args) > 1
+        asks_for_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
+        if is_move and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
-        elif func is torch.Tensor.type and len(args) == 1 and not kwargs:
+        elif asks_for_type:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         return func(*args, **kwargs)
 
@@ -143,7 +145,7 @@ def _rewritten(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs the original and puts torch's generator back to its state before the call."""
+    """Wraps `original`: after each call torch's generator has its state of before the call."""
 
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ class HostSymbol(NamedTuple):
 
 
 def _has_parameters(*names: str) -> Callable[[object], str | None]:
-    """Makes the check of a function: None if it has these parameters, else what it lacks."""
+    """Makes a check that returns None for a function with these parameters, else what it lacks."""
 
     def check(symbol: object) -> str | None:
         found = inspect.signature(symbol).parameters  # type: ignore[arg-type]
@@ -110,10 +110,12 @@ def log_untested_megatron() -> None:
 
 def find_host_symbols(needed_by: str | None = None) -> list[HostSymbol]:
     """Checks every symbol, or those that `attach` or `install` needs. Imports megatron."""
+    # `install` also needs all that `attach` does.
+    users = ("attach", "install") if needed_by in (None, "install") else (needed_by,)
     return [
         HostSymbol(user, f"{module}.{attribute}", _problem(module, attribute, check))
         for user, module, attribute, check in _SYMBOLS
-        if needed_by in (None, user) or (needed_by == "install" and user == "attach")
+        if user in users
     ]
 
 
@@ -134,7 +136,7 @@ def require_host_symbols(needed_by: str) -> None:
     Raises:
         HostError: names the first symbol that is missing.
     """
-    for user, name, problem in find_host_symbols(needed_by):
+    for user, name, problem in find_host_symbols(needed_by):  # a `HostSymbol` each
         if problem is not None:
             raise HostError(
                 f"this Megatron lacks a function that {user} hooks",

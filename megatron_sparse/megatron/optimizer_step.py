@@ -74,16 +74,17 @@ class WatchedOptimizer:
         original, update = optimizer.step, getattr(optimizer, UPDATE, None)
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            """The original step, with sums confirmed, timed and reported to `end`."""
             start_s, before_s = time.perf_counter(), inner_s()
             with marked("optimizer"):
-                if update is None:
+                if update is None:  # else `confirmed_update` does it, later
                     sums.confirm()
                 result = original(*args, **kwargs)
                 sums.confirm()  # not yet, if the optimizer skipped its update
             waited_s = inner_s() - before_s
             sink.record_stage("optimizer", time.perf_counter() - start_s - waited_s)
             success, grad_norm = True, None
-            if isinstance(result, tuple):
+            if isinstance(result, tuple):  # Megatron's: (success, grad_norm, num_zeros)
                 success, grad_norm = bool(result[0]), result[1]
             end(success, grad_norm)
             return result

@@ -43,7 +43,7 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
         for model, times in order:
             dist.barrier()
             start_s = time.perf_counter()
-            losses.append(model.step()[0])
+            losses.append(model.step()[0])  # reads the loss, so the step has ended
             dist.barrier()
             if index >= warmup:
                 times.append((time.perf_counter() - start_s) * 1e3)
@@ -62,7 +62,10 @@ def measure(iterations: int, warmup: int, *, overlap: bool) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs as one rank of a torchrun launch: `python -m torch.distributed.run ... -m <this>`."""
+    """Measures without and with overlap, as one rank of a torchrun launch; rank 0 prints a table.
+
+    `python -m torch.distributed.run ... -m <this>`
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)

@@ -96,7 +96,7 @@ class ParameterGathers:
         """
         method = config.parameters.method
         reasons = _reasons_for_raw(groups, method, optimizer)
-        choosers: dict[int, GatherChooser] = {}
+        choosers: dict[int, GatherChooser] = {}  # by `id` of Megatron's process group
         for group, reason in zip(groups, reasons, strict=True):
             if reason is not None:
                 continue
@@ -118,7 +118,10 @@ class ParameterGathers:
     def _make_gathers(
         self, group: GroupBuckets, chooser: GatherChooser, transport: Transport, progress: Progress
     ) -> None:
-        """Gathers for a group's buckets by the way that its ranks choose; none if they stay raw."""
+        """Makes a gather for each bucket of a group, in the way that its ranks choose.
+
+        Makes none if they choose to stay raw.
+        """
         tensors = [host.param_data.view(-1) for host in group.host.buckets]
         way = chooser.choose(tensors)
         if way is None:
@@ -134,7 +137,7 @@ class ParameterGathers:
         self._compressed[id(group)] = gathers
 
     def _follow_loads(self, chunks: Iterable[Any]) -> None:
-        """Gathers raw after any module of the model has loaded parameters."""
+        """Hooks every module with parameters: after it has loaded some, the next gather is raw."""
         if not self._compressed:
             return
         for chunk in chunks:
@@ -155,10 +158,10 @@ class ParameterGathers:
         if gathers is None:
             return None
         if not enabled:
-            for each in gathers:
-                each.release()
+            for gather in gathers:
+                gather.release()
             return None
-        return [each.start(step) for each in gathers]
+        return [gather.start(step) for gather in gathers]
 
     def gathered(self, pending: Pending) -> None:
         """Confirms a gather of `start` that is queued, and counts the wait for it.
@@ -171,20 +174,23 @@ class ParameterGathers:
         self.waited_s += pending.record.exposed_s
 
     def timed(self, group: GroupBuckets, step: int) -> TimedHandle:
-        """For Megatron's own gather of a group in step `step`, which is launched next."""
-        n = group.process_group.size()
+        """Returns a handle that times Megatron's own gather of a group in step `step`.
+
+        To be called right before Megatron launches it.
+        """
+        n_ranks = group.process_group.size()
         records = [
             GatherRecord(
                 bucket=bucket.name,
                 step=step,
                 method=RAW,
                 numel=values.numel(),
-                dense_bytes=dense_gather_bytes(values, n),
-                wire_bytes=dense_gather_bytes(values, n),
+                dense_bytes=dense_gather_bytes(values, n_ranks),
+                wire_bytes=dense_gather_bytes(values, n_ranks),
                 launched_s=time.perf_counter(),
             )
             for bucket, values in _parameter_buffers(group)
-            if n > 1
+            if n_ranks > 1
         ]
 
         def count(waited_s: float) -> None:
@@ -196,13 +202,13 @@ class ParameterGathers:
     def forget(self) -> None:
         """The next gather of each bucket is raw; see `ShardGather.forget`."""
         for gathers in self._compressed.values():
-            for each in gathers:
-                each.forget()
+            for gather in gathers:
+                gather.forget()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the kept shards."""
-        return sum(each.nbytes for gathers in self._compressed.values() for each in gathers)
+        return sum(gather.nbytes for gathers in self._compressed.values() for gather in gathers)
 
     def close(self) -> None:
         """Removes the hooks from the model and the optimizer."""
@@ -232,16 +238,17 @@ SILENT = (None, NOT_SHARDED, ALONE)
 
 def why_raw(group: GroupBuckets) -> str | None:
     """Why the plugin can only gather a bucket group raw; None if it can do better."""
-    host, n = group.host, group.process_group.size()
+    host, n_ranks = group.host, group.process_group.size()
     if not host.ddp_config.use_distributed_optimizer:
         return NOT_SHARDED
-    if n == 1:
+    if n_ranks == 1:
         return ALONE
-    for bucket, own in zip(group.buckets, host.buckets, strict=True):
-        values = own.param_data
+    for bucket, host_bucket in zip(group.buckets, host.buckets, strict=True):
+        values = host_bucket.param_data
         if values is None:
             return f"bucket {bucket.name} has no parameter buffer"
-        if values.dtype not in MOVE_BITS or values.numel() % n:
+        # Gathers need a dtype that they can compress, and shards of one size.
+        if values.dtype not in MOVE_BITS or values.numel() % n_ranks:
             return f"bucket {bucket.name} holds {values.dtype} parameters"
     return None
 
@@ -249,7 +256,7 @@ def why_raw(group: GroupBuckets) -> str | None:
 def _reasons_for_raw(
     groups: Sequence[GroupBuckets], method: str, optimizer: Any
 ) -> list[str | None]:
-    """Why each group stays raw; None for one that can be compressed. Collective if lossy.
+    """For each group why it stays raw, or None if it can be compressed. Collective if lossy.
 
     Raises:
         ConfigError: the method cannot work here.
@@ -261,6 +268,7 @@ def _reasons_for_raw(
         _refuse_if_any(method, reasons)
     if method != LOSSY:
         return reasons
+    # Lossy needs more: each rank's optimizer must keep its parameters in the gathered buffer.
     spans = optimizer_spans(optimizer)
     return [
         reason or _agreed(masters_elsewhere(group, spans), group)
@@ -295,7 +303,7 @@ def _refuse_if_any(method: str, reasons: Sequence[str | None]) -> None:
     Raises:
         ConfigError: names the first reason. A group of one rank has nothing to gather.
     """
-    found = [each for each in reasons if each not in (None, ALONE)]
+    found = [reason for reason in reasons if reason not in (None, ALONE)]
     if found:
         raise ConfigError(
             f"parameters.method={method} cannot gather this model's parameters",

@@ -66,11 +66,11 @@ def saved_parts(
     gather.
     """
     parts = []
-    for each in buckets:
-        master_M = each.gather.settled_master()
+    for bucket in buckets:
+        master_M = bucket.gather.settled_master()
         if master_M is None:
             return []
-        parts += [(each, piece, master_M[piece.start : piece.stop]) for piece in each.pieces]
+        parts += [(bucket, piece, master_M[piece.start : piece.stop]) for piece in bucket.pieces]
     return parts
 
 
@@ -84,9 +84,9 @@ def masters_from(buckets: Sequence[LossyBucket], parts: Parts) -> list[torch.Ten
         parts: of `LossyBucket.pieces`; NaN where a checkpoint had nothing.
     """
     masters = []
-    for each in buckets:
-        master_M = each.gather.own_shard.clone()
-        for piece in each.pieces:
+    for bucket in buckets:
+        master_M = bucket.gather.own_shard.clone()
+        for piece in bucket.pieces:
             values = parts.get((piece.name, piece.offset))
             if values is None or bool(values.isnan().any()):
                 return None
@@ -107,18 +107,18 @@ class WatchedUpdates:
         self._watched = []
         if not buckets:
             return
-        for each in chain_of(optimizer):
-            spans = optimizer_spans(each)
+        for link in chain_of(optimizer):
+            spans = optimizer_spans(link)
             # Only the gathers of buckets that this optimizer of the chain changes.
             gathers = [b.gather for b in buckets if _elements_in(b.gather.own_shard, spans)]
             if gathers:
-                setattr(each, UPDATE, _watched(getattr(each, UPDATE), gathers))
-                self._watched.append(each)
+                setattr(link, UPDATE, _watched(getattr(link, UPDATE), gathers))
+                self._watched.append(link)
 
     def close(self) -> None:
         """Restores the optimizers' own methods."""
-        for each in self._watched:
-            each.__dict__.pop(UPDATE, None)
+        for link in self._watched:
+            link.__dict__.pop(UPDATE, None)
         self._watched.clear()
 
 
@@ -153,10 +153,10 @@ def optimizer_spans(optimizer: Any) -> dict[int, int]:
     Without those of precision-aware optimizers, which keep parameters in another precision beside.
     """
     spans = {}
-    for each in chain_of(optimizer):
-        if getattr(getattr(each, "config", None), "use_precision_aware_optimizer", False):
+    for link in chain_of(optimizer):
+        if getattr(getattr(link, "config", None), "use_precision_aware_optimizer", False):
             continue
-        for group in getattr(each, "param_groups", ()):
+        for group in getattr(link, "param_groups", ()):
             for parameter in group["params"]:
                 if parameter.dtype == torch.float32:
                     spans[parameter.data_ptr()] = parameter.numel()
@@ -184,8 +184,8 @@ def masters_elsewhere(group: GroupBuckets, spans: Mapping[int, int]) -> str | No
         values_N = host.param_data.view(-1)
         if values_N.dtype != torch.float32:
             continue
-        own = bucket.shard(rank)
-        without_padding = sum(piece.numel for piece in slices_of(bucket, [own]))
-        if _elements_in(values_N[own], spans) != without_padding:
+        shard = bucket.shard(rank)
+        without_padding = sum(piece.numel for piece in slices_of(bucket, [shard]))
+        if _elements_in(values_N[shard], spans) != without_padding:
             return MASTERS_ELSEWHERE
     return None

@@ -39,10 +39,11 @@ def in_pieces(bucket: Bucket, config: SparseConfig) -> list[Bucket]:
     for index, parameter in enumerate(bucket.parameters):
         is_last = index + 1 == len(bucket.parameters)
         if is_last or parameter.stop - start >= enough:
-            stop = bucket.numel if is_last else parameter.stop
+            stop = bucket.numel if is_last else parameter.stop  # the last one has the padding
+            # Their places count from the piece's first element.
             moved = tuple(
-                replace(each, start=each.start - start, stop=each.stop - start)
-                for each in bucket.parameters[first : index + 1]
+                replace(moving, start=moving.start - start, stop=moving.stop - start)
+                for moving in bucket.parameters[first : index + 1]
             )
             name = f"{bucket.name}.{len(pieces)}"
             gradients = bucket.grad_N[start:stop]

@@ -76,9 +76,9 @@ class Plugin:
         self._resolved_config = resolved_config
         self._chunks: list[Any] = []
         self._optimizer_bound = False
-        self._saves_sharded = False
+        self._saves_sharded = False  # whether a save that takes the plugin's state is running
         self._originals: dict[str, Callable[..., Any]] = {}
-        for name in _HOOKED:
+        for name in _HOOKED:  # the method `_NAME` takes the place of Megatron's function NAME
             self._originals[name] = getattr(host, name)
             setattr(host, name, getattr(self, f"_{name}"))
 
@@ -87,6 +87,8 @@ class Plugin:
 
         Chunks of another model, as of a second `pretrain` in this process, end the first
         attachment: its summary and plan are written, its residual is dropped.
+
+        Returns the chunks as they are.
         """
         known = {id(chunk) for chunk in self._chunks}
         if self.attachment is not None and any(id(chunk) not in known for chunk in chunks):
@@ -147,7 +149,7 @@ class Plugin:
         )
 
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """First refuses settings of Megatron's, and says what other checkpoint formats lose."""
+        """Megatron's function, after a check of its settings and a warning of what is not saved."""
         arguments = _arguments()
         refusals.check_arguments(arguments, self.config.compression.residual_checkpoint)
         if arguments.save and arguments.ckpt_format != refusals.OWN_FORMAT and _is_writer():
@@ -158,6 +160,7 @@ class Plugin:
         """Megatron's optimizer; its steps are watched, and it saves the plugin's state too."""
         original = self._originals["get_megatron_optimizer"]
         bound = inspect.signature(original).bind(*args, **kwargs)
+        # Changes nothing where the model's own hook has attached already.
         self.post_wrap_hook(bound.arguments["model_chunks"])
         optimizer = original(*args, **kwargs)
         assert self.attachment is not None
@@ -281,7 +284,7 @@ class Plugin:
 
 
 def _timed(forward_backward: Callable[..., Any], telemetry: RunTelemetry) -> Callable[..., Any]:
-    """Records the seconds of Megatron's function, without the waits for buckets inside of it."""
+    """Wraps Megatron's function: records its seconds, less its waits for buckets, as a stage."""
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start_s, waited_s = time.perf_counter(), telemetry.waited_s

@@ -56,18 +56,18 @@ def predicted_parameters(config: RunConfig, vocab_size: int) -> list[PredictedPa
         config: the run.
         vocab_size: of the model, without padding.
     """
-    model, tensor = config.model, config.training.tensor_parallel
+    model, tensor_ranks = config.model, config.training.tensor_parallel
     stages, hidden = config.training.pipeline_parallel, model.hidden_size
     # Padded for all tensor-parallel ranks, each of which has an equal part.
-    vocabulary = _up(vocab_size, VOCABULARY_MULTIPLE * tensor) // tensor
-    copied = tensor > 1
+    vocabulary = _up(vocab_size, VOCABULARY_MULTIPLE * tensor_ranks) // tensor_ranks
+    copied = tensor_ranks > 1  # parameters that are not sharded
     found = [PredictedParameter("embedding.word_embeddings.weight", (vocabulary, hidden))]
     if model.position_embedding_type == "learned_absolute":
         name = "embedding.position_embeddings.weight"
         found.append(PredictedParameter(name, (model.positions, hidden), copied))
     for index, kinds in enumerate(_layers(config, stages)):
-        found += _layer(f"decoder.layers.{index}", kinds, model, tensor)
-    if stages == 1:
+        found += _layer(f"decoder.layers.{index}", kinds, model, tensor_ranks)
+    if stages == 1:  # the first stage is the last one, too
         found += _norm("decoder.final_layernorm", hidden, copied=copied)
         if not model.tied_embeddings:
             found.append(PredictedParameter("output_layer.weight", (vocabulary, hidden)))
@@ -89,10 +89,11 @@ def _layer(
 
     Args:
         prefix: of their names.
-        kinds: as of `_layers`.
+        kinds: of its parts: attention (*), MLP (-).
         model: the sizes.
         tensor: tensor-parallel ranks.
     """
+    # Each rank has a part of most weights, and a copy of all norms and of some biases.
     hidden, ffn, copied = model.hidden_size, model.ffn_width // tensor, tensor > 1
     head_width = hidden // model.num_attention_heads
     # Queries have all heads; keys and values have one for each query group.
@@ -137,13 +138,17 @@ def predicted_buckets(config: RunConfig, vocab_size: int) -> list[Bucket]:
     for placed in _cut(parameters, _bucket_numel(config), aligned=sharded, first_apart=apart):
         pieces = tuple(
             parameter_filter.slice_of(
-                each.name, start, start + each.numel, each.shape, each.replicated
+                parameter.name,
+                start,
+                start + parameter.numel,
+                parameter.shape,
+                parameter.replicated,
             )
-            for each, start in placed
+            for parameter, start in placed
         )
         numel = pieces[-1].stop
         size = _up(numel, math.lcm(ranks, BUCKET_ALIGNMENT)) if sharded else numel
-        with FakeTensorMode():
+        with FakeTensorMode():  # a tensor without memory
             grad_N = torch.empty(size, dtype=dtype, device=config.cluster.device)
         op = CollectiveOp.REDUCE_SCATTER if sharded else CollectiveOp.ALL_REDUCE
         name = f"dense.{len(buckets)}"

@@ -137,7 +137,7 @@ def check_checkpoints(settings: Mapping[str, Any], mode: str, *, saves: bool) ->
 
 
 def section_errors(section: Mapping[str, Any]) -> list[ConfigError]:
-    """One for each refused setting that the `megatron:` section of a run turns on."""
+    """An error for each refused setting that the `megatron:` section of a run turns on."""
     return [
         ConfigError(
             f"megatron.{refusal.key} {refusal.reason}",

@@ -39,6 +39,7 @@ def apply() -> None:
         adam_is_torch = not optimizers.HAVE_APEX_OR_TE
         optimizer: Any = optimizers.DistributedOptimizer
         state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+        # Those without the distributed optimizer, and their methods.
         whole: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
         sharded = [kind.sharded_state_dict for kind in whole]
     except (ImportError, AttributeError) as error:
@@ -67,7 +68,7 @@ def _marked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[[], None]:
-    """Compiles only where the source is, as in a checkout of Megatron-LM.
+    """Wraps `compile_helpers`: compiles only where the source is, as in a checkout of Megatron-LM.
 
     Args:
         compile_helpers: runs `make` in `source`; exits the process when that fails.
@@ -90,7 +91,7 @@ def unless_built(compile_helpers: Callable[[], None], source: Path) -> Callable[
 
 
 def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Adam's state before `state_dict` reads it.
+    """Wraps an optimizer's `state_dict`: makes Adam's state before it is read.
 
     `state_dict` asserts that all parameters are at one step, and a fresh torch Adam has no step
     at all; loading a checkpoint begins with the state dict of a fresh optimizer.
@@ -113,13 +114,14 @@ def with_state(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes SGD's momentum buffers before a checkpoint is loaded into them.
+    """Wraps `sharded_state_dict`: SGD gets momentum buffers, into which a checkpoint is loaded.
 
     Megatron calls `init_state_fn` for it, which is None for SGD. Any other optimizer without one
     keeps Megatron's error, because the shape of its state is unknown here.
     """
 
     def init_state(sgd: Any, config: Any) -> None:
+        """The missing `init_state_fn`: makes a buffer of zeros for each parameter with momentum."""
         for group in sgd.param_groups:
             if not group["momentum"]:
                 continue
@@ -130,7 +132,8 @@ def with_sgd_state(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(sharded_state_dict)
     def repaired(self: Any, *args: Any, **kwargs: Any) -> Any:
         groups = getattr(self.optimizer, "param_groups", [])
-        if self.init_state_fn is None and all("momentum" in group for group in groups):
+        is_sgd = all("momentum" in group for group in groups)
+        if self.init_state_fn is None and is_sgd:
             self.init_state_fn = init_state
         return sharded_state_dict(self, *args, **kwargs)
 
@@ -147,7 +150,7 @@ def without_grad(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_own_steps(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives each parameter the step of its group, in a tensor of its own.
+    """Wraps `load_state_dict`: each parameter gets its group's step, in a tensor of its own.
 
     `load_state_dict` gives all parameters one and the same tensor, to which torch's Adam then adds
     one for each parameter; and the parameter state that is loaded afterwards overwrites it with

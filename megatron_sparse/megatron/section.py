@@ -87,6 +87,7 @@ def check(
         config, Path("run"), vocab_size=vocab_size, data_prefix=data_prefix
     )
     found: list[MegatronSparseError] = []
+    # The keys that pass alone; and for every key the one of our own sections that sets the same.
     section, owners = {}, {}
     for key, value in config.megatron.items():
         owners[key] = arguments.owner(key, value)
@@ -96,19 +97,23 @@ def check(
         except ConfigError as error:
             refused.append(error)
         found += refused
-        # Owned flags stay: the others are checked as if our keys had these values.
-        if len(refused) == (0 if owners[key] is None else 1):
+        # Owned flags, which have one error for that, stay: the others are checked as if our keys
+        # had these values.
+        harmless = 0 if owners[key] is None else 1
+        if len(refused) == harmless:
             section[key] = value
     words = arguments.command_line(derived, {}, parser)
     ranks = config.cluster.nodes * config.cluster.ranks_per_node
     # Megatron asks for one connection with tensor parallelism, which the section may name.
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     variables |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    # Without the section: the arguments as parsed, and after Megatron's validation.
     given, without = vars(parser.parse_args(words)), _validated(words, variables)
     if isinstance(without, ConfigError):
         raise_together(TITLE, found)
         raise without
-    # What Megatron computes may follow from the section, as the width of an MLP from `swiglu`.
+    # What our keys set and the validation keeps: no key of the section may change it. What Megatron
+    # computes may follow from the section, as the width of an MLP from `swiglu`.
     owned = {_DATA: "data.prefix"} | {
         dest: key
         for dest, key in arguments.owned_dests(parser).items()
@@ -118,7 +123,8 @@ def check(
     def errors(keys: list[str]) -> list[MegatronSparseError]:
         """What is wrong with these keys of the section together; the texts name the last one."""
         words = arguments.command_line(derived, {key: section[key] for key in keys}, parser)
-        validated, told = _validated(words, variables), {owners[key] for key in keys}
+        validated = _validated(words, variables)
+        told = {owners[key] for key in keys}  # keys of ours that have an error already
         name = f"megatron.{keys[-1]}={section[keys[-1]]}"
         if isinstance(validated, ConfigError):
             refused = f"Megatron refuses {name}: {validated.got}"
@@ -162,17 +168,18 @@ def check(
 def _validated(
     words: Sequence[str], variables: Mapping[str, str]
 ) -> dict[str, object] | ConfigError:
-    """Megatron's arguments after its validation, and its data; or its refusal."""
+    """Megatron's arguments after its validation, and its data under `_DATA`; or its refusal."""
     from megatron.training import arguments as host
     from megatron.training.utils import get_blend_and_blend_per_split
 
     from megatron_sparse.megatron import cpu_mode, training
 
+    # Megatron reads the process's command line and environment: they are put back at the end.
     words_before, environment = sys.argv, dict(os.environ)
     make_globals = host.set_global_variables
     sys.argv = [sys.argv[0], *words]
     os.environ |= variables
-    host.set_global_variables = lambda args: None
+    host.set_global_variables = lambda args: None  # it would make log writers, too
     try:
         with (
             cpu_mode.properties(),

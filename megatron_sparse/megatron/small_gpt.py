@@ -103,12 +103,14 @@ class SmallGPT:
         )
         self.setting = setting
         data_rank = parallel_state.get_data_parallel_rank()
+        # Each data-parallel rank has data of its own.
         self.generator = torch.Generator().manual_seed(100 + data_rank)
 
     def batch(self) -> torch.Tensor:
         """Tokens whose odd positions follow from the even ones, so that there is a loss to gain."""
         shape = (self.setting.micro_batch, self.setting.sequence)
         tokens = torch.randint(0, self.setting.vocabulary, shape, generator=self.generator) % 17
+        # Any rule does that a small model can learn.
         tokens[:, 1::2] = (tokens[:, ::2] * 7 + 3) % self.setting.vocabulary
         return tokens
 
@@ -120,6 +122,7 @@ class SmallGPT:
         self.optimizer.zero_grad()
         length = tokens.shape[1]
         positions = torch.arange(length).expand_as(tokens)
+        # True hides a later position.
         mask = torch.triu(torch.ones(1, 1, length, length, dtype=torch.bool), 1)
         loss = self.ddp(tokens, positions, mask, labels=tokens).float().mean()
         self.optimizer.scale_loss(loss).backward()

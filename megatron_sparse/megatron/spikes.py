@@ -83,7 +83,7 @@ class UsualNorm:
 
 def warn_if_large(step: int, norm: float, grad_norm: float, limit: float) -> None:
     """Warns if the residual's norm exceeds `limit` times the gradient's, or is not a number."""
-    if not norm <= limit * grad_norm:
+    if not norm <= limit * grad_norm:  # true of NaN, too
         logger.warning(
             "step %d: the residual's norm is %.3g, %.3g times the gradient's norm of %.3g; "
             "lower the leak, raise the density, or lengthen the ramp "
@@ -112,5 +112,7 @@ def loss_factor(arguments: Callable[[], Any]) -> float:
     if found is None:
         raise ConfigError(f"{SPIKES} cannot be read", expected="FACTOR:SHARE", got=repr(given))
     args = arguments()
+    factor, share = float(found[1]), float(found[2])
+    # Seeded by the iteration, so that every rank draws the same number.
     drawn = random.Random(f"{args.seed}:{args.curr_iteration}").random()
-    return float(found[1]) if drawn < float(found[2]) else 1.0
+    return factor if drawn < share else 1.0

@@ -117,7 +117,7 @@ def silence_known_noise() -> None:
 
 
 def find_data(config: RunConfig) -> tuple[int, Path | None]:
-    """Size of the model's vocabulary, and prefix of the dataset; None for mock data.
+    """Returns the size of the model's vocabulary, and the dataset's prefix or None for mock data.
 
     Raises:
         ConfigError: the model's vocabulary is smaller than the data's, or there is no dataset.
@@ -236,7 +236,7 @@ def model_config_of(megatron_args: Any) -> Any:
 
 
 def _install(config: RunConfig, run_dir: Path, model_config: Any) -> Any:
-    """Installs the plugin, which attaches when Megatron has wrapped the model in DDP."""
+    """Installs and returns the plugin; it attaches when Megatron has wrapped the model in DDP."""
     from megatron_sparse.megatron import install
 
     plugin = install(config.sparse, run_dir=run_dir, resolved_config=dataclasses.asdict(config))

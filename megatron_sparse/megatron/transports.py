@@ -59,7 +59,9 @@ class Transports:
         return transport
 
     def groups_of(self, group: GroupBuckets, buckets: Sequence[Bucket]) -> Groups:
-        """The groups with which buckets of a data-parallel group are synchronised.
+        """Makes the groups with which buckets of a data-parallel group are synchronised.
+
+        Chooses the level of compression for them, and notes it in `lines`.
 
         Collective over their data-parallel ranks. Rank 0 of them logs the level of compression,
         unless `compression.level=rank`.
@@ -83,6 +85,7 @@ class Transports:
                     logger.info(line)
         if choice.level == INSTANCE:
             assert others is not None, "the choice needs several instances"
+            # The sum inside an instance is compressed; the instances exchange selections.
             level = LevelGroups(whole, self.make(others, nccl_engine=engine), INSTANCE)
             return Groups(whole, level=level)
         instances = None if others is None else self.make(others)
@@ -92,7 +95,10 @@ class Transports:
         return Groups(whole, instances, level)
 
     def _node_groups(self, ranks: Sequence[int], choice: LevelChoice, rank: int) -> LevelGroups:
-        """The node and the lane of rank `rank` of the group of these global ranks."""
+        """Makes transports over a rank's node and over its lane, which has a rank of each node.
+
+        `ranks` are the group's global ranks; `rank` is this one's number among them.
+        """
         node = [ranks[member] for member in choice.inside(rank)]
         lane = [ranks[member] for member in choice.across(rank)]
         # All ranks make their groups in this order.

@@ -74,11 +74,11 @@ class ResidualUnit:
         chunk.scale_gradients = scale_gradients
 
     def _has_few_tokens(self, factor: float) -> bool:
-        """Whether residuals of the last step would enter this one far too large.
+        """Whether this step has so few tokens that old residuals would enter it far too large.
 
-        Megatron divides by one token where there is none.
+        `factor` is one over its tokens. Megatron divides by one token where there is none.
         """
-        if factor >= 1.0:  # one over the number of tokens
+        if factor >= 1.0:
             return True
         before = self.gradient_factor
         return before is not None and float(before) < FEW_TOKENS * factor
