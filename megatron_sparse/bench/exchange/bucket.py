@@ -100,6 +100,7 @@ class BucketBench(CollectiveBench):
     """
 
     def __init__(self, sweep: BucketSweep, codec: str) -> None:
+        # The codec `torch` exchanges sizes: it has no slots, so neither capacity nor NCCL engine.
         self._codec, has_slots = codec, codec != "torch"
         cases = CollectiveSweep(
             min_bytes=sweep.min_bytes,
@@ -111,12 +112,12 @@ class BucketBench(CollectiveBench):
             warmup=sweep.warmup,
             iters=sweep.iters,
         )
-        super().__init__(cases, HashStore(), 0, 1)
+        super().__init__(cases, HashStore(), rank=0, world_size=1)
 
     def bucket_rows(self) -> Iterator[BucketRow]:
-        """A row for each size and scheme."""
+        """Checks each size and scheme, times it if no element is wrong, and yields its row."""
         queues = os.environ.get(QUEUES)
-        for case in cases_of(self._cases, 1):
+        for case in cases_of(self._cases, world_size=1):
             show_progress(f"{case.nbytes} B")
             wrong, carried_by = self._check(case)
             row = BucketRow(
@@ -131,11 +132,13 @@ class BucketBench(CollectiveBench):
             yield row
 
     def _measure(self, case: BucketCase, row: BucketRow) -> None:
+        """Times the case on normal values, and fills in the row's times and waits."""
         base_N = case.normal_values(0).to(self._device)
         bucket = case.bucket(torch.empty_like(base_N), 1)
         reducer, steps = self._path(case).reducer, count()
 
         def start() -> Pending:
+            """Launches the bucket as the next step."""
             return reducer.start(bucket, next(steps))
 
         def synchronise(work: Callable[[], object] = lambda: None) -> None:
@@ -145,6 +148,7 @@ class BucketBench(CollectiveBench):
             pending.wait()
 
         def refill() -> None:
+            """Restores the gradient, which the last synchronisation has replaced by the sum."""
             bucket.grad_N.copy_(base_N)
 
         row.floor_us = self._median(copy_action(FLOOR_BYTES * case.numel, self._device))
@@ -167,9 +171,10 @@ class BucketBench(CollectiveBench):
         return median(times_us[self._cases.warmup :])
 
     def _busy(self, time_us: float) -> Callable[[], object]:
-        """Products of matrices that take about as long as the bucket."""
-        size = BUSY_SIZE if self._device.type == "cuda" else BUSY_SIZE // 16
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        """Returns an action that multiplies matrices for about `time_us`, the bucket's time."""
+        on_cuda = self._device.type == "cuda"
+        size = BUSY_SIZE if on_cuda else BUSY_SIZE // 16  # a CPU would need too long
+        dtype = torch.bfloat16 if on_cuda else torch.float32
         a_KK = torch.ones(size, size, dtype=dtype, device=self._device)
         out_KK = torch.empty_like(a_KK)
 
@@ -180,7 +185,10 @@ class BucketBench(CollectiveBench):
         return lambda: [product() for _ in range(products)]
 
     def _host_us(self, start: Callable[[], Pending], before: Callable[[], object]) -> float:
-        """Microseconds from the launch until a training loop would go on to the optimizer."""
+        """Microseconds from the launch until a training loop would go on to the optimizer.
+
+        `before` is not timed, nor is the device's work that is still queued at the end.
+        """
         before()
         self._meet()
         start_s = time.perf_counter()
@@ -202,7 +210,8 @@ class BucketBench(CollectiveBench):
                 action()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(each.message) for each in caught)
+        # torch's warning about a wait has this word.
+        return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 def _where(_: BucketSweep) -> str:
@@ -210,6 +219,7 @@ def _where(_: BucketSweep) -> str:
 
 
 def _rows(sweep: BucketSweep) -> Iterator[BucketRow]:
+    """The rows of each codec in turn."""
     for codec in sweep.codecs if torch.cuda.is_available() else ("cpu",):
         # Each message reads it; a CPU has one codec only.
         selected = {} if codec == "cpu" else {CODEC: codec}

@@ -83,12 +83,12 @@ class BucketCase:
         return self.numel * VALUE_DTYPES[self.dtype].itemsize
 
     def config(self, sweep: CollectiveSweep, world_size: int) -> SparseConfig:
-        """A configuration in which the first step is at the target already.
+        """The case's configuration, checked; its first step is at the target density already.
 
-        The last rank is the late one, for schemes that need one.
+        For schemes that skip a straggler, it is the last rank.
         """
         scheme = entry_of(self.scheme)
-        form = "auto" if scheme.own_format else sweep.message_format
+        message_format = "auto" if scheme.own_format else sweep.message_format
         pinned = None
         if scheme.skips_straggler:
             pinned = StragglerConfig(mode="pinned", rank=world_size - 1)
@@ -101,7 +101,7 @@ class BucketCase:
                 sum_bits=self.sum_bits,
                 warmup_iters=0,
                 ramp_iters=0,
-                format=form,
+                format=message_format,
                 timeout_s=sweep.timeout_s,
                 straggler=pinned,
                 capacity=sweep.capacity if scheme.takes_slots else None,
@@ -131,9 +131,12 @@ class BucketCase:
                 # wrong value would be off by a step of its group, which is 2^12 times as much.
                 slack = (len(sent) + 2) * 2.0**-24 * float(sent_nC.abs().sum(0).max())
             dtype = results[0].dtype
-            low_C, high_C = ((exact_C + off).float().to(dtype) for off in (-slack, slack))
-            for found_C in (result_M[part] for result_M in results):
-                wrong += int(((low_C <= found_C) & (found_C <= high_C)).logical_not_().sum())
+            low_C = (exact_C - slack).float().to(dtype)
+            high_C = (exact_C + slack).float().to(dtype)
+            for result_M in results:
+                found_C = result_M[part]
+                fits_C = (low_C <= found_C) & (found_C <= high_C)  # a NaN does not fit
+                wrong += int(fits_C.logical_not_().sum())
         return wrong
 
     def bucket(self, grad_N: torch.Tensor, world_size: int) -> Bucket:
@@ -159,9 +162,10 @@ class BucketCase:
         Raises:
             ConfigError: the sums of so many ranks are not exact in the dtype.
         """
-        # A peak that was not sent in one step is added to that of the next.
-        most = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
-        if most < SMALLEST_PEAK:
+        # A peak that was not sent in one step is added to that of the next, so that a sum has up
+        # to `CHECK_STEPS` peaks of each rank.
+        largest = min(LARGEST_PEAK, EXACT_INTEGERS[self.dtype] // (CHECK_STEPS * world_size))
+        if largest < SMALLEST_PEAK:
             raise ConfigError(
                 f"bench collectives: too many ranks to count #wrong in {self.dtype}",
                 expected="at most "
@@ -170,14 +174,16 @@ class BucketCase:
                 remedy="measure fp32",
             )
         generator = torch.Generator().manual_seed(CHECK_STEPS * rank + step)
-        values = torch.randint(SMALLEST_PEAK, most + 1, (self.numel,), generator=generator)
-        values[torch.rand(self.numel, generator=generator) >= self.density] = 1
-        values *= torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
+        values = torch.randint(SMALLEST_PEAK, largest + 1, (self.numel,), generator=generator)
+        is_low = torch.rand(self.numel, generator=generator) >= self.density
+        values[is_low] = 1
+        signs = torch.randint(0, 2, (self.numel,), generator=generator) * 2 - 1
+        values *= signs
         return values.to(VALUE_DTYPES[self.dtype])
 
 
 def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
-    """Sizes outermost, schemes innermost, so that neighbours can be compared.
+    """The sweep's cases, each once: sizes outermost, schemes far inside, to compare neighbours.
 
     Raises:
         ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
@@ -206,9 +212,13 @@ def entry_of(scheme: str) -> Scheme:
 
 
 def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
-    """Dense schemes come again with every density and number of bits: the same case."""
+    """Yields the cases of all options' combinations that the schemes can run.
+
+    Dense schemes come again with every density and number of bits: the same case.
+    """
     for size, op, dtype in product(sweep.sizes(), map(CollectiveOp, sweep.ops), sweep.dtypes):
-        numel = size // VALUE_DTYPES[dtype].itemsize // world_size * world_size
+        shard = size // VALUE_DTYPES[dtype].itemsize // world_size
+        numel = shard * world_size
         if numel == 0:
             raise ConfigError(
                 "bench collectives: a gradient is smaller than the group",
@@ -216,10 +226,10 @@ def _cases(sweep: CollectiveSweep, world_size: int) -> Iterator[BucketCase]:
                 got=f"{size} bytes of {dtype}",
                 remedy="raise --min-bytes",
             )
-        for density, given, name, level in product(
+        for density, asked_bits, name, level in product(
             sweep.densities, sweep.value_bits, sweep.schemes, sweep.levels
         ):
-            scheme, bits = entry_of(name), None if given == WHOLE_BITS else given
+            scheme, bits = entry_of(name), None if asked_bits == WHOLE_BITS else asked_bits
             if not _runs(scheme, op, bits, level):
                 continue
             if scheme.sends_whole:
@@ -236,24 +246,26 @@ def _runs(scheme: Scheme, op: CollectiveOp, bits: int | None, level: str) -> boo
     # A level says what is added up before the selection: dense schemes select nothing. The late
     # rank of `BucketCase.config` is numbered among all ranks; at another level it would be a node.
     has_level = level == RANK or not (scheme.takes is Input.DENSE or scheme.skips_straggler)
-    has_bits = bits is None or (
-        scheme.own_format is None and (not scheme.sends_whole or bits in DENSE_VALUE_BITS)
-    )
+    can_round = not scheme.sends_whole or bits in DENSE_VALUE_BITS
+    has_bits = bits is None or (scheme.own_format is None and can_round)
     return op in scheme.ops and has_level and has_bits
 
 
 def _sum_bits(
     scheme: Scheme, op: CollectiveOp, bits: int | None, sweep: CollectiveSweep
 ) -> int | None:
-    """In which a scheme gathers sums, if it can (see `config.bits`); None: whole."""
-    given = sweep.sum_bits
-    if given is None and bits is not None:
-        given = AUTO_SUM_BITS
+    """The bits in which a scheme gathers sums, if it can (see `config.bits`); None: whole.
+
+    If the options name none, sums of values in few `bits` travel as `scheme.sum_bits=auto`.
+    """
+    sum_bits = sweep.sum_bits
+    if sum_bits is None and bits is not None:
+        sum_bits = AUTO_SUM_BITS
     is_rice = bits is not None or sweep.message_format == "rice"
     is_sparse = scheme.takes is Input.SPARSE and scheme.own_format is None
     has_residual = is_sparse and scheme.name != "hierarchical"
-    can = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
-    return given if can and given != WHOLE_BITS else None
+    can_round = op is CollectiveOp.ALL_REDUCE and has_residual and is_rice
+    return sum_bits if can_round and sum_bits != WHOLE_BITS else None
 
 
 class BucketPath:
@@ -285,7 +297,7 @@ class BucketPath:
         )
 
     def run(self, bucket: Bucket, step: int) -> BucketRecord:
-        """Synchronises a bucket as training does."""
+        """Synchronises a bucket as training does; returns its record."""
         pending = self.reducer.start(bucket, step)
         pending.wait()
         assert isinstance(pending.record, BucketRecord), "of a bucket"
@@ -294,14 +306,17 @@ class BucketPath:
     def steps(
         self, bucket: Bucket, step: int, timer: StageTimer | None = None
     ) -> Generator[Any, None, BucketRecord]:
-        """Synchronises a bucket on a virtual rank; driven by the cluster."""
+        """Synchronises a bucket on a virtual rank; the cluster drives it. Returns its record.
+
+        It leaves out the job's gates, which order several jobs of a rank: here there is one.
+        """
         job = self.reducer.job(bucket, step)
         job.record.timer = timer or job.record.timer
         yield from without(self.reducer.synchronise(job), Gate)
         return job.record
 
     def residual(self, bucket: Bucket) -> torch.Tensor:
-        """A copy of what the rank holds, fp32 [N], at its places in the bucket."""
+        """A copy of the rank's residual, fp32 [N] as the bucket; zero before the first step."""
         part = self.reducer.part(bucket)
         if part.name not in self.residuals:
             return torch.zeros(bucket.numel, device=bucket.grad_N.device)

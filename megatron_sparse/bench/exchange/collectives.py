@@ -66,6 +66,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
     def __init__(self, sweep: CollectiveSweep, store: Any, rank: int, world_size: int) -> None:
         super().__init__(sweep, store, rank, world_size, nccl_engine=sweep.nccl_engine)
         late_us = sweep.delay_ms * 1e3
+        # Cells that are the same in every row.
         self._place = {"transport": self.backend, "mbit": sweep.mbit, "delay_us": late_us}
         self._level_groups: Groups | None = None
         self._level_transports: list[ProcessGroupTransport] = []
@@ -77,7 +78,7 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     @classmethod
     def check(cls, cases: CollectiveSweep, ranks: int, *, virtual: bool) -> None:
-        """See `Bench`."""
+        """Refuses options that do not fit; prints which schemes have no rows in few bits."""
         if cases.nccl_engine and virtual:
             raise ConfigError(
                 "bench collectives --virtual --nccl-engine: virtual ranks have no NCCL",
@@ -85,12 +86,12 @@ class CollectiveBench(Bench[CollectiveSweep]):
                 got="both",
                 remedy="leave out --nccl-engine",
             )
-        cases_of(cases, ranks)
+        cases_of(cases, ranks)  # raises where a case does not fit
         if line := left_out(cases):
             print(line, flush=True)
 
     def rows(self) -> Iterator[CellRow]:
-        """See `Bench`."""
+        """Checks each case, times it if no element is wrong, and yields its row; see `Bench`."""
         wire_rate = self._wire_rate()
         for case in each_case(cases_of(self._cases, self.world_size), self.rank):
             wrong, carried_by = self._check(case)
@@ -101,11 +102,11 @@ class CollectiveBench(Bench[CollectiveSweep]):
 
     @classmethod
     def virtual_rows(cls, cases: CollectiveSweep, topology: Topology) -> Iterator[CellRow]:
-        """See `Bench`."""
+        """Checks each case, models its times if no element is wrong, and yields its row."""
         n = topology.world_size
-        made = cases_of(cases, n)
-        check_memory(made, n)
-        for case in each_case(made):
+        to_run = cases_of(cases, n)
+        check_memory(to_run, n)
+        for case in each_case(to_run):
             ranks = VirtualRanks(case, cases, topology)
             wrong = ranks.count_wrong()
             place = {"transport": VIRTUAL, "modelled": True, "delay_us": cases.delay_ms * 1e3}
@@ -133,37 +134,45 @@ class CollectiveBench(Bench[CollectiveSweep]):
         bucket = case.bucket(grad_N, self.world_size)
         wrong = 0
         for step in range(CHECK_STEPS):
-            given_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
-            grad_N.copy_(given_N)
+            integers_N = case.small_integers(self.rank, self.world_size, step).to(self._device)
+            grad_N.copy_(integers_N)
             before_N = path.residual(bucket)
             self._arrive()
             record = path.run(bucket, step)
             # The residual keeps what this rank did not send.
-            sent_N = given_N.float() + before_N - path.residual(bucket)
+            sent_N = integers_N.float() + before_N - path.residual(bucket)
             wrong += self._wrong_elements(case, grad_N, sent_N)
         assert record is not None, "there are steps"
         return self._count(wrong), record.scheme
 
     def _wrong_elements(self, case: BucketCase, grad_N: torch.Tensor, sent_N: torch.Tensor) -> int:
-        """Of this rank's part of the sum, without any reduction under test."""
+        """Counts wrong elements in this rank's part of the sum; every rank takes part.
+
+        It gathers what all ranks sent, and so uses none of the reductions under test.
+        """
         own = range(case.numel)[case.owned(self.rank, self.world_size)]
+        # Unrounded values are small integers still: int8 makes the gathers short.
         sent_N, wrong = sent_N if case.rounds else sent_N.to(torch.int8), 0
         for start in range(0, case.numel, CHUNK):
             sent_nC = self._gather(sent_N[start : start + CHUNK])
             low, high = max(start, own.start), min(start + CHUNK, own.stop)
-            if low < high:
-                parts = [values_C[low - start : high - start] for values_C in sent_nC]
-                wrong += case.count_wrong([grad_N[low:high]], parts)
+            if low < high:  # this rank owns a part of the chunk
+                own_sent = [values_C[low - start : high - start] for values_C in sent_nC]
+                wrong += case.count_wrong([grad_N[low:high]], own_sent)
         return wrong
 
     def _time(self, case: BucketCase, row: CollectiveRow, wire_rate: float) -> None:
-        """Fills in the row's times."""
+        """Times the scheme, the dense collective and a copy in turn, and fills in the row.
+
+        `wire_rate` is that of this rank's link, in payload bytes a second.
+        """
         sweep, path = self._cases, self._path(case)
         base_N = case.normal_values(self.rank).to(self._device)
         bucket = case.bucket(base_N.clone(), self.world_size)
         spare_N = base_N.clone()
 
         def scheme(step: int) -> list[float]:
+            """Synchronises fresh values; returns this rank's figures `MEASURED`."""
             bucket.grad_N.copy_(base_N)
             records: list[BucketRecord] = []
             total_us = self._since_last(lambda: records.append(path.run(bucket, step)))
@@ -171,15 +180,17 @@ class CollectiveBench(Bench[CollectiveSweep]):
             return [figures[name] for name in MEASURED]
 
         def dense(_: int) -> list[float]:
+            """Microseconds of the backend's dense collective."""
             spare_N.copy_(base_N)
             return [self._since_last(lambda: self._dense(case, spare_N))]
 
         def copy(_: int) -> list[float]:
+            """Microseconds of a plain copy."""
             return [self._timed(lambda: spare_N.copy_(base_N))]
 
         figures, share = self._in_turn([scheme, dense, copy], sweep.warmup, sweep.iters)
-        dense_nR, copy_nR = (each.squeeze(-1) for each in figures[1:])
-        row.measured(case, figures[0], dense_nR, copy_nR, wire_rate)
+        scheme_nRM, dense_nR1, copy_nR1 = figures
+        row.measured(case, scheme_nRM, dense_nR1.squeeze(-1), copy_nR1.squeeze(-1), wire_rate)
         row.foreign_load, row.noisy = share, share > MOST_FOREIGN_LOAD
 
     def _since_last(self, action: Callable[[], object]) -> float:
@@ -222,13 +233,13 @@ class CollectiveBench(Bench[CollectiveSweep]):
 def _model(
     case: BucketCase, row: CollectiveRow, sweep: CollectiveSweep, topology: Topology
 ) -> None:
-    """Fills in the row's times."""
+    """Runs the case and its dense collective on virtual ranks, and fills in the row's figures."""
     n = topology.world_size
     dense = BucketCase(case.op, "dense", case.dtype, 1.0, case.numel)
     dense_s = VirtualRanks(dense, sweep, topology).run_timed()[0]
     modelled_s, records = VirtualRanks(case, sweep, topology).run_timed()
-    stages = [record.timer.times_us() for record in records]
-    mean_us = {stage: sum(each[stage] for each in stages) / n for stage in stages[0]}
+    times_us = [record.timer.times_us() for record in records]  # of each rank, by stage
+    mean_us = {stage: sum(of_rank[stage] for of_rank in times_us) / n for stage in times_us[0]}
     row.time_us = row.network_us = modelled_s * 1e6
     row.dense_us = dense_s * 1e6
     row.speedup = dense_s / modelled_s if modelled_s else None
@@ -236,7 +247,8 @@ def _model(
     row.encode_us, row.decode_us = mean_us["encode"], mean_us["decode"]
     row.wire_bytes = max(record.wire_bytes for record in records)
     row.inside_bytes = max(record.inside_bytes for record in records)
-    row.sent_density = sum(r.nnz for r in records) / sum(r.numel for r in records)
+    selected = sum(record.nnz for record in records)
+    row.sent_density = selected / sum(record.numel for record in records)
 
 
 def check_memory(cases: Sequence[BucketCase], n: int) -> None:
@@ -287,8 +299,8 @@ class VirtualRanks:
 
     def run_timed(self) -> tuple[float, list[BucketRecord]]:
         """Seconds from the last rank's arrival on, and each rank's record, of values for timing."""
-        given = [self._case.normal_values(rank) for rank in range(len(self._paths))]
-        outcomes = self._run(given, 0)
+        gradients = [self._case.normal_values(rank) for rank in range(len(self._paths))]
+        outcomes = self._run(gradients, 0)
         return self._cluster.modelled_s - self._delay_s, [outcome.record for outcome in outcomes]
 
     def count_wrong(self) -> int:
@@ -296,20 +308,23 @@ class VirtualRanks:
         return sum(self._wrong(step) for step in range(CHECK_STEPS))
 
     def _wrong(self, step: int) -> int:
+        """Synchronises small integers once; counts the wrong elements of all ranks' results."""
         case, n = self._case, len(self._paths)
         outcomes = self._run([case.small_integers(rank, n, step) for rank in range(n)], step)
-        results, sent = [each.result for each in outcomes], [each.sent_N for each in outcomes]
+        results = [outcome.result for outcome in outcomes]
+        sent = [outcome.sent_N for outcome in outcomes]
         if case.op is CollectiveOp.ALL_REDUCE:
             return case.count_wrong(results, sent)
-        owned = [case.owned(rank, n) for rank in range(n)]
-        return sum(
-            case.count_wrong([result], [sent_N[own] for sent_N in sent])
-            for result, own in zip(results, owned, strict=True)
-        )
+        wrong = 0
+        for rank, result_M in enumerate(results):
+            shard = case.owned(rank, n)
+            wrong += case.count_wrong([result_M], [sent_N[shard] for sent_N in sent])
+        return wrong
 
-    def _run(self, given: list[torch.Tensor], step: int) -> list[_Outcome]:
+    def _run(self, gradients: list[torch.Tensor], step: int) -> list[_Outcome]:
+        """Synchronises each rank's gradient; notes the scheme, and returns each rank's outcome."""
         outcomes = self._cluster.run(
-            lambda transport: self._steps(transport, given[transport.rank], step)
+            lambda transport: self._steps(transport, gradients[transport.rank], step)
         )
         self.carried_by = outcomes[0].record.scheme
         return outcomes
@@ -317,6 +332,7 @@ class VirtualRanks:
     def _steps(
         self, transport: VirtualTransport, given_N: torch.Tensor, step: int
     ) -> Generator[Any, None, _Outcome]:
+        """One rank's synchronisation of its gradient `given_N`; the last rank starts late."""
         rank, n, path = transport.rank, len(self._paths), self._paths[transport.rank]
         bucket = self._case.bucket(given_N.clone(), n)
         before_N = path.residual(bucket)

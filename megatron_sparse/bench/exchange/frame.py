@@ -122,14 +122,14 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         Each round begins with another action than the round before.
 
         Returns:
-            For each action the figures of all ranks in the rounds that count, fp64 [n, R, M]; and
-            the share of the machine that other programs took in these rounds.
+            For each action fp64 [n, R, M]: the M figures of n ranks in the R rounds after the
+            warm-up; and the share of the machine that other programs took in these rounds.
         """
         rounds: list[list[Sequence[float]]] = [[] for _ in turns]
         load = HostLoad()
         for number in range(warmup + iters):
             if number == warmup:
-                load = HostLoad()
+                load = HostLoad()  # counts from here on
             for place in range(len(turns)):
                 index = (place + number) % len(turns)
                 rounds[index].append(turns[index](number))
@@ -138,7 +138,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
         return [self._gather(each) for each in figures], share
 
     def _timed(self, action: Callable[[], object]) -> float:
-        """This rank's microseconds; all ranks begin together."""
+        """This rank's microseconds until its device has done the action; all begin together."""
         self._meet()
         start_s = time.perf_counter()
         action()
@@ -155,7 +155,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             torch.cuda.synchronize(self._device)
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, stacked, where `own` is."""
+        """Stacks all ranks' tensors of one shape, on the device of `own`. Collective."""
         sent = own.to(self._device).contiguous()
         gathered = sent.new_empty(self.world_size, *sent.shape)
         self._transport.all_gather(gathered.view(-1), sent.view(-1)).finish()
@@ -168,12 +168,13 @@ class Bench[Cases: Rounds | CalibrationOptions]:
     def _foreign_load(self, load: HostLoad) -> float:
         """The share of the machines that other programs took since `load` was made."""
         spent = self._gather(torch.tensor(load.spent(), dtype=torch.float64))
+        available_s, used_s, own_s = spent.unbind(1)  # each [n], in core-seconds
         # Hosts of the test bed have names of their own and are one machine all the same.
         machines = 1 if NETBED_MBIT in os.environ else len(self.nodes)
         return foreign_share(
-            float(spent[:, 0].mean()) * machines,
-            float(spent[:, 1].mean()) * machines,
-            float(spent[:, 2].sum()),
+            float(available_s.mean()) * machines,
+            float(used_s.mean()) * machines,
+            float(own_s.sum()),
         )
 
 
@@ -230,19 +231,20 @@ def as_rank[Group: Bench[Any], Result](
 
 
 def _said_already(store: Any, rank: int, world_size: int, own_code: int) -> int | None:
-    """The exit code of another rank that has an error to print, None if this one is the first.
+    """The exit code of the first rank that failed; None if this rank is the first.
 
-    What one finds makes all fail, mostly with another error: they leave with the same code. Rank 0,
-    where the store is, stays until all have asked or `LINGER_S` are over.
+    One rank's error makes all others fail, mostly with another error: they leave with the same
+    code. Rank 0 holds the store, so it stays until all have asked or `LINGER_S` are over.
     """
     key = "megatron_sparse/bench_failed"
     code = None
     try:
-        if store.add(key, 1) == 1:
+        if store.add(key, 1) == 1:  # counts the ranks that ask
             store.set(f"{key}/code", str(own_code))
         else:
             code = int(store.get(f"{key}/code"))
         deadline_s = time.monotonic() + (LINGER_S if rank == 0 else 0.0)
+        # Adding 0 reads the count.
         while store.add(key, 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     except RuntimeError:
@@ -279,7 +281,7 @@ def run[Cases: Rounds](
         return _code(run_virtual(bench, cases, place.topology(ranks), json_path))
     if started:
         return _code(run_rank(bench, cases, json_path))
-    write_rows(json_path, [])
+    write_rows(json_path, [])  # fails before any rank starts if the file cannot be written
     flags = [] if json_path is None else [f"--json={json_path}"]
     command = [*cases.NAME.split(), *cases.arguments(), *flags]
     return start_ranks(command, place, ranks, cases.mbit)
@@ -298,10 +300,10 @@ def start_ranks(command: Sequence[str], place: Place, ranks: int, mbit: int | No
         ConfigError: there is no test bed.
         CommunicationError: a signal killed a rank.
     """
-    of_rank = local_ranks.command_line(command)
+    command_line = local_ranks.command_line(command)
     if place.netbed:
-        return local_ranks.run_netbed(of_rank, ranks, BedLinks(mbit or 0), place.nodes(ranks))
-    return local_ranks.run_loopback(of_rank, ranks)
+        return local_ranks.run_netbed(command_line, ranks, BedLinks(mbit or 0), place.nodes(ranks))
+    return local_ranks.run_loopback(command_line, ranks)
 
 
 def run_virtual[Cases: Rounds](
@@ -325,15 +327,19 @@ def run_virtual[Cases: Rounds](
 def run_rank[Cases: Rounds](
     bench: type[Bench[Cases]], cases: Cases, json_path: Path | None
 ) -> list[Any]:
-    """One rank's part where RANK and WORLD_SIZE are set; see `as_rank` for errors."""
+    """Runs one rank's part where RANK and WORLD_SIZE are set; returns all rows, as every rank does.
+
+    See `as_rank` for errors.
+    """
 
     def measure(group: Bench[Cases]) -> list[Any]:
+        """Measures all rows; rank 0 prints and writes them as well."""
         if group.rank:
             return list(group.rows())
         where = f"{group.world_size} ranks, {group.backend}, hosts: {len(group.nodes)}"
         return print_rows(where, cases, group.rows(), json_path)
 
-    return as_rank(lambda *where: bench(cases, *where), measure)
+    return as_rank(lambda store, rank, ranks: bench(cases, store, rank, ranks), measure)
 
 
 def each_case[Case: Any](cases: Sequence[Case], rank: int = 0) -> Iterator[Case]:

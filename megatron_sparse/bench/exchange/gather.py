@@ -100,7 +100,7 @@ class GatherRow(CellRow):
         figures_nM: torch.Tensor,
         **outcome: Any,
     ) -> GatherRow:
-        """A row.
+        """The row of a measured case.
 
         Args:
             sweep: the options.
@@ -110,7 +110,7 @@ class GatherRow(CellRow):
             outcome: what all ranks found out together, by the attributes' names.
         """
         n = len(nodes)
-        shard = -(-sweep.elements // n)
+        shard = -(-sweep.elements // n)  # rounded up
         of_rank = dict(zip(MEASURED, figures_nM.T.tolist(), strict=True))
         return cls(
             **vars(case),
@@ -132,6 +132,8 @@ class GatherRow(CellRow):
 def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str) -> float | None:
     """Bytes of records that leave the busiest node; None on one node.
 
+    A record goes to every rank of the other nodes (`flat`), or to each other node once.
+
     Args:
         message_bytes: of each rank's record.
         nodes: the node of each rank.
@@ -144,14 +146,15 @@ def across_bytes(message_bytes: Sequence[float], nodes: Sequence[int], way: str)
         >>> across_bytes([10, 20, 30, 40], [0, 0, 1, 1], "per-node")
         70.0
     """
-    own: dict[int, float] = defaultdict(float)
+    node_bytes: dict[int, float] = defaultdict(float)
     for node, size in zip(nodes, message_bytes, strict=True):
-        own[node] += size
-    if len(own) == 1:
+        node_bytes[node] += size
+    if len(node_bytes) == 1:
         return None
     if way == PER_NODE:
-        return max(own.values()) * (len(own) - 1)
-    return max(size * sum(other != node for other in nodes) for node, size in own.items())
+        return max(node_bytes.values()) * (len(node_bytes) - 1)
+    ranks_elsewhere = {node: sum(other != node for other in nodes) for node in node_bytes}
+    return max(size * ranks_elsewhere[node] for node, size in node_bytes.items())
 
 
 class RankGather:
@@ -172,13 +175,14 @@ class RankGather:
         self, sweep: GatherSweep, case: GatherCase, transport: Transport, progress: JobProgress
     ) -> None:
         n = transport.world_size
-        shard = -(-sweep.elements // n)
+        shard = -(-sweep.elements // n)  # rounded up
         made = synthetic(shard * n, case.rate, VALUE_DTYPES[sweep.dtype])
         self._states, self._rank = (made.old_N, made.new_N), transport.rank
         self.values_N = made.old_N.to(transport.device, copy=True)
         self.own_M = self.values_N.view(n, -1)[transport.rank]
         empty_N = torch.empty(self.values_N.numel(), device=transport.device)
         bucket = Bucket("parameters", empty_N, (), CollectiveOp.REDUCE_SCATTER, n)
+        # So rarely that no gather of the bench compares hashes.
         way = ExactWay(verify_every=2**20, per_node=case.way == PER_NODE)
         self._gather = ExactGather(bucket, self.values_N, transport, way, progress, NullSink())
 
@@ -215,7 +219,7 @@ class GatherBench(Bench[GatherSweep]):
         check_arguments(cases.NAME, [("ranks", ranks, ranks > 1, "2 or more")])
 
     def rows(self) -> Iterator[CellRow]:
-        """See `Bench`."""
+        """Measures each case; see `Bench`."""
         for case in each_case(cases_of(self._cases, self._transport.nodes), self.rank):
             yield self._row(case)
 
@@ -226,27 +230,31 @@ class GatherBench(Bench[GatherSweep]):
             yield _virtual_row(cases, case, topology)
 
     def _row(self, case: GatherCase) -> GatherRow:
+        """Times exact and raw gathers in turn, and counts wrong bits. Collective."""
         sweep = self._cases
-        own = RankGather(sweep, case, self._transport, self._progress)
-        raw_N = torch.empty_like(own.values_N)
-        own.start(0).wait()
+        rank_gather = RankGather(sweep, case, self._transport, self._progress)
+        raw_N = torch.empty_like(rank_gather.values_N)
+        rank_gather.start(0).wait()  # the first gather is raw
         wrong = 0
 
         def exact(number: int) -> list[float]:
+            """Gathers the next step; returns microseconds and the figures `MEASURED`."""
             nonlocal wrong
-            step = number + 1
-            own.move(step)
-            time_us = self._timed(lambda: own.start(step).wait())
-            wrong += own.wrong(step)
-            return [time_us, *own.measured()]
+            step = number + 1  # step 0 was the raw one
+            rank_gather.move(step)
+            time_us = self._timed(lambda: rank_gather.start(step).wait())
+            wrong += rank_gather.wrong(step)
+            return [time_us, *rank_gather.measured()]
 
         def raw(_: int) -> list[float]:
-            gathered = self._transport.all_gather
-            return [self._timed(lambda: gathered(raw_N, own.own_M).finish())]
+            """Microseconds of the backend's own all-gather."""
+            all_gather = self._transport.all_gather
+            return [self._timed(lambda: all_gather(raw_N, rank_gather.own_M).finish())]
 
         (exact_nRM, raw_nR1), _ = self._in_turn([exact, raw], sweep.warmup, sweep.iters)
-        slowest_us = [each[..., 0].max(0).values.tolist() for each in (exact_nRM, raw_nR1)]
-        time_us, raw_us = map(median, slowest_us)
+        # The slowest rank's time of each round; its median over the rounds.
+        time_us = median(exact_nRM[..., 0].max(0).values.tolist())
+        raw_us = median(raw_nR1[..., 0].max(0).values.tolist())
         return GatherRow.of(
             sweep,
             case,
@@ -261,6 +269,7 @@ class GatherBench(Bench[GatherSweep]):
 
 
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
+    """Models a raw and then an exact gather on virtual ranks, and counts wrong bits."""
     n = topology.world_size
     held = [HeldProgress() for _ in range(n)]
     cluster = VirtualCluster(n, topology)
@@ -268,6 +277,7 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
     spent_us = []
     for number in range(2):
         began_s = cluster.modelled_s
+        # All ranks launch before the cluster drives any of them.
         pending = []
         for rank in ranks:
             rank.move(number)

@@ -70,6 +70,7 @@ class NodePlace(Place):
     )
 
     def __post_init__(self) -> None:
+        """Refuses `--ranks-per-node` where the bench does not place the ranks itself."""
         if self.ranks_per_node is not None and not (self.netbed or self.virtual):
             raise ConfigError(
                 "--ranks-per-node needs hosts that the bench makes",
@@ -79,9 +80,10 @@ class NodePlace(Place):
             )
 
     def topology(self, ranks: int) -> Topology:
-        """The virtual cluster."""
+        """The virtual cluster: nodes of `ranks_per_node`, by default one node for all ranks."""
         from megatron_sparse.transport import Link, Topology
 
+        # 8e-9 / Gbit/s: seconds a byte.
         intra, inter = (Link(ALPHA_S, 8e-9 / gbit) for gbit in (INTRA_GBIT, self.inter_gbit))
         return Topology.even(ranks, self.ranks_per_node or ranks, intra, inter)
 

@@ -159,9 +159,10 @@ class CollectiveRow(CellRow):
             copy_nR: microseconds of the plain copy.
             wire_rate: payload bytes a second that a rank can send.
         """
-        rounds = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
-        slowest, every = rounds["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
-        of_slowest = {name: values[slowest, every] for name, values in rounds.items()}
+        figures_nR = {name: scheme_nRM[:, :, i].numpy() for i, name in enumerate(MEASURED)}
+        # The slowest rank of each round, and its figures [R].
+        slowest, rounds = figures_nR["total"].argmax(axis=0), np.arange(scheme_nRM.shape[1])
+        of_slowest = {name: values[slowest, rounds] for name, values in figures_nR.items()}
         total, stages = of_slowest["total"], sum(of_slowest[name] for name in BUCKET_STAGES)
         dense = dense_nR.numpy().max(axis=0)
         self.time_us, self.dense_us = _median(total), _median(dense)
@@ -170,15 +171,16 @@ class CollectiveRow(CellRow):
         self.prune_us = _median(of_slowest["threshold"] + of_slowest["prune"])
         for name in ("encode", "network", "decode", "host_cpu"):
             setattr(self, f"{name}_us", _median(of_slowest[name]))
+        # The last rank is the late one: it does not wait for itself.
         waited = np.where(slowest == self.world_size - 1, 0.0, self.delay_us)
         self.host_us = _median(total + waited - stages)
         self.copy_us = _median(copy_nR.numpy().max(axis=0))
         self.wire_bytes, self.inside_bytes = (
-            round(_median(rounds[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
+            round(_median(figures_nR[name].max(axis=0))) for name in ("wire_bytes", "inside_bytes")
         )
-        nnz = float(rounds["nnz"].mean())
-        self.sent_density = nnz / float(rounds["numel"].mean())
-        copy_rate = 2 * case.nbytes / self.copy_us
+        nnz = float(figures_nR["nnz"].mean())
+        self.sent_density = nnz / float(figures_nR["numel"].mean())
+        copy_rate = 2 * case.nbytes / self.copy_us  # bytes read and written in a microsecond
         codec = codec_bytes(case, self.carried_by, self.wire_bytes, nnz, self.world_size)
         # What stays inside a node does not cross the link.
         self.network_floor_us = 1e6 * (self.wire_bytes - self.inside_bytes) / wire_rate
@@ -221,5 +223,6 @@ def codec_bytes(case: BucketCase, scheme: str, wire_bytes: float, nnz: float, n:
     owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
     value_bytes = VALUE_DTYPES[case.dtype].itemsize
     message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
+    # The gradient is read, the residual read and written, the message written.
     selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message
     return float(selection + owned + wire_bytes)

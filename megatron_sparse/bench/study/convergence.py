@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -75,29 +76,30 @@ class ConvergenceRow(CellRow):
 def runs_of(options: ConvergenceOptions) -> list[Run]:
     """The most important first; runs that are compared with one another follow one another."""
     chosen = [setting for setting in CONVERGENCE if setting.name in options.settings]
-    return [
-        _run_of(options, model, setting, seed)
-        for tier in sorted({setting.tier for setting in chosen})
-        for model in options.models
-        for seed in options.seeds
-        for setting in chosen
-        if setting.tier == tier
-    ]
+    runs = []
+    for tier in sorted({setting.tier for setting in chosen}):
+        of_tier = [setting for setting in chosen if setting.tier == tier]
+        for model, seed in product(options.models, options.seeds):
+            runs += [_run_of(options, model, setting, seed) for setting in of_tier]
+    return runs
 
 
 def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int) -> Run:
+    """The run that trains a model in a setting; the ranks share the batch."""
+    lr_warmup = min(100, options.iters // 4)  # of a short run no more than a quarter
     arguments = [
         "experiment=convergence",
         f"model={model}_tiny",
         f"data={CORPORA[model]}",
-        *schedule(setting, options.iters, min(100, options.iters // 4), seed),
+        *schedule(setting, options.iters, lr_warmup, seed),
         f"cluster.ranks_per_node={options.ranks}",
         f"training.micro_batch_size={BATCH // options.ranks}",
         *options.overrides,
     ]
     place = [f"data.dir={_corpus_dir(options, model)}", "cluster.device=cpu"]
+    name = f"{model}-{setting.name}-{seed}"
     of = {"setting": setting.name, "model": model, "seed": seed}
-    return Run("convergence", f"{model}-{setting.name}-{seed}", arguments, options.out, place, **of)
+    return Run("convergence", name, arguments, options.out, place, **of)
 
 
 def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
@@ -134,20 +136,30 @@ def rows_of(outcomes: Sequence[RunResult]) -> list[ConvergenceRow]:
     """One row for each model and setting, in the order of `CONVERGENCE`."""
     by_run = {(each.run.model, each.run.setting, each.run.seed): each for each in outcomes}
     rows = []
-    for model in CORPORA:
-        for setting in CONVERGENCE:
-            runs = [each for key, each in by_run.items() if key[:2] == (model, setting.name)]
-            if runs:
-                denses = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
-                rows.append(_row(setting, runs, denses))
+    for model, setting in product(CORPORA, CONVERGENCE):
+        runs = [each for key, each in by_run.items() if key[:2] == (model, setting.name)]
+        if runs:
+            # Of each run the baseline's run of the same seed, None if it has not run.
+            denses = [by_run.get((model, setting.baseline, each.run.seed)) for each in runs]
+            rows.append(_row(setting, runs, denses))
     return rows
 
 
 def _row(
     setting: Setting, runs: Sequence[RunResult], denses: Sequence[RunResult | None]
 ) -> ConvergenceRow:
-    pairs = [(a, b) for a, b in zip(runs, denses, strict=True) if b is not None and a is not b]
+    """The row of a setting: means over its runs of one model, one run for each seed.
+
+    `denses` has the baseline's run of each run's seed, or None.
+    """
+    # The baseline is not compared with itself.
+    pairs = [
+        (each, dense)
+        for each, dense in zip(runs, denses, strict=True)
+        if dense is not None and each is not dense
+    ]
     against = [_to_dense(each.final, dense.final) for each, dense in pairs]
+    # How much the comparison differs between the two validations after the last iteration.
     noises = [_spread(list(map(_to_dense, each.last, dense.last))) for each, dense in pairs]
     finals, summaries = [each.final for each in runs], [each.summary() for each in runs]
     bits = [summary["bits_per_element"] for summary in summaries]
@@ -184,12 +196,11 @@ def _spread(values: Sequence[float]) -> float:
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> list[Picture]:
     """Curves, final losses and, where runs have a curve of it, loss over bits."""
-    curves = [
-        {"series": SETTINGS[each.run.setting].label, **picked(each.run, "model", "setting", "seed")}
-        | {"iteration": iteration, "loss": loss}
-        for each in outcomes
-        for iteration, loss in each.means
-    ]
+    curves = []
+    for each in outcomes:
+        series = SETTINGS[each.run.setting].label
+        of_run = {"series": series, **picked(each.run, "model", "setting", "seed")}
+        curves += [of_run | {"iteration": step, "loss": loss} for step, loss in each.means]
     shown = ("setting", "label", "bits_target", "bits", "to_dense", "to_dense_spread")
     bits = [
         {"series": f"{row.model}, {curve}", **picked(row, *shown)}
@@ -202,11 +213,12 @@ def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> l
 
 
 def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    """Draws a panel for each model: a line for each setting, the mean of its seeds."""
     keys = ("model", "series", "iteration")
-    means = [
-        dict(zip(keys, at, strict=True)) | {"loss": mean(row["loss"] for row in seeds)}
-        for at, seeds in figures.groups(rows, *keys).items()
-    ]
+    means = []
+    for values, seeds in figures.groups(rows, *keys).items():
+        loss = mean(row["loss"] for row in seeds)
+        means.append(dict(zip(keys, values, strict=True)) | {"loss": loss})
     for model, axes in figures.line_panels(canvas, means, "model", "iteration", "loss").items():
         lowest = min(row["loss"] for row in means if row["model"] == model)
         # With the first drop in the picture, the differences between settings would not be visible.
@@ -216,6 +228,10 @@ def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
 
 
 def _draw_final(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    """Draws final losses, each model in its colour; error bars span the spread of the seeds.
+
+    Left: loss over bytes sent, of `DENSITIES`. Right: each setting's loss against dense's.
+    """
     left, right = canvas.subplots(1, 2)
     order = list(SETTINGS)
     compared = [row for row in rows if row["to_dense"] is not None]
@@ -226,6 +242,7 @@ def _draw_final(rows: list[figures.Row], canvas: figures.Canvas) -> None:
         left.errorbar(
             [row["wire_ratio_target"] for row in points],
             [row["final"] for row in points],
+            # Half the spread, which is in % of the loss.
             yerr=[row["final"] * (row["spread"] or 0) / 200 for row in points],
             **style,
         )
@@ -253,6 +270,7 @@ def _draw_final(rows: list[figures.Row], canvas: figures.Canvas) -> None:
 
 
 def _draw_bits(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    """Draws the loss against dense's over bits: left at the target density, right the whole run."""
     styles = figures.styles_of(rows)
     panels = canvas.subplots(1, 2, sharey=True)
     spans = {"bits_target": "at the target density", "bits": "over the whole run"}

@@ -96,7 +96,7 @@ class Run:
         return composition.compose(self.words)
 
     def train(self) -> RunResult:
-        """Trains; an earlier run of the same name moves aside.
+        """Trains, and returns what the log says; an earlier run of the same name moves aside.
 
         Raises:
             ConfigError: there is no test bed.
@@ -110,6 +110,7 @@ class Run:
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = read_iterations(printed), read_curve(printed)
         wanted = self.config.training.iterations
+        # The last iteration that was validated, or else trained; empty without any validation.
         reached = [number for number, _ in curve[-1:]] if self.validates else [len(iterations)]
         if code or reached != [wanted]:
             ends = (
@@ -125,10 +126,11 @@ class Run:
                 f"it ends with\n{tail}",
                 remedy=f"see {log_path}",
             )
-        times_ms, losses = ([each[i] for each in iterations] for i in (0, 1))
+        times_ms, losses = [ms for ms, _ in iterations], [loss for _, loss in iterations]
         return RunResult(self, times_ms, losses, curve, elapsed_s, share)
 
     def _start(self, command: list[str], log: IO[str]) -> int:
+        """Runs the command on the links, with its output in the log; returns the exit code."""
         cluster = self.config.cluster
         ranks = cluster.nodes * cluster.ranks_per_node
         if self.links is not None:
@@ -199,7 +201,7 @@ class RunResult:
         return [json.loads(line) for line in lines]
 
     def save(self) -> None:
-        """For `Run.saved`."""
+        """Writes the outcome and the run's arguments, for `Run.saved`, into the run's folder."""
         values = {name: value for name, value in vars(self).items() if name != "run"}
         self.run.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"arguments": self.run.arguments, **values}) + "\n"
@@ -217,12 +219,12 @@ def read_iterations(printed: str) -> list[tuple[float, float]]:
     lines = [
         (int(number), float(ms), float(loss)) for number, ms, loss in ITERATION.findall(printed)
     ]
-    before = [0, *(number for number, *_ in lines)]
-    return [
-        (ms, loss)
-        for first, (last, ms, loss) in zip(before, lines, strict=False)
-        for _ in range(last - first)
-    ]
+    # A line counts the iterations since the line before, and prints their means.
+    found, before = [], 0
+    for number, ms, loss in lines:
+        found += [(ms, loss)] * (number - before)
+        before = number
+    return found
 
 
 def read_curve(printed: str) -> list[tuple[int, float]]:

@@ -98,14 +98,15 @@ def _in_bits(percent: int, bits: int) -> Setting:
 
 
 def _spiked(factor: int) -> tuple[Setting, ...]:
-    """The same with a loss that is `factor` times too large in 0.5 % of the iterations."""
+    """Four settings with a loss that is `factor` times too large in 0.5 % of the iterations."""
     spikes, dense = f"cluster.env.{SPIKES}='{factor}:0.005'", f"dense_x{factor}"
-    of = {"dense": "compression=dense", "topk1": _TOPK99, "topk5": "compression=topk95"}
-    of["safe"] = "preset=safe"
-    return tuple(
-        Setting(f"{name}_x{factor}", f"{name}, {factor} x", (given, spikes), baseline=dense, tier=3)
-        for name, given in of.items()
-    )
+    override_of = {"dense": "compression=dense", "topk1": _TOPK99, "topk5": "compression=topk95"}
+    override_of["safe"] = "preset=safe"
+    settings = []
+    for name, override in override_of.items():
+        label, overrides = f"{name}, {factor} x", (override, spikes)
+        settings.append(Setting(f"{name}_x{factor}", label, overrides, baseline=dense, tier=3))
+    return tuple(settings)
 
 
 def _preset(name: str, ramp: float) -> Setting:
@@ -177,6 +178,7 @@ def _settings(settings: tuple[Setting, ...], help: str) -> Any:
     """The option that names some of these settings, or `all`."""
 
     def parse(option: str, text: str) -> tuple[str, ...]:
+        """The names that the text lists."""
         return tuple(by_name(settings)) if text == "all" else parse_names(option, text)
 
     return option("all", help, parse, flag="--setting", metavar="NAME,...", among=by_name(settings))
@@ -217,15 +219,17 @@ class BedOptions(StudyOptions):
     sites: int = option(1, "2: rate and delay are between two sites of hosts.", min=1)
 
     def _checks(self, mbit: int | None, hosts: int) -> list[Check]:
+        """Refuses a link rate that does not fit the place; returns checks of delay and sites."""
         from megatron_sparse.run import local_ranks
 
         local_ranks.check_place(
             netbed=self.netbed, virtual=False, mbit=mbit, ranks=None, started=None
         )
-        divided = self.sites == 1 or (self.netbed and self.sites == 2 and hosts % 2 == 0)
+        can_halve = self.netbed and hosts % 2 == 0
+        sites_fit = self.sites == 1 or (self.sites == 2 and can_halve)
         return [
             ("delay-ms", self.delay_ms, self.netbed or not self.delay_ms, "0 without --netbed"),
-            ("sites", self.sites, divided, "1, or 2 with --netbed and an even number of hosts"),
+            ("sites", self.sites, sites_fit, "1, or 2 with --netbed and an even number of hosts"),
         ]
 
 
@@ -276,11 +280,11 @@ class TrainingOptions(BedOptions):
             ("ranks-per-node", self.ranks_per_node, has_hosts, "1 without --netbed"),
         ]
         if (slow := self.slow_rank) is not None:
-            of_ranks, levels = set(self.levels) == {RANK}, ",".join(self.levels)
+            only_ranks, levels = set(self.levels) == {RANK}, ",".join(self.levels)
             sleeps = f"no {PLAIN} with --slow-rank: it is the plugin that sleeps"
             checks += [
                 ("slow-rank", slow, slow < self.ranks, f"0 to {self.ranks - 1}"),
-                ("level", levels, of_ranks, "rank: one is slow"),
+                ("level", levels, only_ranks, "rank: one is slow"),
                 ("slow-ms", self.slow_ms, self.slow_ms > 0, "more than 0 with --slow-rank"),
                 ("scheme", self.schemes, PLAIN not in self.schemes, sleeps),
             ]

@@ -95,11 +95,15 @@ def points(outcome: RunResult) -> list[tuple[float, float]]:
 
 
 def seconds_to(outcome: RunResult, loss: float) -> float | None:
-    """Seconds of training until the validation loss is at most this; None if it never is."""
-    first, *_ = reached = points(outcome)
-    if first[1] <= loss:
-        return first[0]
-    for (begin_s, above), (end_s, below) in pairwise(reached):
+    """Seconds of training until the validation loss is at most `loss`; None if it never is.
+
+    Between two validations the loss is taken to fall on a straight line.
+    """
+    curve = points(outcome)
+    first_s, first_loss = curve[0]
+    if first_loss <= loss:
+        return first_s
+    for (begin_s, above), (end_s, below) in pairwise(curve):
         if below <= loss:
             return begin_s + (end_s - begin_s) * (above - loss) / (above - below)
     return None
@@ -115,7 +119,7 @@ def runs_of(options: RaceOptions) -> list[Run]:
     sparse = [setting for setting in chosen if not setting.plain_bits]
     runs = [_run_of(options, setting, seed, None) for setting in plain for seed in options.seeds]
     rates = [BedLinks(mbit, options.delay_ms, options.sites) for mbit in options.mbits or ()]
-    for links in rates if options.netbed else [None]:
+    for links in rates if options.netbed else [None]:  # None: over loopback
         if links is not None:
             runs += [_timed(options, setting, links) for setting in plain]
         runs += [_run_of(options, each, seed, links) for seed in options.seeds for each in sparse]
@@ -142,6 +146,11 @@ def _named(
     how: Sequence[str],
     **of: Any,
 ) -> Run:
+    """The run of a setting on these links, one rank a host; None: over loopback, on one host.
+
+    `how` are the arguments of `train` in which runs differ, `which` ends the run's name, and `of`
+    are more attributes of `Run`.
+    """
     nodes = 1 if links is None else options.ranks
     arguments = [
         "experiment=testbed",
@@ -157,7 +166,7 @@ def _named(
         *how,
         *options.overrides,
     ]
-    # 100 or 100_30_2
+    # Rate, delay and sites: 100_30_2; only 100 where there is neither delay nor a second site.
     where = "loopback" if links is None else "_".join(map(str, links)).removesuffix("_0_1")
     name = f"{setting.name}-{where}-{which}"
     place = [f"data={CORPUS}", f"data.dir={options.out / 'corpus'}"]
@@ -201,10 +210,10 @@ def placed(outcomes: Sequence[RunResult]) -> list[RunResult]:
     found = [each for each in whole if each.run.links is not None]
     over_loopback = [each for each in whole if each.run.links is None]
     for times in timed:
-        found += [
-            _at_rate(each, times) for each in over_loopback if each.run.setting == times.run.setting
-        ]
+        same_setting = [each for each in over_loopback if each.run.setting == times.run.setting]
+        found += [_at_rate(each, times) for each in same_setting]
     order = list(SETTINGS)
+    # By rate, then setting, then seed.
     return sorted(
         found, key=lambda each: (each.run.links, order.index(each.run.setting), each.run.seed)
     )
@@ -220,18 +229,20 @@ def _at_rate(whole: RunResult, timed: RunResult) -> RunResult:
 def rows_of(outcomes: Sequence[RunResult]) -> list[TimeToLossRow]:
     """One row for each run, in their order; each rate and seed has plain Megatron among them."""
     plains = {_race(each): each for each in outcomes if each.run.setting == PLAIN}
-    targets = {race: MARGIN * each.final for race, each in plains.items()}
     rows = []
     for each in outcomes:
         race = _race(each)
+        target_loss = MARGIN * plains[race].final
+        # Megatron without the plugin, at the same rate and seed.
         rivals = [other for other in outcomes if _race(other) == race and _bits_of_plain(other)]
-        reached = (seconds_to(rival, targets[race]) for rival in rivals)
-        best_s = min(seconds for seconds in reached if seconds is not None)
-        rows.append(_row(each, plains[race], seconds_to(each, targets[race]), best_s))
+        reached_s = [seconds_to(rival, target_loss) for rival in rivals]
+        best_s = min(seconds for seconds in reached_s if seconds is not None)
+        rows.append(_row(each, plains[race], seconds_to(each, target_loss), best_s))
     return rows
 
 
 def _race(each: RunResult) -> tuple[BedLinks | None, int]:
+    """The links and the seed, which runs that are compared share."""
     return each.run.links, each.run.seed
 
 
@@ -240,11 +251,17 @@ def _bits_of_plain(each: RunResult) -> int | None:
 
 
 def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float) -> TimeToLossRow:
+    """The row of a run beside plain Megatron's run at the same rate and seed.
+
+    `final_s` are the seconds in which it reached the target loss, None if it never did; `best_s` is
+    the shortest such time of Megatron without the plugin.
+    """
     iterations, is_plain = len(each.iteration_ms), each.run.setting == PLAIN
     plain_bits, own_bits = _bits_of_plain(plain), _bits_of_plain(each)
     assert plain_bits is not None
     longer = iterations / len(plain.iteration_ms)
-    if own_bits is not None:
+    # `sent`: bytes of an iteration over plain Megatron's.
+    if own_bits is not None:  # Megatron without the plugin always sends the same
         sent, bits = own_bits / plain_bits, float(own_bits)
     else:
         sent = each.summary()["total_wire_ratio"]
@@ -270,20 +287,17 @@ def _row(each: RunResult, plain: RunResult, final_s: float | None, best_s: float
 
 
 def _both(iterations: Sequence[dict[str, Any]], name: str) -> int:
-    """Of gradients and parameters."""
+    """The sum of a figure over the iterations, of gradients and parameters together."""
     return sum(each[name] + each[f"param_{name}"] for each in iterations)
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[TimeToLossRow]) -> list[Picture]:
     """Loss over seconds, of the first seed; the final loss against plain's over bytes, of all."""
     first_seed = min(each.run.seed for each in outcomes)
-    curves = [
-        {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
-        | {"seconds": seconds, "loss": loss}
-        for each in outcomes
-        if each.run.seed == first_seed
-        for seconds, loss in points(each)
-    ]
+    curves = []
+    for each in [each for each in outcomes if each.run.seed == first_seed]:
+        of_run = {"series": SETTINGS[each.run.setting].label, "mbit": each.run.where["mbit"]}
+        curves += [of_run | {"seconds": seconds, "loss": loss} for seconds, loss in points(each)]
     bytes_sent = [
         {"series": row.label, **picked(row, "mbit", "wire_ratio"), "to_plain": row.to_plain or 0.0}
         for row in rows
@@ -299,10 +313,11 @@ def _draw_curves(rows: list[figures.Row], canvas: figures.Canvas) -> None:
 
 
 def _draw_bytes(rows: list[figures.Row], canvas: figures.Canvas) -> None:
+    """Draws a panel for each rate: the final loss against plain Megatron's over bytes."""
     panels = figures.line_panels(canvas, rows, "mbit", "wire_ratio", "to_plain", sharey=True)
     for mbit, axes in panels.items():
         figures.log_axis(axes, "x")
-        axes.axhline(0, color="black", linestyle="--", linewidth=1)
+        axes.axhline(0, color="black", linestyle="--", linewidth=1)  # plain Megatron's loss
         axes.set(title=_where(mbit), xlabel="bytes of the whole run, over Megatron's")
     next(iter(panels.values())).set_ylabel("final validation loss, % above Megatron's")
 

@@ -128,11 +128,12 @@ def run(options: TrainingOptions, json_path: Path | None = None) -> list[Trainin
 
 
 def variants(options: TrainingOptions) -> Iterator[Variant]:
-    """Of the rows: each scheme with each density, parameters' method and level that it has.
+    """Yields the rows' variants: each scheme with each density, method and level that it has.
 
-    Then the presets.
+    The presets follow, with each method and level.
     """
     for scheme in options.schemes:
+        # These send every element: they have one density, and no level but `rank`.
         dense = scheme in (PLAIN, "straggler") or scheme.startswith("dense")
         for density in [1.0] if dense else options.densities:
             if scheme == PLAIN:
@@ -195,13 +196,15 @@ def _slow_rank(options: TrainingOptions, scheme: str) -> list[str]:
 
 
 def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[TrainingRow]:
-    first_ms = None
+    """Trains one run after another, and yields the row of each once it has ended."""
+    first_ms = None  # of the first row, which the others are compared with
     for variant, run in runs.items():
         outcome = run.train()
         # Megatron's first iterations, and the trials of `auto`, do not count.
         times_ms = outcome.iteration_ms[-options.iters :]
         middle_ms = median(times_ms)
         first_ms = first_ms or middle_ms
+        breakdown = [] if variant.scheme == PLAIN else outcome.breakdown(options.iters)
         yield TrainingRow(
             op="training",
             **vars(variant),
@@ -214,7 +217,7 @@ def _rows(options: TrainingOptions, runs: dict[Variant, Run]) -> Iterator[Traini
             loss_last=outcome.losses[-1],
             speedup=first_ms / middle_ms,
             **outcome.noise,
-            **_measured([] if variant.scheme == PLAIN else outcome.breakdown(options.iters)),
+            **_measured(breakdown),
         )
 
 
