@@ -67,9 +67,8 @@ class CudaToCpu(TorchFunctionMode):
             kwargs["device"] = _CPU
         if func is torch.Tensor.cuda:
             return args[0]
-        is_move = func is torch.Tensor.to and len(args) > 1
         asks_for_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
-        if is_move and _is_cuda(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         elif asks_for_type:
             return func(*args).replace("torch.", "torch.cuda.", 1)
