@@ -164,7 +164,8 @@ def double(values_N: torch.Tensor, cuts: list[int], folding: Folding, *, last: b
     while distance < folding.active:
         partner = folding.index ^ distance
         # Both hold as many blocks as the distance is, from a multiple of it on.
-        own, other = (index // distance * distance for index in (folding.index, partner))
+        own = folding.index // distance * distance
+        other = partner // distance * distance
         own_M = values_N[slice(*folding.span(cuts, own, own + distance))]
         other_M = values_N[slice(*folding.span(cuts, other, other + distance))]
         peer = folding.leads[partner]
@@ -194,18 +195,21 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
     active = 1 << (n.bit_length() - 1)
     surplus = n - active
     leads = np.array(leads_of(n))
-    hosts, guests = leads[:surplus], leads[:surplus] + 1
+    hosts, guests = leads[:surplus], leads[:surplus] + 1  # each guest folds into its host
     to_lead_n, from_lead_n = np.full(n, -1), np.full(n, -1)
     to_lead_n[guests], from_lead_n[hosts] = hosts, guests
     cuts = np.array(offsets)
     numel = float(cuts[-1])
+    # The number among the active ranks; of a folded rank, that of its host.
     index_n = np.searchsorted(leads, ranks, side="right") - 1
     is_active_n = np.isin(ranks, leads)
 
-    def flip(distance: int) -> np.ndarray:
+    def partners(distance: int) -> np.ndarray:
+        """For each rank its partner at this distance; -1 for folded ranks."""
         return np.where(is_active_n, leads[index_n ^ distance], -1)
 
     def block(first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """Elements of the blocks `first` to `last`, the latter not included, for each rank."""
         return cuts[leads[last]] - cuts[leads[first]]
 
     if surplus:
@@ -213,20 +217,22 @@ def halving_doubling_cost(run: DryRun, offsets: Sequence[float]) -> None:
         run.work(np.isin(ranks, hosts) * run.plain(CodecOp.ADD, numel))
     distance = active // 2
     while distance:
+        # Each gives the blocks that the partner keeps, and adds those that it keeps itself.
         theirs = (index_n ^ distance) // distance * distance
         own = index_n // distance * distance
-        run.exchange(flip(distance), block(theirs, theirs + distance) * run.p)
+        run.exchange(partners(distance), block(theirs, theirs + distance) * run.p)
         added = block(own, own + distance).max()
         run.work(is_active_n * run.plain(CodecOp.ADD, float(added)))
         distance //= 2
     if run.scatter:
         if surplus:
+            # A guest's piece; the bound is for the last rank, which sends nothing.
             run.exchange(from_lead_n, np.diff(cuts)[np.minimum(ranks + 1, n - 1)] * run.p)
         return
     distance = 1
     while distance < active:
         own = index_n // distance * distance
-        run.exchange(flip(distance), block(own, own + distance) * run.b)
+        run.exchange(partners(distance), block(own, own + distance) * run.b)
         distance *= 2
     if surplus:
         run.exchange(from_lead_n, numel * run.b)

@@ -122,13 +122,14 @@ def parts_of(
     numbers = [1 << power for power in range((chunks - 1).bit_length())] + [chunks]
     best, least = [0, chunks], math.inf
     for borders in (even_cuts(chunks, number) for number in numbers):
-        parts = [sum(message_sizes[a:b]) for a, b in pairwise(borders)]
+        parts = [sum(message_sizes[first:end]) for first, end in pairwise(borders)]
         parts += [0] * (chunks - len(parts))
         # In each round the straggler swaps a part for a sum, and other ranks pass on parts.
         swaps = zip(parts, early_sizes, strict=True)
         cost = 0
         for swapped, passed_on in zip_longest(swaps, copies, fillvalue=()):
-            cost += max([*swapped, *(parts[part] for part in passed_on)], default=0)
+            passed_sizes = [parts[part] for part in passed_on]
+            cost += max([*swapped, *passed_sizes], default=0)
         if cost < least:
             best, least = borders, cost
     return best
@@ -157,15 +158,17 @@ class _Run:
         own = sums.encode(own_chunk, dtype, sums.take("given", own_chunk.capacity(dtype)))
         early_sizes = yield from self._gather_early(own, early)
         (late_sizes,) = yield from self._shake_hands([own.numel()])
-        late = [self.late] * len(self.chunks)
-        check_announced(late_sizes, self.chunks, self.message.value_dtype, late)
+        senders = [self.late] * len(self.chunks)
+        check_announced(late_sizes, self.chunks, self.message.value_dtype, senders)
         cuts, part_sizes = self._message_parts(late_sizes, early_sizes)
         parts = sums.take("late", sum(part_sizes)).split(part_sizes)
 
         def records_for(peer: int, chunk: int) -> torch.Tensor:
+            """For the straggler the early sum of this rank's chunk, for others a message's part."""
             return own if peer == self.late else parts[chunk]
 
         def add(chunk: int) -> None:
+            """Adds a part of the straggler's message that has arrived."""
             if chunk < len(cuts):  # the other parts are empty
                 sums.add_message(parts[chunk], cuts[chunk], self.late)
 
@@ -185,6 +188,7 @@ class _Run:
         received = sums.take("given", sum(sizes)).split(sizes)
 
         def add(number: int) -> None:
+            """Takes the early sum of a chunk that has arrived, and adds this rank's own part."""
             chunk, rank = self.chunks[number], self.early_ranks[number]
             sums.add_sum(received[number], chunk, dtype, rank, fresh=True)
             sums.add_message(message_part(message, chunk), chunk, self.late)
@@ -204,6 +208,7 @@ class _Run:
         received[early.rank] = sent[early.rank]
 
         def add(sender: int) -> None:
+            """Adds the records of early rank number `sender`; the first ones begin the sum."""
             rank = self.early_ranks[sender]
             sums.add_message(received[sender], own, rank, fresh=sender == 0)
 
@@ -224,6 +229,7 @@ class _Run:
         check_announced(sizes, self.chunks, dtype, self.early_ranks)
 
         def place(sender: int, records: torch.Tensor) -> None:
+            """Decodes the sum of a chunk, which early rank number `sender` has made."""
             rank = self.early_ranks[sender]
             sums.add_sum(records, self.chunks[sender], dtype, rank, fresh=True)
 
@@ -232,6 +238,7 @@ class _Run:
         return sizes
 
     def _exchange_early_sizes(self, sizes: list[int]) -> Generator[Yielded, None, list[list[int]]]:
+        """Sends every early rank these sizes; returns the sizes of each early rank."""
         transport = early_transport(self.transport, self.late)
         return (yield from exchange_sizes(sizes, self.identity, transport, self.early_ranks))
 
@@ -283,6 +290,7 @@ class _Run:
             rounds.append((sends, [] if takes is None else [(peer, received[takes])]))
 
         def before(number: int) -> None:
+            """While round `number` is on its way: hands over the chunk of the round before."""
             takes = self.meetings[number - 1].receives if number else None
             if takes is not None:
                 arrived(takes)

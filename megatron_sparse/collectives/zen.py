@@ -136,6 +136,7 @@ def _partition_hash(kind: str, numel: int, partitions: int, seed: int) -> Partit
 
 
 def _cut(message: Message, h0: PartitionHash, options: SchemeConfig) -> Partitioned:
+    """Cuts a message's pairs by partition: by Algorithm 1, or with no `hash_rounds` by a sort."""
     indices_K, values_K = entries(message)
     if options.hash_rounds == 0:
         return split(h0, indices_K, values_K)
@@ -149,7 +150,10 @@ def _push(
     sums: SparseSum,
     group: Subgroup,
 ) -> Generator[Yielded, None, torch.Tensor]:
-    """The agreement and the Push; returns the fp32 sums of this rank's partition, by position."""
+    """The agreement and the Push; returns the fp32 sums of this rank's partition, by position.
+
+    `pushed` are the encoded records for the servers, `places` describe them; both are by server.
+    """
     n, rank, exchange = group.world_size, group.rank, sums.exchange
     own = places[rank]
     own_sizes = [record.numel() for record in pushed]
@@ -173,7 +177,10 @@ def _pull(
     sums: SparseSum,
     group: Subgroup,
 ) -> Phase:
-    """Leaves the sums of all partitions in `sums`; its own as rounded for the other ranks."""
+    """Leaves the sums of all partitions in `sums`; its own as rounded for the other ranks.
+
+    `own` is this rank's encoded sum; `places` describe the partitions, by server.
+    """
     exchange = sums.exchange
     table = yield from exchange_sizes([own.numel()], identity, exchange.transport)
     sizes = [row[0] for row in table]
@@ -181,6 +188,7 @@ def _pull(
     sums.clear()
 
     def arrived(server: int, record: torch.Tensor) -> None:
+        """Writes a server's sums to their places."""
         with exchange.timer.stage("decode"):
             hash_bitmap.decode_add_(sums.sum_N, record, places[server], rank=server)
 
@@ -196,22 +204,22 @@ def cost(run: DryRun) -> None:
     records; n - 1 rounds of alpha in each half; the cut by hash; encoding, and adding one message
     after the other; and the pass that clears the bucket before the Pull's sums are written.
     """
-    n, numel, cost = run.n, run.shape.numel, run.cluster.codec_s
+    n, numel, codec_s = run.n, run.shape.numel, run.cluster.codec_s
     kept = run.shape.kept_numel / numel if numel else 0.0
     # Elements that are always sent whole travel among the pairs too.
     one, total = (kept + (1 - kept) * run.densities.whole(ranks) for ranks in (1, n))
     positions = numel / n
-    run.work(cost(CodecOp.PARTITION, "pairs", numel, one, run.b))
-    run.work(n * cost(CodecOp.ENCODE, "pairs", positions, one, run.b))
+    run.work(codec_s(CodecOp.PARTITION, "pairs", numel, one, run.b))
+    run.work(n * codec_s(CodecOp.ENCODE, "pairs", positions, one, run.b))
     run.agree()
     pushed = float(push_bytes(positions, one, run.b))
     send_shards_cost(run, pushed)
     run.work(run.clearing_s(positions))
-    run.work(n * cost(CodecOp.DECODE_ADD, "pairs", positions, one, run.b))
-    run.work(cost(CodecOp.ENCODE, "hash_bitmap", positions, total, run.b))
+    run.work(n * codec_s(CodecOp.DECODE_ADD, "pairs", positions, one, run.b))
+    run.work(codec_s(CodecOp.ENCODE, "hash_bitmap", positions, total, run.b))
     run.agree()
     run.work(run.clearing_s(numel))
-    decoding_s = cost(CodecOp.DECODE_ADD, "hash_bitmap", positions, total, run.b)
+    decoding_s = codec_s(CodecOp.DECODE_ADD, "hash_bitmap", positions, total, run.b)
     pulled = float(pull_bytes(positions, total, run.b))
     gather_sums_cost(run, pulled, decoding_s)
 

@@ -47,12 +47,12 @@ class HostState:
         self, config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         given = config.compression
-        tries = given.density == AUTO
-        self.config = with_agreed_capacity(started(config) if tries else config, device, group)
+        is_auto = given.density == AUTO
+        self.config = with_agreed_capacity(started(config) if is_auto else config, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
         self.trials: SettingTrials | None = None
-        if tries:
+        if is_auto:
             self.trials = SettingTrials(given, self.config, self.planner, device, group)
         self.residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
         self.progress = progress_on(device, config.scheme.timeout_s)
@@ -110,7 +110,8 @@ class HostState:
                 f"step {self.step} of the ramp to density {compression.density:g}",
                 "wait for the end of the ramp: a new target would make the density jump",
             )
-        # Of null, the ramp's length follows the density; the schedule stays what it was.
+        # If the ramp's length is null, it follows the density: fix it, so that no step's phase
+        # changes.
         compression.warmup_iters, compression.ramp_iters = compression.warmup, compression.ramp
         before = compression.density
         compression.density = float(checked.density)
@@ -146,10 +147,13 @@ def with_agreed_capacity(
 
 
 def on_every_rank(own: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether something holds on all ranks of a group; None takes all. Collective; waits."""
-    able = torch.tensor([int(own)], device=device)
-    dist.all_reduce(able, op=dist.ReduceOp.MIN, group=group)
-    return bool(able.item())
+    """Whether something that holds on this rank (`own`) holds on all ranks of a group.
+
+    Collective; the host waits. The group None takes all ranks.
+    """
+    holds = torch.tensor([int(own)], device=device)
+    dist.all_reduce(holds, op=dist.ReduceOp.MIN, group=group)
+    return bool(holds.item())
 
 
 def _refusal(expected: str, got: str, remedy: str) -> ConfigError:

@@ -80,6 +80,7 @@ def one_after_another(first: Stage[int], second: Stage[int], *, second_posts: bo
     """
     first_bytes = yield from _until_queued(first, more_follows=second_posts)
     second_bytes = yield from _until_queued(second, more_follows=False)
+    # None: that stage has stopped at `QUEUED`, and still has its reports to read.
     if first_bytes is None or second_bytes is None:
         yield QUEUED
     if first_bytes is None:
@@ -352,7 +353,7 @@ class Pending[T]:
             if self._work is not None:
                 self._finish_work(self._work)
             # Other ranks' errors name the bucket for which this rank posts.
-            outside = posting_for.set(self.name)
+            token = posting_for.set(self.name)
             ended = False
             try:
                 self._note_yielded(next(self._steps), wake)
@@ -361,7 +362,7 @@ class Pending[T]:
                 if not self.queued():
                     self._mark_queued()
             finally:
-                posting_for.reset(outside)
+                posting_for.reset(token)
             self.host_cpu_s += time.thread_time() - cpu_s
             self.host_wall_s += time.perf_counter() - wall_s
             if ended:
@@ -422,4 +423,5 @@ class Pending[T]:
         else:
             with marked("network"):
                 work.finish()
+            # From the yield on: by now the work is done, and `finish` takes no time.
             self._timer.add_span("network", self._since_s, time.perf_counter())

@@ -176,6 +176,7 @@ class _DenseInside(Level):
     def __init__(self, groups: LevelGroups, options: SchemeConfig, buffers: MessageBuffers) -> None:
         super().__init__(groups.across)
         self._group = groups.inside
+        # Over gloo ranks send the pieces themselves (module's docstring), without its collectives.
         # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
@@ -232,7 +233,7 @@ class NodeLevel(_DenseInside):
         return node_part(bucket, self._group.world_size, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """See `Level`."""
+        """Fills the part with the node's sum of it; see `Level`."""
         yield GATE
         yield from self._agree(bucket, record.step)
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
@@ -246,13 +247,13 @@ class NodeLevel(_DenseInside):
         if piece_numel:
             region = self._region(bucket, even_N)
             yield from self._scatter(part.grad_N[:piece_numel], region, record)
-        if rest.numel():
+        if rest.numel():  # belongs to the last rank's part, a view of the bucket
             with record.timer.inside():
                 yield self._group.all_reduce_(rest)
             record.inside_bytes += 2 * _ring_bytes(rest, m)
 
     def _shards_inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """Of a reduce-scatter: the sums of this rank's shards, back to back."""
+        """Fills a reduce-scatter's part: the node's sums of this rank's shards, back to back."""
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
@@ -275,7 +276,7 @@ class NodeLevel(_DenseInside):
     def after(
         self, steps: Stage[int], exchange: Exchange, bucket: Bucket, record: BucketRecord
     ) -> Stage[int]:
-        """See `Level`."""
+        """Appends step 3, or the copy of a reduce-scatter's shard; see `Level`."""
         if bucket.op is CollectiveOp.REDUCE_SCATTER:
             placed = self._place_shard(exchange, bucket)
             return one_after_another(steps, placed, second_posts=False)
@@ -283,7 +284,7 @@ class NodeLevel(_DenseInside):
         return one_after_another(steps, gathered, second_posts=True)
 
     def _place_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
-        """Puts this rank's shard of a reduce-scatter at its place."""
+        """Copies this rank's shard from its part to its place in the bucket; sends 0 bytes."""
         part, lane = exchange.bucket, self.across.rank
         own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
         own_M.copy_(part.grad_N[part.shard(lane)])
@@ -291,7 +292,7 @@ class NodeLevel(_DenseInside):
         return 0
 
     def _gather(self, exchange: Exchange, bucket: Bucket, record: BucketRecord) -> Stage[int]:
-        """Gathers the parts of all ranks of the node; the record gets the bytes."""
+        """Gathers the parts of all ranks of the node; returns 0, as the record gets the bytes."""
         part, m = exchange.bucket, self._group.world_size
         piece_numel = bucket.numel // m
         even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
@@ -317,7 +318,7 @@ class InstanceLevel(_DenseInside):
         return instance_part(bucket, self._group.rank)
 
     def inside(self, bucket: Bucket, record: BucketRecord) -> Stage[None]:
-        """See `Level`."""
+        """Leaves the instance's sum of this rank's shard in the part; see `Level`."""
         yield GATE
         yield from self._agree(bucket, record.step)
         part = self.part(bucket)
@@ -356,7 +357,7 @@ class SumOverInstances:
         """Overwrites the shard with its sum; returns the bytes sent."""
         bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
         shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
-        if exchange.averages:
+        if exchange.averages:  # the backend has divided by the ranks of one instance only
             shard.grad_N.div_(bucket.instances)
         across = replace(exchange, bucket=shard, transport=self._instances, averages=False)
         return (yield from dense(across, shard.grad_N, step))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from megatron_sparse.bucket import CollectiveOp
 from megatron_sparse.collectives import AUTO as AUTO_SCHEME
@@ -77,7 +78,7 @@ def virtual_groups(
         instances: of the distributed optimizer.
     """
     n = len(cluster.transports)
-    each = n // instances  # ranks of an instance
+    size = n // instances  # ranks of an instance
 
     @cache
     def made(ranks: tuple[int, ...]) -> dict[int, Transport]:
@@ -86,14 +87,15 @@ def virtual_groups(
 
     found = []
     for rank in range(n):
-        first, place = rank // each * each, rank % each
+        place = rank % size  # in its instance
+        first = rank - place  # its instance's first rank
 
         def own(places: Iterable[int], rank: int = rank, first: int = first) -> Transport:
-            """This rank's end of a group inside its instance."""
-            return made(tuple(first + place for place in places))[rank]
+            """This rank's transport of the group of the ranks at these places of its instance."""
+            return made(tuple(first + member for member in places))[rank]
 
-        whole, level = own(range(each)), None
-        others = made(tuple(range(place, n, each)))[rank] if instances > 1 else None
+        whole, level = own(range(size)), None
+        others = made(tuple(range(place, n, size)))[rank] if instances > 1 else None
         if choice.level == INSTANCE and others is not None:
             level, others = LevelGroups(whole, others, INSTANCE), None
         elif choice.nodes:
@@ -152,9 +154,12 @@ def choose_level(
 
 
 def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
-    """`node` if the ranks' places on the nodes allow it, else `rank`."""
+    """The level `node` if the ranks' places on the nodes allow it, else `rank`.
+
+    One node alone is enough if `node` is asked for, and not for `auto`.
+    """
     members = tuple(map(tuple, members_of(nodes)))
-    sizes = sorted({len(each) for each in members})
+    sizes = sorted({len(ranks) for ranks in members})
     if len(members) == 1 and asked == AUTO:
         return LevelChoice(RANK, "all ranks are on one node")
     if sizes == [1]:
@@ -162,7 +167,7 @@ def _by_nodes(nodes: Sequence[int], asked: str) -> LevelChoice:
     if len(sizes) > 1:
         return LevelChoice(RANK, f"nodes have {sizes[0]} to {sizes[-1]} ranks")
     ordered = sorted(members)
-    if [rank for each in ordered for rank in each] != list(range(len(nodes))):
+    if [*chain(*ordered)] != list(range(len(nodes))):
         return LevelChoice(RANK, "ranks are not numbered node by node")
     shape = f"{len(members)} nodes of {sizes[0]} ranks"
     if len(members) == 1:
@@ -177,12 +182,13 @@ def _cheapest(
     shapes: Mapping[BucketShape, int] | None,
     instances: int,
 ) -> LevelComparison:
-    """Compares the levels by the target density and the links of a cluster file."""
+    """The level that is fastest by the target density and the links of a cluster file."""
     priced_sizes = node_sizes[:PRICED_NODES]
     bits, ranks = config.compression.given_value_bits, sum(priced_sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
         shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, ranks, value_bits=bits): 1}
+    # As if the group had only the ranks that are priced.
     counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme
     is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in counts)

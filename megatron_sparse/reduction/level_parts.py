@@ -115,6 +115,7 @@ def in_whole_bucket(values_M: torch.Tensor, part: Bucket, whole: Bucket) -> torc
         part: see `KeptParts`; at level `rank` the bucket itself.
         whole: the bucket.
     """
+    # Where element 0 of each parameter lies in the bucket.
     first_elements = {piece.name: piece.start - piece.offset for piece in whole.parameters}
     values_N = torch.zeros(whole.numel, dtype=torch.float32, device=values_M.device)
     for piece in part.parameters:
@@ -140,7 +141,7 @@ def slices_of(bucket: Bucket, cuts: Sequence[slice]) -> list[ParameterSlice]:
     found: list[ParameterSlice] = []
     place = 0  # of the cut's first element, in the part
     for cut in cuts:
-        shift = place - cut.start
+        shift = place - cut.start  # from places in the bucket to those in the part
         for parameter in bucket.parameters:
             start, stop = max(parameter.start, cut.start), min(parameter.stop, cut.stop)
             if start < stop:

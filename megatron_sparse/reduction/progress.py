@@ -216,7 +216,10 @@ class InOrderProgress(Progress):
 
     @torch.no_grad()
     def _drive(self, pending: Pending, *, to_the_end: bool) -> None:
-        """Steps a job until it is queued, or has ended."""
+        """Steps a job until it is queued, or `to_the_end`; an error ends it and breaks the driver.
+
+        `moved` is set as soon as the job may be able to move.
+        """
         moved = threading.Event()
         try:
             if self._broken is not None or self._closed:

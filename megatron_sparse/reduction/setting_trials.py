@@ -110,8 +110,8 @@ class SettingTrials:
         self._look_after = LOOK_EVERY
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
-        # Until then every element travels, in few bits if it may; where no warm-up was asked for,
-        # these steps are none of the run's phases.
+        # Until the trials every element travels, in few bits if the budget allows the second
+        # preset; where no warm-up was asked for, these steps are none of the run's phases.
         first = self._names[min(1, len(self._names) - 1)]
         self._apply(first, is_trial=given.warmup < FEWEST_STEPS)
         self._no_trials = self._why_no_trials()
@@ -174,8 +174,10 @@ class SettingTrials:
         """Ends the trials with the preset of the least loss that is as good as the fastest."""
         self._on_trial = None
         most_ms = NO_SLOWER * min(self.times_ms.values())
-        name = next(each for each in self._names if self.times_ms.get(each, math.inf) <= most_ms)
-        took = ", ".join(f"{each} {time_ms:.0f}" for each, time_ms in self.times_ms.items())
+        # Names begin with the least loss; a preset that was not tried counts as too slow.
+        good = [name for name in self._names if self.times_ms.get(name, math.inf) <= most_ms]
+        name = good[0]
+        took = ", ".join(f"{tried} {time_ms:.0f}" for tried, time_ms in self.times_ms.items())
         self._choose(step, name, f"milliseconds of an iteration: {took}")
 
     def _look_again(self, step: int) -> None:
@@ -189,6 +191,7 @@ class SettingTrials:
         self._laps_s.clear()
         # A checkpoint of a run without trials has no time of its preset: the first look sets it.
         ratio = taken_ms / self.times_ms.setdefault(str(self.chosen), taken_ms)
+        # The ranks' largest and, by its sign, their least ratio.
         most, minus_least = self._maxima([ratio, -ratio])
         if most > 1 + DRIFT or -minus_least < 1 - DRIFT:
             # The next look comes later: a run whose times keep changing shall not spend it trying.

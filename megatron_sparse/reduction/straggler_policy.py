@@ -284,8 +284,8 @@ class StragglerPolicy:
 
         On CUDA the progress thread waits for the result on the host.
         """
-        came, n = self._last_step, self._transport.world_size
-        waits = [wait for _, wait in came]
+        arrivals, n = self._last_step, self._transport.world_size
+        waits = [wait for _, wait in arrivals]
         yield _Measured(waits)
         own = torch.tensor([wait.result() for wait in waits], dtype=torch.float64)
         own = own.to(self._transport.device)
@@ -294,10 +294,10 @@ class StragglerPolicy:
         work = self._transport.all_gather(gathered, own)
         yield POSTED
         yield work
-        columns = gathered.view(n, -1).t().tolist()
+        waited_by_bucket = gathered.view(n, -1).t().tolist()  # each the seconds of all ranks
         self._readiness = [
             ReadinessRecord(name, self._previous, tuple(waited_s))
-            for (name, _), waited_s in zip(came, columns, strict=True)
+            for (name, _), waited_s in zip(arrivals, waited_by_bucket, strict=True)
         ]
 
     def _pays(self, bucket: Bucket, delays: Delays, straggler: int) -> bool:

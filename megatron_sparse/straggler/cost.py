@@ -111,10 +111,11 @@ def expected_delay_s(steps: Sequence[Readiness], straggler: int, most_s: float =
         straggler: the rank that is expected to be last.
         most_s: longer delays count as this one.
     """
-    return fmean(
-        min(delay_s(ready_s), most_s) if last_rank(ready_s) == straggler else 0.0
-        for ready_s in steps
-    )
+    delays_s = []
+    for ready_s in steps:
+        was_last = last_rank(ready_s) == straggler
+        delays_s.append(min(delay_s(ready_s), most_s) if was_last else 0.0)
+    return fmean(delays_s)
 
 
 def dense_split(n: int, buffer_bytes: float, link: Link, dense: Link) -> SplitTimes:
@@ -149,11 +150,13 @@ def sparse_split(n: int, message_bytes: float, sum_bytes: float, link: Link) -> 
     """
     both = message_bytes + sum_bytes
     rounds = _rounds(n)
+    # In all but n - 1 of the rounds, a chunk of the message is all that travels.
     spread_bytes = (rounds - (n - 1)) / (n - 1) * message_bytes
+    # In the n - 1 others the straggler's port carries its message one way and the sum the other.
     after_bytes = max(message_bytes, sum_bytes) + spread_bytes
     return SplitTimes(
         early_s=Cost(2 * (n - 2), (n - 2) / (n - 1)).time_s(both, link),
-        after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),
+        after_s=Cost(1 + rounds, 1).time_s(after_bytes, link),  # 1: the handshake
         otherwise_s=Cost(2 * n, (n - 1) / n).time_s(both, link),
     )
 

@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import fmean, median
 
 Readiness = Sequence[float]
@@ -41,7 +41,9 @@ def delay_s(ready_s: Readiness) -> float:
         >>> delay_s([1.0, 4.5, 2.0])
         2.5
     """
-    *_, second, last = sorted([*ready_s, ready_s[0]] if len(ready_s) == 1 else ready_s)
+    if len(ready_s) == 1:
+        return 0.0
+    *_, second, last = sorted(ready_s)
     return last - second
 
 
@@ -70,20 +72,22 @@ class DelayStatistics:
     @classmethod
     def of(cls, buckets: Sequence[Sequence[Readiness]]) -> DelayStatistics | None:
         """Statistics of the given buckets' steps, each in order; None without observations."""
-        observed = [ready_s for steps in buckets for ready_s in steps]
+        observed = [*chain(*buckets)]
         if not observed:
             return None
         delays = [delay_s(ready_s) for ready_s in observed]
-        lasts = [[last_rank(ready_s) for ready_s in steps] for steps in buckets]
-        again = [a == b for ranks in lasts for a, b in pairwise(ranks)]
-        counts = Counter(rank for ranks in lasts for rank in ranks)
-        rank = max(counts, key=lambda rank: (counts[rank], -rank))
+        last_ranks = [[last_rank(ready_s) for ready_s in steps] for steps in buckets]
+        repeats = []  # for two steps of a bucket that follow one another: the same rank was last
+        for ranks in last_ranks:
+            repeats += [rank == following for rank, following in pairwise(ranks)]
+        counts = Counter(chain(*last_ranks))
+        rank = max(counts, key=lambda rank: (counts[rank], -rank))  # of equals, the lowest
         return cls(
             count=len(observed),
             median_s=median(delays),
             mean_s=fmean(delays),
             max_s=max(delays),
-            persistence=fmean(again) if again else None,
+            persistence=fmean(repeats) if repeats else None,
             rank=rank,
             share=counts[rank] / len(observed),
         )
@@ -105,7 +109,7 @@ def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
     """The persistent straggler, None without one; see the module's docstring."""
     if len(steps) < MIN_HISTORY:
         return None
-    counts = Counter(map(last_rank, steps))
+    counts = Counter(map(last_rank, steps))  # rank -> steps in which it was last
     rank, hits = max(counts.items(), key=lambda item: (item[1], -item[0]))
     return rank if share_bound(hits, len(steps)) > MAJORITY else None
 

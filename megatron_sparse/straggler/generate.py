@@ -53,18 +53,20 @@ def _rounds(n: int) -> tuple[Round, ...]:
 
 def doubling_rounds(n: int) -> Iterator[Round]:
     """The transfers of each of the n + log2 n - 2 rounds for n = 2, 4, 8, ..."""
-    levels, straggler = n.bit_length() - 1, n - 1
+    levels = n.bit_length() - 1  # log2 n: the rounds in which a chunk reaches all ranks
+    straggler = n - 1
     holders: dict[int, set[int]] = {}  # of each active chunk, the early ranks
     for number in range(n + levels - 2):
         transfers: list[Transfer] = []
-        if number < n - 1:
+        if number < n - 1:  # the straggler meets early rank `number`, and both add their chunk
             transfers += [Transfer(number, straggler, number), Transfer(straggler, number, number)]
         if number < levels:
             spread = _first_copies(holders, number, levels, n)
         else:
             spread = _exchanges(holders, number, levels, n)
-            del holders[number - levels]
+            del holders[number - levels]  # now on every rank
         transfers += spread
+        # Receivers pass chunks on from the next round on.
         for _, receiver, chunk in spread:
             if chunk in holders:
                 holders[chunk].add(receiver)
@@ -80,18 +82,21 @@ def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int
     its round with the straggler.
     """
     taken = set().union(*holders.values())
+    # Lower ranks meet the straggler in these rounds, or get the first copy of a new chunk.
     free = (rank for rank in range(2 * levels - 1, n - 1) if rank not in taken)
-    return [
-        Transfer(rank, number - 1 + levels if rank == number - 1 else next(free), chunk)
-        for chunk, ranks in holders.items()
-        for rank in sorted(ranks)
-    ]
+    transfers = []
+    for chunk, ranks in holders.items():
+        for rank in sorted(ranks):
+            receiver = number - 1 + levels if rank == number - 1 else next(free)
+            transfers.append(Transfer(rank, receiver, chunk))
+    return transfers
 
 
 def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
     """Phase 2: ranks with the due chunk exchange with ranks without it."""
     due, straggler = number - levels, n - 1
     chunk_of = {rank: chunk for chunk, ranks in holders.items() for rank in ranks}
+    # Rank `number` has no time: it meets the straggler in this round.
     with_due = sorted(holders[due] - {number})
     others = sorted(chunk_of.keys() - holders[due] - {number}, key=lambda rank: chunk_of[rank])
     if number >= n - 1:
@@ -104,6 +109,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
     for rank in window:
         if rank in holders[due]:
             fitting = (other for other in others if chunk_of[other] <= rank - levels)
+            # The oldest chunk; of several ranks with it, one outside the window.
             other = min(fitting, key=lambda other: (chunk_of[other], other in window))
             pairs.append((rank, other))
             with_due.remove(rank)

@@ -44,8 +44,11 @@ Gift = tuple[float, int] | None
 
 
 def matching_rounds(n: int) -> list[Round]:
-    """The fewest rounds of several ways to break ties; deterministic, for n >= 2."""
-    fewest = n + (n - 1).bit_length() - 2
+    """Makes schedules with several ways to break ties, and returns the one of the fewest rounds.
+
+    Deterministic, for n >= 2.
+    """
+    fewest = n + (n - 1).bit_length() - 2  # the rounds that powers of two take
     best: list[Round] = []
     first = 0 if n % 2 else FIRST_SEED_OF_EVEN
     tries = TRIES if n <= MOST_RANKS_TRIED_AGAIN else 1
@@ -59,7 +62,7 @@ def matching_rounds(n: int) -> list[Round]:
 
 
 def _rounds(n: int, generator: random.Random) -> Iterator[Round]:
-    """Matches ranks round by round, until all of them hold every chunk."""
+    """Yields the transfers of one round after the other, until all ranks hold every chunk."""
     state = _Even(n) if n % 2 == 0 else _Odd(n)
     while not state.complete:
         transfers = state.matched(generator)
@@ -102,22 +105,24 @@ class _State:
         transfers = self.fixed()
         busy = {transfer.sender for transfer in transfers}
         busy |= {transfer.receiver for transfer in transfers}
-        ranks = [rank for rank in range(self.n) if rank not in busy]
+        idle = [rank for rank in range(self.n) if rank not in busy]
+        # An edge joins two ranks of which at least one has a chunk for the other.
         graph = nx.Graph()
-        for index, one in enumerate(ranks):
-            for other in ranks[index + 1 :]:
+        for index, one in enumerate(idle):
+            for other in idle[index + 1 :]:
                 values = [gift[0] for gift in self.gifts(one, other) if gift is not None]
                 if values:
                     weight = CHUNK_WEIGHT * len(values) + sum(values)
                     weight += JITTER * generator.random()
                     graph.add_edge(one, other, weight=round(SCALE * weight))
+        # For even n as many pairs as possible, whatever they weigh.
         matching = nx.max_weight_matching(graph, maxcardinality=self.n % 2 == 0)
         for one, other in sorted(sorted(edge) for edge in matching):
-            for pair, gift in zip(
-                ((one, other), (other, one)), self.gifts(one, other), strict=True
-            ):
-                if gift is not None:
-                    transfers.append(Transfer(*pair, gift[1]))
+            forth, back = self.gifts(one, other)
+            if forth is not None:
+                transfers.append(Transfer(one, other, forth[1]))
+            if back is not None:
+                transfers.append(Transfer(other, one, back[1]))
         return transfers
 
     def fixed(self) -> list[Transfer]:
@@ -153,9 +158,10 @@ class _Even(_State):
     def fixed(self) -> list[Transfer]:
         """Adds the first copy of the newest chunk: to a rank behind all critical windows."""
         transfers = super().fixed()
-        last, behind = self.number - 1, self.number - 1 + self.levels
+        newest = self.number - 1  # the chunk, and the rank that met the straggler before
+        behind = newest + self.levels
         if 0 < self.number < self.levels and behind < self.chunks:
-            transfers.append(Transfer(last, behind, last))
+            transfers.append(Transfer(newest, behind, newest))
         return transfers
 
     def gifts(self, one: int, other: int) -> tuple[Gift, Gift]:
@@ -169,19 +175,22 @@ class _Even(_State):
         missing = self.missing(sender, receiver)
         if not missing:
             return None
-        if self.number < self.levels and (self.held[receiver] or receiver <= 2 * (self.levels - 1)):
+        # Such ranks meet the straggler in the first rounds, or `fixed` gives them a chunk.
+        is_reserved = receiver <= 2 * (self.levels - 1)
+        if self.number < self.levels and (self.held[receiver] or is_reserved):
             return None
+        # The lowest and the highest bit that is set.
         oldest, newest = (missing & -missing).bit_length() - 1, missing.bit_length() - 1
         return 0.0, (oldest if self.reducing else newest)
 
     def _spoils(self, receiver: int, sender: int) -> bool:
         """Whether the receiver is in its window and the sender holds something too new for it."""
-        ahead = receiver - self.number
-        if not (self.levels <= self.number < self.chunks and 0 < ahead < self.levels):
+        has_windows = self.levels <= self.number < self.chunks
+        in_window = self.number < receiver < self.number + self.levels
+        if not (has_windows and in_window):
             return False
-        return receiver < self.chunks and self.held[sender].bit_length() - 1 > (
-            self.number + ahead - self.levels
-        )
+        newest = self.held[sender].bit_length() - 1  # the highest bit that is set
+        return receiver < self.chunks and newest > receiver - self.levels
 
 
 class _Odd(_State):
@@ -190,11 +199,11 @@ class _Odd(_State):
     def gift(self, sender: int, receiver: int) -> Gift:
         """The missing chunk of the highest value; of several, the oldest."""
         missing = self.missing(sender, receiver)
-        values = []
+        values = []  # with the negative chunk, so that of equal values `max` takes the oldest
         while missing:
-            lowest = missing & -missing
-            missing ^= lowest
-            chunk = lowest.bit_length() - 1
+            lowest_bit = missing & -missing
+            missing ^= lowest_bit
+            chunk = lowest_bit.bit_length() - 1
             values.append((self._value(chunk, receiver), -chunk))
         if not values:
             return None

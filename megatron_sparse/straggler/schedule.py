@@ -76,11 +76,11 @@ class Schedule:
         meetings: list[list[Meeting]] = [[] for _ in range(self.world_size)]
         for transfers in self.rounds:
             chunk_of = {(t.sender, t.receiver): t.chunk for t in transfers}
-            for one, other in chunk_of:
-                back = chunk_of.get((other, one))
-                meetings[one].append(Meeting(other, chunk_of[one, other], back))
-                if back is None:
-                    meetings[other].append(Meeting(one, None, chunk_of[one, other]))
+            for sender, receiver in chunk_of:
+                sent, back = chunk_of[sender, receiver], chunk_of.get((receiver, sender))
+                meetings[sender].append(Meeting(receiver, sent, back))
+                if back is None:  # else the transfer back makes the receiver's meeting
+                    meetings[receiver].append(Meeting(sender, None, sent))
         return tuple(tuple(of_rank) for of_rank in meetings)
 
 

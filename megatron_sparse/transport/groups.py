@@ -30,7 +30,10 @@ _made: Counter[tuple[int, ...]] = Counter()
 
 
 def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.ProcessGroup:
-    """A group of these global ranks for the caller alone. Collective over `ranks`."""
+    """Lends a group of these global ranks to the caller alone: a free one, or a new one.
+
+    Collective over `ranks`. Give it back by `return_group`.
+    """
     # A group ends with the default group that existed when it was made. A weak reference tells that
     # default group from the next one, which may have the same address.
     for old in [key for key in _free if key[0]() is None]:
@@ -55,7 +58,11 @@ def borrow_group(ranks: list[int], backend: str, timeout_s: float) -> dist.Proce
 
 @contextmanager
 def _named(ranks: list[int]) -> Iterator[None]:
-    """Gives `new_group` a name on which all members agree; it has no parameter for one."""
+    """Gives `new_group` inside the `with` a name on which all members agree.
+
+    It has no parameter for one: torch's function that makes names is replaced meanwhile, and
+    torch's count of groups is put back at the end.
+    """
     _made[tuple(ranks)] += 1
     members = hashlib.sha1(str(ranks).encode(), usedforsecurity=False).hexdigest()
     name = f"megatron_sparse_{_made[tuple(ranks)]}_{members}"

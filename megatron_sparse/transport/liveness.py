@@ -85,7 +85,7 @@ class PeerLiveness:
         return None
 
     def await_trouble(self) -> str | None:
-        """Waits for `trouble` to find a rank; blocks for at most `NAMING_S`."""
+        """Waits until `trouble` finds a rank, at most `NAMING_S`; returns its words, or None."""
         deadline_s = time.monotonic() + NAMING_S
         while (found := self.trouble()) is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
@@ -138,10 +138,10 @@ def open_liveness(
     """
     global _links, _users
     with _lock:
-        if _links is None:
+        if _links is None:  # this process is in no other group
             _links = PeerLinks(rank)
         links = _links
-    invitation = links.invite() if rank == ranks[0] else {}
+    invitation = links.invite() if rank == ranks[0] else {}  # the first one's is sent to all
     invitation = json.loads(broadcast(json.dumps(invitation).encode()))
     if rank != ranks[0]:
         try:
@@ -164,7 +164,9 @@ def announce_failure(error: BaseException) -> None:
     """Tells the peers in all groups of this process that it fails. Does not block; never raises."""
     links = _links
     if links is not None:
-        links.announce(f"has given up: {str(error).splitlines()[0] if str(error) else error!r}")
+        text = str(error)
+        why = text.splitlines()[0] if text else repr(error)
+        links.announce(f"has given up: {why}")
 
 
 def _forget_in_child() -> None:

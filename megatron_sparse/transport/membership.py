@@ -56,7 +56,7 @@ class NodeAnswer:
             >>> here.node, here.local_ranks
             (3, 8)
         """
-        digest = hashlib.blake2b(host.encode(), digest_size=7).digest()
+        digest = hashlib.blake2b(host.encode(), digest_size=7).digest()  # 7 bytes: below 2^63
         host_number = int.from_bytes(digest)
         for source, variable in enumerate(_SOURCES[:-1]):
             if variable in environment:
@@ -100,7 +100,7 @@ def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
     answers = [NodeAnswer(*row) for row in rows]
     first = answers[0]
     nodes = [answer.node for answer in answers]
-    counts = Counter(nodes)
+    counts = Counter(nodes)  # node -> the group's ranks on it
     for rank, answer in enumerate(answers):
         if answer.source != first.source:
             raise ConfigError(
@@ -109,15 +109,17 @@ def agreed_nodes(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
                 got=f"rank {rank}: {_SOURCES[answer.source]}",
                 remedy=f"start all ranks by the same launcher, or set {NODE_VARIABLE} for each",
             )
-        same = nodes.index(answer.node)
-        if answer.host != answers[same].host:
+        leader = nodes.index(answer.node)  # the first rank on the same node
+        if answer.host != answers[leader].host:
             raise ConfigError(
                 f"{_SOURCES[answer.source]} puts ranks of different hosts on one node",
-                expected=f"ranks {same} and {rank} of the group on one host, as node {answer.node}",
+                expected=f"ranks {leader} and {rank} of the group on one host, as node "
+                f"{answer.node}",
                 got="different host names",
                 remedy="number ranks node by node (srun --distribution=block), give each "
                 f"machine's launcher a node rank of its own, or set {NODE_VARIABLE}",
             )
+        # Only where the launcher has said how many ranks it has started.
         if _UNKNOWN < answer.local_ranks < counts[answer.node]:
             raise ConfigError(
                 f"node {answer.node} has more ranks than its launcher has started",

@@ -220,7 +220,10 @@ class NcclCommunicator:
                 self._change.wait_for(lambda: self._closing, POLL_S)
 
     def _check_pending(self) -> bool:
-        """Drops finished calls; returns whether the communicator has failed."""
+        """Drops finished calls, and fails the communicator if waiting for the oldest is pointless.
+
+        Returns whether the communicator has failed.
+        """
         with self._change:
             if self._error is not None or not self._pending:
                 return self._error is not None

@@ -52,13 +52,14 @@ class Operation:
         Args:
             cause: the backend's exception; None if the backend still waits.
         """
-        is_late = self.is_late() or "Timed out" in str(cause)
+        is_late = self.is_late() or "Timed out" in str(cause)  # the backend's words
         if cause is None or is_late:
             got = f"no answer within {self._timeout_s:g} s"
         else:
             got = str(cause).splitlines()[0] if str(cause) else repr(cause)
         trouble = None
         if self._liveness is not None:
+            # After the timeout the rank at fault is known, if ever; before it, soon.
             trouble = self._liveness.trouble() if is_late else self._liveness.await_trouble()
             if trouble is None and is_late:
                 got += f"; {self._liveness.whereabouts()}"
@@ -160,7 +161,10 @@ class Waiters:
         self._threads = 0
 
     def submit(self, wait: Callable[[], None]) -> Future[None]:
-        """Queues `wait` for a thread to call. Submit from one thread at a time."""
+        """Queues `wait` for a thread to call, and starts one if none is idle.
+
+        Submit from one thread at a time. Returns the future of the call.
+        """
         waiting: Future[None] = Future()
         self._tasks.put((wait, waiting))
         if not self._idle.acquire(blocking=False) and self._threads < self._most:

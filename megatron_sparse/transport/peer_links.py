@@ -85,6 +85,7 @@ class _Link:
         if not data:
             raise EOFError
         self.heard_s = time.monotonic()
+        # The last line is incomplete, or empty: it stays for the next call.
         *lines, self._received = (self._received + data).split(b"\n")
         if len(self._received) > LONGEST_LINE:
             raise OSError("a line is too long")
@@ -268,7 +269,7 @@ class PeerLinks:
         return True
 
     def _take(self, link: _Link, message: dict[str, Any]) -> None:
-        """Handles one message: each of its keys changes the state that it stands for."""
+        """Handles one message of a rank: notes or answers each of its keys (module's docstring)."""
         assert link.rank is not None
         if "beat" in message:
             self.progress = {**self.progress, link.rank: message["beat"]}
@@ -305,9 +306,10 @@ class PeerLinks:
         for link in self._links:
             if link.rank is not None and now_s - link.heard_s > 2 * BEAT_S:
                 silent_here_s[link.rank] = round(now_s - link.heard_s, 1)
-        relayed = [link.relayed_silent_s for link in self._links]
-        all_relayed = {rank: s for part in relayed for rank, s in part.items()}
-        self.silent_s = all_relayed | silent_here_s  # what this rank heard itself wins
+        relayed_s: dict[int, float] = {}
+        for link in self._links:
+            relayed_s |= link.relayed_silent_s
+        self.silent_s = relayed_s | silent_here_s  # what this rank heard itself wins
         beat = {"beat": self._own_words()}
         awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
         self._tell({**beat, "silent": silent_here_s}, [each for each in awake if each.is_member])
@@ -334,7 +336,11 @@ class PeerLinks:
 
 
 def own_hosts() -> list[str]:
-    """Addresses at which other ranks may reach this host, the most likely first."""
+    """Addresses at which other ranks may reach this host, the most likely first.
+
+    Of the interfaces that gloo or NCCL is told to use, of the route to MASTER_ADDR, and of the
+    host's name; at most `MOST_HOSTS`.
+    """
     found: list[str] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         name = os.environ.get(variable, "").split(",")[0]
@@ -352,6 +358,7 @@ def own_hosts() -> list[str]:
 
 def _interface_address(name: str) -> list[str]:
     """The IPv4 address of a network interface, as a list; empty if it has none."""
+    # A `struct ifreq`: the name, of 15 bytes at most; the answer has the address at byte 20.
     request = struct.pack("256s", name.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -362,8 +369,11 @@ def _interface_address(name: str) -> list[str]:
 
 
 def _address_towards(host: str) -> list[str]:
-    """The address that the routing table picks for reaching a host; sends nothing."""
-    try:
+    """This host's address that the routing table picks for reaching a host, as a list.
+
+    Sends nothing: a datagram socket only looks up the route. Empty if there is none.
+    """
+    try:  # any port will do
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)

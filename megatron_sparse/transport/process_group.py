@@ -80,7 +80,7 @@ class ProcessGroupTransport:
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        named = isinstance(group, Sequence)
+        named = isinstance(group, Sequence)  # as global ranks
         host = dist.distributed_c10d._get_default_group() if named else group
         backend = dist.get_backend(host)
         if (backend == "nccl") != (device.type == "cuda"):
@@ -208,6 +208,7 @@ class ProcessGroupTransport:
         With gloo a message that is longer than its receive buffer aborts the process: agree on
         sizes first. One that is shorter by 8 bytes or more is an error.
         """
+        # Counted with the empty tensors: sizes differ between ranks, the calls to NCCL must not.
         with_everyone = _with_everyone(sends, receives, self.world_size)
         sends = [(peer, values) for peer, values in sends if values.numel()]
         receives = [(peer, values) for peer, values in receives if values.numel()]
@@ -222,7 +223,7 @@ class ProcessGroupTransport:
             return self._post(operation, lambda: self._post_batch(sends, receives, tag))
         bytes_in = [(peer, values.view(torch.uint8).view(-1)) for peer, values in receives]
         for _, received in bytes_in:
-            if received.numel() >= CANARY.numel():
+            if received.numel() >= CANARY.numel():  # `_check_filled` looks for it
                 received[-CANARY.numel() :] = CANARY
 
         def post() -> list[dist.Work | None]:
@@ -259,7 +260,7 @@ class ProcessGroupTransport:
         return WaitedWork(operation, self._waiters.submit(lambda: wait_all(posted)), check)
 
     def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work | None]:
-        """`_post_batch` in one call of c10d instead of one for each message."""
+        """`_post_batch` with every rank, in one call of c10d instead of one for each message."""
         nothing = [(sends or receives)[0][1].new_empty(0, dtype=torch.uint8)] * self.world_size
         outputs, inputs = (_placed(nothing, pieces) for pieces in (receives, sends))
         return [dist.all_to_all(outputs, inputs, group=self.group, async_op=True)]
@@ -307,10 +308,11 @@ def _with_everyone(sends: PeerTensors, receives: PeerTensors, world_size: int) -
 
     Empty tensors count too.
     """
-    return all(
-        len(pieces) == world_size - 1 == len({peer for peer, _ in pieces})
-        for pieces in (sends, receives)
-    )
+    for pieces in (sends, receives):
+        peers = {peer for peer, _ in pieces}
+        if not len(pieces) == len(peers) == world_size - 1:
+            return False
+    return True
 
 
 def _check_filled(operation: Operation, bytes_in: PeerTensors) -> None:

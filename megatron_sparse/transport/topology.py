@@ -98,7 +98,10 @@ class Topology:
         return self.intra if same else self.inter
 
     def ports(self, source: int, target: int) -> tuple[tuple[str, int], tuple[str, int]]:
-        """Names of the outgoing and the incoming port that a message occupies."""
+        """The sender's outgoing and the receiver's incoming port that a message occupies.
+
+        A port is the name of its kind and the number of the rank, or node, that it belongs to.
+        """
         nodes = self.nodes
         if nodes[source] == nodes[target]:
             return ("intra_out", source), ("intra_in", target)

@@ -213,7 +213,10 @@ class VirtualCluster:
     def post_half(
         self, work: VirtualWork, peer: int, data: torch.Tensor, tag: int, *, is_send: bool
     ) -> None:
-        """Takes one side of a message; called by the transports."""
+        """Takes one side of a message, and matches it with the other if that has been posted.
+
+        Called by the transports. A matched message waits to be delivered.
+        """
         rank = work.rank
         assert peer != rank, "a rank exchanges nothing with itself"
         assert data.is_contiguous(), "messages are contiguous"
@@ -271,7 +274,10 @@ class VirtualCluster:
             self._reduce(reduction, ranks)
 
     def _reduce(self, reduction: _Reduction, ranks: Sequence[int]) -> None:
-        """Adds in rank order; counts and times the steps of a ring over the ranks."""
+        """Writes the sum, added in rank order, to all outputs, and ends the works.
+
+        Counts and times the steps of a ring over the ranks.
+        """
         n, scatter = len(ranks), reduction.kind == "reduce_scatter"
         first, *others = (reduction.inputs[rank] for rank in ranks)
         sum_N = first.clone()
@@ -318,7 +324,10 @@ class VirtualCluster:
         return start_s + step_s * steps
 
     def _deliver_next(self, waiting: dict[int, VirtualWork]) -> list[int]:
-        """Delivers the message that starts first; returns the ranks that can go on."""
+        """Returns the ranks that can go on; delivers messages until there is one.
+
+        The message that starts first is delivered first. Finishes the works of these ranks.
+        """
         ready = [w.rank for w in self.ended if waiting.get(w.rank) is w and w.ready()]
         self.ended.clear()
         while not ready:
@@ -327,7 +336,7 @@ class VirtualCluster:
             since_s, number, send, receive = heapq.heappop(self._matched)
             ports = self.topology.ports(send.rank, receive.rank)
             start_s = max(since_s, *(self._port_free_s[port] for port in ports))
-            if start_s > since_s:
+            if start_s > since_s:  # a port is busy until then: others may start before it
                 heapq.heappush(self._matched, (start_s, number, send, receive))
                 continue
             self._deliver(send, receive, start_s, ports)
@@ -360,7 +369,7 @@ class VirtualCluster:
         """The error for ranks that all wait: says for which peers."""
         lines = []
         for rank, work in sorted(waiting.items()):
-            missing = sorted(what for what, number in (+work.waits_for).items() if number)
+            missing = sorted(+work.waits_for)  # the plus leaves out counts of 0
             lines.append(f"rank {rank} ({work.what}) for {', '.join(missing)}")
         ended = [r for r in range(self.topology.world_size) if r not in waiting]
         return CommunicationError(
