@@ -114,6 +114,12 @@ def rice_parameter(numel: int, nnz: int) -> int:
 def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -> int:
     """The most bytes of the sections of a Rice record with indices, wherever its entries lie.
 
+    Args:
+        numel: elements of the segment.
+        nnz: its entries, at most.
+        value_dtype: the dtype's code.
+        log2_span: the binary logarithm of a chunk's elements.
+
     Example:
         >>> rice_payload_bytes(4096, 41, 0, 12)  # 16, 16 of table, 64 words
         288
@@ -123,7 +129,10 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
     words = 0
     if entries:
         filled, r = min(chunks, entries), rice_parameter(numel, entries)
+        # With one r for all chunks; a chunk's own r has no longer a worst case.
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
+        # Each filled chunk rounds up at most log2_span - 1 planes of remainders and its unary
+        # part, each by less than a word.
         words = index_bits // 32 + 1 + filled * log2_span
         words += _most_value_words(entries, filled, value_dtype)
     return SUBHEADER_BYTES + pad16(8 * (chunks + 1)) + pad16(4 * words)

@@ -171,7 +171,8 @@ class Identity:
     ) -> torch.Tensor:
         """int64 words by which a rank shows that it takes part: fingerprint, at most `room` sizes.
 
-        `count` is the number of sizes in all rows, where it decides how many rows follow.
+        There are 2 + `room` words, zeros at the end. `count` is the number of sizes in all rows,
+        where it decides how many rows follow.
         """
         own = checksummed_row(self._word(count), sizes)
         words = torch.zeros(2 + room, dtype=torch.int64)
@@ -234,11 +235,12 @@ def exchange_sizes(
     """
     n = transport.world_size
     table: list[list[int]] = [[] for _ in range(n)]
-    for start in range(0, len(sizes) or 1, n):
+    for start in range(0, len(sizes) or 1, n):  # one all-gather at least: it is the agreement
         words = identity.row(sizes[start : start + n], n, transport.device, len(sizes))
         gathered = words.new_empty(n * words.numel())
         work = transport.all_gather(gathered, words)
-        if unordered and start + n >= len(sizes) and transport.device.type != "cuda":
+        is_last = start + n >= len(sizes)
+        if unordered and is_last and transport.device.type != "cuda":
             yield UNORDERED
         yield work
         for place, row in enumerate(gathered.view(n, -1).tolist()):
@@ -315,8 +317,8 @@ class Subgroup:
         last_posts = 0 if small else len(rounds) - 1
         posted: list[Work] = []
         for number in range(len(rounds)):
-            ahead = len(rounds) if at_once else number + 1
-            posted += [self.post(*following) for following in rounds[len(posted) : ahead]]
+            due = len(rounds) if at_once else number + 1  # rounds that are posted by now
+            posted += [self.post(*following) for following in rounds[len(posted) : due]]
             if last and number == last_posts:
                 yield POSTED
             if meanwhile is not None:

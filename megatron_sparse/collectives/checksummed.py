@@ -25,7 +25,8 @@ def checksummed_size(size: int) -> int:
         >>> verified_size(checksummed_size(4096), rank=1)
         4096
     """
-    return _check([size]) % 2**15 << SIZE_BITS | size
+    check = _check([size]) % 2**15
+    return check << SIZE_BITS | size
 
 
 def verified_size(word: int, rank: int) -> int:

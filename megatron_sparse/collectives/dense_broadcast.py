@@ -27,6 +27,7 @@ from megatron_sparse.collectives.straggler_shares import straggler_of
 from megatron_sparse.formats.rounding import unify_nan_
 from megatron_sparse.pricing.cluster import CodecOp
 from megatron_sparse.pricing.dry_run import DryRun
+from megatron_sparse.pricing.shape import FP32_BYTES
 from megatron_sparse.straggler.schedule import early_ranks
 
 
@@ -89,19 +90,23 @@ def cost(run: DryRun) -> None:
     n, numel = run.n, run.shape.numel
     if n == 1:
         return
+    # The rank that each rank sends to, -1 for none: here round the ring of all but the last.
+    # Targets by rank, -1 for none. The early ranks' ring leaves out the last rank.
     successor_n = (np.arange(n) + 1) % (n - 1)
     successor_n[n - 1] = -1
     if n > 2:
         piece = numel / (n - 1)
-        for _ in range(n - 2):
+        for _ in range(n - 2):  # reduce-scatter, of partial sums
             run.exchange(successor_n, piece * run.p)
             run.work(run.plain(CodecOp.ADD, piece))
-        for _ in range(n - 2):
-            run.exchange(successor_n, piece * 4)
+        for _ in range(n - 2):  # all-gather, in fp32: the sum still lacks the last rank
+            run.exchange(successor_n, piece * FP32_BYTES)  # sums that are not rounded yet
+    # Rank 0 and the last meet.
     meeting_n = np.full(n, -1)
     meeting_n[0], meeting_n[n - 1] = n - 1, 0
     run.exchange(meeting_n, numel * run.p)
     run.work(run.plain(CodecOp.ADD, numel))
+    # The first `holders` ranks of `order` have the sum; each sends it to one of those behind.
     order, holders = [0, n - 1, *range(1, n - 1)], 2
     while holders < n:
         target_n = np.full(n, -1)

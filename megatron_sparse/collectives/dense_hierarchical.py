@@ -75,7 +75,7 @@ class Lanes:
         self.guests = self.owners(self.lane, self.node)[1:] if rank == self.home else []
 
     def owners(self, lane: int, node: int) -> list[int]:
-        """The rank of a lane and those that fold into it."""
+        """The rank of a lane on a node, and behind it the surplus ranks that fold into it."""
         return self.members[node][lane :: self.count]
 
     def order(self) -> list[list[int]]:
@@ -90,7 +90,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     lanes = Lanes(transport.nodes, transport.rank)
     order, k = lanes.order(), len(lanes.members)
     cuts = piece_cuts(bucket, order)
-    start_of: dict[int, int] = {}
+    start_of: dict[int, int] = {}  # of each rank's shard in the shuffled bucket
     shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
     if scatter:
         flat = [owner for owners in order for owner in owners]
@@ -106,9 +106,9 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         ring = Subgroup(transport, lanes.members[lanes.node][: lanes.count], tag)
         across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
         folding = Folding(across)
-        lane_cuts = cuts[::k]
-        node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
-        ends = scatter and not lanes.guests
+        lane_cuts = cuts[::k]  # of the parts of all lanes
+        node_cuts = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # of this lane's pieces
+        ends = scatter and not lanes.guests  # nothing follows phase 2
         yield from ring_reduce_scatter(accumulator, lane_cuts, ring, last=ends and k == 1)
         yield from halve(accumulator, node_cuts, folding, last=ends and not folding.folds)
         if scatter:
@@ -116,7 +116,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
         else:
             start, stop = folding.block(node_cuts)
             store(values_N[start:stop], accumulator.sum_N[start:stop])
-            ends = not lanes.guests
+            ends = not lanes.guests  # nothing follows phase 4
             yield from double(values_N, node_cuts, folding, last=ends and lanes.count == 1)
             yield from ring_all_gather(values_N, lane_cuts, ring, last=ends)
         sent_bytes = ring.sent_bytes + across.sent_bytes
@@ -203,7 +203,7 @@ def cost(run: DryRun) -> None:
     intra = run.clocks.topology.intra
     if guests:
         # A lane takes its guests one after another.
-        most = -(-guests // lanes)
+        most = -(-guests // lanes)  # rounded up
         run.clocks.work(most * (intra.alpha_s + intra.beta_s * numel * run.p))
         run.work(most * run.plain(CodecOp.ADD, numel))
     node = run.node(lanes)

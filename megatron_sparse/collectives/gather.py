@@ -120,6 +120,7 @@ def ring_all_gather(
     pieces = buffer.split([*sizes[rank:], *sizes[:rank], buffer.numel() - sum(sizes)])[:n]
 
     def hand_over(number: int) -> None:
+        """Hands over the piece that the last round brought; 0: this rank's own."""
         arrived((rank - number) % n, pieces[-number % n])
 
     after, before = (rank + 1) % n, (rank - 1) % n
@@ -139,7 +140,7 @@ def doubling_all_gather(
     pieces. `buffer` is as in `ring_all_gather`, so the pieces of one message are contiguous.
     """
     n, rank = group.world_size, group.rank
-    starts = [0, *accumulate([*sizes[rank:], *sizes[:rank]])]
+    starts = [0, *accumulate([*sizes[rank:], *sizes[:rank]])]  # of the pieces in the buffer
 
     held = [0, 1]  # pieces before and after each round; its own piece comes first
 
@@ -148,6 +149,7 @@ def doubling_all_gather(
         return buffer[starts[first] : starts[last]]
 
     def hand_over(number: int) -> None:
+        """Hands over the pieces that the last round brought; 0: this rank's own."""
         for place in range(held[number], held[number + 1]):
             arrived((rank + place) % n, span(place, place + 1))
 

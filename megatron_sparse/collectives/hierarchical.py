@@ -87,12 +87,14 @@ def hierarchical(exchange: Exchange, message: Message) -> Steps:
     lanes = Lanes(transport.nodes, transport.rank)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     has_lane = transport.rank == lanes.home
+    # Whether the rank sends in phase 3.
     serves = bool(lanes.guests) if scatter else inside.world_size > 1
     parts = LaneParts(bucket, message.layout, lanes)
     with exchange.timer.stage("decode"):
         values_N = _decoded(exchange, message, parts)
 
-    nodes, ends = len(lanes.members), has_lane and not serves
+    nodes = len(lanes.members)
+    ends = has_lane and not serves  # the rank posts nothing after phase 2
     yield from _sum_in_lanes(exchange, values_N, parts, inside, last=ends and nodes == 1)
     sent_bytes = 0
     if has_lane and nodes > 1:
@@ -135,6 +137,7 @@ class LaneParts:
     def __init__(self, bucket: Bucket, layout: Layout, lanes: Lanes) -> None:
         self._bucket, self._layout, self.lanes = bucket, layout, lanes
         order = lanes.order()
+        # Each lane has one piece on each node: its part begins with the first of them.
         self._cuts = piece_cuts(bucket, order)[:: len(lanes.members)]
         owners = chain(*order) if bucket.op is CollectiveOp.REDUCE_SCATTER else ()
         self._shard_numel = bucket.numel // bucket.world_size
@@ -165,9 +168,13 @@ class LaneParts:
         )
 
     def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
-        """The bucket's segments that lie in a part: (start, stop, whether it is always dense)."""
+        """The bucket's segments that lie in a part: (start, stop, whether it is always dense).
+
+        An all-reduce's part may cut a segment. A reduce-scatter's has whole shards, which are moved
+        with all their segments.
+        """
         offsets, keeps = self._layout.segment_offsets.tolist(), self._layout.segment_keep.tolist()
-        if not self._places:
+        if not self._places:  # an all-reduce
             for (start, stop), keep in zip(pairwise(offsets), keeps, strict=True):
                 first, last = max(start, part.start), min(stop, part.stop)
                 if first < last:
@@ -297,7 +304,7 @@ def cost(run: DryRun) -> None:
         _within_node_cost(run, largest, lanes, run.b, 0.0)
     elif largest > lanes:
         link = run.clocks.topology.intra
-        guests = -(-(largest - lanes) // lanes)
+        guests = -(-(largest - lanes) // lanes)  # of the lane with the most: rounded up
         run.clocks.work(link.alpha_s + guests * link.beta_s * FP32_BYTES * whole.numel / run.n)
 
 
@@ -327,10 +334,13 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     )
     densities = run.densities.of_lane(max(sizes), lanes)
     message, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
+    # Bytes by lane, densest first: of a node's sum, plus those of the sum over all ranks.
     sent_L = sum(
         np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
+    # The densest lane decides. Lanes may share a network card, so it gets what all of them send
+    # in multiples of what it sends. Its clocks start at 0; the ranks wait for it in the end.
     lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)
     message = lane.messages(lane.options.format)
     lane.work(message.seconds(CodecOp.ENCODE, lane.piece(), densities.whole(1), lane.b))

@@ -68,6 +68,7 @@ def sum_in_one_call(
     yield POSTED
 
     def look(words: torch.Tensor) -> None:
+        """Checks the report once it has been read."""
         # An aborted communicator leaves buffers that look like damaged records: check it first.
         communicator.check()
         summed.check(words)

@@ -155,7 +155,7 @@ def exchange_records(
     either = send or receive
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
-    sizes_out, sizes_in = [], []
+    sizes_out, sizes_in = [], []  # the first round
     if send is not None and not known[0]:
         sizes_out = [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
     if receive is not None and not known[1]:
@@ -163,7 +163,8 @@ def exchange_records(
     if sizes_out or sizes_in:
         yield from group.exchange(sizes_out, sizes_in)
     if receive is not None and sizes_in:
-        (peer, room), rank = receive, group.ranks[receive[0]]
+        peer, room = receive
+        rank = group.ranks[peer]
         announced = verified_size(int(size), rank)
         check_sizes([announced], [room.numel()], [rank])
         receive = peer, room[:announced]

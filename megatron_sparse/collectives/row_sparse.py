@@ -135,8 +135,9 @@ def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> R
     gather = (n - 1) * max(parts[0].record_bytes(sum(row)) for row in counts)
     direct = 0
     for rank, row in enumerate(counts):
-        first = sum(part.record_bytes(row[i]) for i, part in enumerate(parts) if i != rank)
-        absent = 1.0
+        by_part = [part.record_bytes(count) for part, count in zip(parts, row, strict=True)]
+        first = sum(by_part) - by_part[rank]  # a rank sends itself nothing
+        absent = 1.0  # the probability that no rank has a given row of this rank's part
         for other in counts:
             absent *= 1 - other[rank] / max(parts[rank].rows, 1)
         expected_rows = round(parts[rank].rows * (1 - absent))
@@ -163,7 +164,10 @@ class _Run:
     def agree(
         self, own_counts: list[int], parts: Sequence[RowPart]
     ) -> Generator[Yielded, None, list[list[int]]]:
-        """Sends every rank the numbers of rows in the coming records, one for each of `parts`."""
+        """Sends every rank the numbers of rows in the coming records, one for each of `parts`.
+
+        Returns every rank's numbers; raises WireFormatError for one above the part's rows.
+        """
         table = yield from exchange_sizes(own_counts, self._identity, self._transport)
         for rank, row in enumerate(table):
             for part, count in zip(parts, row, strict=True):
@@ -172,7 +176,10 @@ class _Run:
         return table
 
     def gather(self, counts: list[int]) -> Generator[Yielded, None, RowSparse]:
-        """Every rank's rows go to every other."""
+        """Sends this rank's rows to every other; returns the sum or average of all.
+
+        `counts` are the rows of each rank.
+        """
         whole = replace(self._parts[0], parts=1)
         contributions = yield from self._all_gather(
             self._gradient, [whole] * self.group.world_size, counts
@@ -182,7 +189,12 @@ class _Run:
     def direct(
         self, positions: list[torch.Tensor], counts: list[list[int]]
     ) -> Generator[Yielded, None, RowSparse]:
-        """Rows go to the part's rank, sums to everyone."""
+        """Sends rows to their part's rank, which sends its sum to all; returns all the sums.
+
+        Args:
+            positions: of this rank's rows, by part.
+            counts: for each rank its number of rows in each part.
+        """
         rank = self.group.rank
         sent = self._cut("sent", [p.record_bytes(counts[rank][p.part]) for p in self._parts])
         for part, taken, record in zip(self._parts, positions, sent, strict=True):
@@ -203,7 +215,10 @@ class _Run:
     def _all_gather(
         self, own: RowSparse, parts: Sequence[RowPart], counts: Sequence[int]
     ) -> Generator[Yielded, None, list[RowSparse]]:
-        """Every rank's rows: rank r has `counts[r]` rows, all in `parts[r]`."""
+        """Gathers every rank's rows, `own` among them, in rank order.
+
+        Rank r has `counts[r]` rows, all in `parts[r]`.
+        """
         rank = self.group.rank
         sizes = [part.record_bytes(count) for part, count in zip(parts, counts, strict=True)]
         buffer = self._take("gathered", sum(sizes))
@@ -212,6 +227,7 @@ class _Run:
         gathered: dict[int, RowSparse] = {}
 
         def arrived(sender: int, record: torch.Tensor) -> None:
+            """Decodes the rows of one rank."""
             gathered[sender] = parts[sender].decode(record, sender)
 
         yield from pairwise_all_gather(record, room, sizes, self.group, arrived)

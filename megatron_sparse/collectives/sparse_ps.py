@@ -88,7 +88,12 @@ def sparse_ps(exchange: Exchange, message: Message) -> Steps:
 
 
 def _answer(encoded: list[torch.Tensor], group: Subgroup) -> Phase:
-    """The server's side of the pull: sizes to all, then each rank's records."""
+    """The server's side of the pull: sends each other rank a size, then so many bytes.
+
+    Args:
+        encoded: the records that each rank gets, by rank; the server's own are not sent.
+        group: all ranks.
+    """
     peers = range(1, group.world_size)
     words = [checksummed_size(records.numel()) for records in encoded]
     sizes = torch.tensor(words, device=encoded[0].device)

@@ -99,12 +99,14 @@ def ring_reduce_scatter(
     own = message.buffer[: message.nbytes].split(message.shard_bytes())
     most = max(cut.capacity("fp32") for cut in cuts)
     out, room = sums.take("encoded", most), sums.take("received", most)
+    # All of this rank's contribution: what arrives is added to it.
     for shard, records in enumerate(own):
         sums.add_message(records, cuts[shard], ranks[place], fresh=True)
 
     for step in range(1, n):
+        # The shard that goes to the successor, and the one that comes from the predecessor.
         give, take = ranks[(place - step) % n], ranks[(place - 1 - step) % n]
-        is_sum = step > 1
+        is_sum = step > 1  # the first step carries the ranks' own records
         dtype = sums.partial_dtype if is_sum else message.value_dtype
         goes_dense = comes_dense = False
         for link in links or ():
@@ -133,6 +135,7 @@ def ring_reduce_scatter(
             sums.add_sum(received, cuts[take], dtype, source)
         else:
             sums.add_message(received, cuts[take], source)
+        # Both ends read the same records, and so come to the same density.
         if links and not goes_dense:
             links[0].calibrate(sent, cuts[give])
         if links and not comes_dense:
@@ -193,17 +196,17 @@ def ring_reduce_scatter_cost(
     """
     n, ranks, shard = run.n, np.arange(run.n), run.piece(run.n)
     nodes = np.array(run.clocks.topology.nodes)
-    inside_n = nodes == nodes[(ranks + 1) % n]
+    inside_n = nodes == nodes[(ranks + 1) % n]  # whether the successor is on the same node
     threshold_n = np.where(inside_n, *thresholds)
     initial, one_n = run.densities.whole(1), run.densities.shards(1, n)
     run.agree()
     run.work(np.sum(own.seconds(CodecOp.DECODE, shard, one_n, run.b)))
-    link_n = np.zeros(n)
+    link_n = np.zeros(n)  # the density that each rank assumes on the link to its successor
     plain_s = run.plain(CodecOp.ADD, shard.numel)
     for step in range(1, n):
         # What rank r sends: the sum of `step` ranks of shard r - step.
         sent_n = run.densities.shards(step, n)[(ranks - step) % n]
-        link_n = 1 - (1 - link_n) * (1 - initial)
+        link_n = 1 - (1 - link_n) * (1 - initial)  # equation 7 (`link_density`)
         is_sum = step > 1
         dense_n = (link_n >= threshold_n) & is_sum
         if is_sum:
@@ -214,11 +217,11 @@ def ring_reduce_scatter_cost(
         else:
             sparse_bytes_n = own.nbytes(shard, sent_n, run.b)
             adding_n = own.seconds(CodecOp.DECODE_ADD, shard, sent_n, run.b)
-        if not dense_n.all():
+        if not dense_n.all():  # the sizes of the others' records
             run.shift(-1, np.where(dense_n, 0, WORD_BYTES))
         run.shift(-1, np.where(dense_n, shard.numel * run.p, sparse_bytes_n))
         run.work(np.where(dense_n, plain_s, adding_n)[ranks - 1])
-        link_n = np.where(dense_n, link_n, sent_n)
+        link_n = np.where(dense_n, link_n, sent_n)  # records calibrate, dense sums do not
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 
 

@@ -104,9 +104,11 @@ def cost(run: DryRun) -> None:
     run.agree()
 
     def density_of(count_n: np.ndarray) -> np.ndarray:
+        """The densities of sums of so many ranks' messages."""
         return np.asarray(each(lambda count: run.densities.whole(round(count)), count_n))
 
     def pass_records(target_n: np.ndarray, nbytes_n: Density) -> None:
+        """Runs the two rounds of a step: sizes, then records; a target of -1 sends nothing."""
         run.exchanges([(target_n, WORD_BYTES), (target_n, nbytes_n)])
 
     one = run.densities.whole(1)
@@ -116,8 +118,8 @@ def cost(run: DryRun) -> None:
     if n > active:
         pass_records(np.where(is_active_n, -1, ranks - active), message_bytes)
         run.work(is_host_n * addition_s)
-    count_n = np.where(is_host_n, 2, 1)
-    is_sum_n = is_host_n
+    count_n = np.where(is_host_n, 2, 1)  # messages in each rank's sum
+    is_sum_n = is_host_n  # whether the rank holds more than its own message
     distance = 1
     while distance < active:
         peer_n = np.where(is_active_n, ranks ^ distance, -1)

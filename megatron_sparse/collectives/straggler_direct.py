@@ -290,11 +290,15 @@ class _Run:
             rounds.append((sends, [] if takes is None else [(peer, received[takes])]))
 
         def before(number: int) -> None:
-            """While round `number` is on its way: hands over the chunk of the round before."""
+            """Hands over the chunk of the round before `number`, which may be on its way.
+
+            After the last round, `number` is the number of rounds.
+            """
             takes = self.meetings[number - 1].receives if number else None
             if takes is not None:
                 arrived(takes)
 
+        # `last`: this rank posts nothing after these rounds.
         yield from self.group.in_rounds(rounds, before, last=True)
 
 

@@ -31,7 +31,10 @@ class ParameterFilter:
     def slice_of(
         self, name: str, start: int, stop: int, shape: Sequence[int] | torch.Size, replicated: bool
     ) -> ParameterSlice:
-        """The parameter's slice [start, stop) of its bucket, marked as kept whole or lossless.
+        """The parameter's slice [start, stop) of its bucket, marked as lossless or kept whole.
+
+        Kept whole, unless lossless: small or one-dimensional parameters; those of a keep
+        pattern; replicated ones, whose copies would drift apart if ranks pruned them differently.
 
         Raises:
             ConfigError: a keep pattern and a lossless pattern find its name.

@@ -154,7 +154,7 @@ class ResidualStore:
             # Unsent values entered the residual times the leak, which is undone here. At leak 0
             # they are lost: only rounding errors, which do not leak, are left.
             lacking[name] = self._residuals[name].float() / (leak or 1.0)
-            if existed:
+            if existed:  # else the old residual was zero
                 lacking[name].sub_(self._undo_copies[name])
         return lacking
 

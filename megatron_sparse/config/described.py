@@ -143,6 +143,7 @@ def keys_help(values: Mapping[str, Any]) -> str:
         lines += ["", f"{name}:", f"  # {summaries[name]}"]
         for key in keys(section):
             lines += _lines_of(key, values[name], "  ")
+    # Dollar signs are doubled: Hydra's template replaces names behind a single one.
     return _for_template("\n".join(lines))
 
 

@@ -294,7 +294,13 @@ class DDPState(HostState):
         )
 
     def _await_at_end_of_backward(self) -> None:
-        """DDP would turn a failed future into an untyped error, so errors are raised separately."""
+        """Has autograd call `_finish_backward` at the end of this pass, where errors are raised.
+
+        DDP, which gets the buckets' futures, would turn a failed one into an untyped error.
+
+        Raises:
+            HostError: no backward pass is going on.
+        """
         try:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
         except RuntimeError as error:

@@ -135,6 +135,8 @@ def entries(message: Message) -> tuple[torch.Tensor, torch.Tensor]:
         return nothing, nothing.to(dtype)
     heads = torch.stack([record[:HEADER_BYTES] for record in records]).cpu().numpy()
     for record, head, (start, stop) in zip(records, heads, pairwise(offsets), strict=True):
+        # This rank made the record: its checksum is not looked at (None), and the sender's rank,
+        # which only an error would name, does not matter.
         header = Header.unpack(head.tobytes(), rank=0, payload_sum=None)
         sections = record[HEADER_BYTES:]
         if header.format == FORMAT_DENSE:

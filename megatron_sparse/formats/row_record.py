@@ -113,7 +113,8 @@ class RowPart:
     def decode(self, record: torch.Tensor, rank: int) -> RowSparse:
         """The rows of a record. They share its memory; the indices do not.
 
-        On CUDA the host waits twice: for the 80 bytes of headers, and for the check of the indices.
+        On CUDA the host waits for the 80 bytes of headers, for the payload's sum if records are
+        sealed, and for the check of the indices.
 
         Args:
             record: uint8, 16-byte aligned, exactly one record; not trusted.

@@ -27,6 +27,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> list[Any]:
     """Makes the training, validation and test datasets of `samples` samples each.
 
     Only the first tensor-parallel rank of each group reads data; the others get theirs from it.
+    Megatron passes `vp_stage` with virtual pipeline stages; all of them have the same datasets.
     """
     args: Any = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)

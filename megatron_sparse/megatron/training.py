@@ -271,6 +271,7 @@ def _stopped_at() -> int | None:
 
     megatron_args: Any = get_args()
     handler: Any = get_signal_handler()
+    # Megatron sets it before an iteration, to the number of those done: the last one is missing.
     last = megatron_args.curr_iteration + 1
     # A collective: a rank may have received the signal after Megatron's last check.
     received = any(handler.signals_received())

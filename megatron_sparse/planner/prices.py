@@ -162,7 +162,9 @@ def predict_all(
     options: SchemeConfig,
     schemes: Collection[str] | None = None,
 ) -> dict[str, float]:
-    """`predict` for every scheme that has the form and fits the options.
+    """Seconds by scheme, from `predict`, for all that have a model, the operation and messages.
+
+    `fits` says which: with the bucket's operation, and with messages as the options ask for.
 
     Args:
         shape: see `predict`.
@@ -204,8 +206,8 @@ def candidates(schemes: Collection[str] | None, value_bits: int | None) -> list[
 
     Args:
         schemes: as `planner.schemes`; None takes all schemes.
-        value_bits: as `compression.value_bits`; None: values are rounded by no scheme that
-            `schemes` does not name.
+        value_bits: as `compression.value_bits`; if both are None, the schemes that send every
+            element rounded (`Scheme.sends_whole`) are left out.
     """
     names = registry.candidates()
     if schemes is not None:

@@ -80,6 +80,7 @@ class RecordFormat:
         if not piece.numel:
             return 0.0 * np.asarray(density)
         headers = HEADER_BYTES * ((piece.pruned > 0) + (piece.kept > 0))
+        # Where pruned elements travel in few bits, kept ones travel in bf16.
         kept_bytes = value_bytes if self.value_bits is None else KEPT_BYTES
         pruned_bytes = self._pruned_bytes(piece.pruned, density, value_bytes)
         return headers + piece.kept * kept_bytes + pruned_bytes

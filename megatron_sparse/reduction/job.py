@@ -375,11 +375,11 @@ class Pending[T]:
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Called once, when the job has ended."""
+        """Marks the job as ended, by an error or well, and wakes who waits for it; call it once."""
         self.error = error
         self.finished_s = time.perf_counter()
         self._ended.set()
-        self._queued.set()
+        self._queued.set()  # a job may end without `QUEUED`
         if self._on_done is not None:
             self._on_done(self)
 

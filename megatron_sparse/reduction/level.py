@@ -356,6 +356,7 @@ class SumOverInstances:
     def _sum(self, exchange: Exchange, step: int) -> Stage[int]:
         """Overwrites the shard with its sum; returns the bytes sent."""
         bucket, shard = exchange.bucket, self._shards.of(exchange.bucket)
+        # The shard's object is kept from step to step; its gradient is taken anew.
         shard.grad_N = bucket.grad_N[bucket.shard(exchange.transport.rank)]
         if exchange.averages:  # the backend has divided by the ranks of one instance only
             shard.grad_N.div_(bucket.instances)

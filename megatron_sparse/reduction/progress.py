@@ -88,10 +88,13 @@ class ProgressThread(Progress):
 
     def __init__(self, device: torch.device, timeout_s: float) -> None:
         super().__init__(device, timeout_s)
+        # Submitted; then taken over by the thread, in the same order.
         self._incoming: deque[Pending] = deque()
         self._running: list[Pending] = []
         self._wake = threading.Condition()
+        # Whether there was a wake-up since the thread last looked: then it does not sleep.
         self._is_awake = False
+        # Once `close` was called: when jobs that are still under way end with an error.
         self._closes_s: float | None = None
         self._thread = threading.Thread(target=self._main, name="megatron_sparse", daemon=True)
         self._thread.start()

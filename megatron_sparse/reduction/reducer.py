@@ -226,12 +226,14 @@ class GradientReducer:
             step: the training step, for the density schedule and the keys of random draws.
             on_done: called when the pipeline has ended; see `Pending`.
         """
+        # At a step's first launch: takes over the waiting times that the ranks have agreed on.
         self._stragglers.begin_step(step)
         job = self.job(bucket, step)
         record = job.record
         pending = Pending(
             bucket.name, self.synchronise(job), record.timer, record, self._sink, on_done
         )
+        # On CUDA buckets share a few message buffers: the job waits for the last user of its own.
         self._turns.take(bucket, pending)
         self.progress.submit(pending)
         # A step's first launch also starts a job that exchanges waiting times with other ranks.

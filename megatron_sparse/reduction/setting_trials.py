@@ -104,14 +104,16 @@ class SettingTrials:
         self._clock = clock
         self._names = allowed(given.loss_budget)
         """The least loss first."""
-        self._on_trial: str | None = None
-        self._ended_s: float | None = None
+        self._on_trial: str | None = None  # the preset that is being tried
+        self._ended_s: float | None = None  # when the last iteration ended
+        # Seconds of iterations, cleared when the preset changes and after each look at them.
         self._laps_s: list[float] = []
         self._look_after = LOOK_EVERY
         self.chosen: str | None = None
         self.times_ms: dict[str, float] = {}
         # Until the trials every element travels, in few bits if the budget allows the second
-        # preset; where no warm-up was asked for, these steps are none of the run's phases.
+        # preset. Where the user's warm-up is shorter than that (most often there is none), these
+        # steps count as a trial, in none of the run's own phases: without warm-up and ramp.
         first = self._names[min(1, len(self._names) - 1)]
         self._apply(first, is_trial=given.warmup < FEWEST_STEPS)
         self._no_trials = self._why_no_trials()

@@ -306,7 +306,11 @@ class StragglerPolicy:
         return bool(steps) and expected_delay_s(steps, straggler, delays.most_s) > delays.least_s
 
     def _delays_that_pay(self, bucket: Bucket, plan: Plan) -> Delays:
-        """The delays at which skipping a rank pays, by `straggler.min_delay_ms` or the links."""
+        """The delay above which skipping a rank pays, and the one beyond which it gains no more.
+
+        By `straggler.min_delay_ms`, else by the cost of the links. `NONE_PAYS` where waiting is at
+        least as fast however late the rank is.
+        """
         if self._config.min_delay_ms is not None:
             return Delays(self._config.min_delay_ms / 1e3, math.inf)
         times = self._split_times(bucket, plan)

@@ -23,8 +23,9 @@ def mixed_sum(data: bytes, first: int = 0) -> int:
     words = np.frombuffer(data, "<u4").astype(np.uint64)
     mask = np.uint64(0xFFFFFFFF)
     number = np.arange(first, first + words.size, dtype=np.uint64)
-    mixed = (words ^ number * np.uint64(0x9E3779B9) & mask) * np.uint64(0x85EBCA6B) & mask
-    mixed = (mixed ^ mixed >> np.uint64(15)) * np.uint64(0xC2B2AE35) & mask
+    key = (number * np.uint64(0x9E3779B9)) & mask
+    mixed = ((words ^ key) * np.uint64(0x85EBCA6B)) & mask
+    mixed = ((mixed ^ (mixed >> np.uint64(15))) * np.uint64(0xC2B2AE35)) & mask
     return int(mixed.sum()) & 0xFFFFFFFF
 
 

@@ -67,6 +67,7 @@ def train(arguments: Sequence[str]) -> None:
         MegatronSparseError: the configuration or the run is wrong, or runs of a sweep failed.
         SystemExit: with the exit code of a rank that failed; also after Hydra's own flags.
     """
+    # Spares the exit a long search for cycles. Comes before torch is imported.
     end_quickly()
     composition.register_schema()
     command = shlex.join(["megatron-sparse", "train", *arguments])

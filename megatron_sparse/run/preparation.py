@@ -229,7 +229,9 @@ def make_run_dir(
                 run_dir.mkdir(parents=True, exist_ok=True)
             # Before anything is moved: the folder may be that of a run which starts just now.
             own.enter_context(locked(run_dir))
-            start.repair()
+            start.repair()  # makes each tracker name the checkpoint that was chosen
+            # An earlier run that is not continued takes its lock along, so the new folder needs
+            # a lock of its own.
             if not start.own and _move_aside(run_dir):
                 run_dir.mkdir(exist_ok=True)
                 own.enter_context(locked(run_dir))

@@ -26,10 +26,11 @@ def select(paper: str | None, number: int | None) -> list[Figure]:
 
     Args:
         paper: spccl, zen, pccl or stragglar; None for all.
-        number: the figure's number in the paper; None for all of its figures.
+        number: the figure's number in the paper, which must then be given; None for all of its
+            figures.
 
     Raises:
-        ConfigError: there is no such figure.
+        ConfigError: there is no such figure, or a number has no paper.
 
     Example:
         >>> [figure.name for figure in select("zen", None)]

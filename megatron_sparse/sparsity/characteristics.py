@@ -146,9 +146,9 @@ def union_of(elements: Sequence[np.ndarray], numel: int) -> np.ndarray:
 def profile_of(gradients: Sequence[torch.Tensor]) -> SparsityProfile:
     """The exact profile of all ranks' gradients of one bucket.
 
-    Holds N / 4 bytes for each rank of the gradients' N elements; of one rank its dense form, and 8
-    bytes for each non-zero element. Takes n log n passes over N / 8 bytes, and one for each pair of
-    ranks, at most `MOST_PAIRS`.
+    Memory, with N elements in a gradient: N / 4 bytes for each rank, 8 bytes for each non-zero
+    element, and one gradient in dense form, because sparse ones are read one after the other.
+    Time: n log n passes over N / 8 bytes, and one for each pair of ranks, at most `MOST_PAIRS`.
 
     Args:
         gradients: one for each rank, all of one shape; dense or torch's sparse COO.

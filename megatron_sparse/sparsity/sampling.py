@@ -196,7 +196,7 @@ class SamplePlan:
         return _even_cuts(self.numel, self.finest)
 
     def measure(self, values_N: torch.Tensor, buffers: MessageBuffers) -> torch.Tensor:
-        """A rank's part: int64 on the CPU, which on CUDA waits for the device.
+        """This rank's part, laid out as `SamplePlan` says; on the CPU, so CUDA is waited for.
 
         Suffixes: B blocks of 64 elements, P partitions, W words of the windows.
 
@@ -308,14 +308,16 @@ class SamplePlan:
         return found
 
     def _cut(self, mean_Q: np.ndarray, mean_P: np.ndarray, union_P: np.ndarray) -> list[float]:
-        """Elements of a union in other partitions: exact means times the ratio around them.
+        """Estimates how many elements the ranks' union has in each of Q even partitions.
 
-        Within a finest partition, elements are taken to lie evenly.
+        A rank's exact mean there, times the ratio of the union to one rank. The ratio is that
+        of the finest partitions (P), in which elements are taken to lie evenly. No number
+        exceeds its partition's elements.
 
         Args:
-            mean_Q: elements of one rank in each of them, on average.
-            mean_P: the same in the finest partitions.
-            union_P: elements of the union in the finest partitions.
+            mean_Q: non-zero elements of one rank in each of the Q, on average.
+            mean_P: the same in each of the finest partitions.
+            union_P: estimated elements of the union in each of the finest partitions.
         """
         knots, cuts = self._cuts, _even_cuts(self.numel, mean_Q.size)
         # Each cut lies in finest partition `left`, at the fraction `inside` of its length.

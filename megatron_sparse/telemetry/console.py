@@ -93,9 +93,11 @@ def print_summary(
     console.print()
     console.print(_traffic_table(summary))
     console.print()
+    # Times are those of the phase at the target density, or dense; of the run without either.
     steady, gathers = at_target(summary), bool(summary["param_dense_bytes"])
 
-    # The lines of the two tables of stages, from the milliseconds of stages and iteration.
+    # The lines of the two tables of stages. `_stage_table` calls each with means, medians and
+    # 95th percentiles: the milliseconds by stage, and those of the whole iteration.
     def of_thread(stage_ms: dict[str, Any], whole_ms: Any) -> dict[str, Any]:
         return thread_parts(stage_ms, whole_ms, gathers=gathers) | {ITERATION: whole_ms}
 

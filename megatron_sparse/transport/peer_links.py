@@ -45,7 +45,15 @@ class Loss:
 
 
 class _Link:
-    """One connection. `rank` is None until the handshake."""
+    """One connection.
+
+    Attributes:
+        rank: at the other end; None until the handshake.
+        token: of the invitation by which this process connected; empty if the other did.
+        is_member: the other end connected here, to this process, which listens.
+        heard_s: when something came last.
+        relayed_silent_s: what the last `silent` said: rank -> seconds.
+    """
 
     def __init__(self, sock: socket.socket, rank: int | None, token: str, *, is_member: bool):
         self.socket = sock
@@ -54,7 +62,7 @@ class _Link:
         self.is_member = is_member
         self.heard_s = time.monotonic()
         self.relayed_silent_s: dict[int, float] = {}
-        self._received = b""
+        self._received = b""  # the begin of a line whose end has not come
         self._unsent = b""
 
     def send(self, message: dict[str, Any]) -> None:

@@ -124,11 +124,14 @@ class VirtualCluster:
         self.clock_s = [0.0] * world_size
         everyone = tuple(range(world_size))
         self.transports = [VirtualTransport(self, rank, everyone) for rank in everyone]
+        # Sides that wait for the other, by (sender, receiver, tag, whether it is the sender's).
         self._halves: dict[tuple[int, int, int, bool], deque[_Half]] = defaultdict(deque)
+        # A heap of messages: when their later side was posted, that side's number, both sides.
         self._matched: list[tuple[float, int, _Half, _Half]] = []
-        self._numbers = count()
+        self._numbers = count()  # of sides, in the order of posting
         self._port_free_s: dict[tuple[str, int], float] = defaultdict(float)
         self._reductions: dict[ReductionKey, _Reduction] = {}
+        # For the all-gathers of each group of ranks; `GATHER_TAG` is for those of all ranks.
         self._group_tags = count(GATHER_TAG - 1, -1)
         self.ended: list[VirtualWork] = []
         self.pending_arrivals: dict[Visit, list[VirtualArrival]] = {}

@@ -183,10 +183,13 @@ class BucketCase:
 
 
 def cases_of(sweep: CollectiveSweep, world_size: int) -> list[BucketCase]:
-    """The sweep's cases, each once: sizes outermost, schemes far inside, to compare neighbours.
+    """The sweep's cases, each once: the size changes least often, level and scheme most often.
+
+    So the schemes that one wants to compare stand in neighbouring rows.
 
     Raises:
-        ConfigError: there is no case, or a gradient has fewer elements than there are ranks.
+        ConfigError: there is no case; or, by `_cases`, a gradient has fewer elements than there
+            are ranks.
     """
     cases = list(dict.fromkeys(_cases(sweep, world_size)))
     if not cases:

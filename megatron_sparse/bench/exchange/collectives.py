@@ -292,8 +292,9 @@ class VirtualRanks:
     def __init__(self, case: BucketCase, sweep: CollectiveSweep, topology: Topology) -> None:
         self._case, self._delay_s = case, sweep.delay_ms * 1e-3
         self._cluster = VirtualCluster(topology.world_size, topology)
+        # The level says which ranks add up before they select, and so the groups of each rank.
         choice = choose_level(case.config(sweep, topology.world_size), topology.nodes)
-        self._paths = [
+        self._paths = [  # by rank: its reducer
             BucketPath(case, sweep, groups) for groups in virtual_groups(self._cluster, choice)
         ]
 

@@ -220,8 +220,10 @@ def codec_bytes(case: BucketCase, scheme: str, wire_bytes: float, nnz: float, n:
     """
     if SCHEMES[scheme].takes is Input.DENSE:
         return 0.0
+    # The sum that a rank writes: all of it, or its shard.
     owned = case.nbytes if case.op is CollectiveOp.ALL_REDUCE else case.nbytes / n
     value_bytes = VALUE_DTYPES[case.dtype].itemsize
+    # Taken as COO whatever the scheme's format is; as Rice where values have few bits.
     message = case.numel * record_bytes(nnz / case.numel, value_bytes, "coo", case.value_bits)
     # The gradient is read, the residual read and written, the message written.
     selection = case.nbytes + 2 * RESIDUAL_BYTES * case.numel + message

@@ -96,7 +96,9 @@ class Run:
         return composition.compose(self.words)
 
     def train(self) -> RunResult:
-        """Trains, and returns what the log says; an earlier run of the same name moves aside.
+        """Trains in its own process, and returns what the log says.
+
+        The command `train` renames the folder of an earlier run of the same name.
 
         Raises:
             ConfigError: there is no test bed.
@@ -106,6 +108,7 @@ class Run:
         log_path, load, start_s = self.out / f"{self.name}.log", HostLoad(), time.monotonic()
         with log_path.open("w") as log:
             code = self._start([*command, *self.words], log)
+        # `share`: of the machine, that other programs used meanwhile.
         elapsed_s, share = time.monotonic() - start_s, foreign_share(*load.spent())
         printed = log_path.read_text("utf-8", errors="replace")
         iterations, curve = read_iterations(printed), read_curve(printed)

@@ -110,9 +110,11 @@ def seconds_to(outcome: RunResult, loss: float) -> float | None:
 
 
 def runs_of(options: RaceOptions) -> list[Run]:
-    """Rate after rate, seed after seed, Megatron first; on the test bed its whole runs are first.
+    """The runs in their order: plain Megatron's settings first, over loopback, with each seed.
 
-    A rate has one run for the times of each of Megatron's settings.
+    Then, at each rate of the test bed, a short run that times each of plain Megatron's settings
+    there, and the plugin's settings (without `plain_bits`), seed after seed. Without the test
+    bed the plugin's settings run once with each seed, over loopback.
     """
     chosen = [setting for setting in TIME_TO_LOSS if setting.name in options.settings]
     plain = [setting for setting in chosen if setting.plain_bits]
