@@ -144,11 +144,8 @@ find_environment() {
 #   - the stamp's key
 #   - the environment's folder
 #   - the extras to install; empty if all are installed
-#   - the constraints
 #   - then the requirements of the build: its build tools, torch (for headers and libraries) and, for
 #     the extra `cuda`, nvcc. The extra brings nvcc itself, but too late for the build.
-# The constraint is the CUDA release of the extra `cuda`, even if that extra is not wanted. So pip
-# chooses the same torch in both cases, and adding `cuda` later does not replace gigabytes.
 #   installation_plan EXTRA...
 installation_plan() {
   "$PYTHON" - "$CHECKOUT" "$@" <<'PY'
@@ -171,9 +168,7 @@ print(key, sys.prefix, ",".join(sorted(have | wanted)) if wanted - have else "",
 
 project = tomllib.loads((checkout / "pyproject.toml").read_text())
 torch = [r for r in project["project"]["dependencies"] if re.match(r"torch\b", r)]
-cuda = project["project"]["optional-dependencies"]["cuda"]
-print(*(re.sub(r"\[.*?\]|;.*|\s", "", r) for r in cuda))  # pip's constraints take no extras
-nvcc = cuda if "cuda" in wanted else []
+nvcc = project["project"]["optional-dependencies"]["cuda"] if "cuda" in wanted else []
 print(*project["build-system"]["requires"], "wheel", *torch, *nvcc, sep="\n")
 PY
 }
@@ -195,7 +190,7 @@ setup_environment() {
   find_environment
   local -a plan
   mapfile -t plan < <(installation_plan "$@")
-  if [ "${#plan[@]}" -lt 5 ]; then
+  if [ "${#plan[@]}" -lt 4 ]; then
     fail "pyproject.toml cannot be read" "the checkout's own pyproject.toml" "the message above" \
       "restore it: git checkout pyproject.toml"
   fi
@@ -206,13 +201,9 @@ setup_environment() {
     return
   fi
   local stamp=$prefix/.megatron-sparse-installed log=$prefix/megatron-sparse-install.log
-  local constraints=$prefix/megatron-sparse-constraints.txt
   rm -f "$stamp" "$log"
-  printf '%s\n' "${plan[3]// /$'\n'}" >"$constraints"
-  install "installing torch and the build tools (up to 5 GB; some minutes)" "$log" \
-    --constraint "$constraints" "${plan[@]:4}"
-  install "installing megatron_sparse with $extras" "$log" \
-    --constraint "$constraints" --no-build-isolation -e ".[$extras]"
+  install "installing torch and the build tools (up to 5 GB; some minutes)" "$log" "${plan[@]:3}"
+  install "installing megatron_sparse with $extras" "$log" --no-build-isolation -e ".[$extras]"
   printf '%s %s\n' "$key" "${extras//,/ }" >"$stamp"
   say "installed"
 }

@@ -213,9 +213,6 @@ def test_installs_in_order_once(fake_pip: FakePip) -> None:
     # torch and nvcc must be installed before the extension is built with them.
     assert all(word in before for word in ("torch>=", "nvcc", "setuptools>=", "wheel"))
     assert package.endswith("--no-build-isolation -e .[cuda,dev]")
-    constraints = fake_pip.prefix / "megatron-sparse-constraints.txt"
-    assert constraints.read_text() == "cuda-toolkit==13.0.*\n"
-    assert all(f"--constraint {constraints}" in call for call in (before, package))
 
     again = fake_pip.source('setup_environment dev cuda; echo "$PATH"')
     assert again.returncode == 0, again.stderr
