@@ -21,9 +21,13 @@ CPU = torch.device("cpu")
 def call(name: str, *arguments: Any) -> Any:
     """Calls an op; its refusal, "what | expected | got" in C++, becomes an `ExtensionError`.
 
-    Where the first argument is a CUDA tensor the CUDA part is loaded first.
+    Where the first argument, or the first of its list, is a CUDA tensor the CUDA part is loaded
+    first.
     """
-    if arguments and getattr(arguments[0], "is_cuda", False):
+    first = arguments[0] if arguments else None
+    if isinstance(first, list):
+        first = first[0]
+    if getattr(first, "is_cuda", False):
         load("cuda")
     return refusing(overload(name), *arguments)
 

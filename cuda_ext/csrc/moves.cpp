@@ -206,13 +206,22 @@ MovesFault decode(const Tensor& held, const uint8_t* body, int64_t bytes, int dt
   return {};
 }
 
-// The field that is wrong and where, or zeros; what is held has changed only then.
-Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder) {
-  const int dtype = check_moves_decode(held, record, coder);
-  const uint8_t* body = static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt;
-  const MovesFault fault =
-      decode(held, body, record.numel() - kMovesBodyAt, dtype, static_cast<int>(coder));
-  return result_of(record, {fault.field, fault.where});
+// Of each record the field that is wrong and where, or zeros; what is held has changed only then.
+Tensor moves_decode_cpu(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
+                        const std::vector<int64_t>& coders) {
+  const int dtype = check_moves_decode(held, records, coders);
+  Tensor result =
+      torch::stable::new_empty(held[0], {2 * static_cast<int64_t>(held.size())}, ScalarType::Long);
+  int64_t* statuses = static_cast<int64_t*>(result.mutable_data_ptr());
+  for (size_t i = 0; i < held.size(); ++i) {
+    const uint8_t* record = static_cast<const uint8_t*>(records[i].const_data_ptr());
+    const MovesFault fault =
+        decode(held[i], record + kMovesBodyAt, records[i].numel() - kMovesBodyAt, dtype,
+               static_cast<int>(coders[i]));
+    *statuses++ = fault.field;
+    *statuses++ = fault.where;
+  }
+  return result;
 }
 
 }  // namespace
@@ -221,7 +230,7 @@ Tensor moves_decode_cpu(const Tensor& held, const Tensor& record, int64_t coder)
 STABLE_TORCH_LIBRARY_FRAGMENT(megatron_sparse, m) {
   m.def("moves_room(int numel, int dtype) -> int");
   m.def("moves_encode(Tensor old, Tensor new, int step, Tensor(a!) out) -> Tensor");
-  m.def("moves_decode_(Tensor(a!) held, Tensor record, int coder) -> Tensor");
+  m.def("moves_decode_(Tensor(a!)[] held, Tensor[] records, int[] coders) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(megatron_sparse, CompositeExplicitAutograd, m) {

@@ -1,6 +1,8 @@
 // Argument checks of the ops of moves that both devices share.
 #pragma once
 
+#include <vector>
+
 #include "check.h"
 #include "moves.h"
 
@@ -23,16 +25,25 @@ inline int check_moves_encode(const Tensor& old, const Tensor& now, const Tensor
   return dtype;
 }
 
-inline int check_moves_decode(const Tensor& held, const Tensor& record, int64_t coder) {
-  const int dtype = check_parameters(held, "moves_decode_: held");
-  check_vector(record, "moves_decode_: record", ScalarType::Byte, -1);
-  check_beside(record, held, "moves_decode_: record");
-  MS_CHECK(record.numel() >= kMovesBodyAt && record.numel() % 16 == 0,
-           "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
-           record.numel());
-  MS_CHECK(coder == kMovesRaw || coder == kMovesRans, "moves_decode_: coder is unknown",
-           "0 (raw) or 1 (rans)", coder);
-  return dtype;
+// Returns the dtype code, which all records of a call share.
+inline int check_moves_decode(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
+                              const std::vector<int64_t>& coders) {
+  MS_CHECK(!held.empty() && records.size() == held.size() && coders.size() == held.size(),
+           "moves_decode_: a record is missing", "one for each of the held, and its coder",
+           records.size() << " for " << held.size());
+  for (size_t i = 0; i < held.size(); ++i) {
+    check_parameters(held[i], "moves_decode_: held");
+    check_vector(held[i], "moves_decode_: held", held[0].scalar_type(), -1);
+    check_beside(held[i], held[0], "moves_decode_: held");
+    check_vector(records[i], "moves_decode_: record", ScalarType::Byte, -1);
+    check_beside(records[i], held[i], "moves_decode_: record");
+    MS_CHECK(records[i].numel() >= kMovesBodyAt && records[i].numel() % 16 == 0,
+             "moves_decode_: record has the wrong length", "a multiple of 16, 48 at least",
+             records[i].numel());
+    MS_CHECK(coders[i] == kMovesRaw || coders[i] == kMovesRans, "moves_decode_: coder is unknown",
+             "0 (raw) or 1 (rans)", coders[i]);
+  }
+  return dtype_code(held[0], "moves_decode_: held");
 }
 
 }  // namespace megatron_sparse

@@ -47,38 +47,34 @@ struct RansDecoder {
 };
 static_assert(sizeof(RansDecoder) % 16 == 0, "it is copied in vectors");
 
-struct MovesDecodeWork {
-  MovesFaultKey* fault;    // zeroed
-  MovesFaultKey* damaged;  // zeroed; of rans chunks whose end is wrong
-  unsigned* summed;        // zeroed; blocks that have added to the sum
-  uint32_t* sum;           // zeroed; of the mixed words
-  int64_t zeroed_bytes;
-  RansDecoder* tables;  // of rans
-  void* decoded;        // [numel], of rans
-  int64_t bytes;
+// What blocks find out about a record; zeroed.
+struct MovesFindings {
+  MovesFaultKey fault;
+  MovesFaultKey damaged;  // of rans chunks whose end is wrong
+  unsigned summed;        // blocks that have added to the sum
+  uint32_t sum;           // of the mixed words
 };
 
-inline MovesDecodeWork lay_out_decode(void* base, int64_t numel, int dtype, int coder) {
-  Carver memory(base);
-  MovesDecodeWork w = {};
-  w.fault = memory.take<MovesFaultKey>(1);
-  w.damaged = memory.take<MovesFaultKey>(1);
-  w.summed = memory.take<unsigned>(1);
-  w.sum = memory.take<uint32_t>(1);
-  w.zeroed_bytes = memory.used();
-  if (coder == kMovesRans) {
-    w.tables = memory.take<RansDecoder>(1);
-    w.decoded = memory.take<uint8_t>(numel * dtype_bytes(dtype));
-  }
-  w.bytes = memory.used();
-  return w;
-}
+struct MovesDecodeWork {
+  MovesFindings* found;
+  RansDecoder* tables;  // of rans
+  void* decoded;        // [numel], of rans
+};
+
+// Records of one launch; a grid has a row of blocks for each. Kernels take this by value, so it
+// stays in parameter memory.
+inline constexpr int kMostMoves = 32;
+struct MovesBatch {
+  MovesDecodeArguments call[kMostMoves];
+  MovesDecodeWork work[kMostMoves];
+};
+static_assert(sizeof(MovesBatch) <= 4096, "a launch's parameters have at most 4 KB");
 
 // The first of all faults in the words of MovesField; called by one thread.
 __device__ __forceinline__ void write_status(const MovesDecodeArguments& call,
                                              const MovesDecodeWork& work) {
   constexpr MovesFaultKey where = (MovesFaultKey{1} << kWhereBits) - 1;
-  const MovesFaultKey found = *work.fault != 0 ? *work.fault : *work.damaged;
+  const MovesFaultKey found = work.found->fault != 0 ? work.found->fault : work.found->damaged;
   call.status[0] = found == 0 ? kFieldFine : static_cast<int64_t>(~found >> kWhereBits & 15);
   call.status[1] = found == 0 ? 0 : static_cast<int64_t>(~found & where);
 }
@@ -186,7 +182,7 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
     if (shared.stored < 0 && threadIdx.x == 0) {
       // A table without room for its contexts is the fault of the first one.
       const int where = s.table_bytes < kContexts ? 0 : context;
-      report_fault(work.fault, MovesCheck::kTable, where);
+      report_fault(&work.found->fault, MovesCheck::kTable, where);
     }
     uint8_t* symbols = work.tables->symbols[context];
     uint2* entries = work.tables->entries + context * kMaxSymbols;
@@ -211,28 +207,30 @@ __device__ __forceinline__ void make_tables(const MovesDecodeArguments& call,
 __device__ __forceinline__ void check_chunks(const MovesDecodeArguments& call,
                                              const MovesDecodeWork& work, const MovesSections& s) {
   if (first_item() == 0) {
-    if (s.offsets[0] != 0) report_fault(work.fault, MovesCheck::kOffsets, 0);
+    if (s.offsets[0] != 0) report_fault(&work.found->fault, MovesCheck::kOffsets, 0);
     if (int64_t{s.offsets[s.chunks]} * 16 != s.data_bytes) {
-      report_fault(work.fault, MovesCheck::kOffsets, s.chunks);
+      report_fault(&work.found->fault, MovesCheck::kOffsets, s.chunks);
     }
   }
   const int64_t value_bytes = dtype_bytes(call.dtype);
   for (int64_t c = first_item(); c < s.chunks; c += item_stride()) {
     const int64_t count = numbers_in_chunk(call.numel, c);
     const int64_t raw = pad16(count * value_bytes), bytes = s.chunk_bytes(c, raw);
-    if (bytes < 0) report_fault(work.fault, MovesCheck::kOffsets, c + 1);
+    if (bytes < 0) report_fault(&work.found->fault, MovesCheck::kOffsets, c + 1);
     if (bytes >= 0 && bytes != raw && bytes < 4 * kStates) {
-      report_fault(work.fault, MovesCheck::kChunk, c);
+      report_fault(&work.found->fault, MovesCheck::kChunk, c);
     }
   }
 }
 
 __global__ void __launch_bounds__(kCheckThreads, 4)
-    moves_check_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
+    moves_check_kernel(const __grid_constant__ MovesBatch batch) {
   __shared__ ContextTable shared;
+  const MovesDecodeArguments& call = batch.call[blockIdx.y];
+  const MovesDecodeWork& work = batch.work[blockIdx.y];
   const MovesSections s = sections_of_moves(call);
   if (s.check != MovesCheck::kNone) {
-    if (first_item() == 0) report_fault(work.fault, s.check, 0);
+    if (first_item() == 0) report_fault(&work.found->fault, s.check, 0);
     return;
   }
   if (call.coder == kMovesRans) {
@@ -247,16 +245,16 @@ __global__ void __launch_bounds__(kCheckThreads, 4)
   }
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) {
-    atomicAdd(work.sum, sum);
+    atomicAdd(&work.found->sum, sum);
     __threadfence();
   }
   __syncthreads();
-  if (threadIdx.x != 0 || atomicAdd(work.summed, 1u) + 1 != gridDim.x) return;
+  if (threadIdx.x != 0 || atomicAdd(&work.found->summed, 1u) + 1 != gridDim.x) return;
   __threadfence();  // the other blocks' sums come before their count
   // The checksum's own word is none of the words that it sums.
   const uint32_t checksum = vectors[0].x;
-  if (atomicAdd(work.sum, 0u) - mix_word(checksum, 0) != checksum) {
-    report_fault(work.fault, MovesCheck::kChecksum, 0);
+  if (atomicAdd(&work.found->sum, 0u) - mix_word(checksum, 0) != checksum) {
+    report_fault(&work.found->fault, MovesCheck::kChecksum, 0);
   }
 }
 

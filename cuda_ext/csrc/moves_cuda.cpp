@@ -24,22 +24,26 @@ Tensor moves_encode_cuda(const Tensor& old, const Tensor& now, int64_t step, con
   return size;
 }
 
-// The field that is wrong and where, or zeros; what is held has changed only then.
-Tensor moves_decode_cuda(const Tensor& held, const Tensor& record, int64_t coder) {
-  const int dtype = check_moves_decode(held, record, coder);
-  check_alignment(record, 16, "moves_decode_: record");
-  torch::stable::accelerator::DeviceGuard guard(held.get_device_index());
-  Tensor status = new_words(held, 2);
-  const int code = static_cast<int>(coder);
+// Of each record the field that is wrong and where, or zeros; what is held has changed only then.
+Tensor moves_decode_cuda(const std::vector<Tensor>& held, const std::vector<Tensor>& records,
+                         const std::vector<int64_t>& coders) {
+  const int dtype = check_moves_decode(held, records, coders);
+  const int64_t count = static_cast<int64_t>(held.size());
+  torch::stable::accelerator::DeviceGuard guard(held[0].get_device_index());
+  Tensor statuses = new_words(held[0], 2 * count);
+  std::vector<MovesDecodeArguments> calls;
+  for (int64_t i = 0; i < count; ++i) {
+    check_alignment(records[i], 16, "moves_decode_: record");
+    calls.push_back({held[i].mutable_data_ptr(), held[i].numel(), dtype,
+                     static_cast<int>(coders[i]),
+                     static_cast<const uint8_t*>(records[i].const_data_ptr()) + kMovesBodyAt,
+                     records[i].numel() - kMovesBodyAt, words_of(statuses) + 2 * i});
+  }
   const Tensor workspace =
-      new_workspace(held, moves_decode_workspace_bytes(held.numel(), dtype, code));
-  launch_moves_decode(
-      {held.mutable_data_ptr(), held.numel(), dtype, code,
-       static_cast<const uint8_t*>(record.const_data_ptr()) + kMovesBodyAt,
-       record.numel() - kMovesBodyAt, words_of(status), workspace.mutable_data_ptr()},
-      current_stream(held));
+      new_workspace(held[0], moves_decode_workspace_bytes(calls.data(), count));
+  launch_moves_decode(calls.data(), count, workspace.mutable_data_ptr(), current_stream(held[0]));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  return status;
+  return statuses;
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Records of moves on CUDA: the decoders' launches; moves.cpp is the same for the CPU.
 //
 // What is held changes in the last launch, and only where the ones before found nothing wrong.
+#include <algorithm>
+
 #include "moves_launch.h"
 #include "moves_rans_decode.cuh"
 
@@ -12,10 +14,12 @@ constexpr int kCopyThreads = 256;
 // Puts raw or decoded numbers in the place of those that are held, if nothing is wrong.
 template <int D>
 __global__ void __launch_bounds__(kCopyThreads)
-    moves_copy_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
+    moves_copy_kernel(const __grid_constant__ MovesBatch batch) {
   using Raw = MovesRaw<D>;
+  const MovesDecodeArguments& call = batch.call[blockIdx.y];
+  const MovesDecodeWork& work = batch.work[blockIdx.y];
   if (first_item() == 0) write_status(call, work);
-  if (*work.fault != 0 || *work.damaged != 0) return;
+  if (work.found->fault != 0 || work.found->damaged != 0) return;
   const Raw* from = static_cast<const Raw*>(call.coder == kMovesRaw ? sections_of_moves(call).data
                                                                     : work.decoded);
   Raw* held = static_cast<Raw*>(call.held);
@@ -31,45 +35,94 @@ __global__ void __launch_bounds__(kCopyThreads)
   for (int64_t i = done + first_item(); i < call.numel; i += item_stride()) held[i] = from[i];
 }
 
+// A row of at most `blocks` for each record; all rows together have `most`, but one a row at least.
+cudaLaunchConfig_t rows_of(int count, int64_t blocks, int64_t most, int threads,
+                           cudaStream_t stream) {
+  cudaLaunchConfig_t config = grid_for(blocks, std::max<int64_t>(most / count, 1), threads, stream);
+  config.gridDim.y = static_cast<unsigned>(count);
+  return config;
+}
+
+// The scratch memory of a batch, or only its bytes from a null base.
+struct MovesScratch {
+  int64_t zeroed_bytes, bytes;
+};
+
+MovesScratch lay_out(MovesBatch& batch, const MovesDecodeArguments* calls, int count, void* base) {
+  Carver memory(base);
+  for (int i = 0; i < count; ++i) {
+    batch.call[i] = calls[i];
+    batch.work[i].found = memory.take<MovesFindings>(1);
+  }
+  const int64_t zeroed_bytes = memory.used();
+  for (int i = 0; i < count; ++i) {
+    if (calls[i].coder != kMovesRans) continue;
+    batch.work[i].tables = memory.take<RansDecoder>(1);
+    batch.work[i].decoded = memory.take<uint8_t>(calls[i].numel * dtype_bytes(calls[i].dtype));
+  }
+  return {zeroed_bytes, memory.used()};
+}
+
 template <int D>
-void launch_decode_of(const MovesDecodeArguments& call, const MovesDecodeWork& work,
-                      cudaStream_t stream) {
-  const int64_t chunks = chunk_count(call.numel), resident = multiprocessors();
-  if (call.coder == kMovesRans && chunks > 0) {
-    const int warps = warps_for(chunks, kDecodeWarps);
+void launch_batch(const MovesBatch& batch, int count, cudaStream_t stream) {
+  // The most that one record has, and the chunks of all.
+  int64_t most_bytes = 0, most_numbers = 0, most_chunks = 0, all_chunks = 0;
+  for (int i = 0; i < count; ++i) {
+    const MovesDecodeArguments& call = batch.call[i];
+    const int64_t chunks = call.coder == kMovesRans ? chunk_count(call.numel) : 0;
+    most_bytes = std::max(most_bytes, call.body_bytes);
+    most_numbers = std::max(most_numbers, call.numel);
+    most_chunks = std::max(most_chunks, chunks);
+    all_chunks += chunks;
+  }
+  const int64_t resident = multiprocessors();
+  // A block for each context of rans, if there is room.
+  const int64_t blocks = (most_bytes / 16 + kCheckThreads - 1) / kCheckThreads;
+  const cudaLaunchConfig_t checks =
+      rows_of(count, std::max<int64_t>(blocks, kContexts), resident * 8, kCheckThreads, stream);
+  cudaLaunchKernelEx(&checks, moves_check_kernel, batch);
+  if (most_chunks > 0) {
+    const int warps = warps_for(all_chunks, kDecodeWarps);
     cudaLaunchConfig_t decodes =
-        grid_for((chunks + warps - 1) / warps, resident * 2, 32 * warps, stream);
+        rows_of(count, (most_chunks + warps - 1) / warps, resident * 2, 32 * warps, stream);
     decodes.dynamicSmemBytes = static_cast<size_t>(rans_shared_bytes(warps));
     cudaFuncSetAttribute(moves_rans_decode_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                          rans_shared_bytes(kDecodeWarps));
-    cudaLaunchKernelEx(&decodes, moves_rans_decode_kernel<D>, call, work);
+    cudaLaunchKernelEx(&decodes, moves_rans_decode_kernel<D>, batch);
   }
-  const int64_t vectors = call.numel * int64_t{sizeof(MovesRaw<D>)} / 16 + 1;
-  const cudaLaunchConfig_t items = grid_of_items(vectors, kCopyThreads, stream);
-  cudaLaunchKernelEx(&items, moves_copy_kernel<D>, call, work);
+  const int64_t vectors = most_numbers * int64_t{sizeof(MovesRaw<D>)} / 16 + 1;
+  const cudaLaunchConfig_t items = rows_of(count, (vectors + kCopyThreads - 1) / kCopyThreads,
+                                           resident * 8, kCopyThreads, stream);
+  cudaLaunchKernelEx(&items, moves_copy_kernel<D>, batch);
 }
 
 }  // namespace
 
-int64_t moves_decode_workspace_bytes(int64_t numel, int dtype, int coder) {
-  return lay_out_decode(nullptr, numel, dtype, coder).bytes;
+int64_t moves_decode_workspace_bytes(const MovesDecodeArguments* calls, int64_t count) {
+  int64_t most = 0;
+  for (int64_t begin = 0; begin < count; begin += kMostMoves) {
+    const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostMoves));
+    MovesBatch batch;
+    most = std::max(most, lay_out(batch, calls + begin, here, nullptr).bytes);
+  }
+  return most;
 }
 
-void launch_moves_decode(const MovesDecodeArguments& call, void* stream_pointer) {
+void launch_moves_decode(const MovesDecodeArguments* calls, int64_t count, void* workspace,
+                         void* stream_pointer) {
   const cudaStream_t stream = static_cast<cudaStream_t>(stream_pointer);
-  const MovesDecodeWork work = lay_out_decode(call.workspace, call.numel, call.dtype, call.coder);
-  cudaMemsetAsync(call.workspace, 0, static_cast<size_t>(work.zeroed_bytes), stream);
-  // A block at least for each context of rans.
-  int64_t items = call.body_bytes / 16;
-  if (items < int64_t{kContexts} * kCheckThreads) items = int64_t{kContexts} * kCheckThreads;
-  const cudaLaunchConfig_t checks = grid_of_items(items, kCheckThreads, stream);
-  cudaLaunchKernelEx(&checks, moves_check_kernel, call, work);
-  if (call.dtype == kFp32) {
-    launch_decode_of<kFp32>(call, work, stream);
-  } else if (call.dtype == kBf16) {
-    launch_decode_of<kBf16>(call, work, stream);
-  } else {
-    launch_decode_of<kFp16>(call, work, stream);
+  for (int64_t begin = 0; begin < count; begin += kMostMoves) {
+    const int here = static_cast<int>(std::min<int64_t>(count - begin, kMostMoves));
+    MovesBatch batch = {};
+    const MovesScratch scratch = lay_out(batch, calls + begin, here, workspace);
+    cudaMemsetAsync(workspace, 0, static_cast<size_t>(scratch.zeroed_bytes), stream);
+    if (calls[0].dtype == kFp32) {
+      launch_batch<kFp32>(batch, here, stream);
+    } else if (calls[0].dtype == kBf16) {
+      launch_batch<kBf16>(batch, here, stream);
+    } else {
+      launch_batch<kFp16>(batch, here, stream);
+    }
   }
 }
 

@@ -24,6 +24,7 @@ int64_t moves_encode_workspace_bytes(int64_t numel, int dtype);
 // Six launches, of no numbers one; and one memset.
 void launch_moves_encode(const MovesEncodeArguments& arguments, void* stream);
 
+// One record; those of a call have the same dtype.
 struct MovesDecodeArguments {
   void* held;  // [numel]; changed only if nothing is wrong
   int64_t numel;
@@ -32,12 +33,13 @@ struct MovesDecodeArguments {
   const uint8_t* body;  // the record behind its header, not trusted; 16-byte aligned
   int64_t body_bytes;   // a multiple of 16
   int64_t* status;      // [2], written: MovesField and what was found, as on the CPU
-  void* workspace;
 };
 
-int64_t moves_decode_workspace_bytes(int64_t numel, int dtype, int coder);
+// For the 32 records that need most: the next ones use it again.
+int64_t moves_decode_workspace_bytes(const MovesDecodeArguments* calls, int64_t count);
 
-// Launches, and one memset: raw 2, rans 3.
-void launch_moves_decode(const MovesDecodeArguments& arguments, void* stream);
+// For each 32 records one memset and 3 launches, 2 if all are raw.
+void launch_moves_decode(const MovesDecodeArguments* calls, int64_t count, void* workspace,
+                         void* stream);
 
 }  // namespace megatron_sparse

@@ -158,9 +158,11 @@ __device__ __forceinline__ bool decode_rans_chunk(const MovesRaw<D>* held, int64
 // whole.
 template <int D>
 __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
-    moves_rans_decode_kernel(MovesDecodeArguments call, MovesDecodeWork work) {
+    moves_rans_decode_kernel(const __grid_constant__ MovesBatch batch) {
   using Raw = MovesRaw<D>;
-  if (*work.fault != 0) return;
+  const MovesDecodeArguments& call = batch.call[blockIdx.y];
+  const MovesDecodeWork& work = batch.work[blockIdx.y];
+  if (call.coder != kMovesRans || work.found->fault != 0) return;
   const MovesSections s = sections_of_moves(call);
   constexpr int kVectors = sizeof(RansDecoder) / 16;
 #pragma unroll 8
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(32 * kDecodeWarps, 2)
       continue;
     }
     const bool fine = decode_rans_chunk<D>(held, count, s.base, tables, chunk, bytes, ring, out);
-    if (!fine && lane == 0) report_fault(work.damaged, MovesCheck::kChunk, c);
+    if (!fine && lane == 0) report_fault(&work.found->damaged, MovesCheck::kChunk, c);
   }
 }
 

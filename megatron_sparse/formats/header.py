@@ -49,6 +49,13 @@ def head_of(record: torch.Tensor, nbytes: int = HEADER_BYTES) -> bytes:
     return record[:nbytes].cpu().numpy().tobytes()
 
 
+def heads_of(records: Sequence[torch.Tensor]) -> list[bytes]:
+    """The first bytes of each 1-D uint8 record of one device; on CUDA this waits once for all."""
+    heads = [record[:HEADER_BYTES] for record in records]
+    read = torch.cat(heads).cpu().split([head.numel() for head in heads])
+    return [head.numpy().tobytes() for head in read]
+
+
 def check_fields(rank: int | None, *fields: tuple[str, object, object]) -> None:
     """Refuses a record whose fields do not have their expected values.
 

@@ -16,7 +16,7 @@ the same on every device and instruction set and for every number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -27,7 +27,7 @@ from megatron_sparse.cuda_ext.arguments import (
     check_flat,
     overload,
 )
-from megatron_sparse.formats.header import Header, check_fields, head_of
+from megatron_sparse.formats.header import Header, check_fields, heads_of
 from megatron_sparse.wire import FORMAT_MOVES, HEADER_BYTES, MOVES_CODERS, pad16, wrong_field
 
 SUB_HEADER_BYTES = 16
@@ -62,7 +62,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
         >>> record = encode_moves(old, old * 1.0078125, epoch=3)
         >>> record.numel(), most_bytes(4096, torch.bfloat16)  # every number moves by one
         (240, 8256)
-        >>> decode_moves_(record, old, epoch=3)
+        >>> decode_moves_([record], [old], epoch=3)
         >>> float(old[5])
         1.0078125
     """
@@ -77,58 +77,55 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
 
 
 def decode_moves_(
-    record: torch.Tensor,
-    held: torch.Tensor,
+    records: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
     *,
     epoch: int,
-    rank: int | None = None,
-    outcomes: list[Callable[[], None]] | None = None,
+    ranks: Sequence[int | None] | None = None,
 ) -> None:
-    """Turns `held`, the old numbers, into the new ones, in place.
+    """Turns each of `held`, old numbers, into the new ones that its record says, in place.
 
-    A "rans" record needs as much memory again as `held` for the call: it is decoded aside and then
-    copied, because damage may show only at a chunk's end. On CUDA the host waits twice: for the
-    header, and for the outcome.
+    A "rans" record needs as much memory again as its numbers for the call: it is decoded aside and
+    then copied, because damage may show only at a chunk's end. On CUDA all records are decoded at
+    once, and the host waits twice: for all headers, and for all outcomes.
 
     Args:
-        record: 1-D uint8, from `encode_moves`; not trusted.
-        held: 1-D, contiguous, on the record's device: bit for bit the sender's old numbers.
-            Mutated.
-        epoch: the sender's.
-        rank: the sender, for the error's text, if the caller knows it.
-        outcomes: receives a function that waits for the outcome and raises its error, so that this
-            function waits for the header only. Call it before `held` is used.
+        records: of each 1-D uint8, from `encode_moves`; not trusted.
+        held: for each record 1-D, contiguous, on its device: bit for bit the sender's old numbers.
+            All of one dtype on one device; none overlaps another. Mutated.
+        epoch: the senders'.
+        ranks: the sender of each, for the error's text, if the caller knows it.
 
     Raises:
-        WireFormatError: the record is damaged, truncated, of another epoch, dtype or length; names
-            the field. `held` is then unchanged.
+        WireFormatError: a record is damaged, truncated, of another epoch, dtype or length; names
+            the field of the first one. Its numbers are then unchanged. If it is a field of a
+            header, all are; else those of the other records may be new.
         ExtensionError: an argument is no such tensor.
     """
-    check_device("decode_moves_", "held", held)
-    check_flat("decode_moves_", "held", held, GRAD_DTYPES)
-    header = Header.unpack(head_of(record), rank)
-    check_flat("decode_moves_", "record", record, (torch.uint8,), device=held.device)
-    coder = header.flags  # a position in `MOVES_CODERS`
-    check_fields(rank, ("format", FORMAT_MOVES, header.format))
-    if coder >= len(MOVES_CODERS):
-        raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", coder)
-    dtype = GRAD_DTYPES.index(held.dtype)  # in the order of the wire's codes
-    header.check_whole(held.numel(), dtype, epoch, record.numel(), rank)
-    if record.is_cuda and record.data_ptr() % 16:
-        record = record.clone()  # to an address that the kernels take
-    status = call("moves_decode_", held, record, coder)
-
-    def check() -> None:
-        """Waits for the decoder's status, and raises the error that it holds, if any."""
-        field, where = status.tolist()
+    if ranks is None:
+        ranks = [None] * len(records)
+    for record, old in zip(records, held, strict=True):
+        check_device("decode_moves_", "held", old)
+        check_flat("decode_moves_", "held", old, GRAD_DTYPES, device=held[0].device)
+        check_flat("decode_moves_", "record", record, (torch.uint8,), device=old.device)
+    coders = []
+    for head, record, old, rank in zip(heads_of(records), records, held, ranks, strict=True):
+        header = Header.unpack(head, rank)
+        check_fields(rank, ("format", FORMAT_MOVES, header.format))
+        if header.flags >= len(MOVES_CODERS):
+            raise wrong_field(rank, "flags", f"0 to {len(MOVES_CODERS) - 1}", header.flags)
+        dtype = GRAD_DTYPES.index(old.dtype)  # in the order of the wire's codes
+        header.check_whole(old.numel(), dtype, epoch, record.numel(), rank)
+        coders.append(header.flags)  # a position in `MOVES_CODERS`
+    aligned = [  # to an address that the kernels take
+        record.clone() if record.is_cuda and record.data_ptr() % 16 else record
+        for record in records
+    ]
+    statuses = call("moves_decode_", list(held), aligned, coders).view(-1, 2)
+    for (field, where), rank in zip(statuses.tolist(), ranks, strict=True):
         if field:
             expected, got = "as docs/parameters.md specifies", f"damage at {where}"
             raise wrong_field(rank, _FIELDS[field], expected, got)
-
-    if outcomes is None:
-        check()
-    else:
-        outcomes.append(check)
 
 
 def most_bytes(numel: int, dtype: torch.dtype) -> int:

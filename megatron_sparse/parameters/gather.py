@@ -5,8 +5,8 @@
     announce    one all-gather of 16 bytes a rank: size of the record, method, number of the gather,
                 and, where ranks verify, hashes of the shard's old and new bits
     exchange    n - 1 rounds of records, one peer at a time, or once per node;
-                meanwhile each record that has come turns the old bits of its owner's shard into the
-                new ones, in place
+                each record turns the old bits of its owner's shard into the new ones, in place: on
+                the CPU meanwhile, on CUDA all records together when the last one has come
     keep        own shard's new bits are from now on the bits that the other ranks hold
 
 `ShardGather` has these stages; a subclass has the record. `ExactGather` sends moves
@@ -18,8 +18,8 @@ those before the optimizer step. So a step may gather twice or never, and steps 
 
 Cost: (n - 1) |record| bytes sent by each rank, and (2 + n) words in the announcement; one copy of
 the own shard is kept. `per_node` has its own bytes. On CUDA the progress thread waits for the
-device once for the size of its own record, once for the announcements, once for each record that
-it decodes, and at last for the outcomes.
+device once for the size of its own record, once for the announcements, once for the headers of all
+records that have come, and once for the outcomes.
 
 With `per_node` records cross to each other node once: across nodes compressed, inside them raw.
 
@@ -69,6 +69,8 @@ from megatron_sparse.transport import Transport
 from megatron_sparse.transport.topology import members_of
 
 NOTHING = torch.empty(0, dtype=torch.uint8)
+Records = list[tuple[int, torch.Tensor]]
+"""Records that have come and are not decoded yet, each with its sender."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,6 @@ class ShardGather[W: Way](ABC):
         self._shards = values_N.view(transport.world_size, -1)
         self._own_M = self._shards[transport.rank]
         self._kept_M: torch.Tensor | None = None
-        self._outcomes: list[Callable[[], None]] = []
         self._number = 0
 
     @property
@@ -163,14 +164,8 @@ class ShardGather[W: Way](ABC):
         """The record of this gather; then `_own_M` has the bits that it gives the other ranks."""
 
     @abstractmethod
-    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
-        """Turns a rank's shard into what its record says; one that is refused changes nothing."""
-
-    def _check_decoded(self) -> None:
-        """Raises the error of a record that `_decode_` has not waited for."""
-        outcomes, self._outcomes = self._outcomes, []
-        for check in outcomes:
-            check()
+    def _decode_(self, records: Records, number: int) -> None:
+        """Turns ranks' shards into what their records say; one that is refused changes nothing."""
 
     @abstractmethod
     def _most_bytes(self) -> int:
@@ -224,16 +219,24 @@ class ShardGather[W: Way](ABC):
         self._check_sizes(announced)
         if own.method != RAW:
             sizes = [theirs.nbytes for theirs in announced]
+            records: Records = []
+
+            def decode() -> None:
+                """Decodes the records that have come into their ranks' shards."""
+                if records:
+                    with record.timer.stage("decode"):
+                        self._take(records, announced)
+                    records.clear()
 
             def take(sender: int, received: torch.Tensor) -> None:
-                """Decodes a rank's record into its shard; this rank's own needs no decoding."""
+                """Keeps a rank's record for `decode`; this rank's own needs no decoding."""
                 if sender != self._transport.rank:
-                    with record.timer.stage("decode"):
-                        self._take(sender, received, announced[sender])
+                    records.append((sender, received))
+                    if not received.is_cuda:  # decoding takes its time beside the exchange
+                        decode()
 
             record.message_bytes = sent.numel()
-            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
-            self._check_decoded()
+            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take, decode)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED
@@ -242,7 +245,14 @@ class ShardGather[W: Way](ABC):
         self._verify_new(announced)
         self._keep()
 
-    def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
+    def _exchange(
+        self,
+        sent: torch.Tensor,
+        sizes: list[int],
+        tag: int,
+        take: Arrived,
+        decode: Callable[[], None],
+    ) -> Steps:
         """Exchanges records, flat or once per node; returns the bytes that this rank sent.
 
         Args:
@@ -250,17 +260,21 @@ class ShardGather[W: Way](ABC):
             sizes: bytes of each rank's record.
             tag: of the messages.
             take: called with a rank and its record, when the record is here.
+            decode: called when all records are here.
         """
         if not any(sizes):  # no shard has changed
             yield POSTED
             return 0
         if self._way.per_node:
             return (
-                yield from gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
+                yield from gather_per_node(
+                    sent, sizes, self._shards, self._transport, tag, take, decode
+                )
             )
         group = whole_group(self._transport, tag)
         room = sent.new_empty(sum(sizes) - sent.numel())
         yield from pairwise_all_gather(sent, room, sizes, group, take)
+        decode()
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
@@ -292,18 +306,18 @@ class ShardGather[W: Way](ABC):
                     remedy="use the same version of megatron_sparse on every rank",
                 )
 
-    def _take(self, sender: int, received: torch.Tensor, theirs: Announcement) -> None:
-        """Turns the old bits of a rank's shard into the new ones.
+    def _take(self, records: Records, announced: Sequence[Announcement]) -> None:
+        """Turns the old bits of the senders' shards into the new ones.
 
         Raises:
             ReplicaError: this rank does not hold the old bits.
-            WireFormatError: the record is damaged; the shard is unchanged.
+            WireFormatError: a record is damaged; its shard is unchanged.
         """
-        held_M, number = self._shards[sender], theirs.number
-        if self._verifies(number):
-            own = self._transport.rank
-            check_held(held_M, theirs.old_hash, sender, own, f"before gather number {number}")
-        self._decode_(received, held_M, number, sender)
+        own, number = self._transport.rank, announced[0].number
+        for sender, _ in records if self._verifies(number) else ():
+            held_M, old_hash = self._shards[sender], announced[sender].old_hash
+            check_held(held_M, old_hash, sender, own, f"before gather number {number}")
+        self._decode_(records, number)
 
     def _verify_new(self, announced: Sequence[Announcement]) -> None:
         """Compares the other ranks' new shards with the hashes they announced, where ranks verify.
@@ -338,8 +352,10 @@ class ExactGather(ShardGather[ExactWay]):
         assert self._kept_M is not None, "else the gather is raw"
         return encode_moves(self._kept_M, self._own_M, epoch=number)
 
-    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
-        decode_moves_(record, shard_M, epoch=number, rank=rank, outcomes=self._outcomes)
+    def _decode_(self, records: Records, number: int) -> None:
+        ranks, moves = zip(*records, strict=True)
+        held = [self._shards[rank] for rank in ranks]
+        decode_moves_(moves, held, epoch=number, ranks=ranks)
 
     def _most_bytes(self) -> int:
         return most_bytes(self._own_M.numel(), self._own_M.dtype)
@@ -396,18 +412,20 @@ def gather_per_node(
     shards: torch.Tensor,
     transport: Transport,
     tag: int,
-    take: Callable[[int, torch.Tensor], None],
+    take: Arrived,
+    decode: Callable[[], None],
 ) -> Steps:
     """Every rank ends with all shards, by `per_node` of the module's docstring.
 
     Args:
         moves: this rank's record.
         sizes: bytes of each rank's record.
-        shards: [n, M], the parameters. `take` writes shards of other nodes; the exchange writes
-            those of this node's other ranks, and those that they have taken.
+        shards: [n, M], the parameters. `decode` writes shards of other nodes; the exchange writes
+            those of this node's other ranks, and those that they have decoded.
         transport: the group; its `nodes` say the routes.
         tag: of the messages.
         take: called with a sender and its record, once for each record that comes here.
+        decode: called when all of them have come, before their shards are sent on.
     """
     routes = NodeRoutes(transport.nodes, transport.rank)
     across = whole_group(transport, tag)
@@ -423,6 +441,7 @@ def gather_per_node(
             take(sender, record)
 
     yield from across.in_rounds(rounds, arrived, independent=True)
+    decode()
     inside = Subgroup(transport, routes.here, tag)
     # By rank of this node: the shards that it hands on. They are received in place.
     carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]

@@ -28,7 +28,7 @@ import torch
 
 from megatron_sparse.formats.quantised import add_difference_, encode_difference, record_bytes
 from megatron_sparse.parameters.agreement import LOSSY
-from megatron_sparse.parameters.gather import NOTHING, ShardGather, Way
+from megatron_sparse.parameters.gather import NOTHING, Records, ShardGather, Way
 
 SWAPPED_NUMEL = 2**16
 """Numbers that change places at a time: all that the swap needs of memory."""
@@ -133,9 +133,10 @@ class LossyGather(ShardGather[LossyWay]):
         self._changed = False
         return sent
 
-    def _decode_(self, record: torch.Tensor, shard_M: torch.Tensor, number: int, rank: int) -> None:
-        if record.numel() > 0:
-            add_difference_(record, shard_M, epoch=number, rank=rank)
+    def _decode_(self, records: Records, number: int) -> None:
+        for rank, record in records:
+            if record.numel() > 0:
+                add_difference_(record, self._shards[rank], epoch=number, rank=rank)
 
     def _most_bytes(self) -> int:
         return record_bytes(self._own_M.numel(), self._way.bits)

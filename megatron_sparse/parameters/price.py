@@ -294,7 +294,7 @@ def coder_speed(dtype: torch.dtype, device: torch.device) -> tuple[float, float]
         held, start_s = old.clone(), clock()
         encode_moves(old, new, epoch=0)
         encoded_s = clock()
-        decode_moves_(record, held, epoch=0)
+        decode_moves_([record], [held], epoch=0)
         encode_s.append(encoded_s - start_s)
         decode_s.append(clock() - encoded_s)
     return median(encode_s) / old.numel(), median(decode_s) / old.numel()

@@ -131,17 +131,22 @@ MOVES_NUMEL = 2**17
 
 
 def moves_work(emulator: Emulator) -> dict[str, Ledger]:
-    """The work of coding moves, encoding and decoding, for bf16 numbers."""
+    """The work of coding moves, encoding and decoding, for bf16 numbers of each record."""
     old, new = (to_gpu(each) for each in adam_like(MOVES_NUMEL, torch.bfloat16, lr=1e-4))
     room = overload("moves_room")(MOVES_NUMEL, 1)
-    out, held = to_gpu(torch.empty(room, dtype=torch.uint8)), to_gpu(old.inner)
+    out = to_gpu(torch.empty(room, dtype=torch.uint8))
     with counting(encoding := Ledger()):
         size = emulator.call("moves_encode", old, new, 0, out)
     record = to_gpu(out.inner[: int(size)])
-    with counting(decoding := Ledger()):
-        status = emulator.call("moves_decode_", held, record, MOVES_CODERS.index("rans"))
-    assert not status.any()
-    return {"encode": encoding, "decode": decoding}
+    peers, works = RANKS - 1, {"encode": encoding}
+    for name, count in (("decode", 1), (f"decode, a gather of {RANKS} ranks", peers)):
+        held = [to_gpu(old.inner) for _ in range(count)]
+        coders = [MOVES_CODERS.index("rans")] * count
+        with counting(decoding := Ledger()):
+            statuses = emulator.call("moves_decode_", held, [record] * count, coders)
+        assert not statuses.any()
+        works[name] = decoding
+    return works
 
 
 MOVES_HEAD = f"""
@@ -150,7 +155,7 @@ MOVES_HEAD = f"""
 The [moves](parameters.md) of {MOVES_NUMEL:,} bf16 parameters as at a learning rate of 1e-4, bytes
 for each of them. A shard of millions takes less: the encoder counts a quarter of the
 numbers of a long shard, 3 bytes fewer, and the decoder's tables of 73 KiB are written once, here
-0.6 bytes.
+0.6 bytes. The gather's row is of its {RANKS - 1} records together, for each parameter of one.
 
 | | kernels | memsets | read | written |
 |---|---|---|---|---|"""

@@ -11,6 +11,7 @@ from tests.cuda_emulator.device_work import (
     MOVES_NUMEL,
     NUMEL,
     PAGE,
+    RANKS,
     RICE_NUMEL,
     Counts,
     everything,
@@ -52,7 +53,7 @@ def test_rice_records_take_one_launch_more(counts: Counts) -> None:
 
 def test_moves_are_read_and_written_about_once(counts: Counts) -> None:
     """Of bf16: two numbers in, or one in and one out, and at most half a number of record."""
-    encoding, decoding = (counts.moves[way] for way in ("encode", "decode"))
+    encoding, decoding, gathered = counts.moves.values()
     counted = 2 * 2 + 1  # symbols; and chunks are moved
     assert encoding.bytes_read <= (2 * 2 + 1 + counted) * MOVES_NUMEL
     assert encoding.bytes_written <= MOVES_NUMEL
@@ -60,6 +61,10 @@ def test_moves_are_read_and_written_about_once(counts: Counts) -> None:
     table = 73 * 2**10
     assert decoding.bytes_read <= (2 + 1.5) * MOVES_NUMEL + aside + table
     assert decoding.bytes_written <= (2 + 0.1) * MOVES_NUMEL + aside + table
+    assert (gathered.kernels, gathered.memsets) == (3, 1), "of all records"
+    assert gathered.bytes_read + gathered.bytes_written <= (RANKS - 1) * (
+        decoding.bytes_read + decoding.bytes_written
+    )
 
 
 def test_no_way_counts_fewer_bytes_than_the_floor(counts: Counts) -> None:

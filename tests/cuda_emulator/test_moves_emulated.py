@@ -24,7 +24,9 @@ from tests.formats.test_moves import (  # noqa: F401 - the tests run here too, w
     test_denormals_nan_both_zeros_and_nothing_at_all,
     test_every_bfloat16_moves_to_every_distance,
     test_every_learning_rate,
+    test_many_records_in_one_call,
     test_of_many_numbers_a_part_is_counted,
+    test_of_many_records_only_the_damaged_one_is_named,
     test_raw_and_coded_chunks_in_one_record,
 )
 
@@ -72,4 +74,4 @@ def test_tensors_of_two_devices_are_refused(place: Place) -> None:
         encode_moves(old, place(new), epoch=EPOCH)
     record = encode_moves(old, new, epoch=EPOCH)
     with pytest.raises(ExtensionError, match="record is on the wrong device"):
-        decode_moves_(record, place(old), epoch=EPOCH)
+        decode_moves_([record], [place(old)], epoch=EPOCH)

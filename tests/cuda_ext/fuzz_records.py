@@ -420,7 +420,7 @@ def decode_moves(rng: random.Random) -> bool:
         mend_words(rng, record, intact)
         held = old.clone()
         try:
-            moves.decode_moves_(record, held, epoch=STEP)
+            moves.decode_moves_([record], [held], epoch=STEP)
         except WireFormatError:
             assert not intact, "a record of our own is refused"
             assert torch.equal(held.view(torch.uint8), old.view(torch.uint8)), "held has changed"

@@ -27,7 +27,7 @@ def test_more_chunks_than_resident_blocks(dtype: torch.dtype) -> None:
     for _ in range(5):
         record = encode_moves(was, now, epoch=1)
         assert torch.equal(record.cpu(), wanted)
-    decode_moves_(record, was, epoch=1)
+    decode_moves_([record], [was], epoch=1)
     assert torch.equal(was.view(torch.uint8), now.view(torch.uint8))
 
 
@@ -51,12 +51,12 @@ def test_speed() -> None:
     torch.manual_seed(0)
     old = (torch.randn(LARGE, device="cuda") * 0.02).bfloat16()
     new = (old + torch.randn(LARGE, device="cuda") * 9e-5).bfloat16()
-    code, ops = MOVES_CODERS.index("rans"), torch.ops.megatron_sparse
+    codes, ops = [MOVES_CODERS.index("rans")], torch.ops.megatron_sparse
     out = torch.empty(ops.moves_room(LARGE, 1), dtype=torch.uint8, device="cuda")
     size = int(ops.moves_encode(old, new, 1, out))
     record, held = out[:size].clone(), old.clone()
     encode_s = seconds(lambda: None, lambda: ops.moves_encode(old, new, 1, out))
-    decode_s = seconds(lambda: held.copy_(old), lambda: ops.moves_decode_(held, record, code))
+    decode_s = seconds(lambda: held.copy_(old), lambda: ops.moves_decode_([held], [record], codes))
     assert torch.equal(held, new)
     found = {"encode": old.nbytes / encode_s, "decode": old.nbytes / decode_s}
     said = ", ".join(f"{way} {speed / 1e9:.0f} GB/s" for way, speed in found.items())

@@ -99,11 +99,15 @@ def check(old, new, wanted, place=torch.clone, *shift):
     assert record.cpu().numpy().tobytes() == wanted
     for left, given in ((was, old), (now, new)):
         assert np.array_equal(bits(left.cpu()), bits(given)), "only read"
-    decode_moves_(record, was, epoch=EPOCH)
+    decode_moves_([record], [was], epoch=EPOCH)
     assert np.array_equal(bits(was.cpu()), bits(new))
 
 
-def refusal(record, held, epoch=EPOCH, decode_=decode_moves_):
+def decode_one_(record, held, *, epoch, rank):
+    decode_moves_([record], [held], epoch=epoch, ranks=[rank])
+
+
+def refusal(record, held, epoch=EPOCH, decode_=decode_one_):
     """The error of a record that must be refused without a change of what is held."""
     before = bits(held.cpu()).copy()
     with pytest.raises(WireFormatError, match="rank 3: field") as caught:

@@ -109,8 +109,43 @@ def test_a_record_at_any_address(place):
     for make in (adam_like, any_bits):
         old, new = make(3001, torch.bfloat16)
         record, held = encode_moves(old, new, epoch=EPOCH), place(old, 1)
-        decode_moves_(place(record, 3), held, epoch=EPOCH)
+        decode_moves_([place(record, 3)], [held], epoch=EPOCH)
         assert np.array_equal(bits(held.cpu()), bits(new))
+
+
+GATHERED = [(adam_like, 33), (any_bits, 300), (adam_like, 0), (mixed, 16384 + 300)]
+"""Records of unlike sizes: coded, raw, empty, with raw and coded chunks."""
+
+
+def gathered(place):
+    """Old numbers on a device, new ones, and their records: 36, more than a launch takes."""
+    pairs = [make(numel, torch.bfloat16) for make, numel in GATHERED]
+    held = [place(old, 1) for _ in range(9) for old, _ in pairs]
+    records = [oracle_record(*(bits(each).tobytes() for each in pair), 1) for pair in pairs] * 9
+    made = [place(torch.tensor(list(each), dtype=torch.uint8)) for each in records]
+    return held, [new for _, new in pairs] * 9, made
+
+
+def test_many_records_in_one_call(place):
+    held, new, records = gathered(place)
+    decode_moves_(records, held, epoch=EPOCH)
+    for given, wanted in zip(held, new, strict=True):
+        assert np.array_equal(bits(given.cpu()), bits(wanted))
+
+
+@pytest.mark.parametrize("at", [4, 52, -1])
+def test_of_many_records_only_the_damaged_one_is_named(place, at):
+    """A field of its header, of its sub-header, its payload; the first one leaves all unchanged."""
+    held, new, records = gathered(place)
+    before = [bits(each.cpu()).copy() for each in held]
+    damaged = records[3].cpu().clone()
+    damaged[at] ^= 1
+    records[3] = place(damaged)
+    with pytest.raises(WireFormatError, match="rank 3: field"):
+        decode_moves_(records, held, epoch=EPOCH, ranks=range(len(records)))
+    for rank, (given, old, wanted) in enumerate(zip(held, before, new, strict=True)):
+        expected = old if at == 4 or rank == 3 else bits(wanted)
+        assert np.array_equal(bits(given.cpu()), expected)
 
 
 def test_threads_do_not_change_the_bytes():
@@ -120,7 +155,7 @@ def test_threads_do_not_change_the_bytes():
         with on_threads(count):
             records.append(encode_moves(old, new, epoch=EPOCH))
             held = old.clone()
-            decode_moves_(records[-1], held, epoch=EPOCH)
+            decode_moves_(records[-1:], [held], epoch=EPOCH)
         assert np.array_equal(bits(held), bits(new))
     assert torch.equal(*records)
 
@@ -160,7 +195,7 @@ def test_a_record_that_is_not_meant_is_refused(place, coder):
     for cut, field in ((40, "size"), (-16, "payload_bytes"), (-1, "size")):
         refused(place, record[:cut].clone(), old.clone(), field)
     with pytest.raises(WireFormatError, match="rank 5: field step"):
-        decode_moves_(place(record), place(old), epoch=0, rank=5)
+        decode_moves_([place(record)], [place(old)], epoch=0, ranks=[5])
 
 
 @coders
@@ -229,5 +264,8 @@ def test_arguments_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ExtensionError, match=match):
             encode_moves(*arguments, epoch=0)
-    with pytest.raises(ExtensionError, match="this is no record"):
-        decode_moves_(old, old, epoch=0)
+    with pytest.raises(ExtensionError, match="record has the wrong dtype"):
+        decode_moves_([old], [old], epoch=0)
+    two = [old, old.half()]
+    with pytest.raises(ExtensionError, match="held has the wrong dtype"):
+        decode_moves_([encode_moves(each, each, epoch=0) for each in two], two, epoch=0)

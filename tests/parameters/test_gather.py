@@ -159,9 +159,9 @@ def test_hashes_are_compared_every_so_many_gathers():
 def test_a_wrong_result_of_the_codec_is_found(monkeypatch):
     original = gather.decode_moves_
 
-    def wrong(record, held, **options):
-        original(record, held, **options)
-        held[0] += 1
+    def wrong(records, held, **options):
+        original(records, held, **options)
+        held[0][0] += 1
 
     group = Group.started()
     monkeypatch.setattr(gather, "decode_moves_", wrong)

@@ -93,7 +93,7 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
         held_N.copy_(pair.old_N)
 
     def decode() -> None:
-        decode_moves_(record, held_N, epoch=1)
+        decode_moves_([record], [held_N], epoch=1)
 
     times_us = time_in_turn([encode, hold_old, decode], warmup, iters, pair.old_N.device)
     encode_us, _, decode_us = map(median, times_us)
