@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -219,24 +219,19 @@ class ShardGather[W: Way](ABC):
         self._check_sizes(announced)
         if own.method != RAW:
             sizes = [theirs.nbytes for theirs in announced]
-            records: Records = []
-
-            def decode() -> None:
-                """Decodes the records that have come into their ranks' shards."""
-                if records:
-                    with record.timer.stage("decode"):
-                        self._take(records, announced)
-                    records.clear()
+            expected, records = self._sender_count(), []
 
             def take(sender: int, received: torch.Tensor) -> None:
-                """Keeps a rank's record for `decode`; this rank's own needs no decoding."""
+                """Decodes each record beside the exchange, on CUDA all at once; not the own one."""
                 if sender != self._transport.rank:
                     records.append((sender, received))
-                    if not received.is_cuda:  # decoding takes its time beside the exchange
-                        decode()
+                    if not received.is_cuda or len(records) == expected:
+                        with record.timer.stage("decode"):
+                            self._take(records, announced)
+                        records.clear()
 
             record.message_bytes = sent.numel()
-            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take, decode)
+            record.wire_bytes = yield from self._exchange(sent, sizes, identity.tag, take)
         else:
             gathered = self._transport.all_gather(self._values_N, self._own_M)
             yield POSTED
@@ -245,14 +240,14 @@ class ShardGather[W: Way](ABC):
         self._verify_new(announced)
         self._keep()
 
-    def _exchange(
-        self,
-        sent: torch.Tensor,
-        sizes: list[int],
-        tag: int,
-        take: Arrived,
-        decode: Callable[[], None],
-    ) -> Steps:
+    def _sender_count(self) -> int:
+        """The number of the other ranks whose records come here."""
+        if not self._way.per_node:
+            return self._transport.world_size - 1
+        routes = NodeRoutes(self._transport.nodes, self._transport.rank)
+        return sum(map(len, routes.sources))
+
+    def _exchange(self, sent: torch.Tensor, sizes: list[int], tag: int, take: Arrived) -> Steps:
         """Exchanges records, flat or once per node; returns the bytes that this rank sent.
 
         Args:
@@ -260,21 +255,17 @@ class ShardGather[W: Way](ABC):
             sizes: bytes of each rank's record.
             tag: of the messages.
             take: called with a rank and its record, when the record is here.
-            decode: called when all records are here.
         """
         if not any(sizes):  # no shard has changed
             yield POSTED
             return 0
         if self._way.per_node:
             return (
-                yield from gather_per_node(
-                    sent, sizes, self._shards, self._transport, tag, take, decode
-                )
+                yield from gather_per_node(sent, sizes, self._shards, self._transport, tag, take)
             )
         group = whole_group(self._transport, tag)
         room = sent.new_empty(sum(sizes) - sent.numel())
         yield from pairwise_all_gather(sent, room, sizes, group, take)
-        decode()
         return group.sent_bytes
 
     def _encode(self, timer: StageTimer, number: int) -> tuple[torch.Tensor, Announcement]:
@@ -413,19 +404,18 @@ def gather_per_node(
     transport: Transport,
     tag: int,
     take: Arrived,
-    decode: Callable[[], None],
 ) -> Steps:
     """Every rank ends with all shards, by `per_node` of the module's docstring.
 
     Args:
         moves: this rank's record.
         sizes: bytes of each rank's record.
-        shards: [n, M], the parameters. `decode` writes shards of other nodes; the exchange writes
-            those of this node's other ranks, and those that they have decoded.
+        shards: [n, M], the parameters. `take` writes shards of other nodes; the exchange writes
+            those of this node's other ranks, and those that they have taken.
         transport: the group; its `nodes` say the routes.
         tag: of the messages.
-        take: called with a sender and its record, once for each record that comes here.
-        decode: called when all of them have come, before their shards are sent on.
+        take: called with a sender and its record, once for each record that comes here. With the
+            last one all shards must be written: they are then sent on.
     """
     routes = NodeRoutes(transport.nodes, transport.rank)
     across = whole_group(transport, tag)
@@ -441,7 +431,6 @@ def gather_per_node(
             take(sender, record)
 
     yield from across.in_rounds(rounds, arrived, independent=True)
-    decode()
     inside = Subgroup(transport, routes.here, tag)
     # By rank of this node: the shards that it hands on. They are received in place.
     carried = [[shards[owner] for owner in routes.carried_by(rank)] for rank in routes.here]

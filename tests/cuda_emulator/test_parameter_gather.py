@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from megatron_sparse.errors import ReplicaError
-from megatron_sparse.parameters import price
+from megatron_sparse.errors import ReplicaError, WireFormatError
+from megatron_sparse.formats.moves import encode_moves
+from megatron_sparse.parameters import gather, price
 from megatron_sparse.planner.link_timing import complete
 from megatron_sparse.transport import VirtualCluster
+from tests.cuda_emulator import device
 from tests.cuda_emulator.device import GPU, Place
+from tests.cuda_emulator.emulator import EmulatedDevice
 from tests.parameters.gather_cases import DTYPES, Group
 
 
@@ -26,6 +29,40 @@ def test_once_per_node(place: Place) -> None:
     for _ in range(3):
         group.check()
         group.move()
+
+
+def test_more_records_are_not_waited_for_more_often(
+    emulated_gpu: EmulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host reads all headers of a gather at once, and all outcomes at once."""
+    waits: list[str] = []
+    monkeypatch.setattr(device, "_waits", waits.append)
+    monkeypatch.setattr(device, "_waiting_is_an_error", lambda: True)
+
+    def waits_of_a_rank(n: int) -> float:
+        group = Group.started(n=n, shard=500, verify_every=100, device=GPU)
+        group.move()
+        waits.clear()
+        group.gather()
+        return len(waits) / n
+
+    assert waits_of_a_rank(2) == waits_of_a_rank(4) > 0
+
+
+def test_of_the_records_of_a_gather_the_damaged_one_is_named(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group.started(n=4, shard=500, verify_every=100, device=GPU)
+    group.move()
+
+    def damaged(old, new, *, epoch):
+        record = encode_moves(old, new, epoch=epoch)
+        changed = torch.cat([record[:-1], record[-1:] ^ 1])
+        return changed if torch.equal(new, group.own(2)) else record
+
+    monkeypatch.setattr(gather, "encode_moves", damaged)
+    with pytest.raises(WireFormatError, match="rank 2: field"):
+        group.gather()
 
 
 def test_a_replica_that_was_written_to_is_named(place: Place) -> None:
