@@ -214,9 +214,11 @@ def account(
         notes += (f"as of {ranks} ranks: with scheme=agsparse more ranks receive more",)
     short = _short(buckets, largest, ranks)
     taken = taken_on_virtual_ranks(config, short, nodes, choice, undo=undo)
-    if choice.level != RANK and not on_gpu:
-        # The virtual ranks' reduce-scatter stands for a backend's; over gloo ranks send pieces.
-        taken["parts"] += _sent_inside(short, choice)
+    is_narrow = short.grad_N.element_size() < FP32_BYTES
+    if choice.level != RANK and not on_gpu and not (short.fp32_sums and is_narrow):
+        # Over gloo ranks send pieces. Virtual ranks do so only for fp32 sums of narrow gradients;
+        # otherwise their reduce-scatter stands for a backend's, which takes no buffers.
+        taken.update(_sent_inside(short, choice))
     largest_ratio = largest.numel / short.numel
     total_ratio = sum(bucket.numel for bucket in buckets) / short.numel
     found: Counter[str] = Counter()
@@ -346,8 +348,8 @@ def _part(bucket: Bucket, choice: LevelChoice) -> Bucket:
     return node_part(bucket, len(choice.nodes[0]), 0) if len(choice.nodes) > 1 else bucket
 
 
-def _sent_inside(bucket: Bucket, choice: LevelChoice) -> int:
-    """Bytes that a rank's dense sum inside its node or instance takes over gloo.
+def _sent_inside(bucket: Bucket, choice: LevelChoice) -> Counter[str]:
+    """Bytes that a rank's dense sum inside its node or instance takes over gloo, by purpose.
 
     `dense_allpairs` receives the piece of each other member, and adds narrow ones up in fp32.
     """
@@ -357,7 +359,7 @@ def _sent_inside(bucket: Bucket, choice: LevelChoice) -> int:
     piece_numel = bucket.numel // (bucket.world_size if scatters else members)
     element_bytes = bucket.grad_N.element_size()
     sum_bytes = FP32_BYTES if element_bytes < FP32_BYTES else 0
-    return piece_numel * ((members - 1) * element_bytes + sum_bytes)
+    return Counter(parts=piece_numel * (members - 1) * element_bytes, piece=piece_numel * sum_bytes)
 
 
 def _workspace(

@@ -69,6 +69,14 @@ def test_at_level_node_residual_and_messages_are_those_of_a_part(op: CollectiveO
         assert found.nbytes["sums"] >= NUMEL // 4 * 4, "the shards of a part, back to back"
 
 
+def test_sums_of_narrow_gradients_inside_a_node_count_once() -> None:
+    """Over gloo ranks send pieces and add them in fp32, whether Megatron asks for it or not."""
+    with FakeTensorMode():
+        narrow = replace(bucket(), grad_N=torch.empty(NUMEL, dtype=torch.bfloat16))
+    asked = of(at_target(level="node"), replace(narrow, fp32_sums=True))
+    assert asked.nbytes == pytest.approx(of(at_target(level="node"), narrow).nbytes, rel=0.001)
+
+
 def test_a_dense_run_holds_nothing() -> None:
     assert not of(at_target(scheme="dense"), bucket(), undo=True).nbytes
     assert of(at_target(enabled=False), bucket(), undo=True).total == 0
