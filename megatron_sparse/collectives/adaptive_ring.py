@@ -78,9 +78,9 @@ def adaptive_ring(exchange: Exchange, message: Message) -> Steps:
     initial = [density_of[rank] for rank in ranks]
 
     def link(sender: int) -> LinkDensity:
-        """Of the sums that the rank at this place of the ring sends to its successor."""
-        ends = {transport.nodes[ranks[end % n]] for end in (sender, sender + 1)}
-        return LinkDensity(sender, initial, intra if len(ends) == 1 else inter)
+        """The density of the sums that the rank at this place sends to its successor."""
+        nodes = {transport.nodes[ranks[end % n]] for end in (sender, sender + 1)}
+        return LinkDensity(sender, initial, intra if len(nodes) == 1 else inter)
 
     onward, incoming = link(place), link(place - 1)
     form = FORMAT_CODES[options.format]

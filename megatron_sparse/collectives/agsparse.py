@@ -69,7 +69,7 @@ def agsparse(exchange: Exchange, message: Message) -> Steps:
     identity = Identity.of_message(NAME, exchange, message)
     group = group_of(identity, message, transport)
     n, rank, whole = group.world_size, group.rank, whole_cut(message.layout)
-    sizes = [message.nbytes] * n
+    sizes = [message.nbytes] * n  # of messages in slots: the same on every rank
     if message.slots is None:
         small = message.nbytes <= SMALL_BYTES
         table = yield from exchange_sizes([message.nbytes], identity, transport, unordered=small)
@@ -100,7 +100,7 @@ def cost(run: DryRun) -> None:
         run.agree()
     density = float(run.densities.whole(1))
     nbytes = float(record_format.nbytes(run.piece(), run.message_density()[0], run.b))
-    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])
+    run.shifts([(step, nbytes, 0.0) for step in range(1, run.n)])  # step, bytes, local work
     first_s = record_format.seconds(CodecOp.DECODE, run.piece(), density, run.b)
     addition_s = record_format.seconds(CodecOp.DECODE_ADD, run.piece(), density, run.b)
     run.work(float(first_s + (run.n - 1) * addition_s))

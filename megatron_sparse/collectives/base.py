@@ -159,7 +159,7 @@ class Identity:
         Messages of ranks that disagree never meet: the ranks time out with an error that names the
         bucket, and no buffer is overrun.
         """
-        return self.fingerprint & 0x7FFFFFFF
+        return self.fingerprint & 0x7FFFFFFF  # a tag has 31 bits
 
     def _word(self, count: int | None) -> int:
         """The fingerprint; with a `count`, a number that differs where ranks' counts do."""
@@ -306,7 +306,8 @@ class Subgroup:
             last: this rank will post nothing more in the whole collective.
         """
         on_cuda = self._transport.device.type == "cuda"
-        if on_cuda and independent and len(rounds) > 1:
+        in_one_call = on_cuda and independent and len(rounds) > 1
+        if in_one_call:
             yield from self._in_one(rounds, meanwhile, last=last)
             return
         # Virtual ranks keep the rounds that schemes are priced by.

@@ -41,7 +41,8 @@ def verified_size(word: int, rank: int) -> int:
     """
     size = word % 2**SIZE_BITS
     if checksummed_size(size) != word:
-        raise _damaged(rank, "size", hex(checksummed_size(size)), hex(word % 2**64))
+        bits = word % 2**64  # without a sign, which damage may set
+        raise _damaged(rank, "size", hex(checksummed_size(size)), hex(bits))
     return size
 
 
@@ -52,7 +53,7 @@ def checksummed_row(fingerprint: int, sizes: Sequence[int]) -> list[int]:
 
 
 def verified_row(words: Sequence[int], rank: int) -> tuple[int, list[int]]:
-    """The fingerprint and the sizes that the first of some words carry.
+    """Returns the fingerprint and the sizes that a row's words carry.
 
     Args:
         words: as received; words after the last size are ignored.

@@ -52,16 +52,16 @@ def dense(exchange: Exchange, values_N: torch.Tensor, step: int) -> Steps:
         identity = Identity.of_values("dense", exchange, values_N, step)
         yield from exchange_sizes([], identity, transport)
     if exchange.scatters:
-        own = bucket.shard(transport.rank)
-        work = transport.reduce_scatter(values_N[own], values_N, average=exchange.averages)
+        summed = bucket.shard(transport.rank)  # where the sum will be in `values_N`
+        work = transport.reduce_scatter(values_N[summed], values_N, average=exchange.averages)
     else:
-        own = slice(None)
+        summed = slice(None)
         work = transport.all_reduce_(values_N)
     yield POSTED
     yield work
     if values_N is not bucket.grad_N:
         with exchange.timer.stage("decode"):
-            bucket.grad_N[own].copy_(values_N[own])
+            bucket.grad_N[summed].copy_(values_N[summed])
     halves = 1 if exchange.scatters else 2
     return halves * (transport.world_size - 1) * values_N.nbytes // transport.world_size
 

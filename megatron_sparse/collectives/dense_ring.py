@@ -87,7 +87,7 @@ def ring_reduce_scatter_cost(run: DryRun, numel: float) -> None:
     """Each of n - 1 rounds sends one piece and adds one piece."""
     addition_s = run.plain(CodecOp.ADD, numel / run.n)
     for _ in range(run.n - 1):
-        run.shift(-1, numel / run.n * run.p)
+        run.shift(-1, numel / run.n * run.p)  # to the successor
         run.work(addition_s)
 
 

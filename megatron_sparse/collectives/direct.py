@@ -75,10 +75,9 @@ def reduce_shards(scheme: str, exchange: Exchange, message: Message, sums: Spars
         sums.write(cuts[group.rank].elements)
         return group.sent_bytes
     buffer, sizes = yield from encode_own_shard(identity, cuts, sums)
-    own = sizes[group.rank]
-    yield from pairwise_all_gather(
-        buffer[:own], buffer[own : sum(sizes)], sizes, group, sums.placer(cuts)
-    )
+    own_bytes = sizes[group.rank]
+    own, room = buffer[:own_bytes], buffer[own_bytes : sum(sizes)]
+    yield from pairwise_all_gather(own, room, sizes, group, sums.placer(cuts))
     return group.sent_bytes
 
 
@@ -93,7 +92,7 @@ def split(
     """
     n, rank, message = group.world_size, group.rank, sums.message
     own_sizes = message.shard_bytes()
-    sizes = [own_sizes[rank]] * n
+    sizes = [own_sizes[rank]] * n  # of messages in slots: the same on every rank
     if message.slots is None:
         small = last and sum(own_sizes) <= SMALL_BYTES
         transport = sums.exchange.transport
@@ -118,21 +117,21 @@ def encode_own_shard(
         A buffer that begins with the records and has room for those of all ranks; their sizes.
     """
     transport = sums.exchange.transport
-    cut = cuts[transport.rank]
+    own_cut = cuts[transport.rank]
     if dense:
         sizes = [cut.capacity(sums.final_dtype) for cut in cuts]
         buffer = sums.take("gathered", sum(sizes))
-        sums.encode(cut, sums.final_dtype, buffer, dense=True)
+        sums.encode(own_cut, sums.final_dtype, buffer, dense=True)
         return buffer, sizes
-    slots_S = sums.slots_of_sum(cut)
-    if slots_S is not None:
-        places = [sums.slots_of_sum(cut) for cut in cuts]
-        sizes = [int(place[-1]) for place in places if place is not None]
+    slots_S = sums.slots_of_sum(own_cut)
+    if slots_S is not None:  # capacity mode; the last offset is the end of the records
+        offsets_by_cut = [sums.slots_of_sum(cut) for cut in cuts]
+        sizes = [int(offsets[-1]) for offsets in offsets_by_cut if offsets is not None]
         buffer = sums.take("gathered", sum(sizes))
-        sums.encode(cut, sums.gather_dtype, buffer, slots_S=slots_S)
+        sums.encode(own_cut, sums.gather_dtype, buffer, slots_S=slots_S)
         return buffer, sizes
     buffer = sums.take("gathered", sum(cut.capacity(sums.gather_dtype) for cut in cuts))
-    own = sums.encode(cut, sums.gather_dtype, buffer)
+    own = sums.encode(own_cut, sums.gather_dtype, buffer)
     small = own.numel() <= SMALL_BYTES
     table = yield from exchange_sizes([own.numel()], identity, transport, unordered=small)
     sizes = [row[0] for row in table]
@@ -203,6 +202,7 @@ def gather_sums_cost(run: DryRun, sizes: Density, decoding: Density) -> None:
     """Every owner sends its sum to all, pairwise; a sum is decoded while the next one travels."""
     ranks = np.arange(run.n)
     sizes_n, decoding_n = (np.broadcast_to(values, run.n) for values in (sizes, decoding))
+    # Step, bytes, and the decoding of what the round before brought; at first the rank's own sum.
     run.shifts(
         [(step, sizes_n, decoding_n[(ranks + step - 1) % run.n]) for step in range(1, run.n)]
     )

@@ -123,6 +123,7 @@ def ring_all_gather(
         """Hands over the piece that the last round brought; 0: this rank's own."""
         arrived((rank - number) % n, pieces[-number % n])
 
+    # In each round a rank passes on what the round before brought: first its own piece.
     after, before = (rank + 1) % n, (rank - 1) % n
     rounds: list[Round] = [
         ([(after, pieces[-step % n])], [(before, pieces[n - 1 - step])]) for step in range(n - 1)

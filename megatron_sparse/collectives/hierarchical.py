@@ -155,17 +155,14 @@ class LaneParts:
     def lane_bucket(self, values_N: torch.Tensor) -> Bucket:
         """This rank's part as a bucket of its lane's ranks; shared out where nodes are equal."""
         lanes, part = self.lanes, self.part(self.lanes.lane)
-        sizes = {len(lanes.owners(lanes.lane, node)) for node in range(len(lanes.members))}
-        return Bucket(
-            f"{self._bucket.name}/lane",
-            values_N[part],
-            [
-                ParameterSlice(str(number), start - part.start, stop - part.start, keep)
-                for number, (start, stop, keep) in enumerate(self._segments(part))
-            ],
-            self._bucket.op if len(sizes) == 1 else CollectiveOp.ALL_REDUCE,
-            len(lanes.members),
-        )
+        nodes = len(lanes.members)
+        owner_counts = {len(lanes.owners(lanes.lane, node)) for node in range(nodes)}
+        op = self._bucket.op if len(owner_counts) == 1 else CollectiveOp.ALL_REDUCE
+        slices = [
+            ParameterSlice(str(number), start - part.start, stop - part.start, keep)
+            for number, (start, stop, keep) in enumerate(self._segments(part))
+        ]
+        return Bucket(f"{self._bucket.name}/lane", values_N[part], slices, op, nodes)
 
     def _segments(self, part: slice) -> Iterator[tuple[int, int, bool]]:
         """The bucket's segments that lie in a part: (start, stop, whether it is always dense).
@@ -206,7 +203,8 @@ def _decoded(exchange: Exchange, message: Message, parts: LaneParts) -> torch.Te
         pieces, targets = [message.buffer[: message.nbytes]], [values_N]
         offsets = [layout.segment_offsets]
     for records, target_M, offsets_S in zip(pieces, targets, offsets, strict=True):
-        decode_add_(target_M, records, message.expected(offsets_S, rank), fresh=True)
+        expected = message.expected(offsets_S, rank)
+        decode_add_(target_M, records, expected, fresh=True)  # replaces the old values
     return values_N
 
 
@@ -314,6 +312,7 @@ def _within_node_cost(
     """Each rank exchanges a part with each lane, pairwise, and adds it one round later."""
     inside = run.part(run.shape, run.node(ranks))
     nbytes = run.shape.numel / lanes * value_bytes
+    # Step, bytes, and the addition of what the round before brought.
     inside.shifts([(step, nbytes, addition_s if step > 1 else 0.0) for step in range(1, ranks)])
     inside.work(addition_s if ranks > 1 else 0.0)
     run.clocks.wait_for(inside.clocks)
@@ -335,10 +334,11 @@ def _across_cost(run: DryRun, lanes: int, nodes: int) -> None:
     densities = run.densities.of_lane(max(sizes), lanes)
     message, part = run.sum_format(SCHEME.message_format(run.options)), run.piece(lanes)
     # Bytes by lane, densest first: of a node's sum, plus those of the sum over all ranks.
-    sent_L = sum(
+    node_L, whole_L = (
         np.asarray(message.nbytes(part, run.densities.shards(ranks, lanes), run.p))
         for ranks in (max(sizes), run.n)
     )
+    sent_L = node_L + whole_L
     # The densest lane decides. Lanes may share a network card, so it gets what all of them send
     # in multiples of what it sends. Its clocks start at 0; the ranks wait for it in the end.
     lane = run.part(shape, run.lane(float(np.sum(sent_L) / np.max(sent_L))), densities)

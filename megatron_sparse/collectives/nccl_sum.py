@@ -51,6 +51,7 @@ def sum_in_one_call(
     code = WIRE_CODES[message.value_dtype]
     plan = _plan(message.layout, slots, code, (rank, n), by_owners, gathers)
     sum_steps = torch.tensor([sum_step(message.step, cut) for cut in cuts])
+    # Without a gather the sum ends after the first two stages.
     borders = timer.borders(MARKED_STAGES if gathers else MARKED_STAGES[:2])
     borders += [0] * (len(MARKED_STAGES) + 1 - len(borders))  # no event for stages left out
     summed = SumCall(

@@ -152,13 +152,14 @@ def exchange_records(
     Raises:
         WireFormatError: the peer announces more than there is room for, or its size is damaged.
     """
-    either = send or receive
+    knows_sent, knows_received = known
+    either = send or receive  # for its device
     assert either is not None, "there is something to send or to receive"
     size = torch.empty(1, dtype=torch.int64, device=either[1].device)
     sizes_out, sizes_in = [], []  # the first round
-    if send is not None and not known[0]:
+    if send is not None and not knows_sent:
         sizes_out = [(send[0], torch.full_like(size, checksummed_size(send[1].numel())))]
-    if receive is not None and not known[1]:
+    if receive is not None and not knows_received:
         sizes_in = [(receive[0], size)]
     if sizes_out or sizes_in:
         yield from group.exchange(sizes_out, sizes_in)

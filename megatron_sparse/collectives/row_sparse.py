@@ -105,7 +105,7 @@ def row_sparse(
         return Reduced(gradient, RowSparseWay.GATHER, 0)
     value_dtype = wire_dtype_of(gradient.rows_KD.dtype, None)
     columns = gradient.rows_KD.shape[1]
-    whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)
+    whole = RowPart(gradient.num_rows, columns, value_dtype, 0, 1, step, checksum)  # part 0 of 1
     parts = [replace(whole, part=part, parts=n) for part in range(n)]
     bucket = stand_in(name, (gradient.num_rows, columns), gradient.rows_KD.dtype, n)
     scheme = f"{NAME} ({way}) {reduction} of rows {[gradient.num_rows, columns]}"
@@ -146,7 +146,7 @@ def cheapest_way(counts: Sequence[Sequence[int]], parts: Sequence[RowPart]) -> R
 
 
 class _Run:
-    """One rank's all-reduce under way."""
+    """One rank's all-reduce under way; takes arguments, parts and identity of `row_sparse`."""
 
     def __init__(
         self,

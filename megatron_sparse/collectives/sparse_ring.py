@@ -110,7 +110,7 @@ def ring_reduce_scatter(
         dtype = sums.partial_dtype if is_sum else message.value_dtype
         goes_dense = comes_dense = False
         for link in links or ():
-            link.extrapolate()
+            link.extrapolate()  # to the sum of this step
         if links and is_sum:  # A contribution was encoded by selection: nothing is cheaper to send.
             goes_dense, comes_dense = links[0].is_dense, links[1].is_dense
         if goes_dense:
@@ -189,7 +189,7 @@ def cost(run: DryRun) -> None:
 def ring_reduce_scatter_cost(
     run: DryRun, own: RecordFormat, form: RecordFormat, thresholds: tuple[float, float]
 ) -> np.ndarray:
-    """Has n - 1 steps of one shard; the thresholds are for links within and between nodes.
+    """Runs n - 1 steps of one shard; `thresholds` are for links within and between nodes.
 
     Returns:
         The density that each rank assumes for its own shard at the end.
@@ -220,7 +220,7 @@ def ring_reduce_scatter_cost(
         if not dense_n.all():  # the sizes of the others' records
             run.shift(-1, np.where(dense_n, 0, WORD_BYTES))
         run.shift(-1, np.where(dense_n, shard.numel * run.p, sparse_bytes_n))
-        run.work(np.where(dense_n, plain_s, adding_n)[ranks - 1])
+        run.work(np.where(dense_n, plain_s, adding_n)[ranks - 1])  # what the predecessor sent
         link_n = np.where(dense_n, link_n, sent_n)  # records calibrate, dense sums do not
     return 1 - (1 - link_n[ranks - 1]) * (1 - initial)
 

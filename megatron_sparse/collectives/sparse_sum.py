@@ -73,7 +73,7 @@ class SparseSum:
         if whole:
             form = FORMAT_DENSE if sum_bits is None else FORMAT_RICE
         elif message.log2_span is not None and form == FORMAT_ADAPTIVE:
-            form = FORMAT_RICE
+            form = FORMAT_RICE  # as the messages; a sum has more entries, so shorter spans
             log2_span = sum_span(message.log2_span, bucket.world_size)
         grad_N = bucket.grad_N
         self.partial_dtype = partial_name(bucket, message.sum_dtype)

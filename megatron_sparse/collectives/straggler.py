@@ -98,7 +98,8 @@ def _meet(
     meetings = meetings_of(group.world_size, late)[group.rank]
     for number, (peer, gives, takes) in enumerate(meetings):
         # The straggler and an early rank swap their parts of a chunk. Other chunks are complete.
-        swapped = takes if is_late or (peer == late and gives is not None) else None
+        swaps_with_late = peer == late and gives is not None
+        swapped = takes if is_late or swaps_with_late else None
         received = None
         if swapped is not None:
             sent, received = sums.swap(swapped, is_late=is_late)

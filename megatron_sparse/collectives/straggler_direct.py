@@ -119,9 +119,9 @@ def parts_of(
         ([0, 1, 2, 3], [0, 3])
     """
     chunks = len(message_sizes)
-    numbers = [1 << power for power in range((chunks - 1).bit_length())] + [chunks]
+    part_counts = [1 << power for power in range((chunks - 1).bit_length())] + [chunks]
     best, least = [0, chunks], math.inf
-    for borders in (even_cuts(chunks, number) for number in numbers):
+    for borders in (even_cuts(chunks, count) for count in part_counts):
         parts = [sum(message_sizes[first:end]) for first, end in pairwise(borders)]
         parts += [0] * (chunks - len(parts))
         # In each round the straggler swaps a part for a sum, and other ranks pass on parts.

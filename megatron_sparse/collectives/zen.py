@@ -100,7 +100,7 @@ def zen(exchange: Exchange, message: Message) -> Steps:
     ]
     with timer.stage("encode"):
         parts = _cut(message, h0, options)
-        pushed = [hash_pairs.encode(*parts.of(each.partition), each) for each in records]
+        pushed = [hash_pairs.encode(*parts.of(place.partition), place) for place in records]
     sums = SparseSum(exchange, message)
     sum_P = yield from _push(identity, pushed, records, sums, group)
     with timer.stage("encode"):

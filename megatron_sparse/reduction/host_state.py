@@ -46,15 +46,17 @@ class HostState:
     def __init__(
         self, config: SparseConfig, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
-        given = config.compression
-        is_auto = given.density == AUTO
-        self.config = with_agreed_capacity(started(config) if is_auto else config, device, group)
+        compression = config.compression
+        is_auto = compression.density == AUTO
+        # The trials change their own copy, which begins with the density of the first steps.
+        begun = started(config) if is_auto else config
+        self.config = with_agreed_capacity(begun, device, group)
         self.step = 0
         self.planner = planner_of(self.config, logs=dist.get_rank(group) == 0)
         self.trials: SettingTrials | None = None
         if is_auto:
-            self.trials = SettingTrials(given, self.config, self.planner, device, group)
-        self.residuals = ResidualStore(RESIDUAL_DTYPES[config.compression.residual_dtype])
+            self.trials = SettingTrials(compression, self.config, self.planner, device, group)
+        self.residuals = ResidualStore(RESIDUAL_DTYPES[compression.residual_dtype])
         self.progress = progress_on(device, config.scheme.timeout_s)
         self._device = device
         self._ranks = group
@@ -167,7 +169,8 @@ def _check_same_density(
 ) -> None:
     """Raises if ranks want different densities. Collective.
 
-    What is no number travels as NaN. If all ranks have one, the configuration's own check says so.
+    A value that is no number travels as NaN. If all are NaN this returns: the configuration's own
+    check then raises.
     """
     is_number = isinstance(density, int | float) and not isinstance(density, bool)
     own = torch.tensor([density if is_number else math.nan], dtype=torch.float64, device=device)

@@ -341,6 +341,7 @@ class Pending[T]:
             BaseException: the error that ends the job; the driver ends it, and all others.
         """
         cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        # The first step comes after what the launching stream had queued, and after `after`.
         self._stream.wait(self._start_event)
         self._start_event = None
         if self.after is not None:
@@ -375,7 +376,7 @@ class Pending[T]:
         self.end(None)
 
     def end(self, error: BaseException | None) -> None:
-        """Marks the job as ended, by an error or well, and wakes who waits for it; call it once."""
+        """Marks the job as ended, by an error or well, and wakes waiting threads; call it once."""
         self.error = error
         self.finished_s = time.perf_counter()
         self._ended.set()

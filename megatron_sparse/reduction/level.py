@@ -107,7 +107,7 @@ def level_of(
         return Level(data_parallel)
     if groups.level == INSTANCE:
         return InstanceLevel(groups, options, buffers)
-    if groups.across.world_size == 1:
+    if groups.across.world_size == 1:  # the only node
         return Level(data_parallel, is_alone=True)
     return NodeLevel(groups, options, buffers)
 
@@ -180,9 +180,10 @@ class _DenseInside(Level):
         # Virtual ranks stand for those of a cluster, whose backend has rings of its own.
         is_process_group = isinstance(self._group, ProcessGroupTransport)
         self._sends_pieces = is_process_group and self._group.device.type == "cpu"
-        self._gathers: Transport | SubsetTransport = self._group
+        self._gather_transport: Transport | SubsetTransport = self._group
         if self._sends_pieces:
-            self._gathers = SubsetTransport(self._group, range(self._group.world_size), GATHER_TAG)
+            everyone = range(self._group.world_size)
+            self._gather_transport = SubsetTransport(self._group, everyone, GATHER_TAG)
         self._options = options
         self._buffers = buffers
         self._parts = KeptParts(self._new_part)
@@ -213,8 +214,9 @@ class _DenseInside(Level):
         May overwrite the bucket's values.
         """
         values_N = region.grad_N
-        narrow = region.fp32_sums and values_N.dtype != torch.float32
-        if not (self._sends_pieces or narrow):
+        # The backend adds in the values' own dtype, `dense_allpairs` in fp32.
+        adds_wider = region.fp32_sums and values_N.dtype != torch.float32
+        if not (self._sends_pieces or adds_wider):
             with record.timer.inside():
                 yield self._group.reduce_scatter(shard_M, values_N)
             record.inside_bytes += _ring_bytes(values_N, self._group.world_size)
@@ -240,8 +242,8 @@ class NodeLevel(_DenseInside):
             yield from self._shards_inside(bucket, record)
             return
         m, part = self._group.world_size, self.part(bucket)
-        (own,) = node_cuts(bucket, m, self._group.rank)
-        part.grad_N = bucket.grad_N[own]
+        (own_cut,) = node_cuts(bucket, m, self._group.rank)  # one piece, for an all-reduce
+        part.grad_N = bucket.grad_N[own_cut]
         piece_numel = bucket.numel // m
         even_N, rest = bucket.grad_N.tensor_split([m * piece_numel])
         if piece_numel:
@@ -257,7 +259,7 @@ class NodeLevel(_DenseInside):
         m = self._group.world_size
         part, grad_N = self.part(bucket), bucket.grad_N
         part.grad_N = self._exchange(bucket, record).take("node_sum", part.numel, grad_N.dtype)
-        for node in range(self.across.world_size):
+        for node in range(self.across.world_size):  # its m ranks own m adjacent shards
             first, last = bucket.shard(node * m), bucket.shard(node * m + m - 1)
             region = self._region(bucket, grad_N[first.start : last.stop])
             yield from self._scatter(part.grad_N[part.shard(node)], region, record)
@@ -285,9 +287,9 @@ class NodeLevel(_DenseInside):
 
     def _place_shard(self, exchange: Exchange, bucket: Bucket) -> Stage[int]:
         """Copies this rank's shard from its part to its place in the bucket; sends 0 bytes."""
-        part, lane = exchange.bucket, self.across.rank
-        own_M = bucket.grad_N[bucket.shard(lane * self._group.world_size + self._group.rank)]
-        own_M.copy_(part.grad_N[part.shard(lane)])
+        part, node = exchange.bucket, self.across.rank
+        own_M = bucket.grad_N[bucket.shard(node * self._group.world_size + self._group.rank)]
+        own_M.copy_(part.grad_N[part.shard(node)])
         yield from ()
         return 0
 
@@ -300,9 +302,10 @@ class NodeLevel(_DenseInside):
         rests = exchange.take("node_rest", m * rest.numel(), rest.dtype)
         works = []
         if piece_numel:
-            works.append(self._gathers.all_gather(even_N, part.grad_N[:piece_numel]))
+            own_piece = part.grad_N[:piece_numel]
+            works.append(self._gather_transport.all_gather(even_N, own_piece))
         if rest.numel():
-            works.append(self._gathers.all_gather(rests, rest))
+            works.append(self._gather_transport.all_gather(rests, rest))
         yield POSTED
         with record.timer.inside():
             yield from works
@@ -336,9 +339,12 @@ class SumOverInstances:
 
     def __init__(self, instances: Transport, rank: int) -> None:
         self._instances = instances
-        self._shards = KeptParts(
-            lambda bucket: replace(instance_part(bucket, rank), name=f"{bucket.name}.instances")
-        )
+
+        def own_shard(bucket: Bucket) -> Bucket:
+            """This rank's shard of a bucket as a bucket of its own name."""
+            return replace(instance_part(bucket, rank), name=f"{bucket.name}.instances")
+
+        self._shards = KeptParts(own_shard)
 
     def after(self, steps: Stage[int], exchange: Exchange, step: int) -> Stage[int]:
         """Runs a collective, then the second half; returns the bytes sent in both.

@@ -22,7 +22,7 @@ from megatron_sparse.config.sparse import SparseConfig
 from megatron_sparse.planner.levels import LevelComparison, LevelPricing
 from megatron_sparse.planner.prices import DENSE, fits
 from megatron_sparse.pricing.cluster import ClusterModel, find
-from megatron_sparse.pricing.shape import BucketShape
+from megatron_sparse.pricing.shape import FP32_BYTES, BucketShape
 from megatron_sparse.reduction.level import LevelGroups
 from megatron_sparse.reduction.reducer import Groups
 from megatron_sparse.transport import Transport, VirtualCluster
@@ -81,7 +81,7 @@ def virtual_groups(
     size = n // instances  # ranks of an instance
 
     @cache
-    def made(ranks: tuple[int, ...]) -> dict[int, Transport]:
+    def transports_of(ranks: tuple[int, ...]) -> dict[int, Transport]:
         """The transports of a group of these ranks, by rank; a group is made only once."""
         return dict(zip(ranks, cluster.group(ranks), strict=True))
 
@@ -92,10 +92,11 @@ def virtual_groups(
 
         def own(places: Iterable[int], rank: int = rank, first: int = first) -> Transport:
             """This rank's transport of the group of the ranks at these places of its instance."""
-            return made(tuple(first + member for member in places))[rank]
+            return transports_of(tuple(first + member for member in places))[rank]
 
         whole, level = own(range(size)), None
-        others = made(tuple(range(place, n, size)))[rank] if instances > 1 else None
+        same_place = tuple(range(place, n, size))  # one rank of every instance
+        others = transports_of(same_place)[rank] if instances > 1 else None
         if choice.level == INSTANCE and others is not None:
             level, others = LevelGroups(whole, others, INSTANCE), None
         elif choice.nodes:
@@ -139,7 +140,8 @@ def choose_level(
             return LevelChoice(RANK, "there is one instance of the distributed optimizer")
         return LevelChoice(INSTANCE, "compression.level=instance")
     by_nodes = _by_nodes(nodes, asked)
-    if asked == NODE or (by_nodes.level == RANK and instances == 1):
+    is_only_choice = by_nodes.level == RANK and instances == 1
+    if asked == NODE or is_only_choice:
         return by_nodes
     # From here on `auto`, with several levels to choose from.
     if config.planner.cluster is not None:
@@ -184,14 +186,17 @@ def _cheapest(
 ) -> LevelComparison:
     """The level that is fastest by the target density and the links of a cluster file."""
     priced_sizes = node_sizes[:PRICED_NODES]
-    bits, ranks = config.compression.given_value_bits, sum(priced_sizes)
+    value_bits, ranks = config.compression.given_value_bits, sum(priced_sizes)
     if shapes is None:
         op = CollectiveOp.ALL_REDUCE
-        shapes = {BucketShape(PRICED_NUMEL, 0, 4, op, ranks, value_bits=bits): 1}
+        shape = BucketShape(PRICED_NUMEL, 0, FP32_BYTES, op, ranks, value_bits=value_bits)
+        shapes = {shape: 1}  # one such bucket
     # As if the group had only the ranks that are priced.
     counts = {replace(shape, world_size=ranks): count for shape, count in shapes.items()}
     name, options = config.scheme.name, config.scheme
-    is_priced = name != AUTO_SCHEME and all(fits(name, shape.op, options, bits) for shape in counts)
+    is_priced = name != AUTO_SCHEME and all(
+        fits(name, shape.op, options, value_bits) for shape in counts
+    )
     names = (DENSE, name) if is_priced else PRICED_SCHEMES
     pricing = LevelPricing(cluster, options, names, priced_sizes, instances)
     return pricing.best(counts, config.compression.given_density)

@@ -192,6 +192,7 @@ class GradientReducer:
         if groups.instances is not None:
             self._instances = SumOverInstances(groups.instances, self.transport.rank)
         self._stragglers = StragglerPolicy(config, self._level.across, sink)
+        # Nothing but a sum is wanted: then the host's own collective may do it (`left_to_host`).
         self._only_sums = (
             groups.level is None
             and groups.instances is None
@@ -247,7 +248,8 @@ class GradientReducer:
         residual is sent, and ranks agree about the bucket.
         """
         is_off = not self._config.compression.enabled
-        return is_off and self._only_sums and self._sent_while_off.get(bucket.name, step) < step
+        was_sent_before = self._sent_while_off.get(bucket.name, step) < step
+        return is_off and self._only_sums and was_sent_before
 
     def residuals_came_back(self) -> None:
         """Residuals were loaded, or a skipped step's were restored: buckets send them first."""

@@ -122,7 +122,9 @@ class SettingTrials:
             self._choose(0, self._names[-1], f"no trials: {self._no_trials}")
 
     def step_ended(self, step: int) -> None:
-        """Call it between two steps, on every rank; collective in steps that end a trial.
+        """Times the step that has ended; begins trials, ends one, or looks again, if it is time.
+
+        Call it between two steps, on every rank; collective in steps that end a trial.
 
         Args:
             step: the next step, counted from 0.

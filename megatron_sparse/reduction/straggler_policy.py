@@ -129,13 +129,13 @@ class StragglerPolicy:
         self._sink = sink
         self._history = History()
         self._arrivals: ArrivalCounter | None = None
-        self._link = self._dense = Link(0.0, 0.0)
+        self._link = self._dense_link = Link(0.0, 0.0)  # until they are known, if they are needed
         self._step = self._previous = -1
         self._this_step: list[tuple[str, Future[float]]] = []
         self._last_step: list[tuple[str, Future[float]]] = []
         self._readiness: list[ReadinessRecord] = []
         self._agreement: Pending | None = None
-        self._named: dict[str, int | None] = {}
+        self._skipped_last: dict[str, int | None] = {}  # by bucket
         mode, alone = self._config.mode, transport.world_size == 1
         self._may_skip = self._config.leaves_behind and not alone
         self._check_rank("straggler.rank", self._config.rank)
@@ -147,7 +147,7 @@ class StragglerPolicy:
             links = links or self._cluster_links(config.planner.cluster)
             # Ranks on several nodes wait for the links between the nodes.
             self._link = links.inter if len(set(transport.nodes)) > 1 else links.intra
-            self._dense = links.dense
+            self._dense_link = links.dense
 
     def _check_rank(self, name: str, rank: int | None) -> None:
         """Refuses a rank that is not in the group; `name` is the setting that names it."""
@@ -248,7 +248,7 @@ class StragglerPolicy:
         expected = persistent_straggler(self._history.steps(bucket.name))
         if expected is not None and not self._pays(bucket, delays, expected):
             expected = None
-        if expected != self._named.get(bucket.name) and self._transport.rank == 0:
+        if expected != self._skipped_last.get(bucket.name) and self._transport.rank == 0:
             logger.info(
                 "step %d: bucket %s %s (critical delay %.2f ms)",
                 self._step,
@@ -256,7 +256,7 @@ class StragglerPolicy:
                 "waits for all ranks" if expected is None else f"skips rank {expected}",
                 delays.least_s * 1e3,
             )
-        self._named[bucket.name] = expected
+        self._skipped_last[bucket.name] = expected
         return expected
 
     def report(self, bucket: Bucket, plan: Plan) -> dict[str, Any] | None:
@@ -275,7 +275,7 @@ class StragglerPolicy:
         least_s = self._delays_that_pay(bucket, replace(plan, scheme=scheme)).least_s
         return {
             "scheme": scheme,
-            "rank": self._named.get(bucket.name),
+            "rank": self._skipped_last.get(bucket.name),
             "least_delay_ms": least_s * 1e3 if math.isfinite(least_s) else None,
         }
 
@@ -287,14 +287,14 @@ class StragglerPolicy:
         arrivals, n = self._last_step, self._transport.world_size
         waits = [wait for _, wait in arrivals]
         yield _Measured(waits)
-        own = torch.tensor([wait.result() for wait in waits], dtype=torch.float64)
-        own = own.to(self._transport.device)
-        gathered = own.new_empty(n * own.numel())
+        own_s = torch.tensor([wait.result() for wait in waits], dtype=torch.float64)
+        own_s = own_s.to(self._transport.device)
+        gathered_s = own_s.new_empty(n * own_s.numel())
         yield GATE
-        work = self._transport.all_gather(gathered, own)
+        work = self._transport.all_gather(gathered_s, own_s)
         yield POSTED
         yield work
-        waited_by_bucket = gathered.view(n, -1).t().tolist()  # each the seconds of all ranks
+        waited_by_bucket = gathered_s.view(n, -1).t().tolist()  # each the seconds of all ranks
         self._readiness = [
             ReadinessRecord(name, self._previous, tuple(waited_s))
             for (name, _), waited_s in zip(arrivals, waited_by_bucket, strict=True)
@@ -324,7 +324,7 @@ class StragglerPolicy:
         wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         if SCHEMES[plan.scheme].takes is Input.DENSE:
             buffer_bytes = bucket.numel * VALUE_DTYPES[wire_dtype].itemsize
-            return dense_split(n, buffer_bytes, self._link, self._dense)
+            return dense_split(n, buffer_bytes, self._link, self._dense_link)
         wire_bytes = predicted_bytes(bucket, plan.density, self._scheme, plan.value_bits)
         # `agsparse` sends n - 1 whole messages; `direct` all parts but its own of message and sum.
         message_bytes = wire_bytes["agsparse"] / (n - 1)

@@ -110,6 +110,7 @@ def persistent_straggler(steps: Sequence[Readiness]) -> int | None:
     if len(steps) < MIN_HISTORY:
         return None
     counts = Counter(map(last_rank, steps))  # rank -> steps in which it was last
+    # Of ranks that were last equally often, the lowest.
     rank, hits = max(counts.items(), key=lambda item: (item[1], -item[0]))
     return rank if share_bound(hits, len(steps)) > MAJORITY else None
 

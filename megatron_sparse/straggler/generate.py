@@ -38,11 +38,11 @@ def make_schedule(world_size: int, straggler: int | None = None) -> Schedule:
     check_ranks(world_size, straggler)
     # The generators make rank n - 1 the straggler; renumber, with the others in order.
     names = [*early_ranks(world_size, straggler), straggler]
-    rounds = tuple(
-        tuple(Transfer(names[t.sender], names[t.receiver], t.chunk) for t in transfers)
-        for transfers in _rounds(world_size)
-    )
-    return Schedule(world_size, straggler, rounds)
+    rounds: list[Round] = []
+    for transfers in _rounds(world_size):
+        renumbered = [Transfer(names[t.sender], names[t.receiver], t.chunk) for t in transfers]
+        rounds.append(tuple(renumbered))
+    return Schedule(world_size, straggler, tuple(rounds))
 
 
 @lru_cache(maxsize=64)
@@ -66,7 +66,7 @@ def doubling_rounds(n: int) -> Iterator[Round]:
             spread = _exchanges(holders, number, levels, n)
             del holders[number - levels]  # now on every rank
         transfers += spread
-        # Receivers pass chunks on from the next round on.
+        # Receivers pass chunks on from the next round on, but not the one that all ranks have.
         for _, receiver, chunk in spread:
             if chunk in holders:
                 holders[chunk].add(receiver)
@@ -95,7 +95,9 @@ def _first_copies(holders: dict[int, set[int]], number: int, levels: int, n: int
 def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -> list[Transfer]:
     """Phase 2: ranks with the due chunk exchange with ranks without it."""
     due, straggler = number - levels, n - 1
-    chunk_of = {rank: chunk for chunk, ranks in holders.items() for rank in ranks}
+    chunk_of: dict[int, int] = {}  # of each early rank, its active chunk
+    for chunk, ranks in holders.items():
+        chunk_of |= dict.fromkeys(ranks, chunk)
     # Rank `number` has no time: it meets the straggler in this round.
     with_due = sorted(holders[due] - {number})
     others = sorted(chunk_of.keys() - holders[due] - {number}, key=lambda rank: chunk_of[rank])
@@ -103,7 +105,7 @@ def _exchanges(holders: dict[int, set[int]], number: int, levels: int, n: int) -
         # The straggler has no fixed partner any more and helps to spread the last one's chunk.
         chunk_of[straggler] = n - 2
         others.append(straggler)
-    # The critical window: who meets the straggler soon may only get chunks that expire before.
+    # The critical window: ranks that soon meet the straggler only get chunks that expire before.
     window = range(number + 1, min(number + levels, n - 2) + 1)
     pairs: list[tuple[int, int]] = []
     for rank in window:

@@ -177,7 +177,8 @@ class _Even(_State):
             return None
         # Such ranks meet the straggler in the first rounds, or `fixed` gives them a chunk.
         is_reserved = receiver <= 2 * (self.levels - 1)
-        if self.number < self.levels and (self.held[receiver] or is_reserved):
+        gets_none_yet = self.held[receiver] or is_reserved
+        if self.number < self.levels and gets_none_yet:
             return None
         # The lowest and the highest bit that is set.
         oldest, newest = (missing & -missing).bit_length() - 1, missing.bit_length() - 1
@@ -217,7 +218,8 @@ class _Odd(_State):
         doublings = math.log2((self.n - 1) / copies)
         rounds_left = chunk + self.levels - self.number + 1
         value = URGENCY * (doublings - rounds_left)
-        soon = self.number < receiver <= self.number + self.levels and receiver < self.chunks
-        if soon and chunk > receiver - self.levels:
+        is_soon = self.number < receiver <= self.number + self.levels
+        in_window = is_soon and receiver < self.chunks  # it will meet the straggler soon
+        if in_window and chunk > receiver - self.levels:
             value -= WINDOW_PENALTY
         return value

@@ -137,8 +137,8 @@ class StoreArrivalCounter:
         earlier one. This settles arrivals whose keys were deleted before this thread read them,
         which happens if the thread was delayed for several steps.
         """
-        done = [number for number, arrival in enumerate(arrivals) if arrival.waited.done()]
-        for arrival in arrivals[: max(done, default=0)]:
+        settled = [place for place, arrival in enumerate(arrivals) if arrival.waited.done()]
+        for arrival in arrivals[: max(settled, default=0)]:  # all before the last settled one
             if not arrival.waited.done():
                 arrival.waited.set_result(time.perf_counter() - arrival.counted_s)
         return [arrival for arrival in arrivals if not arrival.waited.done()]

@@ -110,7 +110,7 @@ class PeerLiveness:
         """
         global _links, _users
         with _lock:
-            if self._links is not _links:
+            if self._links is not _links:  # closed already, or in a forked child
                 return
             _users -= 1
             if _users == 0:

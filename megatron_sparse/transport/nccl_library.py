@@ -73,8 +73,8 @@ class NcclLibrary:
     def make(self, unique_id: bytes, rank: int, world_size: int) -> int:
         """Makes a communicator on this thread's device; blocks until all ranks do."""
         made = ctypes.c_void_p()
-        name = _UniqueId.from_buffer_copy(unique_id)
-        self._call("ncclCommInitRank", ctypes.byref(made), world_size, name, rank)
+        identifier = _UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(made), world_size, identifier, rank)
         return made.value or 0
 
     def trouble(self, communicator: int) -> str | None:

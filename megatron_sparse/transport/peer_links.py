@@ -320,8 +320,8 @@ class PeerLinks:
         self.silent_s = relayed_s | silent_here_s  # what this rank heard itself wins
         beat = {"beat": self._own_words()}
         awake = [link for link in self._links if link.rank is not None and not link.is_clogged]
-        self._tell({**beat, "silent": silent_here_s}, [each for each in awake if each.is_member])
-        self._tell(beat, [each for each in awake if not each.is_member])
+        self._tell({**beat, "silent": silent_here_s}, [link for link in awake if link.is_member])
+        self._tell(beat, [link for link in awake if not link.is_member])
 
     def _own_words(self) -> str:
         bucket, operation, since_s = self.own_progress

@@ -80,9 +80,9 @@ class ProcessGroupTransport:
         liveness: bool = SchemeConfig.watch_peers,
         nccl_engine: bool = SchemeConfig.nccl_engine,
     ) -> None:
-        named = isinstance(group, Sequence)  # as global ranks
-        host = dist.distributed_c10d._get_default_group() if named else group
-        backend = dist.get_backend(host)
+        is_ranks = isinstance(group, Sequence)
+        parent = dist.distributed_c10d._get_default_group() if is_ranks else group
+        backend = dist.get_backend(parent)
         if (backend == "nccl") != (device.type == "cuda"):
             raise ConfigError(
                 "the gradients' device does not fit the group's backend",
@@ -91,10 +91,10 @@ class ProcessGroupTransport:
                 remedy="choose --distributed-backend to match",
             )
         if nccl_engine and device.type == "cuda":
-            require_supported(host)
-        own = dist.get_rank()
-        ranks = list(group) if named else dist.get_process_group_ranks(host)
-        self.rank = ranks.index(own)
+            require_supported(parent)
+        own_rank = dist.get_rank()  # the global one
+        ranks = list(group) if is_ranks else dist.get_process_group_ranks(parent)
+        self.rank = ranks.index(own_rank)
         self.world_size = len(ranks)
         self.device = device
         self.group = borrow_group(ranks, backend, timeout_s)
@@ -104,7 +104,7 @@ class ProcessGroupTransport:
         self._arrival_counters: list[StoreArrivalCounter] = []
         self.communicator: NcclCommunicator | None = None
         if liveness and self.world_size > 1:
-            self._liveness = open_liveness(ranks, own, timeout_s, self._broadcast)
+            self._liveness = open_liveness(ranks, own_rank, timeout_s, self._broadcast)
         # After the side channel: once the host names are gathered, all ranks have joined it.
         try:
             self.nodes = self._find_nodes()
@@ -261,14 +261,15 @@ class ProcessGroupTransport:
 
     def _post_all_to_all(self, sends: PeerTensors, receives: PeerTensors) -> list[dist.Work | None]:
         """`_post_batch` with every rank, in one call of c10d instead of one for each message."""
-        nothing = [(sends or receives)[0][1].new_empty(0, dtype=torch.uint8)] * self.world_size
-        outputs, inputs = (_placed(nothing, pieces) for pieces in (receives, sends))
+        _, any_values = (sends or receives)[0]  # for its device
+        nothing = [any_values.new_empty(0, dtype=torch.uint8)] * self.world_size
+        outputs, inputs = _placed(nothing, receives), _placed(nothing, sends)
         return [dist.all_to_all(outputs, inputs, group=self.group, async_op=True)]
 
     def _post_batch(self, sends: PeerTensors, receives: PeerTensors, tag: int) -> list[dist.Work]:
         """One NCCL group call, so that sends and receives cannot block one another."""
-        operations = [(dist.irecv, *item) for item in receives]
-        operations += [(dist.isend, *item) for item in sends]
+        operations = [(dist.irecv, peer, values) for peer, values in receives]
+        operations += [(dist.isend, peer, values) for peer, values in sends]
         return dist.batch_isend_irecv(
             [
                 dist.P2POp(post, values, group=self.group, tag=tag, group_peer=peer)

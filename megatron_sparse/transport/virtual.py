@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ class VirtualCluster:
         work.waits_for[waiting_for] += 1
         if not is_send:
             data.view(torch.uint8).fill_(POISON)
-        pair = (rank, peer) if is_send else (peer, rank)
+        pair = (rank, peer) if is_send else (peer, rank)  # sender, receiver
         others = self._halves[*pair, tag, not is_send]
         if not others:
             self._halves[*pair, tag, is_send].append(half)
@@ -308,7 +308,7 @@ class VirtualCluster:
         steps = (n - 1) * halves
         step_s = port_s = 0.0
         ports = set()
-        for place, rank in enumerate(ranks if n > 1 else ()):
+        for place, rank in enumerate(ranks if n > 1 else ()):  # one rank alone sends nothing
             following = (place + 1) % n
             after = ranks[following]
             # A rank passes on every piece except the one that ends with it (reduce-scatter), then
@@ -331,7 +331,8 @@ class VirtualCluster:
 
         The message that starts first is delivered first. Finishes the works of these ranks.
         """
-        ready = [w.rank for w in self.ended if waiting.get(w.rank) is w and w.ready()]
+        awaited = [work for work in self.ended if waiting.get(work.rank) is work]
+        ready = [work.rank for work in awaited if work.ready()]
         self.ended.clear()
         while not ready:
             if not self._matched:
@@ -384,7 +385,7 @@ class VirtualCluster:
 
     def _check_nothing_left(self) -> None:
         """Raises if a message or a reduction was posted and not matched or waited for."""
-        left = [half for halves in self._halves.values() for half in halves]
+        left = [*chain.from_iterable(self._halves.values())]
         if left or self._matched or self._reductions:
             waits = sorted(f"rank {half.rank} waits for {half.waiting_for}" for half in left)
             raise CommunicationError(
@@ -411,23 +412,23 @@ class VirtualTransport:
         self.ranks = ranks
         self.world_size = len(ranks)
         self.device = cluster.device
-        self.nodes = tuple(cluster.topology.nodes[each] for each in ranks)
+        self.nodes = tuple(cluster.topology.nodes[member] for member in ranks)
         self.communicator: NcclCommunicator | None = None
         self.may_post = True
         self._cluster = cluster
-        self._own = ranks[rank]
+        self._cluster_rank = ranks[rank]
         self._tag = tag
         self._reductions = 0
 
     def charge(self, seconds: float) -> None:
         """Adds local work to this rank's modelled clock."""
-        self._cluster.clock_s[self._own] += seconds
+        self._cluster.clock_s[self._cluster_rank] += seconds
 
     def open_arrival_counter(self) -> VirtualArrivalCounter:
         """See `Transport`."""
         cluster = self._cluster
         return VirtualArrivalCounter(
-            self._own, self.ranks, cluster.clock_s, cluster.pending_arrivals
+            self._cluster_rank, self.ranks, cluster.clock_s, cluster.pending_arrivals
         )
 
     def all_reduce_(self, values_N: torch.Tensor) -> VirtualWork:
@@ -454,7 +455,7 @@ class VirtualTransport:
         """Posts the messages of one work, receives first; empty ones are skipped."""
         assert self.may_post, f"rank {self.rank} posts {what} after it said that it would not"
         cluster = self._cluster
-        work = VirtualWork(self._own, cluster.clock_s, what)
+        work = VirtualWork(self._cluster_rank, cluster.clock_s, what)
         for peer, data in receives:
             if data.numel():
                 cluster.post_half(work, self.ranks[peer], data, tag, is_send=False)
@@ -466,7 +467,7 @@ class VirtualTransport:
     def _reduce(self, kind: str, values_N: torch.Tensor, output: torch.Tensor) -> VirtualWork:
         """Posts this rank's part of a backend's own reduction."""
         assert self.may_post, f"rank {self.rank} posts {kind} after it said that it would not"
-        work = VirtualWork(self._own, self._cluster.clock_s, kind)
+        work = VirtualWork(self._cluster_rank, self._cluster.clock_s, kind)
         key = self.ranks, self._tag, self._reductions
         self._cluster.post_reduction(key, work, values_N, output)
         self._reductions += 1
