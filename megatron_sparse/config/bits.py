@@ -64,14 +64,14 @@ def resolve_bits(
         ConfigError: bits that the user has named do not go with the other keys.
     """
     if compression.value_bits == "auto":
+        # Unpruned elements travel as they are, unless the user asks for few bits.
+        is_unpruned = not compression.enabled or compression.given_density == 1
+        has_other_format = scheme.format not in QUANTISED_FORMATS or scheme.wire_dtype is not None
         in_full = (
-            # Unpruned elements travel as they are, unless the user asks for few bits.
-            not compression.enabled
-            or compression.given_density == 1
+            is_unpruned
+            or has_other_format
             or compression.lossless_patterns
             or scheme.nccl_engine
-            or scheme.format not in QUANTISED_FORMATS
-            or scheme.wire_dtype is not None
             or sends_full_values(scheme.name, candidates)
         )
         compression = replace(compression, value_bits=None if in_full else AUTO_VALUE_BITS)

@@ -192,7 +192,7 @@ class CompressionConfig(Checked):
             ramp = min(longest, iterations * tenths // 10)
         return replace(
             self,
-            warmup_iters=min(WARMUP_ITERS, iterations // 20) if warmup is None else warmup,
+            warmup_iters=min(WARMUP_ITERS, iterations // 20) if warmup is None else warmup,  # 5 %
             ramp_iters=ramp,
         )
 

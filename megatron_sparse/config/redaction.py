@@ -115,7 +115,7 @@ def is_secret_name(name: str) -> bool:
     # The id of a token such as `eod_token` is no secret.
     if last == "token" and _OF_A_VOCABULARY.intersection(words):
         return False
-    if _ANYWHERE.intersection(words) or last in _LAST:
+    if _ANYWHERE.intersection(words) or last in _LAST:  # a secret's word, anywhere or last
         return True
     if last == "id" and before[-2:] == ["access", "key"]:  # AWS_ACCESS_KEY_ID
         return True

@@ -68,12 +68,12 @@ class SparseConfig:
 
     def __post_init__(self) -> None:
         """Checks the sections against one another, and decides `auto` in keys that cross them."""
-        for each in dataclasses.fields(self):
+        for option in dataclasses.fields(self):
             # The factory of a section's default is the section's class.
-            section, expected = getattr(self, each.name), each.default_factory
+            section, expected = getattr(self, option.name), option.default_factory
             if not isinstance(section, expected):  # type: ignore[arg-type]
                 raise ConfigError(
-                    f"{each.name} is not a section",
+                    f"{option.name} is not a section",
                     expected=f"a {expected.__name__}",  # type: ignore[union-attr]
                     got=repr(section),
                     remedy=f"write {expected.__name__}(...)",  # type: ignore[union-attr]
@@ -200,6 +200,7 @@ class SparseConfig:
             overrides: the options, see `from_overrides`.
         """
         values: dict[str, dict[str, Any]] = {name: dict(keys) for name, keys in base.items()}
+        # Sections that the options give whole; the others are made of single keys, below.
         sections = {name: overrides[name] for name in WHOLE_SECTIONS & overrides.keys()}
         for keyword in overrides.keys() - WHOLE_SECTIONS:
             if keyword not in _KEYWORDS:

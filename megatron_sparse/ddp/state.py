@@ -352,9 +352,9 @@ class DDPState(HostState):
             self._transport.world_size,
             Reduction.AVG,
         )
-        last = self._buckets.get(index)  # of the last pass
-        if last is not None and last.parameters == bucket.parameters:
-            bucket.layouts = last.layouts
+        previous = self._buckets.get(index)  # of the last pass
+        if previous is not None and previous.parameters == bucket.parameters:
+            bucket.layouts = previous.layouts
         else:
             self._take_residuals_back()
         self._buckets[index] = bucket
@@ -416,7 +416,7 @@ class DDPState(HostState):
         """
         self._check_attached()
         refusals.check_saved(state, self._own(), self._names)
-        self.residuals.load(self._buckets.values(), {})
+        self.residuals.load(self._buckets.values(), {})  # `_bucket_of` places the loaded ones
         kept = self.config.compression.residual_checkpoint != "none"
         self._unplaced = dict(state["residuals"]) if kept else {}
         self.step, self.planner.enabled = state["step"], state["enabled"]

@@ -118,6 +118,7 @@ def derived_flags(
     flags = model_flags(config.model)
     flags |= PRECISION_FLAGS[training.precision] | _kernel_flags(config.cluster.device)
     hybrid = config.megatron.get("hybrid_layer_pattern") is not None
+    # Megatron's own layers for a hybrid model need Transformer Engine.
     if hybrid and flags.get("transformer_impl") == "local":
         flags["spec"] = ["megatron_sparse.megatron.local_hybrid", "local_stack_spec"]
     flags |= {
@@ -159,7 +160,7 @@ def _kernel_flags(device: str) -> dict[str, object]:
         return {
             "distributed_backend": "gloo",
             "transformer_impl": "local",
-            **dict.fromkeys(_OF_APEX_OR_TE, True),
+            **dict.fromkeys(_OF_APEX_OR_TE, True),  # turn off features of Apex and TE
             "no_bias_gelu_fusion": True,
             "no_bias_dropout_fusion": True,
         }
@@ -181,17 +182,17 @@ _OF_APEX_OR_TE = (
 
 def _checkpoint_flags(config: RunConfig, run_dir: Path) -> dict[str, object]:
     """Where and when Megatron saves, and what it loads: the run's own checkpoint comes first."""
-    own = run_dir / CHECKPOINTS
+    own_folder = run_dir / CHECKPOINTS
     flags: dict[str, object] = {}
     save_signal = config.training.save_signal
     if config.training.save_interval or save_signal:
         # With `save` Megatron saves at the end, too, and asks for the interval there.
         interval = config.training.save_interval or config.training.iterations
-        flags |= {"save": str(own), "save_interval": interval}
+        flags |= {"save": str(own_folder), "save_interval": interval}
     if save_signal:
         flags |= {"exit_signal_handler": True, "exit_signal": save_signal}
-    if has_checkpoint(config, own):
-        flags["load"] = str(own)
+    if has_checkpoint(config, own_folder):
+        flags["load"] = str(own_folder)
     elif config.training.load is not None:
         flags["load"] = config.training.load
     return flags
@@ -267,7 +268,7 @@ def owned_dests(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def owner(flag: str, value: object) -> str | None:
-    """The key of ours that says what a flag in the `megatron:` section says."""
+    """The key of our own sections that sets this flag of the `megatron:` section; None if none."""
     name = flag.replace("-", "_")
     if name == "data_path" and isinstance(value, list) and len(value) > 1:
         return None  # a blend, which no key of ours can say
@@ -313,7 +314,7 @@ def refusal_of(error: Exception) -> ConfigError:
 def command_line(
     derived: Mapping[str, object], passed: Mapping[str, Any], parser: argparse.ArgumentParser
 ) -> list[str]:
-    """Merges the two and writes them as arguments that `parser` takes.
+    """Merges derived and passed flags; returns them as a command line that `parser` takes.
 
     Args:
         derived: from our sections.
@@ -392,7 +393,7 @@ def _look_up(
             remedy="leave the key out: without the flag it is off",
         )
     names = [option.removeprefix("--").replace("-", "_") for option in actions]
-    close = dict.fromkeys(
+    close = dict.fromkeys(  # each key once: several flags may have the same
         OWNED_FLAGS.get(name, f"megatron.{name}")
         for name in difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     )

@@ -151,10 +151,10 @@ class Attachment(HostState):
         Raises:
             ConfigError: `compression.undo=never` with an optimizer that may skip steps.
         """
-        undo = undo or self.unit.per_token
+        undo = undo or self.unit.per_token  # `take_apart` needs the copies
         check_undo(self.config.compression, undo=undo)
         self.residuals.undo = undo or self.config.compression.undo == "always"
-        self.residuals.is_reported = True
+        self.residuals.is_reported = True  # by `_step_ended`
         self.unit.bind(optimizer)
         self.parameters.plan(
             self.groups, self.config, self.reducer, self.progress, self._chunks, optimizer
@@ -164,7 +164,7 @@ class Attachment(HostState):
             self._sums,
             self.sink,
             end=self._step_ended,
-            inner_s=lambda: self.parameters.waited_s,
+            inner_s=lambda: self.parameters.waited_s,  # these waits are a stage of their own
         )
 
     def launch(self, group: GroupBuckets) -> Handle:
@@ -225,8 +225,8 @@ class Attachment(HostState):
         return self._reducers[id(group.process_group)]
 
     def _take_residuals_out(self) -> None:
-        """Turns the step's sums into those of its gradients alone: it has far fewer tokens than the
-        one before.
+        """Takes residuals out of the step's sums, for a step that has far fewer tokens than the one
+        before: sums of its gradients alone are left.
 
         With a loss per token the sums are multiplied by one over the step's tokens, and a residual
         is in the unit of the step that left it. Added to the gradients of a step with a hundredth

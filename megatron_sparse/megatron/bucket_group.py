@@ -73,7 +73,7 @@ class TimedHandle:
 
     def wait(self) -> None:
         """Waits as Megatron's handle does; completes the records and hands them to the sink."""
-        start_s = self._began_s
+        start_s = self._began_s  # without a handle Megatron has waited in the launch
         if self.handle is not None:
             start_s = time.perf_counter()
             self.handle.wait()
@@ -174,8 +174,8 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
     def _prepare_alone(self) -> None:
         """Runs Megatron's method over groups of one rank, for its preparation alone."""
         alone = self.sparse_attachment.alone
-        # Megatron waits for the previous bucket to save its all-to-all's memory; there is none
-        # here.
+        # The attributes are those with process groups. Megatron waits for the previous bucket to
+        # save the memory of its all-to-all; there is none here.
         changed: dict[str, Any] = dict.fromkeys(self.sparse_group.attributes, alone)
         changed["previous_grad_reduce_bucket_group"] = None
         before = {name: getattr(self, name, None) for name in changed}
@@ -190,8 +190,9 @@ class CompressedBucketGroup(_ParamAndGradBucketGroup):
             self.grad_reduce_handle.wait()
             self.grad_reduce_handle = None
         if self._has_instances and self.ddp_config.overlap_grad_reduce:
-            preparing: Any = self.communication_stream
-            torch.cuda.current_stream().wait_stream(preparing)
+            # Megatron then launches on a stream of its own.
+            launch_stream: Any = self.communication_stream
+            torch.cuda.current_stream().wait_stream(launch_stream)
 
 
 def swap_in(group: GroupBuckets, attachment: Any) -> None:

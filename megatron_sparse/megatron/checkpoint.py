@@ -114,8 +114,8 @@ def load(attachment: Attachment, checkpoint: Path, iteration: int) -> None:
 def _restore(attachment: Attachment, saved: Saved) -> None:
     """Gives the attachment a checkpoint's state; residuals that it lacks start at zero."""
     for group in attachment.groups:
-        parts = map(attachment.reducer(group).part, group.buckets)
-        attachment.residuals.load(parts, saved.residuals)
+        own_parts = map(attachment.reducer(group).part, group.buckets)  # what it keeps residuals of
+        attachment.residuals.load(own_parts, saved.residuals)
     attachment.residuals_came_back()
     attachment.step = saved.step
     attachment.usual_norm = UsualNorm(saved.norms)
@@ -164,7 +164,7 @@ def _applied_policies(attachment: Attachment, checkpoint: Path, saved: Saved) ->
             "spread, their total is the same"
         )
     elif saved.rows is not None and saved.rows != row_layouts(attachment):
-        before, now = (_in_words(rows) for rows in (saved.rows, row_layouts(attachment)))
+        before, now = _in_words(saved.rows), _in_words(row_layouts(attachment))
         lines.append(
             f"residuals were {before} and are {now}: they are added up or spread, their total is "
             "the same"

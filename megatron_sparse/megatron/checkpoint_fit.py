@@ -194,6 +194,7 @@ def _check_optimizer(saved: Any, wanted: Any, checkpoint: Path, state: Mapping[s
         before, now = _precision(saved), _precision(wanted)
         if (before == "fp32") != (now == "fp32"):
             found["training.precision"] = (before, now)
+    # Sharded otherwise, the distributed optimizer's state fits only the layout that saved it.
     sharding = (state.get("content_metadata") or {}).get("distrib_optim_sharding_type")
     if wanted.use_distributed_optimizer and sharding and sharding not in _RESHARDABLE:
         found |= _differences(PARALLEL, saved, wanted)

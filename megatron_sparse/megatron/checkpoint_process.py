@@ -37,7 +37,8 @@ def end_with_rank() -> None:
             if hasattr(async_utils, name):
                 _let_writers_end(getattr(async_utils, name))
     original = getattr(host, "get_write_results_queue", None)
-    if original is None or not hasattr(host, "_results_queue") or hasattr(original, _MARK):
+    has_known_queue = original is not None and hasattr(host, "_results_queue")
+    if not has_known_queue or hasattr(original, _MARK):  # the mark: it is wrapped already
         return
 
     @functools.wraps(original)
@@ -82,7 +83,10 @@ def _run_in_writer(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _begin_manager() -> None:
-    """Lets go of the rank's log, whose end would else wait for the manager's."""
+    """Prepares the manager's process: it ends soon after its rank, and lets go of the rank's log.
+
+    While it held the log's pipe open, readers of the log would wait for it.
+    """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in (1, 2):  # stdout and stderr
         os.dup2(nowhere, number)
@@ -92,9 +96,9 @@ def _begin_manager() -> None:
 def end_soon_after_parent() -> None:
     """From now on this process ends within a second after the one that started it.
 
-    By looking: the kernel's signal would come when the thread ends that started this process.
+    It polls, because the kernel's own signal already comes when the starting thread ends.
     """
-    parent = os.getppid()
+    parent = os.getppid()  # changes when the parent has ended
 
     def watch() -> None:
         while os.getppid() == parent:

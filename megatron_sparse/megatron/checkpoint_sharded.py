@@ -64,14 +64,14 @@ def sharded_state(attachment: Attachment) -> dict[str, Any]:
     """
     rank, size = data_place(expert=False)
     header = common_state(attachment) | {"model_sizes": model_sizes(), "data_size": size}
-    own = {
+    rank_state = {
         "planner": attachment.planner.state_dict(),
         "buckets": bucket_sizes(attachment),
         "rows": row_layouts(attachment),
     }
     state: dict[str, Any] = {
         "header": ShardedObject(f"{PREFIX}.header", header, (1,), (0,), replica_id=dist.get_rank()),
-        "rank": ShardedObject(_state_key(), own, (size,), (rank,)),
+        "rank": ShardedObject(_state_key(), rank_state, (size,), (rank,)),
     }
     state |= dict(_sharded_residuals(attachment))
     for lossy, piece, values_M in saved_parts(attachment.parameters.lossy):
@@ -103,13 +103,13 @@ def _sharded_residuals(attachment: Attachment) -> Iterator[tuple[str, ShardedTen
 
 
 def _part(
-    key: str, values: torch.Tensor, whole: tuple[int, ...], at: tuple[int, ...]
+    key: str, values: torch.Tensor, whole: tuple[int, ...], begin: tuple[int, ...]
 ) -> ShardedTensor:
-    """Names values as the part that begins at the indices `at` of a tensor of the shape `whole`.
+    """Returns `values` as the part, from the indices `begin` on, of a tensor of shape `whole`.
 
     Parts may be of different sizes.
     """
-    return ShardedTensor(key, values, values.dtype, tuple(values.shape), whole, at, None)
+    return ShardedTensor(key, values, values.dtype, tuple(values.shape), whole, begin, None)
 
 
 def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved | None:
@@ -152,8 +152,8 @@ def read(attachment: Attachment, checkpoint: Path, *, residuals: bool) -> Saved 
         template["rank"] = rank_object
     loaded = _load(checkpoint, template) if template else {}
     if "rank" in loaded:
-        own = loaded["rank"]
-        saved.planner, saved.buckets, saved.rows = own["planner"], own["buckets"], own["rows"]
+        state = loaded["rank"]
+        saved.planner, saved.buckets, saved.rows = state["planner"], state["buckets"], state["rows"]
     if masters:
         saved.masters = dict(zip(masters, loaded[MASTER].values(), strict=True))
     # A slice without saved rows was left out of the request: its residual is zero.
@@ -190,13 +190,14 @@ def _entries(checkpoint: Path) -> dict[str, _Entry]:
     torch 2.15, which has one property more.
     """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    return {
-        key: _Entry(key, tuple(entry.size), entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else _Entry(key)
-        for key, entry in stored.items()
-        if key.startswith(f"{PREFIX}.")
-    }
+    entries: dict[str, _Entry] = {}
+    for key, entry in stored.items():
+        if not key.startswith(f"{PREFIX}."):
+            continue
+        entries[key] = _Entry(key)
+        if isinstance(entry, TensorStorageMetadata):
+            entries[key] = _Entry(key, tuple(entry.size), entry.properties.dtype)
+    return entries
 
 
 def _residual_requests(
@@ -266,7 +267,7 @@ def _kind_key(kind: str, expert: bool) -> str:
 
 
 def _load(checkpoint: Path, template: dict[str, Any]) -> dict[str, Any]:
-    """Reads the entries of `template` on this rank alone."""
+    """Reads the entries of `template` on this rank alone, without Megatron's check over ranks."""
     loaded = dist_checkpointing.load(
         {PREFIX: template}, str(checkpoint), validate_access_integrity=False
     )

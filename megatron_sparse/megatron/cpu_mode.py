@@ -71,7 +71,7 @@ class CudaToCpu(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
             args = (args[0], _CPU, *args[2:])
         elif asks_for_type:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+            return func(*args).replace("torch.", "torch.cuda.", 1)  # Megatron compares with these
         return func(*args, **kwargs)
 
 
@@ -158,7 +158,7 @@ def _keeps_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_numpy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Also converts a tensor that is on the CPU already."""
+    """Wraps Megatron's move to the CPU: `as_numpy` also converts a tensor that is there already."""
 
     @functools.wraps(original)
     def run(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -108,10 +108,11 @@ class ParameterGathers:
             self._make_gathers(group, choosers[key], reducer.transport, progress)
         self._follow_loads(chunks)
         self._updates = WatchedUpdates(self.lossy, optimizer)
-        said = [chooser.explain() for chooser in choosers.values()]
-        said += [f"raw, {reason}" for reason in dict.fromkeys(reasons) if reason not in SILENT]
-        if said and method != RAW:
-            self.lines = [f"parameters.method={method}: {'; '.join(said)}"]
+        explained = [chooser.explain() for chooser in choosers.values()]
+        different_reasons = dict.fromkeys(reasons)
+        explained += [f"raw, {reason}" for reason in different_reasons if reason not in SILENT]
+        if explained and method != RAW:
+            self.lines = [f"parameters.method={method}: {'; '.join(explained)}"]
             if dist.get_rank() == 0:
                 logger.info(self.lines[0])
 
@@ -159,7 +160,7 @@ class ParameterGathers:
             return None
         if not enabled:
             for gather in gathers:
-                gather.release()
+                gather.release()  # it does not see the raw gather that follows
             return None
         return [gather.start(step) for gather in gathers]
 
@@ -194,6 +195,7 @@ class ParameterGathers:
         ]
 
         def count(waited_s: float) -> None:
+            """Records the wait when Megatron has waited."""
             self.waited_s += waited_s
             self._sink.record_stage(GatherRecord.WAIT, waited_s)
 
@@ -290,9 +292,10 @@ def _on_gpu(group: GroupBuckets) -> str | None:
 
 
 def _in_lanes(config: SparseConfig, reducer: GradientReducer) -> SparseConfig:
-    """With `per_node=auto` at level `node`, parameters take the way of the gradients."""
+    """Returns the config; at level `node` its `per_node=auto` is `always`, as for gradients."""
     level = reducer.level_groups
-    if level is None or level.level != NODE or config.parameters.per_node != "auto":
+    is_node_level = level is not None and level.level == NODE
+    if not is_node_level or config.parameters.per_node != "auto":
         return config
     return replace(config, parameters=replace(config.parameters, per_node="always"))
 

@@ -110,7 +110,8 @@ class WatchedUpdates:
         for link in chain_of(optimizer):
             spans = optimizer_spans(link)
             # Only the gathers of buckets that this optimizer of the chain changes.
-            gathers = [b.gather for b in buckets if _elements_in(b.gather.own_shard, spans)]
+            gathers = [bucket.gather for bucket in buckets]
+            gathers = [gather for gather in gathers if _elements_in(gather.own_shard, spans)]
             if gathers:
                 setattr(link, UPDATE, _watched(getattr(link, UPDATE), gathers))
                 self._watched.append(link)
@@ -143,7 +144,7 @@ def chain_of(optimizer: Any) -> list[Any]:
     """
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is not None:
-        return [leaf for each in chained for leaf in chain_of(each)]
+        return [leaf for inner in chained for leaf in chain_of(inner)]
     return [optimizer] if hasattr(optimizer, UPDATE) else []
 
 

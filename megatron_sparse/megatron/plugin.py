@@ -267,7 +267,7 @@ class Plugin:
         result = original(*args, **kwargs)
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
-        folder = getattr(_arguments(), bound.arguments["load_arg"])
+        folder = getattr(_arguments(), bound.arguments["load_arg"])  # it names an argument
         iteration = result[0]
         if folder and iteration and self.attachment is not None:
             checkpoint.load(self.attachment, _loaded_folder(folder, iteration), iteration)

@@ -78,7 +78,7 @@ def _layers(config: RunConfig, stages: int) -> list[str]:
     """The kinds of each layer of the first stage: attention (*), MLP (-)."""
     pattern = config.megatron.get("hybrid_layer_pattern")
     if pattern is not None:
-        return list(pattern.split("|")[0])
+        return list(pattern.split("|")[0])  # | separates pipeline stages
     return ["*-"] * (config.model.num_layers // stages)
 
 

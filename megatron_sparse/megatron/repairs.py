@@ -40,8 +40,8 @@ def apply() -> None:
         optimizer: Any = optimizers.DistributedOptimizer
         state_dict, load_state_dict = optimizer.state_dict, optimizer.load_state_dict
         # Those without the distributed optimizer, and their methods.
-        whole: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
-        sharded = [kind.sharded_state_dict for kind in whole]
+        unsharded: list[Any] = [FP32Optimizer, Float16OptimizerWithFloat16Params]
+        sharded_state_dicts = [kind.sharded_state_dict for kind in unsharded]
     except (ImportError, AttributeError) as error:
         raise HostError(
             "this Megatron cannot be repaired",
@@ -57,7 +57,7 @@ def apply() -> None:
     if adam_is_torch and not hasattr(load_state_dict, _MARK):
         optimizer.state_dict = with_state(state_dict)
         optimizer.load_state_dict = _marked(with_own_steps(without_grad(load_state_dict)))
-    for kind, sharded_state_dict in zip(whole, sharded, strict=True):
+    for kind, sharded_state_dict in zip(unsharded, sharded_state_dicts, strict=True):
         if not hasattr(sharded_state_dict, _MARK):
             kind.sharded_state_dict = _marked(with_sgd_state(sharded_state_dict))
 

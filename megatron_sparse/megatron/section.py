@@ -34,7 +34,7 @@ TITLE = "the megatron: section cannot be used"
 
 
 def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
-    """What is wrong by the names of the section's keys alone."""
+    """The errors that each key of the section shows by itself; without an import of megatron."""
     section = config.megatron
     found: list[MegatronSparseError] = [*arguments.owned_errors(section)]
     if config.plugin:
@@ -48,6 +48,7 @@ def quick_errors(config: RunConfig) -> list[MegatronSparseError]:
                 remedy="install it, or leave the key out",
             )
             for name, value in section.items()
+            # As the value of transformer_impl, or by a flag of its own.
             if value == "transformer_engine" or (value and name in _OF_TRANSFORMER_ENGINE)
         ]
     found += [
@@ -108,16 +109,16 @@ def check(
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}
     variables |= {"RANK": "0", "WORLD_SIZE": str(ranks)}
     # Without the section: the arguments as parsed, and after Megatron's validation.
-    given, without = vars(parser.parse_args(words)), _validated(words, variables)
-    if isinstance(without, ConfigError):
+    parsed, baseline = vars(parser.parse_args(words)), _validated(words, variables)
+    if isinstance(baseline, ConfigError):
         raise_together(TITLE, found)
-        raise without
+        raise baseline
     # What our keys set and the validation keeps: no key of the section may change it. What Megatron
     # computes may follow from the section, as the width of an MLP from `swiglu`.
     owned = {_DATA: "data.prefix"} | {
         dest: key
         for dest, key in arguments.owned_dests(parser).items()
-        if given[dest] == without.get(dest)
+        if parsed[dest] == baseline.get(dest)
     }
 
     def errors(keys: list[str]) -> list[MegatronSparseError]:
@@ -132,19 +133,22 @@ def check(
         return [
             ConfigError(
                 f"{name} changes what {key} has set",
-                expected=without.get(dest),
+                expected=baseline.get(dest),
                 got=validated.get(dest),
                 remedy=f"leave it out, and set {key}",
             )
             for dest, key in owned.items()
-            if key not in told and validated.get(dest) != without.get(dest)
+            if key not in told and validated.get(dest) != baseline.get(dest)
         ]
 
     fitting: list[str] = []
     wrong: dict[str, list[MegatronSparseError]] = {}
 
     def fit(keys: list[str]) -> None:
-        """Adds those that fit to `fitting`, in order, and the errors of the others to `wrong`."""
+        """Adds keys that fit to `fitting`, in order, and the errors of the others to `wrong`.
+
+        Halves a list that does not fit, until each wrong key stands alone.
+        """
         refused = errors([*fitting, *keys])
         if not refused:
             fitting.extend(keys)
@@ -156,10 +160,10 @@ def check(
 
     if section:
         fit(list(section))
-    again = [key for key in wrong if owners[key] is None]
+    to_retry = [key for key in wrong if owners[key] is None]
     wrong.clear()
     # A key that failed may need another that comes behind it: try once more beside all that fit.
-    for key in again:
+    for key in to_retry:
         fit([key])
     found += itertools.chain.from_iterable(wrong.values())
     raise_together(TITLE, found)
@@ -205,8 +209,8 @@ def _check_layers(config: Any) -> None:
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    split = config.num_moe_experts and config.tensor_model_parallel_size > 1
-    assert config.sequence_parallel or not split, (
+    has_split_experts = config.num_moe_experts and config.tensor_model_parallel_size > 1
+    assert config.sequence_parallel or not has_split_experts, (
         "experts with tensor parallelism need sequence_parallel"
     )
     if config.transformer_impl == "local":

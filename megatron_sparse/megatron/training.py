@@ -39,7 +39,7 @@ _KNOWN_NOISE = (
 def _own_lines() -> Iterator[None]:
     """Shows what the plugin logs from INFO on, once, whatever handlers Megatron gives the root."""
     logger, handler = logging.getLogger("megatron_sparse"), logging.StreamHandler()
-    before = logger.level, logger.propagate
+    level_before, propagate_before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.INFO)
@@ -47,8 +47,8 @@ def _own_lines() -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.setLevel(level_before)
+        logger.propagate = propagate_before
 
 
 @_own_lines()

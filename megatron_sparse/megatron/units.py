@@ -167,11 +167,11 @@ def may_repeat_or_skip(optimizer: Any) -> bool:
     """
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-    def skips(each: Any) -> bool:
-        config = getattr(each, "config", None)
+    def may_skip(single: Any) -> bool:
+        config = getattr(single, "config", None)
         limit = getattr(config, "grad_norm_skip_threshold", math.inf)
-        return is_fp16(each) or math.isfinite(limit)
+        return is_fp16(single) or math.isfinite(limit)
 
     if get_rerun_state_machine().get_mode() is not RerunMode.DISABLED:
         return True
-    return any(map(skips, [optimizer, *getattr(optimizer, "chained_optimizers", ())]))
+    return any(map(may_skip, [optimizer, *getattr(optimizer, "chained_optimizers", ())]))
