@@ -210,14 +210,14 @@ class Layout:
         ranges = sorted({*segments, *pieces})
         segment_kinds = [kinds[piece] for piece in _intervals_around(pieces, segments)]
         # An empty bucket has no segments: each of its shards begins and ends at 0.
-        firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
+        shard_firsts = [segments.index(start) for start in shard_starts] if numel else [0] * shards
         return cls(
             segment_offsets=torch.tensor(segments, dtype=torch.int64),
             segment_keep=torch.tensor([keep for keep, _ in segment_kinds], dtype=torch.uint8),
             segment_lossless=torch.tensor(
                 [lossless for _, lossless in segment_kinds], dtype=torch.uint8
             ),
-            shard_segments=(*firsts, len(segments) - 1),
+            shard_segments=(*shard_firsts, len(segments) - 1),
             range_offsets=torch.tensor(ranges, dtype=torch.int64),
             range_piece=torch.tensor(_intervals_around(pieces, ranges), dtype=torch.int64),
             piece_offsets=torch.tensor(pieces, dtype=torch.int64),
@@ -254,7 +254,7 @@ def _piece_kinds(bucket: Bucket, piece_parameter: Sequence[int]) -> list[tuple[b
             parameter = bucket.parameters[index]
             kinds.append((parameter.keep, parameter.lossless))
         else:
-            kinds.append(kinds[-1] if kinds else (True, False))
+            kinds.append(kinds[-1] if kinds else (True, False))  # padding in front is kept
     return kinds
 
 

@@ -107,7 +107,7 @@ def raise_together(title: str, errors: Sequence[MegatronSparseError]) -> None:
     """Raises all errors in one; a single one as it is, and nothing if there is none.
 
     Args:
-        title: of several.
+        title: begins the error if there are several.
         errors: found in one place, so that the user can mend all of them at once.
 
     Raises:
@@ -127,7 +127,7 @@ def writing(what: object) -> Iterator[None]:
     """Raises a `ConfigError` where the block cannot write its file.
 
     Args:
-        what: is written, as the error names it.
+        what: names what is written, for the error.
     """
     try:
         yield

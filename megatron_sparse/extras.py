@@ -11,7 +11,8 @@ from megatron_sparse.errors import DependencyError
 def is_installed(module: str) -> bool:
     """Whether a module can be found.
 
-    Imports the packages above it, which of `megatron` are no code: CPU mode comes before that.
+    Imports the packages above the module. `megatron` itself holds no code, so the check may come
+    before CPU mode.
     """
     try:
         return find_spec(module) is not None

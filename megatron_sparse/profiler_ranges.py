@@ -37,6 +37,7 @@ def marked(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
+    """Opens torch's range; also an NVTX one on a thread for which torch does not open those."""
     of_this_thread = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     elsewhere = torch.cuda.is_available() and not of_this_thread
     with (

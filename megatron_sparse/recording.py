@@ -234,6 +234,7 @@ class StageTimer:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(len(stages) + 1)]
         for event in events:
             event.record()  # torch creates the event at its first record
+        # A stage ends where the next one begins, so there is an event more than stages.
         self._events += zip(stages, events, events[1:], strict=False)
         return [event.cuda_event for event in events]
 

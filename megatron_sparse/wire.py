@@ -56,6 +56,7 @@ RICE_CHUNK_ENTRIES = 1024
 SUBHEADER_BYTES = 16
 """Of the sub-header of a blocks or a Rice record."""
 _RICE_GROUP, _RICE_PLANE = 128, 32
+"""Quantised values that share a scale of one word; values of which one word holds one bit each."""
 
 
 def payload_bytes[T: (int, torch.Tensor)](
@@ -108,6 +109,7 @@ def rice_parameter(numel: int, nnz: int) -> int:
         >>> rice_parameter(100, 1)
         6
     """
+    # The binary logarithm, rounded down, of about the mean gap of entries; 0 at least.
     return max((max(numel - nnz - 1, 0) // nnz).bit_length() - 1, 0)
 
 
@@ -129,7 +131,8 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
     words = 0
     if entries:
         filled, r = min(chunks, entries), rice_parameter(numel, entries)
-        # With one r for all chunks; a chunk's own r has no longer a worst case.
+        # r + 1 bits an entry, and the unary parts. With one r for all chunks; the worst case with a
+        # chunk's own r is no longer.
         index_bits = entries * (r + 1) + ((numel - entries) >> r)
         # Each filled chunk rounds up at most log2_span - 1 planes of remainders and its unary
         # part, each by less than a word.
@@ -141,7 +144,7 @@ def rice_payload_bytes(numel: int, nnz: int, value_dtype: int, log2_span: int) -
 def _most_value_words(nnz: int, chunks: int, value_dtype: int) -> int:
     """Words of values that lie in this many chunks, at most."""
     if value_dtype in RICE_BITS:
-        planes = nnz // _RICE_PLANE + chunks
+        planes = nnz // _RICE_PLANE + chunks  # each chunk rounds up
         return nnz // _RICE_GROUP + chunks + RICE_BITS[value_dtype] * planes
     return nnz if VALUE_BYTES[value_dtype] == 4 else nnz // 2 + chunks
 

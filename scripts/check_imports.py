@@ -47,11 +47,10 @@ def circles(package_dir: Path) -> list[list[str]]:
         graph = grimp.build_graph(PACKAGE, cache_dir=None)
     finally:
         sys.path.remove(str(package_dir.parent))
-    imports = nx.DiGraph(
-        (importer, imported)
-        for importer in graph.modules
-        for imported in graph.find_modules_directly_imported_by(importer)
-    )
+    imports = nx.DiGraph()
+    for importer in graph.modules:
+        imported = graph.find_modules_directly_imported_by(importer)
+        imports.add_edges_from((importer, module) for module in imported)
     groups = nx.strongly_connected_components(imports)
     return sorted(sorted(group) for group in groups if len(group) > 1)
 

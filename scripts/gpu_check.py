@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def refuse_without_gpu() -> None:
-    """Exits where there is no torch (2) or no GPU (3)."""
+    """Exits without torch (2) or GPU (3); else prints versions, sets the build's architecture."""
     try:
         import torch
     except ImportError:
@@ -208,12 +208,13 @@ def run_stages(stages: list[Stage], given: argparse.Namespace) -> int:
     for stage in stages:
         print(f"[{time.monotonic() - begin_s:4.0f} s] {stage.name}", flush=True)
         log = folder / f"{stage.name}.log"
-        said = run_stage(stage, log, folder, given.rehearse)
+        problem = run_stage(stage, log, folder, given.rehearse)
         print(f"         {last_line(log)}", flush=True)
-        if said:
+        if problem:
             failed.append(stage.name)
+            # Failures of tests have been printed already.
             end = "" if stage.tests else log.read_text(errors="replace")[-MOST_SHOWN:]
-            print(f"{end}\n{stage.name} FAILED: {said}", flush=True)
+            print(f"{end}\n{stage.name} FAILED: {problem}", flush=True)
         with tarfile.open(given.out / f"gpu-{folder.name}.tar.gz", "w:gz") as archive:
             archive.add(folder, folder.name)
     for stage in stages:
@@ -305,7 +306,7 @@ def json_path(part: int | None = None) -> Path:
 
 
 def bench_speed(rehearse: bool) -> list[int]:
-    """Does every path of the presets give the CPU's bits, and at what share of a copy's speed?"""
+    """Compares the presets' paths with the CPU's bits and a copy's speed; returns each `wrong`."""
     from megatron_sparse.bench.codec import codecs, parameters
     from megatron_sparse.bench.codec.options import CodecSweep, ParameterSweep
 
@@ -324,6 +325,7 @@ def bench_speed(rehearse: bool) -> list[int]:
     ):
         wrong += [row.wrong for row in codecs.run(sweep, json_path(part))]
     moves = {"rates": (1e-4,), "device": shared["device"]}
+    # The three sweeps above have written the parts 0 to 2.
     for part, size in enumerate((2**16,) if rehearse else (2**26, 2**28, 2**30), start=3):
         sweep = ParameterSweep(elements=size // 2, iters=1 if rehearse else 5, **moves)
         wrong += [row.wrong for row in parameters.run(sweep, json_path(part))]
@@ -331,7 +333,7 @@ def bench_speed(rehearse: bool) -> list[int]:
 
 
 def bench_hashing(rehearse: bool) -> list[int]:
-    """ZEN's formats and row-sparse records."""
+    """Measures ZEN's formats and row-sparse records; returns each row's `wrong`."""
     from megatron_sparse.bench.codec.codecs import run
     from megatron_sparse.bench.codec.options import CodecSweep
 
@@ -343,7 +345,7 @@ def bench_hashing(rehearse: bool) -> list[int]:
 
 
 def bench_bucket(rehearse: bool, nccl_engine: bool = False) -> list[int]:
-    """A bucket from gradient to sum: floor, host time, waits, overlap."""
+    """Measures a bucket from gradient to sum: floor, host time, waits; returns each `wrong`."""
     from megatron_sparse.bench.exchange.bucket import run
     from megatron_sparse.bench.exchange.options import BucketSweep
 

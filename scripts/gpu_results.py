@@ -92,21 +92,23 @@ def rows_of(archive: Path) -> Iterator[dict[str, Any]]:
 
 
 def answers(rows: list[dict[str, Any]]) -> dict[tuple[str, str, int], Answer]:
-    """By op, format and size of the gradient or parameters."""
-    found, bytes_us = {}, {}
-    for row in (row for row in rows if "op" in row):
-        size = row["count"] * 4
+    """Answers by op, format or coder, and bytes of the gradient or the parameters."""
+    found, copied_bytes_per_us = {}, {}
+    codec_rows = [row for row in rows if "op" in row]
+    for row in codec_rows:
+        size = row["count"] * 4  # fp32
         share = 0.0 if row["wrong"] else 1 / row["ratio"]
         found[row["op"], row["format"], size] = Answer(row["wrong"], row["time_us"] or 0.0, share)
         if row["copy_us"]:
-            bytes_us[size] = row["bytes_moved"] / row["copy_us"]
-    for row in (row for row in rows if "coder" in row):
+            copied_bytes_per_us[size] = row["bytes_moved"] / row["copy_us"]
+    parameter_rows = [row for row in rows if "coder" in row]
+    for row in parameter_rows:
         size = row["numel"] * BF16_BYTES
         # Each way reads or writes both numbers and the record.
         moved = row["numel"] * (2 * BF16_BYTES + row["bits"] / 8)
         for op in ("encode", "decode"):
-            time_us = size / row[f"{op}_gbps"] / 1e3
-            share = moved / time_us / bytes_us[size]
+            time_us = size / row[f"{op}_gbps"] / 1e3  # 1 GB/s is 1e3 bytes a microsecond
+            share = moved / time_us / copied_bytes_per_us[size]
             found[op, row["coder"], size] = Answer(row["wrong"], time_us, share)
     return found
 

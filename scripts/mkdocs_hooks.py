@@ -40,6 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     source_dir = os.path.dirname(sources.get(here, f"docs/{here}"))
 
     def adapted(match: re.Match[str]) -> str:
+        """The link with a target that works on the site; its text alone if the site lacks it."""
         picture, text, target, anchor = match.groups(default="")
         if "://" in target:
             return match[0]
@@ -52,5 +53,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             f"{picture}[{text}]({os.path.relpath(in_site, os.path.dirname(here) or '.')}{anchor})"
         )
 
-    parts = _CODE.split(markdown)
+    parts = _CODE.split(markdown)  # every second part is code
     return "".join(part if i % 2 else _LINK.sub(adapted, part) for i, part in enumerate(parts))

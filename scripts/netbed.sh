@@ -233,6 +233,7 @@ make_hosts() {
 # start_rank RANK: starts it in the background; when it ends it writes "RANK CODE" to `ends`.
 start_rank() {
   local rank=$1 node=$(($1 * nodes / ranks)) first last code=0 out=1 err=$terminal
+  # The first rank of this host, and of the next one.
   first=$(((node * ranks + nodes - 1) / nodes))
   last=$((((node + 1) * ranks + nodes - 1) / nodes))
   if [ "$rank" -gt 0 ]; then

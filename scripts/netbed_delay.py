@@ -27,6 +27,7 @@ BATCH = 64
 def tap(name: str) -> int:
     """Makes a TAP device; returns its file."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    # The kernel's `struct ifreq`: name, flags, padding.
     request = struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
     fcntl.ioctl(file, TUNSETIFF, request)
     fcntl.ioctl(file, TUNSETOFFLOAD, CSUM_TSO4_TSO6)
@@ -36,6 +37,7 @@ def tap(name: str) -> int:
 def carry(delay_s: float, ends: dict[int, int]) -> None:
     """Carries packets for ever: `ends` has the other end's file for each end's."""
     files = list(ends)
+    # (time of arrival, the file to write to, packet), the earliest first.
     late: deque[tuple[float, int, bytes]] = deque()
     while True:
         wait_s = max(0.0, late[0][0] - time.monotonic()) if late else None

@@ -141,7 +141,7 @@ export SLURM_CONF='$dir/slurm.conf' PATH='$dir/bin':"\$PATH"
 ENV
 }
 
-# wait_until COMMAND...
+# wait_until COMMAND...: until it succeeds; after READY_S seconds prints the logs' ends, returns 1
 wait_until() {
   local tries=$((READY_S * 10))
   until "$@" >/dev/null 2>&1; do

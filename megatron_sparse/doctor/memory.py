@@ -367,7 +367,7 @@ def _workspace(
 ) -> int:
     """Bytes of the encoders' scratch memory: one may encode a selection while another does a sum.
 
-    Samples of thresholds take less, but in small models.
+    Samples of thresholds take less, except in small models.
 
     Args:
         config: as of `taken_on_virtual_ranks`.

@@ -103,16 +103,16 @@ class Chart:
 
 
 def _cleaned(text: str, prefix: str) -> str:
-    """The `<svg>` element alone, with ids that are unique in the page."""
+    """The `<svg>` element alone; its ids, and references to them, begin with `prefix`."""
     text = text[text.index("<svg") :]
     # A style sheet inside would apply to the whole page.
     text = re.sub(r"<style.*?</style>", "", text, count=1, flags=re.DOTALL)
+
+    def with_prefix(tag: re.Match[str]) -> str:
+        return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag.group())
+
     # Only inside tags: the user's text stays as it is.
-    return re.sub(
-        r"<[^>]+>",
-        lambda tag: re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", tag.group()),
-        text,
-    )
+    return re.sub(r"<[^>]+>", with_prefix, text)
 
 
 _VARIABLES = {colour.light: f"var(--{colour.name})" for colour in theme.COLOURS}
@@ -123,6 +123,7 @@ def _themed(text: str, title: str) -> str:
     """The `<svg>` element in the page's colours, font and width; screen readers get the title."""
 
     def in_variables(tag: re.Match[str]) -> str:
+        """The tag with the page's CSS variables in place of its colours."""
         return _COLOUR.sub(lambda colour: _VARIABLES[colour.group()], tag.group())
 
     text = re.sub(r"<[^>]+>", in_variables, text)

@@ -44,7 +44,7 @@ _STYLES = {
 
 
 def render(progress: RunProgress, columns: int) -> RenderableType:
-    """The view.
+    """Lays out the view: the run's progress, its stages with their shares, and its traffic.
 
     Args:
         progress: progress with at least one iteration.
@@ -115,7 +115,7 @@ def run(folder: Path, columns: int | None) -> None:
 
 
 def _tail(path: Path) -> list[IterationBreakdown]:
-    """The iterations in a file's last `TAIL_BYTES`; damaged lines are left out, as in reports."""
+    """The iterations in a file's last `TAIL_BYTES`; leaves out lines that are damaged or cut."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
@@ -128,7 +128,7 @@ def _tail(path: Path) -> list[IterationBreakdown]:
 def follow(folder: Path, columns: int | None) -> None:
     """Draws the view until the run's last iteration, or Ctrl-C.
 
-    On a terminal it stays in its place; into a pipe or file each is written below the one before.
+    On a terminal it stays in its place; in a pipe or file each view follows the one before.
 
     Args:
         folder: the run's folder; it may have no iteration yet.
@@ -145,7 +145,7 @@ def follow(folder: Path, columns: int | None) -> None:
             got="a folder without it" if folder.is_dir() else "no such folder",
             remedy="name the folder that training printed",
         )
-    drawn: int | None = None
+    drawn: int | None = None  # the iteration that the view shows
     with ExitStack() as screen:
         live = None
         if console.is_terminal:

@@ -79,7 +79,10 @@ def run(folders: Sequence[Path], outputs: Sequence[Path]) -> list[Path]:
         DependencyError: matplotlib is missing.
     """
     # Once each: the baseline may be named before the folder that it is in.
-    folders = list({run.resolve(): run for folder in folders for run in _runs_of(folder)}.values())
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        found |= {run_folder.resolve(): run_folder for run_folder in _runs_of(folder)}
+    folders = list(found.values())
     is_table = {path: path.suffix.lower() == ".csv" for path in outputs}
     if not all(is_table.values()) and len(folders) > MOST_RUNS:
         raise ConfigError(
@@ -109,9 +112,9 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     """The sections of the page, in reading order."""
     charts = run_charts.charts_of(runs)
     for one in runs:
-        for name, more in run_charts.charts_of_run(one, runs).items():
-            charts.setdefault(name, []).extend(more)
-    charts["exposed"] += charts["iteration"]
+        for section_name, of_run in run_charts.charts_of_run(one, runs).items():
+            charts.setdefault(section_name, []).extend(of_run)
+    charts["exposed"] += charts["iteration"]  # one section shows both
     for found in charts.values():
         # Of several runs, the same chart of each side by side.
         kinds = list(dict.fromkeys(chart.kind for chart in found))
@@ -119,6 +122,7 @@ def sections_of(runs: Sequence[RunData]) -> list[Section]:
     delayed = [one for one in runs if one.readiness]
 
     def section(name: str, title: str, **rest: Any) -> Section:
+        """A section with all charts that were found for its name."""
         return Section(name, title, charts=charts.get(name, []), **rest)
 
     return [
@@ -177,11 +181,10 @@ def render(runs: Sequence[RunData], sections: Sequence[Section]) -> str:
     page = Environment(autoescape=True, undefined=StrictUndefined).from_string(
         (source / "page.html.j2").read_text(encoding="utf-8")
     )
-    gaps = [
-        gap if len(runs) == 1 else f"{run_charts.label_of(one, runs)}: {gap}"
-        for one in runs
-        for gap in one.gaps
-    ]
+    gaps: list[str] = []
+    for one in runs:
+        prefix = "" if len(runs) == 1 else f"{run_charts.label_of(one, runs)}: "
+        gaps += [prefix + gap for gap in one.gaps]
     return page.render(
         title=" and ".join(one.name for one in runs) if len(runs) < 3 else f"{len(runs)} runs",
         colours=theme.COLOURS,

@@ -66,6 +66,7 @@ def run(
 
 
 def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
+    """The kind of gradients to read, from the flags --kind and --density; refuses wrong ones."""
     if density is not None:
         in_range("--density", density, 0, 1, low_open=True)
         if kind == Kind.SELECTED:
@@ -79,8 +80,8 @@ def _kind(dump: GradientDump, kind: str | None, density: float | None) -> Kind:
         one_of("--kind", kind, tuple(Kind))
         return Kind(kind)
     first = dump.iterations[0]
-    found = {k for bucket in dump.buckets for k in dump.kinds(first, bucket)}
-    return Kind.SELECTED if Kind.SELECTED in found else Kind.GRADIENT
+    has_selected = any(Kind.SELECTED in dump.kinds(first, bucket) for bucket in dump.buckets)
+    return Kind.SELECTED if has_selected else Kind.GRADIENT
 
 
 def _listed(iterations: Sequence[int]) -> str:
@@ -124,6 +125,7 @@ def samples_of(dump: GradientDump, kind: Kind, density: float | None = None) -> 
 
 
 def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
+    """Measures one bucket in one iteration; `gradients` has one tensor for each rank."""
     numel = gradients[0].numel()
     elements = [nonzero_elements(gradient) for gradient in gradients]
     return Sample(
@@ -138,15 +140,13 @@ def _sample(iteration: int, name: str, gradients: list[torch.Tensor]) -> Sample:
 
 
 def _together(iteration: int, name: str, members: list[Sample]) -> Sample:
-    """The buckets of one group as one."""
-    n, numel = len(members[0].elements), sum(sample.numel for sample in members)
-    starts = np.cumsum([0, *(sample.numel for sample in members)])
-    elements = [
-        np.concatenate(
-            [m.elements[rank] + start for m, start in zip(members, starts, strict=False)]
-        )
-        for rank in range(n)
-    ]
+    """The sample of a group's buckets laid one behind the other, as if they were one bucket."""
+    ranks, numel = len(members[0].elements), sum(sample.numel for sample in members)
+    starts = np.cumsum([0, *(sample.numel for sample in members[:-1])])
+    placed = list(zip(members, starts, strict=True))
+    elements = []
+    for rank in range(ranks):
+        elements.append(np.concatenate([m.elements[rank] + start for m, start in placed]))
     contiguous, hashed = members[0].contiguous, members[0].hashed
     for member in members[1:]:
         contiguous, hashed = contiguous + member.contiguous, hashed + member.hashed

@@ -39,8 +39,9 @@ MOST_BUCKETS = 16
 def charts_of(runs: Sequence[RunData]) -> dict[str, list[Chart]]:
     """The charts that the runs have data for, by section."""
     sending = [run for run in runs if run.iterations.dense_bytes.any()]
+    has_loss = any(np.isfinite(run.iterations.loss).any() for run in runs)
     found = {
-        "loss": [_loss(runs)] if any(np.isfinite(r.iterations.loss).any() for r in runs) else [],
+        "loss": [_loss(runs)] if has_loss else [],
         "bytes": [_wire_ratio(sending)] if sending else [],
         "exposed": _exposed_share(runs),
         "iteration": [_iteration_time(runs)],
@@ -61,10 +62,11 @@ def _lengths(runs: Sequence[RunData]) -> list[int]:
 
 
 def _lines(axes: Axes, runs: Sequence[RunData], values: Sequence[np.ndarray]) -> None:
+    """Draws a line of `values` for each run, marks its target density, and adds the legend."""
     handles = []
     for run, value in zip(runs, values, strict=True):
         x, y = thinned(run.iterations.number, value)
-        single = np.isfinite(y).sum() == 1
+        single = np.isfinite(y).sum() == 1  # a line of one point shows only with a marker
         handles += axes.plot(
             x, y, color=theme.of_run(run.index).light, marker="o" if single else None
         )
@@ -144,12 +146,14 @@ def _iteration_time(runs: Sequence[RunData]) -> Chart:
 
 
 def _delays(runs: Sequence[RunData]) -> Chart:
+    """The chart of how the last rank's delays are distributed, a line for each run."""
+
     def draw(axes: Axes) -> None:
         handles = []
         for run in runs:
             records = [record for of_bucket in run.readiness.values() for record in of_bucket]
             delays_s = [delay_s(record.ready_s) for record in records]
-            fractions = np.linspace(0, 1, 200)
+            fractions = np.linspace(0, 1, 200)  # the points of the line
             (handle,) = axes.plot(
                 np.quantile(delays_s, fractions) * 1e3,
                 fractions,
@@ -175,15 +179,16 @@ def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart
     """
 
     def mark(axes: Axes) -> None:
+        """Marks where the target density begins, and ends the axis where the longest run does."""
         mark_target(axes, run.iterations.target_begins)
-        # The same scales for all runs.
         first, last = (axes.get_xlim()[0], max(one.iterations.number[-1] for one in runs))
         axes.set_xlim(first, max(last, axes.get_xlim()[1]))
 
+    # The same scales for all runs.
     top = max(one.exposed.top() for one in runs)
-    slowest_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
+    top_ms = max(float(np.percentile(one.iterations.iteration_ms, 98)) for one in runs) * 1.15
     by_bucket = exposed.chart(run.exposed, len(run.iterations.number), top, mark)
-    breakdown = _breakdown(run, slowest_ms, mark)
+    breakdown = _breakdown(run, top_ms, mark)
     profiles = [profile for one in runs for profile in one.profiles.values()]
     found = {
         "exposed": [chart for chart in (by_bucket, breakdown) if chart is not None],
@@ -202,6 +207,7 @@ def charts_of_run(run: RunData, runs: Sequence[RunData]) -> dict[str, list[Chart
 
 
 def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
+    """The chart of the training thread's stages; its scale ends at `top` milliseconds."""
     columns = run.iterations
 
     def draw(axes: Axes) -> None:
@@ -211,7 +217,7 @@ def _breakdown(run: RunData, top: float, mark: Callable[[Axes], None]) -> Chart:
         thin = {stage: thinned(columns.number, value) for stage, value in stages.items()}
         stacked_areas(
             axes,
-            thin[REST][0],
+            thin[REST][0],  # all stages have the same x
             {stage: y for stage, (_, y) in thin.items()},
             [theme.STAGES[stage].light for stage in thin],
             top,
@@ -233,28 +239,29 @@ def slowest(run: RunData, most: int) -> list[BucketMedians]:
 
 
 def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
+    """The chart of the slowest buckets' stages, with predicted times if there are any."""
     shown = slowest(run, MOST_BUCKETS)
     predicted = any(bucket.predicted_us is not None for bucket in shown)
     # Bars and scales of all runs are alike.
     shown_of = [slowest(one, MOST_BUCKETS) for one in runs]
-    places = max(map(len, shown_of))
-    times_us = [max(b.measured_us, b.predicted_us or 0.0) for of in shown_of for b in of]
+    bar_count = max(map(len, shown_of))
+    times_us = [max(b.measured_us, b.predicted_us or 0.0) for buckets in shown_of for b in buckets]
 
     def draw(axes: Axes) -> None:
-        parts = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
-        stacked_bars(axes, [short(bucket.name) for bucket in shown], parts, BUCKET_STAGES)
+        stages_ms = [{s: us / 1e3 for s, us in bucket.stage_us.items()} for bucket in shown]
+        stacked_bars(axes, [short(bucket.name) for bucket in shown], stages_ms, BUCKET_STAGES)
         if predicted:
-            known = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
+            diamonds = [(i, b.predicted_us / 1e3) for i, b in enumerate(shown) if b.predicted_us]
             axes.plot(
-                [time_ms for _, time_ms in known],
-                [place for place, _ in known],
+                [time_ms for _, time_ms in diamonds],
+                [place for place, _ in diamonds],
                 marker="D",
                 linestyle="none",
                 markersize=4,
                 color=theme.INK.light,
                 label="predicted",
             )
-        axes.set_ylim(max(places, 2) - 0.5, -0.5)
+        axes.set_ylim(max(bar_count, 2) - 0.5, -0.5)  # the first bar on top
         axes.set_xlim(0, max(times_us) / 1e3 * 1.05 or 1.0)
         legend_below(axes, 4)
 
@@ -264,12 +271,12 @@ def _buckets(run: RunData, runs: Sequence[RunData]) -> Chart:
     note = f"{few}, medians of the last {count} iterations." + (
         " The diamond is the planner's predicted time of all stages." if predicted else ""
     )
-    height_in = AXIS_IN + 0.2 + BAR_IN * max(places, 2)
+    height_in = AXIS_IN + 0.2 + BAR_IN * max(bar_count, 2)
     return Chart("buckets", "Buckets, stage by stage (ms)", note, draw, height_in)
 
 
 def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]]) -> None:
-    """A line for each bucket: coloured if there are enough colours for all, else grey."""
+    """Draws a line (y by x, in `values`) for each bucket: grey if there are too few colours."""
     for index, (name, points) in enumerate(zip(run.profiles, values, strict=True)):
         named = len(values) <= len(theme.SERIES)
         axes.plot(
@@ -287,7 +294,9 @@ def _profile_lines(axes: Axes, run: RunData, values: Sequence[dict[int, float]])
 
 
 def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
-    highest = max(p.sum_density(k) for p in profiles for k in p.densification)
+    """The chart of a run's densities; `profiles`, of all runs, give its scale."""
+    densities = [profile.sum_density(k) for profile in profiles for k in profile.densification]
+    highest = max(densities)
 
     def draw(axes: Axes) -> None:
         values = [
@@ -296,7 +305,7 @@ def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
         ]
         _profile_lines(axes, run, values)
         axes.set(xlabel="ranks in the sum", ylabel="non-zero %")
-        axes.set_ylim(0, highest * 105)
+        axes.set_ylim(0, highest * 105)  # in percent, with 5 % above
 
     note = (
         "Density of the sum of k ranks' gradients, sampled by the planner (ZEN, definition 4): "
@@ -306,7 +315,9 @@ def _densification(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
 
 
 def _skewness(run: RunData, profiles: Sequence[SparsityProfile]) -> Chart:
-    highest = max((s for p in profiles for s in p.skewness.values()), default=1.0)
+    """The chart of a run's skewness; `profiles`, of all runs, give its scale."""
+    values = [skewness for profile in profiles for skewness in profile.skewness.values()]
+    highest = max(values, default=1.0)
 
     def draw(axes: Axes) -> None:
         _profile_lines(axes, run, [profile.skewness for profile in run.profiles.values()])

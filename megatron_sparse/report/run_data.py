@@ -156,7 +156,7 @@ def load_breakdown(folder: Path, gaps: list[str]) -> tuple[list[IterationBreakdo
         ConfigError: the folder is not a run's, holds no complete iteration, or was written by a
             version whose lines have other fields.
     """
-    path, damaged = folder / BREAKDOWN_FILE, []
+    path, damaged = folder / BREAKDOWN_FILE, []  # receives numbers of damaged lines
     history = RunHistory()
     try:
         lines = [IterationBreakdown.of_line(line) for line in read_lines(path, damaged)]
@@ -257,7 +257,7 @@ def _load_plan(
             for name, row in rows.items()
             if row.get("profile")
         }
-    return {}, {}
+    return {}, {}  # the file is damaged
 
 
 def _load_buckets(
@@ -282,10 +282,12 @@ def _load_buckets(
 
 
 def _medians(name: str, lines: list[dict[str, Any]]) -> BucketMedians:
+    """A bucket's medians over those of its lines that have the scheme of the last one."""
     scheme = lines[-1]["scheme"]
     alike = [line for line in lines if line["scheme"] == scheme]
 
     def middle(of: Callable[[dict[str, Any]], float]) -> float:
+        """The median of what `of` takes from each line."""
         return float(median(of(line) for line in alike))
 
     numel = lines[-1]["numel"]

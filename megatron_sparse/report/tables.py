@@ -57,6 +57,7 @@ def summary_table(runs: Sequence[RunData]) -> Table:
     """A column for each run."""
 
     def of(name: str) -> tuple[str, Callable[[RunData], str]]:
+        """The row of one of `QUANTITIES`: its label, and the function that makes a run's cell."""
         quantity = QUANTITIES[name]
         return quantity.label, lambda run: quantity.cell(run.summary)
 
@@ -167,7 +168,7 @@ def _versions(run: RunData) -> str:
 
 
 def _against(baseline: RunData) -> Callable[[RunData], str]:
-    """How long an iteration takes, in iterations of the baseline."""
+    """Makes the function of a run's cell: its iteration's time over that of the baseline."""
     quantity = QUANTITIES["iteration_ms"]
 
     def cell(run: RunData) -> str:
@@ -214,11 +215,12 @@ def bucket_table(run: RunData, runs: Sequence[RunData]) -> Table:
         ],
         [_bucket_row(bucket, run) for bucket in shown],
         note,
-        words=frozenset({0, 2, 8}),
+        words=frozenset({0, 2, 8}),  # bucket, scheme and reason
     )
 
 
 def _bucket_row(bucket: BucketMedians, run: RunData) -> list[str]:
+    """A bucket's cells, in the order of the headers of `bucket_table`."""
     predicted_us = bucket.predicted_us
     return [
         bucket.name,
@@ -278,7 +280,7 @@ def sparsity_table(run: RunData, runs: Sequence[RunData]) -> Table:
 
 
 def straggler_table(runs: Sequence[RunData]) -> Table:
-    """A row for each run that measured delays; of one run alone, its buckets', too."""
+    """A row for each run that measured delays; for one run alone, also one for each bucket."""
     measured = {label_of(run, runs): list(run.readiness.values()) for run in runs}
     if len(runs) == 1:
         measured |= {name: [records] for name, records in runs[0].readiness.items()}
@@ -316,6 +318,7 @@ def write_csv(runs: Sequence[RunData], path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    # Those tables have a column for each run, so their rows are the file's columns.
     columns = [*difference_table(runs).rows, *summary_table(runs).rows]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)

@@ -64,7 +64,7 @@ def register_schema() -> None:
         "groups", lambda: described.groups_help(GROUPS, group_options), replace=True
     )
     OmegaConf.register_new_resolver(
-        "keys",
+        "keys",  # OmegaConf passes the whole configuration as `_root_`
         lambda *, _root_: described.keys_help(OmegaConf.to_container(_root_, resolve=False)),  # type: ignore[arg-type]
         replace=True,
     )

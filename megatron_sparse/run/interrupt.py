@@ -80,7 +80,7 @@ def end_at_once(code: int) -> NoReturn:
 
 @contextmanager
 def saving(enabled: bool) -> Iterator[None]:
-    """Handles SIGINT as above while torch's agent runs; does nothing if not `enabled`.
+    """Handles SIGINT as the module says while torch's agent runs; does nothing if not `enabled`.
 
     Main thread only. The first SIGINT raises the exception on which the agent hands the signal on.
     """
@@ -153,10 +153,10 @@ def end_with_parent() -> None:
 def ending_where_stuck() -> Iterator[None]:
     """In the block Ctrl-C ends this process after `STUCK_S`, also inside a wait of torch's.
 
-    Python raises KeyboardInterrupt only when that returns, and where the other ranks have gone it
-    does not. Main thread only. Does nothing while SIGINT has another handler, as Megatron's.
+    Python raises KeyboardInterrupt only when the wait returns; if the other ranks have gone, it
+    never does. Main thread only. Does nothing while SIGINT has another handler, as Megatron's.
     """
-    signals, written = socket.socketpair()
+    signals, written = socket.socketpair()  # Python writes the number of each signal
     written.setblocking(False)
     before = signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
     left = threading.Event()

@@ -86,7 +86,7 @@ def _launch(config: RunConfig, command: str) -> int:
             remedy="put srun before the command, or set cluster.nodes=1",
         )
     launchers.check_alone(os.environ, config.cluster.ranks_per_node)
-    with ExitStack() as held:
+    with ExitStack() as held:  # holds the lock of the run's folder
         begun = preparation.begin(preparation.decide(config), command, held, in_rank=False)
         if begun is None:
             return 0

@@ -34,7 +34,8 @@ def slurm_ranks(environment: Mapping[str, str]) -> dict[str, str]:
             SLURM_LOCALID is missing.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "RANK" in environment or "SLURM_PROCID" not in environment or tasks == 1:
+    is_task = "SLURM_PROCID" in environment and tasks != 1
+    if "RANK" in environment or not is_task:
         return {}
     if "SLURM_LOCALID" not in environment:
         raise ConfigError(
@@ -85,7 +86,8 @@ def check_alone(environment: Mapping[str, str], ranks: int) -> None:
     """
     tasks = int(environment.get("SLURM_NTASKS", "1"))
     nodes = int(environment.get("SLURM_JOB_NUM_NODES", "1"))
-    if "SLURM_PROCID" in environment and tasks > 1 and (nodes > 1 or tasks != ranks):
+    has_tasks = "SLURM_PROCID" in environment and tasks > 1
+    if has_tasks and (nodes > 1 or tasks != ranks):
         raise ConfigError(
             "this job has tasks that nobody has started",
             expected=f"srun before the command: {tasks} tasks on {nodes} nodes",

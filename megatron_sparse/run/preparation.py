@@ -56,7 +56,7 @@ def decide(config: RunConfig) -> RunConfig:
     if not config.plugin:
         return config
     sparse = config.sparse
-    given = config.compression
+    given = config.compression  # its schedule stays, null included
     compression = dataclasses.replace(
         sparse.compression, warmup_iters=given.warmup_iters, ramp_iters=given.ramp_iters
     )
@@ -309,9 +309,9 @@ def _compiles_first(config: RunConfig) -> str:
 
 
 def describe(config: RunConfig, run_dir: Path, start: Start | None = None) -> str:
-    """The run in three lines; one more each of its choice, its checkpoint, and what is compiled.
+    """The run in words: three lines, and one each for what chooses, compilation and checkpoint.
 
-    Ranks add the parameters.
+    Ranks print the number of parameters later.
     """
     from megatron_sparse.collectives import AUTO
 

@@ -64,7 +64,7 @@ def git_state(checkout: Path) -> dict[str, Any]:
         changed = _git(checkout, "status", "--porcelain", "--untracked-files=no").splitlines()
         return {
             "commit": _git(checkout, "rev-parse", "HEAD").strip(),
-            "changed_files": [line[3:] for line in changed],
+            "changed_files": [line[3:] for line in changed],  # without git's two status letters
         }
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "changed_files": None}

@@ -122,8 +122,8 @@ def write_report(message: str, *, typed: bool) -> None:
 
 
 def read_report(report: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The arguments of `write_report`; None where the agent wrote the report itself.
+    """The message and `typed` that `write_report` was given; None if the agent wrote the report.
 
-    The agent does when a rank ended before it could write one.
+    The agent writes it when a rank ended before it could write one.
     """
     return (report["message"]["message"], report[_TYPED]) if _TYPED in report else None

@@ -84,6 +84,10 @@ def find(config: RunConfig) -> Start:
 
 
 def _find_own(config: RunConfig, own: Path) -> Start:
+    """The start from the newest complete checkpoint below `own`, or from that of `ckpt_step`.
+
+    Its `checkpoint` is None if none is complete.
+    """
     step = config.megatron.get("ckpt_step")
     if step:
         return Start(int(step), _of_step(own, int(step)), own=True)
@@ -105,6 +109,7 @@ def _find_own(config: RunConfig, own: Path) -> Start:
 
 
 def _find_loaded(config: RunConfig, folder: Path) -> Start:
+    """The start from a checkpoint in the folder of `training.load`."""
     starts_anew = bool(config.megatron.get("finetune"))
     step = config.megatron.get("ckpt_step")
     if step:
@@ -133,6 +138,7 @@ def _find_loaded(config: RunConfig, folder: Path) -> Start:
 
 
 def _of_step(folder: Path, step: int) -> Path:
+    """The folder of the checkpoint of one iteration; raises where it is not complete."""
     path = checkpoint(folder, step)
     problem = checkpoint_folder.damage(path)
     if problem is not None:

@@ -42,27 +42,29 @@ class Columns:
             attribute, spec, *title = column.split(maxsplit=2)
             found = re.match(r"([<>])[+]?(\d+)", spec)
             assert found is not None, f"{spec} has no width"
-            blank = found[1] + found[2]
-            self._columns.append((attribute, spec, blank))
-            titles.append(format((title or [attribute])[0].strip(), blank))
+            text_spec = found[1] + found[2]  # alignment and width, for a title or a `-`
+            self._columns.append((attribute, spec, text_spec))
+            titles.append(format((title or [attribute])[0].strip(), text_spec))
         # A left-aligned first column stands behind the header's #.
         self._begin = "  " if self._columns[0][2].startswith("<") else ""
+        # The # takes the place of the first blank.
         self.header = "#" + (self._begin + " ".join(titles).rstrip())[1:]
 
     def line(self, row: object) -> str:
         """A row's line; `-` for None. Noisy rows say how much of the machine others took."""
         cells = []
-        for attribute, spec, blank in self._columns:
+        for attribute, spec, text_spec in self._columns:
             value = _value(row, attribute)
-            cells.append(format("-", blank) if value is None else format(value, spec))
+            cells.append(format("-", text_spec) if value is None else format(value, spec))
         noise = f"  noisy: {row.foreign_load:.0%}" if getattr(row, "noisy", False) else ""  # type: ignore[attr-defined]
         return self._begin + " ".join(cells).rstrip() + noise
 
 
 def _value(row: object, expression: str) -> Any:
-    first, *below = expression.split("/")
+    """A row's attribute, or the ratio `a/b`; None where a part is None or a divisor is 0."""
+    first, *divisors = expression.split("/")
     value = getattr(row, first)
-    for part in below:
+    for part in divisors:
         divisor = float(part) if part[0].isdigit() else getattr(row, part)
         value = None if value is None or not divisor else value / divisor
     return value
@@ -95,6 +97,7 @@ class CellRow:
     COLUMNS: ClassVar[Columns]
 
     def __init_subclass__(cls) -> None:
+        """Makes `COLUMNS` from the cells that the subclass itself declares, if it has any."""
         columns = []
         for name, cell in vars(cls).items():
             text = cell.metadata.get(_COLUMN, "") if isinstance(cell, Field) else ""

@@ -88,7 +88,7 @@ def run_started(config: RunConfig, command: str) -> int:
         _check_size(config)
     store, rank = _meet()
     run_dir = None
-    held = ExitStack()
+    held = ExitStack()  # gets the lock of the run's folder
     try:
         config = preparation.decide(config)
         os.environ.update(preparation.rank_environment(config))
