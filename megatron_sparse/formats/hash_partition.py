@@ -136,6 +136,7 @@ class PermutationHash(PartitionHash):
         """See `PartitionHash`: nothing is stored."""
 
     def _begin(self, partition: int) -> int:
+        # ceil(partition * numel / partitions): floor division of the negative rounds up.
         return -(-partition * self.numel // self.partitions)
 
 
@@ -168,10 +169,10 @@ class IndexSetHash(PartitionHash):
 
     def locate(self, partition: int, elements_K: torch.Tensor) -> torch.Tensor:
         """Where each element stands in the partition's index set; -1 where it is of another."""
-        strangers = self.partition_of(elements_K) != partition
+        is_elsewhere_K = self.partition_of(elements_K) != partition
         index_set = self.index_set(partition, elements_K.device)
         position_K = torch.searchsorted(index_set, elements_K.to(torch.int32))
-        return position_K.masked_fill_(strangers, -1)
+        return position_K.masked_fill_(is_elsewhere_K, -1)
 
     def element_at(self, partition: int, positions_K: torch.Tensor) -> torch.Tensor:
         """The elements at positions of the partition's index set, int64."""

@@ -69,8 +69,8 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_device("encode_moves", "new", new)
     check_flat("encode_moves", "new", new, GRAD_DTYPES)
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
-    room = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype))
-    out = torch.empty(room, dtype=torch.uint8, device=new.device)
+    room_bytes = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype))
+    out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
     size = call("moves_encode", old, new, epoch % 2**32, out)
     # A copy: a view would keep the room alive, which is as large as the numbers.
     return out[: int(size)].clone()
