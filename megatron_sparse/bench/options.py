@@ -159,12 +159,12 @@ def option(
     """Makes a field of an `Options` dataclass that is an option of the command line.
 
     Args:
-        default: as text where there is a `parse`.
+        default: the value without the flag; text for `parse` where there is one.
         help: one line; without it, `among`.
-        parse: makes the value of the flag and its text; None lets Typer do it by the field's type.
+        parse: gets the flag and its text, returns the value; None: Typer reads the field's type.
         flag: such as `--dtype`; that of the field's name where it is left out.
-        among: what the value, or each of its values, may be; None always may.
-        fits: another test of each.
+        among: the allowed values, or a function that returns them; the value None is allowed too.
+        fits: another test of the value, or of each of its values.
         typer_settings: more arguments of `typer.Option`; `min` and `max` are tested too.
     """
     if among is not None and not callable(among):
@@ -180,7 +180,7 @@ def option(
     metadata = {_KEY: _Declared(flag, default, parse, tests, settings)}
     if parse is None or default is None:
         return field(default=default, metadata=metadata)
-    # Read when it is needed: some names are those of a registry.
+    # Parsed only when it is needed: some parsers import a registry for its names.
     return field(default_factory=lambda: parse(flag, default), metadata=metadata)
 
 
@@ -213,7 +213,7 @@ class Options:
     def _declared(self) -> Iterator[Check]:
         """Yields a check for each test of each value; an option without a value has none."""
         for option_field, flag, declared in _options(type(self)):
-            name = flag.partition("/")[0]
+            name = flag.partition("/")[0]  # --peers of --peers/--no-peers
             values = _values(getattr(self, option_field.name))
             known = [value for value in values if value is not None]
             for fits, value in product(declared.fits, known):
@@ -256,12 +256,12 @@ class Options:
         return cls(**values)
 
     def arguments(self) -> list[str]:
-        """The arguments of a command line that asks for the same; leaves out what is usual."""
+        """Writes the options as arguments of a command line; leaves out those at their default."""
         written = []
         for option_field, flag, _ in _options(type(self)):
-            value, make_usual = getattr(self, option_field.name), option_field.default_factory
-            usual = option_field.default if make_usual is MISSING else make_usual()
-            if value == usual:
+            value, make_default = getattr(self, option_field.name), option_field.default_factory
+            default = option_field.default if make_default is MISSING else make_default()
+            if value == default:
                 continue
             on, _, off = flag.partition("/")  # such as --peers/--no-peers
             if isinstance(value, bool):
@@ -306,7 +306,7 @@ def add_command(
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def run(**given: Any) -> None:
-        # `of` takes the arguments of its options out of `given`; the others are the action's own.
+        # `of` removes the arguments that it reads from `given`; the action gets those that remain.
         made = {name: bundle.of(given) for name, bundle in bundles.items()}
         action(**made, **given)
 

@@ -35,16 +35,18 @@ def hierarchical(bucket: Bucket, transport: Transport, timer: StageTimer) -> Ste
     lanes = Lanes(transport.nodes, transport.rank)
     n, k = transport.world_size, len(lanes.members)  # k nodes
     # The buffer is gathered lane by lane, in the order of `owners`; the shuffle makes it by rank.
+    # Nodes have equal size, so each lane of a node has one owner.
     owners = [owner for (owner,) in lanes.order()]
     cuts = even_cuts(bucket.numel, n)
     place = owners.index(transport.rank)
     gathered_N = torch.empty_like(bucket.grad_N)
     gathered_N[cuts[place] : cuts[place + 1]] = bucket.grad_N[bucket.shard(transport.rank)]
     tag = Identity("hierarchical_all_gather", bucket, str(gathered_N.dtype), 0).tag
+    # This rank's lane on every node, then the ranks of its own node.
     across = Subgroup(transport, [members[lanes.lane] for members in lanes.members], tag)
     inside = Subgroup(transport, lanes.members[lanes.node], tag)
     folding = Folding(across)
-    own_lane = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]
+    own_lane = cuts[lanes.lane * k : (lanes.lane + 1) * k + 1]  # around its k pieces
     assert not folding.folds, "a power of two of nodes"
     yield from double(gathered_N, own_lane, folding, last=lanes.count == 1)
     yield from ring_all_gather(gathered_N, cuts[::k], inside, last=True)

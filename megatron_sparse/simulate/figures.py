@@ -133,7 +133,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+            short = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow(short)
 
 
 def groups(rows: Sequence[Row], *keys: str) -> dict[Any, list[Row]]:
@@ -263,12 +264,11 @@ def log_axis(axes: Axes, which: str) -> None:
 
 
 def shared_legend(canvas: Canvas, axes: Sequence[Axes]) -> None:
-    """One legend for all panels, below them."""
-    entries = {
-        label: handle
-        for panel in axes
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
-    }
+    """Draws one legend for all panels, below them; a label of several panels has one entry."""
+    entries: dict[Any, Any] = {}
+    for panel in axes:
+        handles, labels = panel.get_legend_handles_labels()
+        entries |= zip(labels, handles, strict=True)
     canvas.legend(
         list(entries.values()),
         list(entries),
@@ -357,6 +357,7 @@ def draw_heatmap(
         origin="lower",
         aspect="auto",
     )
-    write_numbers(axes, grid, number, abs(np.log2(grid)) > 0.7 * np.log2(most))
+    is_dark = abs(np.log2(grid)) > 0.7 * np.log2(most)  # the ends of the colour map
+    write_numbers(axes, grid, number, is_dark)
     axes.set_xticks(range(len(columns)), [f"{column:g}" for column in columns])
     axes.set_yticks(range(len(lines)), [f"{line:g}" for line in lines])

@@ -177,9 +177,11 @@ def _zipf_probability(rows: int, density: float, exponent: float) -> np.ndarray:
         """The density after so many draws, above the wanted one; it grows."""
         return float(-np.expm1(-np.exp(log_draws) * popularity).mean()) - density
 
-    # With this many draws even the rarest row has a probability of `density`: an upper bound.
+    # With `least` draws only the most popular row has a probability of `density`, with `most` even
+    # the rarest one; in logarithms. A row's probability is 1 - exp(-draws * popularity).
+    least = np.log(-np.log1p(-density))
     most = np.log(-np.log1p(-density) / popularity[-1])
-    draws = np.exp(_root(excess, np.log(-np.log1p(-density)) - 1, most + 1))
+    draws = np.exp(_root(excess, least - 1, most + 1))
     return -np.expm1(-draws * popularity)
 
 

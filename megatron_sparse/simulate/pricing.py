@@ -90,7 +90,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
     if func.is_view or name.startswith(_FREE):
         return 0.0
     if codec_name in ("encode", "prune_encode"):
-        sizes_S = result[STATUS_WORDS:].view(2, -1)[0]
+        sizes_S = result[STATUS_WORDS:].view(2, -1)[0]  # the records' counts follow their sizes
         updated = args[_RESIDUAL].nbytes if codec_name == "prune_encode" else 0
         return args[0].nbytes + 2.0 * updated + float(sizes_S.sum())
     # The seventh argument is `fresh`; args lacks arguments that have their default.
@@ -117,7 +117,7 @@ def moved_bytes(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
         total += times * _nbytes(value)
     total += _nbytes(list(kwargs.values()))
     if all(returned.alias_info is None for returned in func._schema.returns):
-        total += _nbytes(result)
+        total += _nbytes(result)  # new memory, not an argument that was counted
     return total
 
 
@@ -237,6 +237,7 @@ def drive(job: Job, start: Start) -> JobCost:
     timers: list[ChargingTimer] = []
 
     def begin(transport: VirtualTransport) -> Steps:
+        """Makes a rank's timer and its steps, which return the bytes that it sends."""
         timers.append(ChargingTimer(transport, memory_bound(job.seconds_a_byte)))
         return start(transport, timers[-1])
 

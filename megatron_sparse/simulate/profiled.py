@@ -96,7 +96,7 @@ def figures(samples: Sequence[Sample]) -> list[Figure]:
     return [
         Figure("zen", n, f"ZEN figure {n}: {what}", given, rows, draw, label=LABELS[n])
         for n, what, given, rows, draw in found
-        if n != 8 or ranks > 1
+        if n != 8 or ranks > 1  # one rank synchronises nothing
     ]
 
 
@@ -112,7 +112,7 @@ def rows_2(shown: dict[str, list[Sample]]) -> list[Row]:
         for sample in members:
             # A bitmap of each rank's non-zero elements.
             words_nW = np.stack([pack(of_rank_K, sample.numel) for of_rank_K in sample.elements])
-            ratios += overlap_ratios(words_nW, len(words_nW) ** 2)
+            ratios += overlap_ratios(words_nW, len(words_nW) ** 2)  # of all pairs: no limit
         heights, edges = np.histogram(ratios, bins=BINS, range=(0, 1))
         width = 1 / BINS
         rows += [
@@ -173,6 +173,7 @@ def rows_8(sample: Sample) -> list[Row]:
     """Time divided by the dense all-reduce's, for each number of ranks."""
     rows = []
     for n in union_counts(len(sample.elements))[1:]:
+        # Of each rank the non-zero elements that are simulated, and the size.
         parts = [thinned(own_K, sample.numel, MOST_SIMULATED) for own_K in sample.elements[:n]]
         # Shards have equal size: pad the end with zeros.
         numel = -(-parts[0][1] // n) * n
@@ -250,7 +251,7 @@ def rows_17(shown: dict[str, list[Sample]], largest: Sample) -> list[Row]:
 
 
 def _densities(shown: dict[str, list[Sample]]) -> Iterable[tuple[float, float, int]]:
-    """For every bucket and its sum: density and fraction of blocks; and the bucket's servers."""
+    """Yields density, fraction of blocks and number of servers: of each sample, then of its sum."""
     for members in shown.values():
         for sample in members:
             profile, size = sample.profile, OMNIREDUCE_BLOCK

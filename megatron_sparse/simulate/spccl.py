@@ -57,7 +57,7 @@ def gradients(numel: int, sparsity: float) -> Gradients:
 
 @cache
 def dense_s(kind: str, world_size: int, size_mib: int) -> float:
-    """NCCL's ring, without charges for additions.
+    """Seconds of NCCL's ring, without charges for additions.
 
     Args:
         kind: all_gather, reduce_scatter or all_reduce.
@@ -73,7 +73,7 @@ def dense_s(kind: str, world_size: int, size_mib: int) -> float:
 def sparse(
     kind: str, world_size: int, size_mib: int, sparsity: float, numel: int, charged: bool = True
 ) -> JobCost:
-    """SpCCL's collective.
+    """The cost of SpCCL's collective.
 
     Args:
         kind: all_gather, reduce_scatter or all_reduce.
@@ -83,6 +83,7 @@ def sparse(
         numel: elements that are simulated.
         charged: whether codecs take time.
     """
+    # The all-gather is no `CollectiveOp`; like an all-reduce it fills the whole bucket.
     op = CollectiveOp.ALL_REDUCE if kind == "all_gather" else CollectiveOp(kind)
     job = Job(PERLMUTTER_RING, world_size, size_mib * MIB, numel, op, "pici", charged)
     of_rank = gradients(numel, sparsity)
@@ -101,7 +102,7 @@ def sparse(
 def sparcml(
     machine: Machine, world_size: int, size_mib: int, sparsity: float, numel: int
 ) -> JobCost:
-    """The best of SparCML's all-reduces."""
+    """The cost of the fastest of SparCML's all-reduces."""
     job = Job(machine, world_size, size_mib * MIB, numel, format="coo")
     of_rank = gradients(numel, sparsity)
     return min((price(job, scheme, of_rank) for scheme in SPARCML), key=lambda cost: cost.time_s)

@@ -156,7 +156,7 @@ def _stage_table(
     Args:
         title: of the table.
         figures: of a run or of a phase, as in `summary.json`.
-        parts_of: makes milliseconds by part of those by stage and of those of the iteration.
+        parts_of: gets milliseconds by stage and the iteration's, returns milliseconds by part.
     """
     mean_ms = parts_of(figures["stage_ms_mean"], figures["iteration_ms_mean"])
     median_ms = parts_of(figures["stage_ms"], figures["iteration_ms"])

@@ -173,7 +173,7 @@ def run(target: str, name: str, json_path: Path | None, *, dry_run: bool) -> str
 
 
 def make(entity: str, project: str, name: str) -> Any:
-    """The `wandb_workspaces.workspaces.Workspace`, not yet saved; contacts no server.
+    """Makes a `wandb_workspaces.workspaces.Workspace` of `SECTIONS`, unsaved; asks no server.
 
     Raises:
         DependencyError: wandb-workspaces is not installed.

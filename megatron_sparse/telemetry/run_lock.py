@@ -107,7 +107,7 @@ def _beat(path: Path, ended: threading.Event) -> None:
 def _read(file: int) -> dict[str, Any]:
     """The holder that the file names; empty if it names none."""
     try:
-        holder = json.loads(os.pread(file, 4096, 0))
+        holder = json.loads(os.pread(file, 4096, 0))  # more than `_write` ever writes
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) else {}

@@ -74,7 +74,7 @@ def check_out(request: CalibrationOptions, *, adds: bool) -> ClusterModel | None
 
 
 def sweep_case(request: CalibrationOptions, world_size: int) -> SweepCase:
-    """The bucket and gradients of a sweep."""
+    """The bucket and gradients of a sweep; all ranks' shards have as many fp32 elements."""
     numel = max(request.size_bytes // 4 // world_size, 1) * world_size
     repeats, step = (3, 0.2) if request.quick else (7, 0.1)
     return SweepCase(numel, tuple(request.densities), repeats, step)
@@ -160,9 +160,10 @@ class CalibrationRank(Bench[CalibrationOptions]):
         if found is not None:
             found.check_fingerprint(fingerprint(self._transport))
         rows = complete(gather_rows([float(found is not None)], self._transport))
-        return bool(rows[0, 0]), found
+        return bool(rows[0, 0]), found  # rank 0's row
 
     def _sweep(self) -> tuple[dict[str, Thresholds], list[SweepPoint]]:
+        """Finds the thresholds; returns them by format, and the points of all curves."""
         case = sweep_case(self._cases, self.world_size)
         runs = RingRuns(self._transport, case, host_clock(self._device), StageTimer(self._device))
         found, points = {}, []
@@ -174,6 +175,7 @@ class CalibrationRank(Bench[CalibrationOptions]):
         return found, points
 
     def _write(self, cluster: ClusterModel, noise: str) -> None:
+        """Writes the cluster file; its comment ends with `noise`, a warning or empty."""
         comment = self._comment()
         cluster.save(self._cases.out, f"{comment}\n{noise}" if noise else comment)
         print(f"# written: {self._cases.out}")
@@ -211,6 +213,7 @@ def _report(
     found: Mapping[str, Thresholds],
     where: str,
 ) -> None:
+    """Prints the thresholds that were found, and draws the curves beside the cluster file."""
     densities = ", ".join(f"{density:g}" for density in request.densities)
     what = f"{where}, {request.size_bytes / 2**20:g} MiB, input densities {densities}"
     print(f"# {MEASURED}: {what}")
@@ -234,7 +237,7 @@ def print_cluster(cluster: ClusterModel) -> None:
         ("inter", cluster.inter, "between nodes"),
         ("dense", cluster.dense, "the backend's all-reduce, as a ring"),
     ):
-        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"
+        rate = f"{8e-9 / link.beta_s:.3g}" if link.beta_s else "-"  # Gbit/s
         print(f"{kind:<7}{link.alpha_s * 1e6:>12.1f}{rate:>10}  {what}")
     print(
         f"\nhost: {cluster.host_s_per_message * 1e6:.1f} us a message, "
@@ -245,8 +248,8 @@ def print_cluster(cluster: ClusterModel) -> None:
         by_call.setdefault((rate.op, rate.format), []).append(rate)
     densities = [d for d in SHOWN if d in {rate.density for rate in cluster.codec}]
     print("codec: ns an element, by density; the file has more densities\n")
-    shown = "".join(f"{density:>9.1%}" for density in densities)
-    print(f"{'codec':<18}{'format':<12}{'us a call':>10}{shown}")
+    headers = "".join(f"{density:>9.1%}" for density in densities)
+    print(f"{'codec':<18}{'format':<12}{'us a call':>10}{headers}")
     for (op, form), rates in sorted(by_call.items()):
         ns = {rate.density: f"{rate.seconds_per_element * 1e9:.3g}" for rate in rates}
         most_us = max(rate.seconds_per_call for rate in rates) * 1e6
@@ -272,7 +275,7 @@ def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[P
 
     Args:
         points: of all curves.
-        what: was swept where.
+        what: in words, what was swept and where.
         folder: made if missing.
 
     Returns:
@@ -292,6 +295,7 @@ def draw_curves(points: Sequence[SweepPoint], what: str, folder: Path) -> list[P
 
 
 def _draw(rows: list[Row], canvas: Canvas) -> None:
+    """Draws a panel for each threshold: times over its values, a star at each value taken."""
     styles, panels = figures.styles_of(rows), figures.groups(rows, "threshold")
     axes_of = canvas.subplots(1, len(panels), squeeze=False, sharey=False)[0]
     for axes, (threshold, part) in zip(axes_of, panels.items(), strict=True):

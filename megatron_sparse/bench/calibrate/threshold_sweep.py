@@ -86,7 +86,10 @@ class RingRuns:
         self._messages: dict[tuple[str, CollectiveOp, float], tuple[Bucket, Message]] = {}
 
     def time_s(self, op: CollectiveOp, ring: SchemeConfig) -> Measuring[float]:
-        """Seconds with some thresholds, the same on all ranks."""
+        """Seconds of rings with the thresholds of `ring`, for all input densities together.
+
+        The same on all ranks.
+        """
         total_s = 0.0
         for density in self._case.densities:
             bucket, message = self._message(ring.format, op, density)
@@ -99,15 +102,16 @@ class RingRuns:
         return total_s
 
     def _message(self, format: str, op: CollectiveOp, density: float) -> tuple[Bucket, Message]:
+        """Returns a bucket of this density and its message; makes them once and keeps them."""
         key, numel = (format, op, density), self._case.numel
         if key not in self._messages:
             n, gradient = self._transport.world_size, uniform(numel, density)
             grad_N = gradient.gradient(self._transport.rank).to(self._transport.device)
             bucket = Bucket("ring", grad_N, [ParameterSlice("w", 0, numel)], op, n)
             layout = bucket.layout(sharded=True)
-            spec, held = record_spec("fp32", 0, format), MessageBuffers()
+            spec, buffers = record_spec("fp32", 0, format), MessageBuffers()
             # Buffers of its own: messages of all densities are held at once.
-            self._messages[key] = bucket, encode(bucket, layout, spec, held)
+            self._messages[key] = bucket, encode(bucket, layout, spec, buffers)
         return self._messages[key]
 
 
@@ -131,7 +135,8 @@ def sweep_thresholds(
     for threshold in swept(transport):
         index = THRESHOLDS.index(threshold)
         op = CollectiveOp.ALL_REDUCE if threshold == "gather" else CollectiveOp.REDUCE_SCATTER
-        values, times_s = [round(i * case.step, 6) for i in range(round(1 / case.step) + 1)], []
+        steps = range(round(1 / case.step) + 1)  # from 0 to 1
+        values, times_s = [round(i * case.step, 6) for i in steps], []
         for value in values:
             tried = found.copy()
             tried[index] = value

@@ -117,7 +117,8 @@ def measure(pair: ParameterPair, warmup: int, iters: int) -> ParameterRow:
 def _wrong_bytes(pair: ParameterPair, decoded_N: torch.Tensor) -> int:
     """The number of bytes in which the decoded parameters differ from the new ones.
 
-    On a GPU, also those in which its record of the first numbers differs from the CPU's.
+    On a GPU, also the bytes in which its record of the first `COMPARED_NUMEL` numbers differs from
+    the CPU's record of them.
     """
     wrong = int((decoded_N.view(torch.uint8) != pair.new_N.view(torch.uint8)).sum())
     if pair.old_N.is_cuda:

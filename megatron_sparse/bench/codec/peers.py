@@ -103,8 +103,8 @@ def _select(
     `sample` is the `sample_threshold` of `ops` or of Triton.
     """
     one_range, densities_R = torch.tensor([0, case.numel]), torch.tensor([case.density])
-    count, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
-    limits = sample(grad_N, residual_N, one_range, densities_R, count, keys_R)
+    samples, keys_R = CompressionConfig().samples_at(case.density), torch.tensor([KEY])
+    limits = sample(grad_N, residual_N, one_range, densities_R, samples, keys_R)
     chances_R = limits.tie_chances
     pruning = Pruning(
         residual_N, one_range, limits.thresholds, leak=0.5, key=KEY, tie_chances_R=chances_R

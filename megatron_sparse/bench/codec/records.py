@@ -130,7 +130,7 @@ def make_tasks(case: Case, *, with_peers: bool = True) -> Iterator[Task]:
     yield Task("prune", "-", moved_bytes, wrong, prune, others)
     del residual_N, pruning, prune_encode, prune, others  # frees their memory
     encode = codec.encode(grad_N, nnz)
-    encode()
+    encode()  # writes the record that is copied next
     message, name = codec.record().clone(), codec.record_name()
     encoded_bytes = grad_N.nbytes + message.nbytes
     if not codec.is_rice:
@@ -234,13 +234,13 @@ def _wrong_record(
     codec: Codec,
     grad_N: torch.Tensor,
     expected_record: bytes,
-    expected_N: torch.Tensor,
+    expected_residual_N: torch.Tensor,
     *,
     in_two_passes: bool = False,
 ) -> int:
-    """Bytes of a gradient's record and residual that differ from the expected ones.
+    """Encodes a gradient; returns how many bytes of record and residual differ from the expected.
 
-    They are those of `prune_encode`; in two passes, those of `prune_` and `encode`.
+    Encodes with `prune_encode`, or `in_two_passes` with `prune_` and then `encode`.
     """
     codec.out.fill_(0xFF)  # a byte that the encoder does not write shall differ
     copy_N = grad_N.to(codec.case.device, copy=True)
@@ -251,4 +251,4 @@ def _wrong_record(
     else:
         record_bytes = codec.prune_encode(copy_N, residual_N, ORACLE_LEAK)()
     wrong = differing(codec.out[: int(record_bytes)], expected_record)
-    return wrong + differing(residual_N, expected_N)
+    return wrong + differing(residual_N, expected_residual_N)

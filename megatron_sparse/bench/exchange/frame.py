@@ -125,7 +125,7 @@ class Bench[Cases: Rounds | CalibrationOptions]:
             For each action fp64 [n, R, M]: the M figures of n ranks in the R rounds after the
             warm-up; and the share of the machine that other programs took in these rounds.
         """
-        rounds: list[list[Sequence[float]]] = [[] for _ in turns]
+        rounds: list[list[Sequence[float]]] = [[] for _ in turns]  # of each action, its figures
         load = HostLoad()
         for number in range(warmup + iters):
             if number == warmup:
@@ -134,8 +134,8 @@ class Bench[Cases: Rounds | CalibrationOptions]:
                 index = (place + number) % len(turns)
                 rounds[index].append(turns[index](number))
         share = self._foreign_load(load)
-        figures = [torch.tensor(each[warmup:], dtype=torch.float64) for each in rounds]
-        return [self._gather(each) for each in figures], share
+        own = [torch.tensor(figures[warmup:], dtype=torch.float64) for figures in rounds]
+        return [self._gather(own_RM) for own_RM in own], share
 
     def _timed(self, action: Callable[[], object]) -> float:
         """This rank's microseconds until its device has done the action; all begin together."""

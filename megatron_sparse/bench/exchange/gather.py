@@ -177,6 +177,7 @@ class RankGather:
         n = transport.world_size
         shard = -(-sweep.elements // n)  # rounded up
         made = synthetic(shard * n, case.rate, VALUE_DTYPES[sweep.dtype])
+        # Before and after the optimizer's step; the number of a gather, modulo 2, chooses one.
         self._states, self._rank = (made.old_N, made.new_N), transport.rank
         self.values_N = made.old_N.to(transport.device, copy=True)
         self.own_M = self.values_N.view(n, -1)[transport.rank]
@@ -271,9 +272,12 @@ class GatherBench(Bench[GatherSweep]):
 def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> GatherRow:
     """Models a raw and then an exact gather on virtual ranks, and counts wrong bits."""
     n = topology.world_size
-    held = [HeldProgress() for _ in range(n)]
+    progress_of = [HeldProgress() for _ in range(n)]
     cluster = VirtualCluster(n, topology)
-    ranks = [RankGather(sweep, case, each, held[each.rank]) for each in cluster.transports]
+    ranks = [
+        RankGather(sweep, case, transport, progress_of[transport.rank])
+        for transport in cluster.transports
+    ]
     spent_us = []
     for number in range(2):
         began_s = cluster.modelled_s
@@ -282,7 +286,7 @@ def _virtual_row(sweep: GatherSweep, case: GatherCase, topology: Topology) -> Ga
         for rank in ranks:
             rank.move(number)
             pending.append(rank.start(number))
-        cluster.run(lambda transport: held[transport.rank].steps())
+        cluster.run(lambda transport: progress_of[transport.rank].steps())
         for each in pending:
             each.wait()
         spent_us.append((cluster.modelled_s - began_s) * 1e6)

@@ -98,8 +98,8 @@ def _run_of(options: ConvergenceOptions, model: str, setting: Setting, seed: int
     ]
     place = [f"data.dir={_corpus_dir(options, model)}", "cluster.device=cpu"]
     name = f"{model}-{setting.name}-{seed}"
-    of = {"setting": setting.name, "model": model, "seed": seed}
-    return Run("convergence", name, arguments, options.out, place, **of)
+    described = {"setting": setting.name, "model": model, "seed": seed}
+    return Run("convergence", name, arguments, options.out, place, **described)
 
 
 def _corpus_dir(options: ConvergenceOptions, model: str) -> Path:
@@ -195,18 +195,18 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def pictures(outcomes: Sequence[RunResult], rows: Sequence[ConvergenceRow]) -> list[Picture]:
-    """Curves, final losses and, where runs have a curve of it, loss over bits."""
+    """Returns the pictures of curves, of final losses and, if a setting has a `curve`, of bits."""
     curves = []
     for each in outcomes:
         series = SETTINGS[each.run.setting].label
         of_run = {"series": series, **picked(each.run, "model", "setting", "seed")}
         curves += [of_run | {"iteration": step, "loss": loss} for step, loss in each.means]
     shown = ("setting", "label", "bits_target", "bits", "to_dense", "to_dense_spread")
-    bits = [
-        {"series": f"{row.model}, {curve}", **picked(row, *shown)}
-        for row in rows
-        if (curve := SETTINGS[row.setting].curve) and row.to_dense is not None
-    ]
+    bits = []
+    for row in rows:
+        curve = SETTINGS[row.setting].curve
+        if curve and row.to_dense is not None:
+            bits.append({"series": f"{row.model}, {curve}", **picked(row, *shown)})
     finals = [row.to_dict() for row in rows]
     drawn = [(CURVES, curves, _draw_curves, 4.8), (FINAL, finals, _draw_final, 4.2)]
     return [*drawn, (BITS, bits, _draw_bits, 4.8)] if bits else drawn
@@ -274,12 +274,12 @@ def _draw_bits(rows: list[figures.Row], canvas: figures.Canvas) -> None:
     styles = figures.styles_of(rows)
     panels = canvas.subplots(1, 2, sharey=True)
     spans = {"bits_target": "at the target density", "bits": "over the whole run"}
-    for axes, (key, of) in zip(panels, spans.items(), strict=True):
+    for axes, (key, span) in zip(panels, spans.items(), strict=True):
         figures.draw_lines(axes, sorted(rows, key=lambda row: row[key]), key, "to_dense", styles)
         figures.log_axis(axes, "x")
         axes.axhline(0, color="black", linestyle="--", linewidth=1)
-        axes.set(xlabel=f"bits an element, {of}", ylabel="% above dense (mean of the seeds)")
-    # Once each: the models' points of a setting lie close together.
+        axes.set(xlabel=f"bits an element, {span}", ylabel="% above dense (mean of the seeds)")
+    # One text for each label, at its first row: the models' points of a setting are close together.
     for row in {row["label"]: row for row in reversed(rows)}.values():
         point = row["bits_target"], row["to_dense"]
         beside = {"textcoords": "offset points", "xytext": (3, 3), "fontsize": 5}
