@@ -60,7 +60,10 @@ def end_quickly() -> None:
 
 def _end() -> None:
     """Keeps the interpreter's end short; after Ctrl-C ends the process at once."""
-    gc.freeze()  # what is frozen is not searched for cycles
+    # What is frozen is not searched for cycles. Triton must be: from 3.9 on its bindings list
+    # whatever of theirs is left at the end.
+    if "triton._C.libtriton" not in sys.modules:
+        gc.freeze()
     if after_ctrl_c.is_set():
         sys.stdout.flush()
         sys.stderr.flush()

@@ -12,6 +12,7 @@ from megatron_sparse.errors import ConfigError, HostError, StorageError
 from megatron_sparse.run import application, full_disk, interrupt, launch, preparation
 from megatron_sparse.run.composition import compose
 from megatron_sparse.run.interrupt import LOCAL_RANKS
+from tests.programs import output_of
 
 
 @pytest.mark.parametrize("variable", LOCAL_RANKS)
@@ -45,6 +46,12 @@ def test_a_mistake_in_an_option(case):
     with pytest.raises(ConfigError) as refused:
         SparseConfig.from_overrides(**options)
     assert said in str(refused.value)
+
+
+def test_a_process_that_has_loaded_triton_ends_without_a_word():
+    """Triton's bindings would list all that `end_quickly` keeps from being freed."""
+    program = "from megatron_sparse.run import interrupt; interrupt.end_quickly(); import triton"
+    assert output_of([sys.executable, "-c", program]) == ""
 
 
 def test_a_section_is_no_dict():
