@@ -258,6 +258,7 @@ def _selection(grad_N: torch.Tensor) -> Callable[[MessageSpec], Message]:
 def _partition_calls(numel: int, density: float, device: torch.device) -> Iterator[CodecCall]:
     """ZEN's: the partition of a selection, and encoding and adding the records of one partition."""
     sparse_N = sparse_vector(numel, density, device)
+    # At density 1 all of `sparse_N` is selected; its non-zero elements are the entries.
     message = _selection(sparse_N)(MessageSpec(1.0, format="coo"))
     own_hash = PermutationHash(numel, PARTITIONS, HASH_SEED)
 
@@ -271,6 +272,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
     wide = PermutationHash(numel * PARTITIONS, PARTITIONS, HASH_SEED)
     place = PartitionRecord(wide, 0, torch.float32, offset=0, step=STEP)
     positions_K = sparse_N.nonzero().squeeze(1)
+    # Pairs hold ascending elements of the segment.
     elements, order = wide.element_at(0, positions_K).sort()
     values = sparse_N[positions_K][order]
     # Pairs are added to the partition, by position; a bitmap to the segment, by element.
@@ -279,6 +281,7 @@ def _partition_calls(numel: int, density: float, device: torch.device) -> Iterat
         ("pairs", partial(hash_pairs.encode, elements, values), hash_pairs.accumulate_, sum_P),
         ("hash_bitmap", partial(hash_bitmap.encode, sparse_N), hash_bitmap.decode_add_, sum_M),
     ):
+        # The record to decode is made here, once; it is no part of the call that is timed.
         decode_add = partial(add, acc, encode(place), place, rank=0)
         yield CodecCall(CodecOp.ENCODE, form, density, partial(encode, place))
         yield CodecCall(CodecOp.DECODE_ADD, form, density, decode_add)

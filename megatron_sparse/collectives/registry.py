@@ -133,6 +133,7 @@ def check_op(scheme: SchemeConfig, planner: PlannerConfig, op: CollectiveOp) -> 
     key, names = "scheme.name", [scheme.name]
     if scheme.name == AUTO:
         key, names = "planner.schemes", planner.schemes
+    # None takes all schemes as candidates, and some of them can do each operation.
     if names is None or any(op in SCHEMES[name].ops for name in names):
         return
     able = [name for name, each in SCHEMES.items() if op in each.ops]

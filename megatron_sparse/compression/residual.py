@@ -141,12 +141,12 @@ class ResidualStore:
         of a residual's size for each pending selection while the result lives.
 
         Args:
-            leak: the factor with which unsent values entered the residuals.
+            leak: the factor with which unsent values entered the residuals; 1 loses nothing.
 
         Returns:
-            For each bucket, what this rank must add to the sum so that it is the sum of gradients
-            alone: new residual - old residual, fp32 [N]. With a leak, up to the rounding of values
-            that were sent.
+            For each bucket with a pending selection, what this rank must add to the sum so that it
+            is the sum of gradients alone: new residual - old residual, fp32 [N]. With a leak below
+            1, up to the rounding of values that were sent; at leak 0 unsent values are lacking.
         """
         self._is_apart = True
         lacking = {}

@@ -147,7 +147,7 @@ class PartitionRecord:
         return record
 
     def read_head(self, record: torch.Tensor, rank: int, forms: Sequence[int]) -> tuple[int, int]:
-        """Compares every field with its expected value; then the sections fit in the record.
+        """Checks every field: a record that passes is as long as its form and nnz say.
 
         On CUDA this copies the 80 bytes to the host and waits for them.
 
@@ -165,7 +165,8 @@ class PartitionRecord:
         """
         h0, positions = self.partition_hash, self.positions
         head = head_of(record, SECTIONS_AT)
-        payload_sum = int(payload_sums([record], 1)) if self.checksum else 0
+        # One message of one record. An unsealed record's checksum does not cover its payload.
+        payload_sum = int(payload_sums([record], records=1)) if self.checksum else 0
         header = Header.unpack(head, rank, payload_sum)
         check_fields(rank, ("format", FORMAT_HASH_BITMAP, header.format))
         header.check_segment(self.code, h0.numel, self.offset, self.step, rank)

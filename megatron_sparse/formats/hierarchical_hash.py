@@ -161,7 +161,8 @@ def split(
 
     For ascending indices the two results are equal. This is one sort by few bits, and on a CPU
     takes a tenth of Algorithm 1's time: the algorithm avoids a sort where thousands of threads
-    write at once. But records want ascending indices, so on CUDA `hierarchical_hash` needs two.
+    write at once. But records want ascending indices, so on CUDA `hierarchical_hash` needs two
+    sorts.
 
     Args:
         partition_hash: h0; the same on all ranks.
@@ -184,4 +185,5 @@ def split(
         )
     partition_K = partition_hash.partition_of(indices_K)
     order_K, offsets = hash_ops.split(partition_K, partition_hash.partitions)
+    # Without a hash memory no entry overflows: both counts are 0.
     return Partitioned(indices_K[order_K], values_K[order_K], offsets.tolist(), serial=0, grown=0)

@@ -41,8 +41,9 @@ _FIELDS = (
 def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.Tensor:
     """The record that says how far each number of `old` moved to become `new`.
 
-    A record that would not be smaller than the raw numbers is raw; so is each of its chunks. Takes
-    memory for the call: as much as the numbers, on CUDA twice as much.
+    The record is raw where coding would not make it smaller than the numbers; a coded one has
+    chunks, of which the same holds one by one. Takes memory for the call: as much as the numbers,
+    on CUDA twice as much.
 
     Args:
         old: 1-D, contiguous, fp32, bf16 or fp16, on a CPU or a GPU; only read. Any number of
@@ -71,6 +72,7 @@ def encode_moves(old: torch.Tensor, new: torch.Tensor, *, epoch: int) -> torch.T
     check_flat("encode_moves", "old", old, (new.dtype,), new.numel(), new.device)
     room_bytes = overload("moves_room")(new.numel(), GRAD_DTYPES.index(new.dtype))
     out = torch.empty(room_bytes, dtype=torch.uint8, device=new.device)
+    # Writes the record to the begin of `out`; `size` is its length.
     size = call("moves_encode", old, new, epoch % 2**32, out)
     # A copy: a view would keep the room alive, which is as large as the numbers.
     return out[: int(size)].clone()

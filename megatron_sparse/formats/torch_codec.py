@@ -108,7 +108,14 @@ def decode_add_(
     *,
     fresh: bool = False,
 ) -> None:
-    """Checks every record and index, then adds them to `acc_M`; see `cuda_ext.ops.decode_add_`.
+    """Checks every record and index of a peer's message, then adds its values to `acc_M`.
+
+    Args:
+        acc_M: fp32. Mutated.
+        message: uint8, the records of all segments, back to back; not trusted.
+        expected: the facts that the records must state, the segments among them.
+        base: the bucket's element that `acc_M` begins with.
+        fresh: treat the segments' part of `acc_M` as zero and ignore its content.
 
     Raises:
         WireFormatError: names the rank and the field; `acc_M` is untouched.

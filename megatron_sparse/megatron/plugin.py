@@ -145,6 +145,7 @@ class Plugin:
             sinks=sinks,
             resolved_config=self._resolved_config,
             iterations=_arguments().train_iters,
+            # A configuration comes from `megatron-sparse train`, which has locked the folder.
             locks=self._resolved_config is None,
         )
 

@@ -58,11 +58,13 @@ class Plan:
     def message_spec(self, bucket: Bucket, options: SchemeConfig) -> MessageSpec:
         """The layout of the message that a sparse plan makes from `bucket`."""
         scheme = SCHEMES[self.scheme]
-        # A message of every element has 4 bits or 8.
+        # Values of a message of every element have 4 bits or 8, whatever the plan's bits.
         bits = dense_value_bits(self.value_bits) if scheme.sends_whole else self.value_bits
         form = scheme.message_format(options)
         if bits is not None and (form == "auto" or scheme.sends_whole):
-            form = "rice"  # the one format of quantised values
+            # The one format of quantised values: `auto` stands for it, and a message of every
+            # element has it whatever `scheme.format` says.
+            form = "rice"
         return MessageSpec(
             density=self.density,
             wire_dtype=self.wire_dtype,

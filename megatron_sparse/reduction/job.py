@@ -406,7 +406,8 @@ class Pending[T]:
         """Takes the result of the work that the job waited for, and times the wait.
 
         Raises:
-            CommunicationError: the work is not ready, so its deadline has passed.
+            CommunicationError: the work is not ready, so its deadline has passed: a driver resumes
+                a job only then or when its work is ready.
         """
         if not work.ready():
             raise CommunicationError(
@@ -417,7 +418,8 @@ class Pending[T]:
             )
         self._work = None
         if self.queued():
-            work.finish()  # reports: neither network nor any other stage
+            # The job yielded `QUEUED`: it now reads reports, which is no stage and is not timed.
+            work.finish()
         elif self._stream.on_cuda:
             with self._timer.stage("network"):
                 work.finish()

@@ -319,7 +319,10 @@ class StragglerPolicy:
         return Delays(max(0.0, times.critical_s), times.early_s)
 
     def _split_times(self, bucket: Bucket, plan: Plan) -> SplitTimes:
-        """Seconds of the scheme that can skip a rank, from the bucket's bytes and the links."""
+        """The modelled seconds of a bucket, with the late rank skipped and with all waiting for it.
+
+        From the bytes of the bucket's messages and the costs of the links.
+        """
         n = bucket.world_size
         wire_dtype = wire_dtype_of(bucket.grad_N.dtype, plan.wire_dtype)
         if SCHEMES[plan.scheme].takes is Input.DENSE:

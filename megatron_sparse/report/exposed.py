@@ -125,6 +125,7 @@ def chart(
         areas[REST] = np.sum([shares[name] for name in rest], axis=0)
 
     def draw(axes: Axes) -> None:
+        """Draws the areas: a colour for each name, and a muted one for the rest, which is last."""
         percents = {name: value * 100 for name, value in areas.items()}
         colours = [theme.of_run(index).light for index in range(len(areas))]
         if rest:

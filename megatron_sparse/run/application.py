@@ -93,7 +93,11 @@ def _train_one(overrides: Sequence[str], command: str) -> None:
     refused: list[MegatronSparseError] = []
 
     def run(composed: DictConfig) -> None:
-        """What Hydra calls with the composed configuration."""
+        """What Hydra calls with the composed configuration: trains, and exits if that failed.
+
+        Keeps a typed error in `refused`, which is raised again behind Hydra. An error of the
+        composition is every rank's, so only the first rank of each node keeps it.
+        """
         try:
             with reported_by_first_rank():
                 config = composition.from_hydra(composed)

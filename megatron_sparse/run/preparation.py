@@ -250,7 +250,7 @@ def make_run_dir(
 
 
 def _check_is_run(run_dir: Path) -> None:
-    """Refuses a path with something else than a run, or than one whose folder is being made."""
+    """Refuses a path that exists, unless it is a run's folder, or one with at most a lock file."""
     if not run_dir.exists() or _is_run(run_dir):
         return
     if not run_dir.is_dir() or any(path.name != LOCK_FILE for path in run_dir.iterdir()):

@@ -97,6 +97,7 @@ def sample_profile(
         plan = SamplePlan.of(bucket.name, bucket.numel, n, seed, message.step)
         measured = plan.measure(selected_values(bucket, message, buffers), buffers)
         own_checksum = zlib.crc32(measured.numpy().tobytes())
+    # This refuses ranks that disagree, and brings the checksums by which parts are checked.
     scheme = f"profile/{seed}/{WINDOWS}"
     identity = Identity(scheme, bucket, message.value_dtype, message.step)
     announced = yield from exchange_sizes([measured.numel(), own_checksum], identity, transport)

@@ -222,6 +222,7 @@ class RunTelemetry:
         gathers, self._gathers = self._gathers, []
         step_s, self._step_s = self._step_s, {}
         readiness, self._readiness = self._readiness, []
+        # Buckets that skipped a rank.
         buckets_without = sum(record.straggler is not None for record in records)
         breakdown = iteration_breakdown(
             iteration,
@@ -246,6 +247,7 @@ class RunTelemetry:
         threshold_of = thresholds(records) if self.samples(iteration) else {}
         if self._files:
             self._write(breakdown, records, readiness, threshold_of)
+        # `do`: an exception of a profile, sink or progress only turns that one off.
         if self._profile is not None:
             self._profile.do(lambda profile: profile.end(iteration, records, gathers))
         if self._is_writer:

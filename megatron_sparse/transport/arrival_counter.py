@@ -163,7 +163,10 @@ class StoreArrivalCounter:
             arrival.waited.set_exception(operation.error(error))
 
     def _count(self, arrival: _Arrival) -> None:
-        """Adds this rank to the arrival's counter; if it is the last one, tells the others."""
+        """Adds this rank to the arrival's counter.
+
+        The last rank has waited for nobody; it tells the others, and deletes the store's old keys.
+        """
         if arrival.event is not None:  # until the device has computed the gradients
             arrival.event.synchronize()
         count = self._store.add(arrival.key, 1)

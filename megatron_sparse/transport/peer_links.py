@@ -150,6 +150,11 @@ class PeerLinks:
     def join(self, rank: int, invitation: dict[str, Any]) -> None:
         """Connects to a listening rank, unless this process is connected to it already.
 
+        Args:
+            rank: the listener's.
+            invitation: the listener's addresses (`hosts`), which are tried in turn, `port` and
+                `token`.
+
         Raises:
             OSError: it cannot be reached at any of its addresses.
         """

@@ -214,7 +214,7 @@ class ProcessGroupTransport:
         receives = [(peer, values) for peer, values in receives if values.numel()]
         peers = {peer for peer, _ in [*sends, *receives]}
         assert self.rank not in peers, "a rank exchanges nothing with itself"
-        if not peers:
+        if not peers:  # the peers have nothing for this rank either, so none waits for it
             return StreamWork(Operation("an empty exchange", None, self._timeout_s), [])
         operation = self._announce(f"exchange with ranks {sorted(peers)}")
         if self.device.type == "cuda":
